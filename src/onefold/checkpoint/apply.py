@@ -22,13 +22,15 @@ from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Recoded
 from onefold.offload.step import stepped_apart
-from onefold.optim.whole_state import show_states
+from onefold.optim.state_dicts import show_states
+from onefold.optim.state_parts import OptimizerParts
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.gather_paths import new_masters, state_context
+from onefold.runtime.gather_paths import state_context
 from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.parts import MasterParts
 from onefold.runtime.state.dicts import beside_parameters
 from onefold.runtime.storage import OnDisk
 
@@ -150,17 +152,13 @@ class StateReader:
 
     def masters(self, flat: Flat, found: list[tuple[Entry, Item]]) -> None:
         """Read the master weights of a flat buffer. Parameters not in `found` stay as they are."""
-        if flat.shared or flat.storage.encoded:
-            masters = new_masters(flat, self.engine.device)
-            self._own_interval(flat, found, masters)
-            flat.storage.store(masters)
-            return
-        for entry, item in found:
-            into: torch.Tensor | OnDisk = entry.param.data
-            if flat.storage.on_disk:
-                into = flat.storage.elements(entry, "", entry.param, *entry.owned())
-            self._held(entry, item, into)
-        flat.storage.renew()
+        parts = MasterParts()
+        if flat.shared:
+            self._own_interval(flat, found, parts.values(flat, self.engine.device))
+        else:
+            for entry, item in found:
+                self._held(entry, item, parts.target(entry))
+        parts.finish()
 
     def states(self, flat: Flat, key: str, dtype: torch.dtype, wanted: list[Wanted]) -> None:
         """Read the states `key` of parameters of one flat buffer."""
@@ -343,6 +341,7 @@ def _load_flat_states(
 ) -> None:  # fmt: skip
     """Load the optimizer states of the parameters of one flat buffer."""
     known = reading.source.items()
+    parts = {optimizer: OptimizerParts(optimizer) for optimizer, _ in owner.values()}
     found: dict[tuple[str, torch.dtype, bool], list[Wanted]] = {}
     for entry in flat.entries:
         if id(entry.param) not in owner:
@@ -363,12 +362,9 @@ def _load_flat_states(
                 dtype = how.of(entry).dtype if how is not None else entry.param.dtype
             elif parameter is not None and dtype == known[parameter].dtype:
                 dtype = entry.param.dtype
-            # Where the step keeps it
-            in_memory = how.small(entry) if how is not None else entry.param.dim() == 0
             if packed(item.state) is not None or stored.shape == entry.part.shape:
-                made = flat.storage.new_state(entry, item.state, dtype, in_memory)
-                into = flat.storage.elements(entry, item.state, made, *entry.owned())
-                state[item.state] = made
+                state[item.state] = parts[optimizer].create_one(entry, item.state, dtype)
+                into = parts[optimizer].place(entry, item.state, *entry.owned())
                 kind = (item.state, dtype, isinstance(into, OnDisk))
                 found.setdefault(kind, []).append(Wanted(entry, item, into))
             elif not (flat.divided or flat.tiled or flat.storage.on_disk):

@@ -3,12 +3,12 @@ step intervals. It does not depend on the forward pass.
 """
 
 from onefold.optim.clip import GradScaler, clip_grad_norm
+from onefold.optim.state_dicts import held_elsewhere, load_local_state_dict, local_state_dict
 from onefold.optim.step_hooks import (
     install_step_hooks,
     refuse_unless_elementwise,
     remove_step_hooks,
 )
-from onefold.optim.whole_state import held_elsewhere, load_local_state_dict, local_state_dict
 
 __all__ = [
     "GradScaler",

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from onefold.optim.state_parts import OptimizerParts
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.gather_paths import gather_whole
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.state.stream import tell_all
+from onefold.runtime.parts import StateItem, tell_all, to_all
 
 _CALL = "unsharded()"
 #: Optimizers that have stepped sharded parameters.
@@ -63,7 +63,9 @@ def gather(engine: Engine, optimizers: Iterable[Optimizer]) -> list[dict[int, di
 
 
 def _agreed(engine: Engine, optimizers: list[Optimizer]) -> list[Optimizer]:
-    told = tell_all(engine, _CALL, [(type(o).__name__, len(_params(o))) for o in optimizers])
+    told = tell_all(
+        engine.resources, _CALL, [(type(o).__name__, len(_params(o))) for o in optimizers]
+    )
     if any(each != told[0] for each in told):
         words = "; ".join(
             f"rank {r}: {', '.join(f'{n} of {k} parameters' for n, k in each)}"
@@ -85,7 +87,9 @@ def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any
     }
     told: dict[int, _Told] = {}
     for each in tell_all(
-        engine, _CALL, {n: _tell(optimizer, engine.entries[n], state) for n, state in known.items()}
+        engine.resources,
+        _CALL,
+        {n: _tell(optimizer, engine.entries[n], state) for n, state in known.items()},
     ):
         for number, states in each.items():
             if len(states) > len(told.get(number, ())):
@@ -100,7 +104,9 @@ def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any
                 (k, d) for e in mine for k, (d, _) in told[e.number].items() if d
             ):
                 some = [e for e in mine if told[e.number].get(key, ("",))[0] == dtype]
-                for entry, whole in _wholes(engine, flat, some, known, key, getattr(torch, dtype)):
+                for entry, whole in _wholes(
+                    engine, optimizer, flat, some, key, getattr(torch, dtype)
+                ):
                     out[entry.number][key] = whole
     return out
 
@@ -137,22 +143,17 @@ def _tell(optimizer: Optimizer, entry: Entry, state: Mapping[str, Any]) -> _Told
 
 def _wholes(
     engine: Engine,
+    optimizer: Optimizer,
     flat: Flat,
     entries: list[Entry],
-    known: Mapping[int, Mapping[str, Any]],
     key: str,
     dtype: torch.dtype,
 ) -> list[tuple[Entry, torch.Tensor]]:
     """Gather one state of some entries of a flat buffer. Collective if the buffer is divided."""
     if flat.whole_master:
-        return [(entry, known[entry.number][key].clone()) for entry in entries]
-    full = torch.zeros(flat.layout.numel, dtype=dtype, device=engine.device)
-    for entry in entries:
-        a, b = flat.local(entry)
-        part = known.get(entry.number, {}).get(key)
-        if part is not None and b > a:
-            full[a:b].copy_(part)
-    gather_whole(engine.resources, flat, full)
+        return [(e, optimizer.state[e.param][key].clone()) for e in entries]
+    items = [StateItem((entry,), key, dtype) for entry in entries]
+    full = to_all(engine.resources, OptimizerParts(optimizer), items)
     return [(entry, flat.view(full, entry).clone()) for entry in entries]
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.integrations.deepspeed.names.parameter_facts import entry_of
+from onefold.optim.state_parts import OptimizerParts
 from onefold.optim.whole import optimizers_over
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
@@ -27,6 +28,7 @@ from onefold.runtime.parameters.interval import disable_torch_function, dress, s
 from onefold.runtime.parameters.operators.rules import slice_of
 from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.parameters.values import Storageless
+from onefold.runtime.parts import MasterParts
 from onefold.runtime.pending_gradients import whole_local_gradient
 from onefold.runtime.storage import OnDisk
 
@@ -253,7 +255,7 @@ def _masters(param: nn.Parameter) -> Tensor | OnDisk:
     with disable_torch_function():
         if entry is None or spec_of(param) is None:
             return param.detach().as_subclass(Tensor).reshape(-1)
-        return entry.flat.storage.elements(entry, "", entry.param, *entry.owned())
+        return MasterParts().place(entry, "", *entry.owned())
 
 
 def _state_of(param: nn.Parameter, key: str) -> Tensor | OnDisk | None:
@@ -265,8 +267,8 @@ def _state_of(param: nn.Parameter, key: str) -> Tensor | OnDisk | None:
     with disable_torch_function():
         for optimizer in _optimizers_of(engine, entry.param):
             state = optimizer.state.get(entry.param)
-            if state is not None and isinstance(value := state.get(key), Tensor):
-                return entry.flat.storage.elements(entry, key, value, *entry.owned())
+            if state is not None and isinstance(state.get(key), Tensor):
+                return OptimizerParts(optimizer).place(entry, key, *entry.owned())
     return None
 
 
@@ -346,8 +348,9 @@ def _write_masters(call: str, param: nn.Parameter, entry: Entry, value: Tensor) 
             f"{call}: parameter {entry.slot.name!r} is stored encoded, and is not written to."
         )
     engine.masters.before_write(entry.flat)
-    _write(call, held, value)
-    entry.flat.storage.renew()
+    parts = MasterParts()
+    _write(call, parts.target(entry), value)
+    parts.finish()
     engine.make_stale()
 
 

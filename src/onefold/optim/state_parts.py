@@ -1,0 +1,318 @@
+"""The states of an optimizer as parts, which the moves of runtime/parts.py make whole.
+
+`OptimizerParts` reads and writes this rank's elements of a state, wherever and however it is stored:
+
+| this rank stores                        | the item                                                          |
+|-----------------------------------------|-------------------------------------------------------------------|
+| a tensor of its elements                | these, under the same key                                         |
+| a placeholder for a state on NVMe       | the elements on NVMe                                              |
+| codes and scales (`exp_avg.int8`, ...)  | `exp_avg`: the values; or the codes and the scales, each as it is |
+| a state of one tile                     | its elements in the state of the parameter                        |
+
+`sort_of` says what a state is, for code that saves states or combines those of several ranks:
+
+| sort       | the value                                                      | such as            |
+|------------|----------------------------------------------------------------|--------------------|
+| "packed"   | codes or scales of moments in fewer bits                       | exp_avg.int8       |
+| "elements" | a tensor of the parameter's shape                              | exp_avg            |
+| "number"   | one number, or no tensor at all; every rank has it             | step               |
+| "other"    | a tensor of a shape of its own, which cannot be divided        | Adafactor's rows   |
+
+`Outline` numbers the parameters of an optimizer as torch's state dict does: by group, tiles
+combined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+import onefold.quant.moments as moments
+from onefold.recipe.moments import SIGNED, grain_of, packed
+from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry
+from onefold.runtime.hooks import engine_of_entry
+from onefold.runtime.parts import HeldParts, StateItem
+from onefold.runtime.storage import OnDisk
+
+#: The engines in whose parameters `Outline.of` looks for those of optimizers.
+engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+# -- sorts -----------------------------------------------------------------------------------------
+
+
+Sort = Literal["packed", "elements", "number", "other"]
+Shape = tuple[int, ...]
+
+
+def odd_keys(states: Iterable[tuple[Shape, Mapping[Any, Any]]]) -> set[Any]:
+    """Return the keys whose value differs in shape from its parameter, for any `(shape, state)`.
+
+    The shape does not tell a step count from an element-wise state of a 0-dim parameter. The other
+    parameters do.
+    """
+    return {
+        key
+        for shape, state in states
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and packed(key) is None
+        and (tuple(value.shape) != shape or key == "step")
+    }
+
+
+def sort_of(key: Any, value: Any, shape: Shape, odd: set[Any]) -> Sort:
+    """Return the sort of the state `key` of a parameter of `shape`; `odd`: from `odd_keys`."""
+    if packed(key) is not None:
+        return "packed"
+    if not isinstance(value, torch.Tensor):
+        return "number"
+    same = tuple(value.shape) == shape
+    if key in odd and value.numel() == 1 and (value.ndim == 0 or not same):
+        return "number"
+    return "elements" if same else "other"
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def in_another_format(engine: Engine) -> bool:
+    return engine.recipe.moments is not None or engine.recipe.stochastic_rounding
+
+
+def moment_policy(optimizer: Optimizer, entry: Entry) -> moments.MomentPolicy | None:
+    """Return how the moments of `entry` are stored; None: as the optimizer makes them."""
+    engine = engine_of(entry)
+    if not in_another_format(engine) and moments.torchao_format(optimizer) is None:
+        return None
+    return moments.moment_policy(optimizer, engine.recipe, entry.flat)
+
+
+def engine_of(entry: Entry) -> Engine:
+    engine = engine_of_entry(entry)
+    assert engine is not None
+    return engine
+
+
+class OptimizerParts(HeldParts):
+    """The states that an optimizer keeps for each element of its parameters.
+
+    Attributes:
+        made: states that were created for a load: {entry: {key: state}}. They are not in the
+            optimizer yet.
+        error: the first error of a read or a write. It is kept for the end: raising at once would
+            leave the other ranks waiting.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.made: dict[Entry, dict[str, torch.Tensor]] = {}
+        self.error: str | None = None
+
+    def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
+        return entry.flat.storage.elements(entry, key, self._states(entry)[key], x, y)
+
+    def read(self, item: StateItem, entry: Entry, x: int, y: int) -> torch.Tensor:
+        with self._keeping_errors():
+            return self._values(entry, item.key, x, y).to(item.dtype)
+        return torch.zeros(y - x, dtype=item.dtype, device="cpu")
+
+    def write(self, item: StateItem, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
+        """Write into states that `create` has made: values as they are, rounded, or packed. If they
+        are packed, x is at a block boundary.
+        """
+        if self.error is None:
+            with self._keeping_errors():
+                for key, new in self._stored(entry, item.key, x, values).items():
+                    made = self.made[entry][key]
+                    entry.flat.storage.overwrite(entry, key, made, x, y, new)
+
+    def create(self, item: StateItem) -> None:
+        """Create this rank's states for a load of `item`, in memory or on NVMe. They have the dtype
+        of the master weights, as torch's own load gives it to states.
+        """
+        for entry in item.entries:
+            with self._keeping_errors():
+                master = entry.flat.dtypes.master
+                dtype = master if master.is_floating_point else item.dtype
+                for key, kind in self._kinds(entry, item.key, dtype).items():
+                    self.create_one(entry, key, kind)
+
+    def create_one(self, entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Create this rank's state `key` of `entry` where the step keeps it."""
+        how = moment_policy(self.optimizer, entry)
+        in_memory = how.small(entry) if how is not None else entry.param.dim() == 0
+        made = entry.flat.storage.new_state(entry, key, dtype, in_memory)
+        self.made.setdefault(entry, {})[key] = made
+        return made
+
+    def give(self) -> None:
+        """Put the states that were created into `optimizer.state`."""
+        for entry, made in self.made.items():
+            self.optimizer.state[entry.param].update(made)
+
+    def _states(self, entry: Entry) -> Mapping[str, Any]:
+        return self.made.get(entry) or self.optimizer.state.get(entry.param) or {}
+
+    def _values(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
+        """Return elements [x, y) of the state `key`, unpacked. Then x is at a block boundary."""
+        there = self._states(entry)
+        names = [key] if key in there else [n for n in there if _is_part(n, key)]
+        held = {name: self.place(entry, name, x, y) for name in names}
+        found = {n: h.read() if isinstance(h, OnDisk) else h for n, h in held.items()}
+        if not found:  # this tile was never stepped, but other tiles of the parameter were
+            return torch.zeros(y - x, device="cpu")
+        if key in found:
+            return found[key]
+        how = moment_policy(self.optimizer, entry)
+        assert how is not None
+        return moments.unpacked(how, found, key, y - x)
+
+    def _kinds(self, entry: Entry, key: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Return {key: dtype} of what is stored for the state `key`."""
+        how = moment_policy(self.optimizer, entry) if key in SIGNED else None
+        if how is None:
+            return {key: dtype}
+        format = how.of(entry)
+        parts = {name: packed(name) for name in format.keys(key)}
+        return {n: part.dtype if part is not None else format.dtype for n, part in parts.items()}
+
+    def _stored(
+        self, entry: Entry, key: str, x: int, values: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return `values`, the elements of the state `key` from x on, as they are stored."""
+        how = moment_policy(self.optimizer, entry) if key in SIGNED else None
+        if how is None or not how.of(entry).packed:
+            return {key: values}
+        values = values.to(entry.param.device, torch.float32)
+        new = {
+            name: torch.zeros(
+                -(-values.numel() // grain_of(name)), dtype=kind, device=values.device
+            )
+            for name, kind in self._kinds(entry, key, values.dtype).items()
+        }
+        piece = moments.Piece(entry, entry.part.first + x, values, values, new, {}, False)
+        step = torch.zeros((), device="cpu")
+        moments.pack(replace(how, seed=None), piece, key, values, step, again=True)
+        return new
+
+    @contextlib.contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.error = self.error or f"{type(error).__name__}: {error}"
+
+
+def _is_part(name: Any, key: str) -> bool:
+    part = packed(name)
+    return part is not None and part.key == key
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Param:
+    """A parameter of the whole state dict.
+
+    Attributes:
+        numbers: numbers of its objects in the optimizer: one, or one for each tile.
+        entries: the entries of these objects; [] for a parameter that is not sharded.
+    """
+
+    numbers: list[int]
+    entries: list[Entry]
+    shape: tuple[int, ...]
+    name: str = ""
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    def item(self, key: str, dtype: torch.dtype) -> StateItem:
+        return StateItem(tuple(self.entries), key, dtype)
+
+
+@dataclass
+class Outline:
+    """See this module.
+
+    Attributes:
+        groups: [[parameter, ...], ...].
+        objects: the optimizer's parameters, by number.
+        engines: the engines of these parameters.
+        divided: whether any parameter is divided among ranks.
+        special: whether this rank's state dict would differ from torch's for the unsharded model.
+    """
+
+    groups: list[list[Param]] = field(default_factory=list)
+    objects: list[torch.Tensor] = field(default_factory=list)
+    engines: list[Engine] = field(default_factory=list)
+    divided: bool = False
+    special: bool = False
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Outline:
+        """Return the outline of `optimizer`. Raises: ValueError: its models are divided among
+        different ranks.
+        """
+        known = {id(e.param): e for engine in engines for e in engine.entries}
+        out, found = cls(), dict[int, Engine]()
+        tiled: dict[tuple[int, str], Param] = {}
+        for group in optimizer.param_groups:
+            params: list[Param] = []
+            for p in group["params"]:
+                number = len(out.objects)
+                out.objects.append(p)
+                entry = known.get(id(p))
+                engine = engine_of_entry(entry) if entry is not None else None
+                if entry is None or engine is None:
+                    params.append(Param([number], [], tuple(p.shape)))
+                    continue
+                found[id(engine)] = engine
+                param = Param([number], [entry], tuple(entry.part.shape), entry.part.names[0])
+                if entry.part.numel == entry.slot.numel:
+                    params.append(param)
+                    continue
+                first = tiled.setdefault((id(engine), param.name), param)
+                if first is not param:
+                    first.numbers.append(number)
+                    first.entries.append(entry)
+                    continue
+                # A tiled module lists its weight after its bias, the original module before it
+                at = len(params)
+                while at and params[at - 1].entries and params[at - 1].module == param.module:
+                    at -= 1
+                params.insert(at, param)
+            out.groups.append(params)
+        out.engines = list(found.values())
+        entries = [e for param in out.params for e in param.entries]
+        out.divided = any(e.flat.divided for e in entries)
+        out.special = out.divided or any(
+            e.flat.storage.on_disk or e.flat.tiled or moment_policy(optimizer, e) is not None
+            for e in entries
+        )
+        if len({tuple(sorted(engine.group.ranks)) for engine in out.engines}) > 1:
+            raise ValueError(
+                f"this {type(optimizer).__name__} steps parameters of models that are divided among"
+                " different ranks, so that its state cannot be put together. Give each model an"
+                " optimizer of its own, or use onefold.save and onefold.load."
+            )
+        return out
+
+    @property
+    def params(self) -> list[Param]:
+        return [param for group in self.groups for param in group]
+
+    @property
+    def engine(self) -> Engine | None:
+        """One of the engines, which represents all; None if no parameter is sharded."""
+        return self.engines[0] if self.engines else None
