@@ -23,7 +23,7 @@ from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Recoded
 from onefold.offload.step import stepped_apart
 from onefold.optim.state_dicts import show_states
-from onefold.optim.state_parts import OptimizerParts
+from onefold.optim.state_parts import OptimizerParts, placed
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
@@ -351,7 +351,7 @@ def _load_flat_states(
         parameter = reading.source.parameter(entry.part.names)
         name = parameter.name if parameter is not None else entry.part.names[0]
         state: dict[str, Any] = {
-            key: _placed(value, entry.param, group)
+            key: placed(value, entry.param, group)
             for key, value in reading.source.scalars(name).items()
         }
         for item in states.get(name, ()):
@@ -383,10 +383,3 @@ def _load_flat_states(
     # In the same order on every rank, since some of these reads are collective
     for key, dtype, on_disk in sorted(found, key=lambda kind: (kind[0], str(kind[1]), kind[2])):
         reading.states(flat, key, dtype, found[key, dtype, on_disk])
-
-
-def _placed(value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:
-    """Return `value` on the device where the optimizer's kernel expects its step count."""
-    if isinstance(value, torch.Tensor) and (group.get("fused") or group.get("capturable")):
-        return value.to(param.device)
-    return value

@@ -40,17 +40,18 @@ from torch.optim.optimizer import Optimizer
 
 import onefold.optim.faced_states as faced_states
 from onefold.optim.state_parts import (
+    Made,
     OptimizerParts,
     Outline,
     Param,
+    agreed,
+    described,
     engine_of,
     engines,
     in_another_format,
-    moment_policy,
     odd_keys,
     sort_of,
 )
-from onefold.recipe.moments import SIGNED, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameters.parameter import disable_torch_function, leaf_asked_by
 from onefold.runtime.parts import from_first, from_own, tell_all, to_first
@@ -161,8 +162,8 @@ def show_states(optimizer: Optimizer) -> None:
 
 def _after_load(optimizer: Optimizer) -> None:
     with disable_torch_function():
-        if (parts := _loaded.pop(optimizer, None)) is not None:
-            parts.give()
+        for entry, made in _loaded.pop(optimizer, {}).items():
+            optimizer.state[entry.param].update(made)
         show_states(optimizer)
 
 
@@ -197,9 +198,9 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
         refuse_moment(engine, "state_dict")
         for each in outline.engines:
             each.transfers.check()
-        said = _say(optimizer, outline)
+        said = described(optimizer, outline, "local_state_dict has this rank's.")
         told = tell_all(engine.resources, _SAVE, said) if outline.divided else [said]
-        plan, parts = _plan(outline, told), OptimizerParts(optimizer)
+        plan, parts = agreed(_SAVE, outline, told), OptimizerParts(optimizer)
         state: dict[Any, Any] = {
             number: {
                 key: value if dtype is None else _to_first(outline, parts, param, key, dtype)
@@ -229,76 +230,6 @@ def _to_first(
     return to_first(resources, parts, param.item(key, dtype), everywhere=not outline.divided)
 
 
-#: What a rank reports for one parameter: None if it accounts for none of the elements, {} if it has
-#: no state, else {key: (dtype, None)} for an element-wise state, {key: (None, value)} for others.
-_Said = dict[Any, tuple[torch.dtype | None, Any]] | None
-
-
-def _say(optimizer: Optimizer, outline: Outline) -> tuple[list[_Said], str | None]:
-    """Return what this rank holds for each parameter, and a complaint if it has a state that cannot
-    be combined. Parameters without elements that this rank accounts for are None.
-    """
-    states = [optimizer.state.get(p) or {} for p in outline.objects]
-    sharded = [(n, e) for p in outline.params for n, e in zip(p.numbers, p.entries, strict=False)]
-    odd = odd_keys((tuple(entry.param.shape), states[n]) for n, entry in sharded)
-    said: list[_Said] = []
-    wrong: str | None = None
-    for param in outline.params:
-        found: _Said = None
-        if not param.entries and (state := states[param.numbers[0]]):
-            found = {key: (None, value) for key, value in state.items()}
-        for n, entry in zip(param.numbers, param.entries, strict=False):
-            a, b = entry.accounted() if outline.divided else entry.owned()
-            if found or (a == b and entry.slot.numel):
-                continue
-            found = {}
-            how = moment_policy(optimizer, entry) if states[n] else None
-            for key, value in states[n].items():
-                sort = sort_of(key, value, tuple(entry.param.shape), odd)
-                if (part := packed(key)) is not None:
-                    found.setdefault(part.key, (torch.float32, None))
-                elif sort == "elements":
-                    dtype = value.dtype
-                    if how is not None and key in SIGNED:
-                        dtype = torch.promote_types(dtype, entry.flat.dtypes.master)
-                    found[key] = dtype, None
-                elif sort == "other" and (outline.divided or entry.flat.tiled):
-                    wrong = wrong or (
-                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)}"
-                        f" for parameter {param.name!r}: neither one number nor one for each"
-                        " element, so that the parts of several ranks cannot be put together."
-                        " local_state_dict has this rank's."
-                    )
-                else:
-                    tensor = isinstance(value, torch.Tensor)
-                    found[key] = None, value.detach().cpu().clone() if tensor else value
-        said.append(found)
-    return said, wrong
-
-
-def _plan(outline: Outline, told: list[tuple[list[_Said], str | None]]) -> list[_Said]:
-    """Return for each parameter what all ranks together hold.
-
-    Raises:
-        ValueError: on every rank, if the ranks' states cannot be combined.
-    """
-    wrong = next((complaint for _, complaint in told if complaint), None)
-    if wrong is not None:
-        raise ValueError(f"{_SAVE}: {wrong}")
-    plan: list[_Said] = []
-    for at, param in enumerate(outline.params):
-        found = [here for said, _ in told if (here := said[at]) is not None]
-        kinds = [{key: dtype for key, (dtype, _) in here.items()} for here in found]
-        if any(kind != kinds[0] for kind in kinds):
-            raise ValueError(
-                f"{_SAVE}: the ranks keep different states of parameter {param.name!r}"
-                f" ({kinds[0]} and {next(k for k in kinds if k != kinds[0])}): an optimizer must"
-                " step on all ranks alike."
-            )
-        plan.append(found[0] if found and found[0] else None)
-    return plan
-
-
 def _whole_groups(optimizer: Optimizer, outline: Outline) -> list[dict[str, Any]]:
     """Return the groups as torch's state dict has them, with parameters in place of tiles."""
     out: list[dict[str, Any]] = []
@@ -322,7 +253,7 @@ def _whole_groups(optimizer: Optimizer, outline: Outline) -> list[dict[str, Any]
 
 
 #: Element-wise states being loaded: filled before torch's load, given to the optimizer after it.
-_loaded: weakref.WeakKeyDictionary[Optimizer, OptimizerParts] = weakref.WeakKeyDictionary()
+_loaded: weakref.WeakKeyDictionary[Optimizer, Made] = weakref.WeakKeyDictionary()
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -535,7 +466,7 @@ def _take(
     wrong = first_of(tell_all(engine.resources, _LOAD, parts.error))
     if wrong is not None:
         raise RuntimeError(f"{_LOAD}: the states could not be put in their places. {wrong}")
-    _loaded[optimizer] = parts
+    _loaded[optimizer] = parts.made
     local = []
     for group, params, ours in zip(
         given["param_groups"], outline.groups, optimizer.param_groups, strict=True

@@ -101,19 +101,22 @@ def engine_of(entry: Entry) -> Engine:
     return engine
 
 
+#: States that were created for a load: {entry: {key: state}}.
+Made = dict[Entry, dict[str, torch.Tensor]]
+
+
 class OptimizerParts(HeldParts):
     """The states that an optimizer keeps for each element of its parameters.
 
     Attributes:
-        made: states that were created for a load: {entry: {key: state}}. They are not in the
-            optimizer yet.
+        made: states that were created for a load, and are not in the optimizer yet.
         error: the first error of a read or a write. It is kept for the end: raising at once would
             leave the other ranks waiting.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.made: dict[Entry, dict[str, torch.Tensor]] = {}
+        self.made: Made = {}
         self.error: str | None = None
 
     def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
@@ -152,11 +155,6 @@ class OptimizerParts(HeldParts):
         made = entry.flat.storage.new_state(entry, key, dtype, in_memory)
         self.made.setdefault(entry, {})[key] = made
         return made
-
-    def give(self) -> None:
-        """Put the states that were created into `optimizer.state`."""
-        for entry, made in self.made.items():
-            self.optimizer.state[entry.param].update(made)
 
     def _states(self, entry: Entry) -> Mapping[str, Any]:
         return self.made.get(entry) or self.optimizer.state.get(entry.param) or {}
@@ -211,6 +209,13 @@ class OptimizerParts(HeldParts):
             self.error = self.error or f"{type(error).__name__}: {error}"
 
 
+def placed(value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:
+    """Return `value` on the device where the optimizer's kernel expects its step count."""
+    if isinstance(value, torch.Tensor) and (group.get("fused") or group.get("capturable")):
+        return value.to(param.device)
+    return value
+
+
 def _is_part(name: Any, key: str) -> bool:
     part = packed(name)
     return part is not None and part.key == key
@@ -260,11 +265,14 @@ class Outline:
     special: bool = False
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> Outline:
-        """Return the outline of `optimizer`. Raises: ValueError: its models are divided among
-        different ranks.
+    def of(cls, optimizer: Optimizer, among: Iterable[Engine] = engines) -> Outline:
+        """Return the outline of `optimizer`. Parameters of engines that are not in `among` count as
+        not sharded.
+
+        Raises:
+            ValueError: its models are divided among different ranks.
         """
-        known = {id(e.param): e for engine in engines for e in engine.entries}
+        known = {id(e.param): e for engine in among for e in engine.entries}
         out, found = cls(), dict[int, Engine]()
         tiled: dict[tuple[int, str], Param] = {}
         for group in optimizer.param_groups:
@@ -316,3 +324,83 @@ class Outline:
     def engine(self) -> Engine | None:
         """One of the engines, which represents all; None if no parameter is sharded."""
         return self.engines[0] if self.engines else None
+
+
+# -- what the ranks hold ---------------------------------------------------------------------------
+
+
+#: What a rank reports for one parameter: None if it accounts for none of the elements, {} if it has
+#: no state, else {key: (dtype, None)} for an element-wise state, {key: (None, value)} for others.
+Said = dict[Any, tuple[torch.dtype | None, Any]] | None
+
+
+def described(
+    optimizer: Optimizer, outline: Outline, instead: str, refuse: bool = False
+) -> tuple[list[Said], str | None]:
+    """Return what this rank holds for each parameter, and a complaint if it has a state that cannot
+    be combined. Parameters without elements that this rank accounts for are None.
+
+    Args:
+        instead: the end of the complaint: what to do instead.
+        refuse: complain about states that cannot be cut even if this rank holds them whole.
+    """
+    states = [optimizer.state.get(p) or {} for p in outline.objects]
+    sharded = [(n, e) for p in outline.params for n, e in zip(p.numbers, p.entries, strict=False)]
+    odd = odd_keys((tuple(entry.param.shape), states[n]) for n, entry in sharded)
+    said: list[Said] = []
+    wrong: str | None = None
+    for param in outline.params:
+        found: Said = None
+        if not param.entries and (state := states[param.numbers[0]]):
+            found = {key: (None, value) for key, value in state.items()}
+        for n, entry in zip(param.numbers, param.entries, strict=False):
+            a, b = entry.accounted() if outline.divided else entry.owned()
+            if found or (a == b and entry.slot.numel):
+                continue
+            found = {}
+            how = moment_policy(optimizer, entry) if states[n] else None
+            for key, value in states[n].items():
+                sort = sort_of(key, value, tuple(entry.param.shape), odd)
+                if (part := packed(key)) is not None:
+                    found.setdefault(part.key, (torch.float32, None))
+                elif sort == "elements":
+                    dtype = value.dtype
+                    if how is not None and key in SIGNED:
+                        dtype = torch.promote_types(dtype, entry.flat.dtypes.master)
+                    found[key] = dtype, None
+                elif sort == "other" and (refuse or outline.divided or entry.flat.tiled):
+                    wrong = wrong or (
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)}"
+                        f" for parameter {param.name!r}: neither one number nor one for each"
+                        " element, so that the parts of several ranks cannot be put together."
+                        f" {instead}"
+                    )
+                else:
+                    tensor = isinstance(value, torch.Tensor)
+                    found[key] = None, value.detach().cpu().clone() if tensor else value
+        said.append(found)
+    return said, wrong
+
+
+def agreed(call: str, outline: Outline, told: list[tuple[list[Said], str | None]]) -> list[Said]:
+    """Return for each parameter what all ranks together hold. `told`: what `described` has returned
+    on each rank.
+
+    Raises:
+        ValueError: on every rank, if the ranks' states cannot be combined.
+    """
+    wrong = next((complaint for _, complaint in told if complaint), None)
+    if wrong is not None:
+        raise ValueError(f"{call}: {wrong}")
+    plan: list[Said] = []
+    for at, param in enumerate(outline.params):
+        found = [here for said, _ in told if (here := said[at]) is not None]
+        kinds = [{key: dtype for key, (dtype, _) in here.items()} for here in found]
+        if any(kind != kinds[0] for kind in kinds):
+            raise ValueError(
+                f"{call}: the ranks keep different states of parameter {param.name!r}"
+                f" ({kinds[0]} and {next(k for k in kinds if k != kinds[0])}): an optimizer must"
+                " step on all ranks alike."
+            )
+        plan.append(found[0] if found and found[0] else None)
+    return plan
