@@ -145,7 +145,7 @@ class OptimizerParts(HeldParts):
             with self._keeping_errors():
                 master = entry.flat.dtypes.master
                 dtype = master if master.is_floating_point else item.dtype
-                for key, kind in self._kinds(entry, item.key, dtype).items():
+                for key, kind in self.kinds(entry, item.key, dtype).items():
                     self.create_one(entry, key, kind)
 
     def create_one(self, entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
@@ -173,7 +173,7 @@ class OptimizerParts(HeldParts):
         assert how is not None
         return moments.unpacked(how, found, key, y - x)
 
-    def _kinds(self, entry: Entry, key: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    def kinds(self, entry: Entry, key: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Return {key: dtype} of what is stored for the state `key`."""
         how = moment_policy(self.optimizer, entry) if key in SIGNED else None
         if how is None:
@@ -194,7 +194,7 @@ class OptimizerParts(HeldParts):
             name: torch.zeros(
                 -(-values.numel() // grain_of(name)), dtype=kind, device=values.device
             )
-            for name, kind in self._kinds(entry, key, values.dtype).items()
+            for name, kind in self.kinds(entry, key, values.dtype).items()
         }
         piece = moments.Piece(entry, entry.part.first + x, values, values, new, {}, False)
         step = torch.zeros((), device="cpu")
@@ -265,14 +265,14 @@ class Outline:
     special: bool = False
 
     @classmethod
-    def of(cls, optimizer: Optimizer, among: Iterable[Engine] = engines) -> Outline:
-        """Return the outline of `optimizer`. Parameters of engines that are not in `among` count as
-        not sharded.
+    def of(cls, optimizer: Optimizer, among: Iterable[Engine] | None = None) -> Outline:
+        """Return the outline of `optimizer`. If `among` is given, parameters of other engines count
+        as not sharded.
 
         Raises:
             ValueError: its models are divided among different ranks.
         """
-        known = {id(e.param): e for engine in among for e in engine.entries}
+        known = {id(e.param): e for each in among or engines for e in each.entries}
         out, found = cls(), dict[int, Engine]()
         tiled: dict[tuple[int, str], Param] = {}
         for group in optimizer.param_groups:
