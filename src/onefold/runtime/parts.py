@@ -34,7 +34,9 @@ callers know no tiers, tiles or formats.
 | `load`                                                       | `place`, for what it reads     |
 
 `to_first` and `from_first` move at most `CHUNK` elements at a time: a device never holds more of an
-item than that. A host other than rank 0's holds only the elements of its own rank. All moves between ranks are collective.
+item than that. A host other than rank 0's holds only the elements of its own rank. All moves between
+ranks are collective. Callers enter `disable_torch_function` and `torch.no_grad`: sharded parameters
+would gather themselves otherwise.
 """  # fmt: skip
 
 from __future__ import annotations
@@ -149,7 +151,10 @@ class MasterParts(HeldParts):
 
     def __init__(self, building: tuple[Flat, torch.Tensor] | None = None) -> None:
         self._building = building is not None
-        self._flat, self._values = building or (None, None)
+        self._flat: Flat | None = None
+        self._values: torch.Tensor | None = None
+        if building is not None:
+            self._flat, self._values = building
         self._written = False
 
     def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
