@@ -256,7 +256,7 @@ def test_any_source_and_sink_can_be_moved() -> None:
 
 #: Who may ask a storage for values, or put values there: {method: files}.
 ASK = {
-    "load": {"runtime/parts.py", "runtime/uninitialized.py"},
+    "load": {"runtime/parts.py"},
     "landing": {"runtime/parts.py", "runtime/flat.py"},
     "store": {"runtime/parts.py"},
     "renew": {"runtime/parts.py"},

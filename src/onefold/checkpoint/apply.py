@@ -120,9 +120,6 @@ def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
                 here = [e for e in flat.entries if e.names[0] in fit.found]
                 found = [(entry, fit.found[entry.names[0]]) for entry in here]
                 reading.masters(flat, found)
-                for entry, _ in found if flat.unsharded else ():
-                    # A backward pass over the old values must raise
-                    torch.autograd.graph.increment_version(entry.param)
         buffers = {Item("buffer", name): tensor for name, tensor in fit.buffers.items()}
         buffers = {item: tensor for item, tensor in buffers.items() if item in items}
         reading.buffers(buffers)

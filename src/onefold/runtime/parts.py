@@ -177,14 +177,15 @@ class MasterParts(HeldParts):
             self._slice(entry, x, y).copy_(values)
             return
         entry.flat.storage.overwrite(entry, "", entry.param.data, x, y, values)
-        if entry.flat.unsharded:  # a backward pass over the old values must raise
-            torch.autograd.graph.increment_version(entry.param)
+        if entry.flat.unsharded:
+            _count_write(entry)
 
     def target(self, entry: Entry) -> torch.Tensor | OnDisk:
         """Return where this rank's masters of `entry` are, to be overwritten before `finish`."""
         self._open(entry.flat)
         self._written = True
         if entry.flat.unsharded:
+            _count_write(entry)
             return entry.param.data
         x, y = entry.owned()
         return self.place(entry, "", x, y) if self._values is None else self._slice(entry, x, y)
@@ -223,6 +224,13 @@ class MasterParts(HeldParts):
         first = entry.slot.start - entry.flat.owned[0]
         assert self._values is not None
         return self._values[first + x : first + y]
+
+
+def _count_write(entry: Entry) -> None:
+    """Count a write to an unsharded parameter, which autograd may have saved: a backward pass over
+    the old values must raise.
+    """
+    torch.autograd.graph.increment_version(entry.param)
 
 
 # -- moves between ranks ---------------------------------------------------------------------------
