@@ -32,7 +32,7 @@ def recipes(folder: str) -> dict[str, dict[str, Any]]:
         "stage 0": {"stage": 0}, "stage 1": {"stage": 1}, "stage 3": {"stage": 3}, "on the host": {"stage": 3, "offload_optimizer": "cpu"},
         "on NVMe": {"stage": 3, "offload_param": "nvme", **disk}, "on NVMe, stage 0": {"stage": 0, **disk},
         "tiles": {"stage": 3, "tile": 8000}, "tiles on NVMe": {"stage": 1, "tile": 8000, **disk},
-        "encoded": {"stage": 3, "frozen": "int8"}, "encoded, stage 0": {"stage": 0, "frozen": "int8"},
+        "encoded": {"stage": 3, "frozen": "int8"},
         "bf16 masters": {"stage": 2, "precision": "bf16", "master_dtype": "bf16"},
     }  # fmt: skip
 

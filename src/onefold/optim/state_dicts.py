@@ -285,10 +285,10 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
             return None
         for each in outline.engines:
             each.transfers.check()
-        given: Mapping[str, Any] = state_dict
+        mine = not scattered or engine.rank == 0
+        given = _outlined(outline, state_dict) if mine else {}
         if scattered:  # rank 0 tells all but the element-wise tensors, which follow one by one
-            first = _said_by_first(outline, state_dict) if engine.rank == 0 else None
-            given = tell_all(engine.resources, _LOAD, first)[0]
+            given = tell_all(engine.resources, _LOAD, given)[0]
         return _take(optimizer, outline, engine, given, state_dict, scattered)
 
 
@@ -345,15 +345,11 @@ def _look(optimizer: Optimizer, outline: Outline, given: Mapping[str, Any]) -> b
             " model."
         )
     text: list[Any] = [[sorted((str(k), _simple(v)) for k, v in group.items()) for group in groups]]
-    odd = _odd(outline, given)
+    outlined = _outlined(outline, given)["state"]
     for number, param in zip(numbers_of(given), outline.params, strict=True):
         for key, value in state.get(number, {}).items():
             text.append((number, str(key), _simple(value)))
-            if (
-                param.entries
-                and not _is_elements(param, key, value, odd)
-                and _cannot_be_cut(outline, param, value)
-            ):
+            if param.entries and _cannot_be_cut(outline, param, outlined[number][key]):
                 raise _Refused(
                     f"state {key!r} of parameter {number} ({param.name!r}) has shape"
                     f" {tuple(value.shape)}, expected {param.shape}. It is of another model, or"
@@ -378,16 +374,6 @@ def _simple(value: Any) -> Any:
     return value if plain else type(value).__name__
 
 
-def _odd(outline: Outline, given: Mapping[str, Any]) -> set[Any]:
-    state = given.get("state", {})
-    params = zip(numbers_of(given), outline.params, strict=True)
-    return odd_keys((param.shape, state.get(number, {})) for number, param in params)
-
-
-def _is_elements(param: Param, key: Any, value: Any, odd: set[Any]) -> bool:
-    return sort_of(key, value, param.shape, odd) == "elements"
-
-
 def _cannot_be_cut(outline: Outline, param: Param, value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return False
@@ -400,20 +386,21 @@ def _cannot_be_cut(outline: Outline, param: Param, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Elements:
-    """Placeholder for an element-wise tensor, of which rank 0 sends each rank its part."""
+    """Placeholder for an element-wise tensor, which is moved by itself."""
 
     dtype: torch.dtype
 
 
-def _said_by_first(outline: Outline, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rank 0's dict with placeholders for the tensors to be sent."""
-    state, odd = dict(given["state"]), _odd(outline, given)
-    for number, param in zip(numbers_of(given), outline.params, strict=True):
+def _outlined(outline: Outline, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dict with placeholders for its element-wise tensors."""
+    state = dict(given.get("state", {}))
+    numbered = [*zip(numbers_of(given), outline.params, strict=True)]
+    odd = odd_keys((param.shape, state.get(number, {})) for number, param in numbered)
+    for number, param in numbered:
         if param.entries and number in state:
-            values = {key: _plain(value) for key, value in state[number].items()}
             state[number] = {
-                k: _Elements(v.dtype) if _is_elements(param, k, v, odd) else v
-                for k, v in values.items()
+                k: _Elements(v.dtype) if sort_of(k, v, param.shape, odd) == "elements" else v
+                for k, v in state[number].items()
             }
     return {**given, "state": state}
 
@@ -430,36 +417,33 @@ def _take(
 ) -> dict[str, Any]:  # fmt: skip
     """Return this rank's part for torch to load. Element-wise states are created here, and given to
     the optimizer after torch's own load.
+
+    Args:
+        given: the outlined dict. wholes: the dict with its tensors, which only rank 0 has if they
+            are `scattered`.
     """
     numbers, state = numbers_of(given), given["state"]
-    odd = set() if scattered else _odd(outline, given)
     mine: dict[Any, Any] = {key: value for key, value in state.items() if key not in set(numbers)}
     parts = OptimizerParts(optimizer)
     for number, param in zip(numbers, outline.params, strict=True):
         if number not in state:
             continue
-        values = {key: _plain(value) for key, value in state[number].items()}
-        elements = [
-            key
-            for key, value in values.items()
-            if isinstance(value, _Elements)
-            or (not scattered and param.entries and _is_elements(param, key, value, odd))
-        ]
+        elements = {k: v.dtype for k, v in state[number].items() if isinstance(v, _Elements)}
         for n in param.numbers:
             mine[n] = {
                 # clone: the caller's dict must not change
                 key: value.clone() if isinstance(value, torch.Tensor) and param.entries else value
-                for key, value in values.items()
+                for key, value in state[number].items()
                 if key not in elements
             }
-        for key in elements:
-            item = param.item(key, values[key].dtype)
+        for key, dtype in elements.items():
+            item = param.item(key, dtype)
             parts.create(item)
-            if scattered:
-                whole = _plain(wholes["state"][number][key]) if engine.rank == 0 else None
-                from_first(engine_of(param.entries[0]).resources, parts, item, whole)
-            else:
-                from_own(parts, item, values[key])
+            if not scattered:
+                from_own(parts, item, _plain(wholes["state"][number][key]))
+                continue
+            whole = _plain(wholes["state"][number][key]) if engine.rank == 0 else None
+            from_first(engine_of(param.entries[0]).resources, parts, item, whole)
     for each in outline.engines:
         with contextlib.suppress(Exception) if parts.error else contextlib.nullcontext():
             each.transfers.flush() if each.on_disk else None

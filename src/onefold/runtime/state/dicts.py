@@ -344,17 +344,15 @@ def _taken_over(
     """Load `state` into `wholes` by rank 0's module. Returns the same as `_compare`: (missing
     names, unexpected names, complaint or None).
     """
-    if state is None:
-        return _compare({}, {}, state, strict)
-    if complaint := _no_tensors({}, state):
+    if (complaint := _no_tensors({}, state)) or state is None:
         return [], [], complaint
     with disable_torch_function(), torch.no_grad():
         shown = as_parameters(engine, wholes)
-        for entry in engine.entries:  # a module in tiles writes to every tile
-            if entry not in shown or entry.slot.numel < entry.part.numel:
-                part, whole = entry.part, wholes[entry.part.names[0]].view(-1)
-                tile = whole[part.first : part.first + entry.slot.numel].view(entry.slot.shape)
-                shown[entry] = nn.Parameter(tile, requires_grad=False)
+        for item in master_items(engine.entries):
+            if len(item.entries) > 1:  # a module in tiles writes to every tile
+                for entry in item.entries:
+                    tile = item.tile(wholes[item.name], entry).view(entry.slot.shape)
+                    shown[entry] = nn.Parameter(tile, requires_grad=False)
         engine.full_params_depth += 1
         try:
             with showing(shown):
@@ -382,27 +380,15 @@ def _compare(
     state: Mapping[str, torch.Tensor] | None,
     strict: bool,
 ) -> tuple[list[str], list[str], str | None]:
-    if state is None:
-        return (
-            [],
-            [],
-            (
-                "load_full_state_dict: rank 0 was given no state dict; give it the whole one (other"
-                " ranks may give None)."
-            ),
-        )
+    """Return (missing names, unexpected names, complaint or None) of rank 0's state dict."""
     complaint = _no_tensors(expected, state)
-    if complaint:
+    if complaint or state is None:
         return [], [], complaint
-    missing, unexpected = (
-        sorted(set(expected) - set(state)),
-        sorted(map(str, set(state) - set(expected))),
-    )
-    wrong = [
-        f"{n}: given {tuple(state[n].shape)}, expected {shapes.get(n, tuple(expected[n].shape))}"
-        for n in expected
-        if n in state and tuple(state[n].shape) != shapes.get(n, tuple(expected[n].shape))
-    ]
+    missing = sorted(set(expected) - set(state))
+    unexpected = sorted(map(str, set(state) - set(expected)))
+    given = {n: tuple(state[n].shape) for n in expected if n in state}
+    wanted = {n: shapes.get(n, tuple(expected[n].shape)) for n in given}
+    wrong = [f"{n}: given {given[n]}, expected {wanted[n]}" for n in given if given[n] != wanted[n]]
     if wrong:
         return missing, unexpected, "load_full_state_dict: shapes differ. " + "; ".join(wrong[:5])
     complaint = _of_names(missing, unexpected) if strict and (missing or unexpected) else None
@@ -413,6 +399,11 @@ def _no_tensors(expected: Mapping[str, Any], state: Any) -> str | None:
     """Return a complaint if `state` is not a dict, or holds something other than tensors (or
     complex tensors for real ones) under known names.
     """
+    if state is None:
+        return (
+            "load_full_state_dict: rank 0 was given no state dict; give it the whole one (other"
+            " ranks may give None)."
+        )
     if not isinstance(state, Mapping):
         return (
             f"load_full_state_dict: rank 0 was given a {type(state).__name__}; expected a dict of"
