@@ -32,7 +32,7 @@ from onefold.runtime.gather_paths import state_context
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import MasterParts
 from onefold.runtime.state.dicts import beside_parameters
-from onefold.runtime.storage import OnDisk
+from onefold.runtime.storage import OnDisk, put
 
 #: Elements read at a time when the destination cannot be read into directly.
 BUFFER = 4 << 20
@@ -169,8 +169,7 @@ class StateReader:
         self._own_interval(flat, [(w.entry, w.item) for w in wanted], buffer, grain)
         for w in wanted:
             a, b = flat.local(w.entry)
-            part = buffer[slice(*items_of(a - first, b - first, grain))]
-            w.into.write(0, part) if isinstance(w.into, OnDisk) else w.into.copy_(part)
+            put(w.into, buffer[slice(*items_of(a - first, b - first, grain))])
 
     def _held(self, entry: Entry, item: Item, into: torch.Tensor | OnDisk) -> None:
         """Read all elements that this rank holds into `into`."""

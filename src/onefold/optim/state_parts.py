@@ -39,7 +39,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parts import HeldParts, StateItem
-from onefold.runtime.storage import OnDisk
+from onefold.runtime.storage import OnDisk, in_memory
 
 #: The engines in whose parameters `Outline.of` looks for those of optimizers.
 engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -163,8 +163,7 @@ class OptimizerParts(HeldParts):
         """Return elements [x, y) of the state `key`, unpacked. Then x is at a block boundary."""
         there = self._states(entry)
         names = [key] if key in there else [n for n in there if _is_part(n, key)]
-        held = {name: self.place(entry, name, x, y) for name in names}
-        found = {n: h.read() if isinstance(h, OnDisk) else h for n, h in held.items()}
+        found = {name: in_memory(self.place(entry, name, x, y)) for name in names}
         if not found:  # this tile was never stepped, but other tiles of the parameter were
             return torch.zeros(y - x, device="cpu")
         if key in found:

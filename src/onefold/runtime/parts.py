@@ -57,7 +57,7 @@ from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather_paths import state_context
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.resources import Resources
-from onefold.runtime.storage import OnDisk
+from onefold.runtime.storage import OnDisk, in_memory
 
 #: Elements moved at a time; a multiple of BLOCK, so that blocks of packed moments stay whole.
 CHUNK = 8 << 20
@@ -127,8 +127,7 @@ class HeldParts(ABC):
 
     def read(self, item: StateItem, entry: Entry, x: int, y: int) -> torch.Tensor:
         """Return the elements, [y - x], in the item's dtype on any device."""
-        place = self.place(entry, item.key, x, y)
-        return (place.read() if isinstance(place, OnDisk) else place).to(item.dtype)
+        return in_memory(self.place(entry, item.key, x, y)).to(item.dtype)
 
     @abstractmethod
     def write(self, item: StateItem, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:

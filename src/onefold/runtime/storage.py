@@ -572,6 +572,19 @@ def _items(entry: Entry, key: str, x: int, y: int) -> slice:
     return slice(*items_of(x - first, y - first, grain_of(key)))
 
 
+def in_memory(place: torch.Tensor | OnDisk) -> torch.Tensor:
+    """Return the elements of `place`: the tensor itself, or what is on disk in new host memory."""
+    return place.read() if isinstance(place, OnDisk) else place
+
+
+def put(place: torch.Tensor | OnDisk, values: torch.Tensor) -> None:
+    """Overwrite all elements of `place`."""
+    if isinstance(place, OnDisk):
+        place.write(0, values)
+    else:
+        place.copy_(values)
+
+
 def put_row(value: torch.Tensor, at: slice, new: torch.Tensor) -> None:
     """Overwrite elements `at` of `value`, counted in one row, by `new`."""
     row = value.detach().reshape(-1)

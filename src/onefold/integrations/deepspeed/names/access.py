@@ -30,7 +30,7 @@ from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.parameters.values import Storageless
 from onefold.runtime.parts import MasterParts
 from onefold.runtime.pending_gradients import whole_local_gradient
-from onefold.runtime.storage import OnDisk
+from onefold.runtime.storage import OnDisk, in_memory, put
 
 #: The optimizers of an engine: the one that `deepspeed.initialize` has made an engine with, or what
 #: a search through all objects of Python has found.
@@ -89,7 +89,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     """
     held, spec = _state_of(param, optim_state_key), spec_of(param)
     if spec is None:
-        return None if held is None else _read(held).to(torch.float32, copy=True).view(param.shape)
+        return (
+            None if held is None else in_memory(held).to(torch.float32, copy=True).view(param.shape)
+        )
     with disable_torch_function():
         # A rank that owns no element of the parameter may have no state, so the ranks must agree
         # on whether any of them has one.
@@ -98,7 +100,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         )
         if not bool((known > 0).any()):
             return None
-    local = torch.empty(0, device="cpu") if held is None else _read(held).float()
+    local = torch.empty(0, device="cpu") if held is None else in_memory(held).float()
     return spec.gather(local.to(param.device), f"the state {optim_state_key!r}")
 
 
@@ -115,7 +117,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def local_fp32(param: nn.Parameter) -> Tensor:
     """Return this rank's elements of a parameter, frozen or not, in fp32; shape [their number]."""
-    return _read(_masters(param)).float()
+    return in_memory(_masters(param)).float()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -127,7 +129,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     held = _state_of(param, optim_state_key)
     if held is None and _has_none_of(param) and _has_stepped(param, optim_state_key):
         return torch.empty(0, device=param.device)
-    return None if held is None else _read(held).float()
+    return None if held is None else in_memory(held).float()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -327,17 +329,10 @@ def _on_disk(param: nn.Parameter, grad: Tensor) -> Entry:
     return entry
 
 
-def _read(held: Tensor | OnDisk) -> Tensor:
-    return held.read() if isinstance(held, OnDisk) else held
-
-
 def _write(call: str, held: Tensor | OnDisk, value: Tensor) -> None:
     mine = _fitting(call, value, held.numel())
-    if isinstance(held, OnDisk):
-        held.write(0, mine)
-    else:
-        with torch.no_grad(), disable_torch_function():
-            held.copy_(mine.to(held.device))
+    with torch.no_grad(), disable_torch_function():
+        put(held, mine)
 
 
 def _write_masters(call: str, param: nn.Parameter, entry: Entry, value: Tensor) -> None:
