@@ -17,7 +17,7 @@ import onefold
 import onefold.runtime.parts as parts
 from models import features_of
 from moments_runs import Net
-from onefold.optim.state_parts import OptimizerParts
+from onefold.optim.state_parts import OptimizerParts, Outline
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.storage import OnDisk
@@ -135,21 +135,18 @@ def masters_in_pieces(
 
 
 def states_in_pieces(
-    engine: Engine, optimizer: torch.optim.Optimizer, draw: random.Random, grain: int
+    optimizer: torch.optim.Optimizer, draw: random.Random, grain: int
 ) -> list[str]:
     wrong: list[str] = []
-    whole = optimizer.state_dict()
-    values = [whole]
+    values = [optimizer.state_dict()]
     dist.broadcast_object_list(values)
-    by_name: dict[str, list[Entry]] = {}
-    for entry in engine.entries:
-        by_name.setdefault(entry.part.names[0], []).append(entry)
+    outline = Outline.of(optimizer)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         source, sink = OptimizerParts(optimizer), OptimizerParts(optimizer)
-        for number, entries in enumerate(by_name.values()):
+        for number, param in enumerate(outline.params):
             for key in ("exp_avg", "exp_avg_sq"):
                 expected = values[0]["state"][number][key]
-                item = parts.StateItem(tuple(entries), key, expected.dtype)
+                item = param.item(key, expected.dtype)
                 wrong += read(source, item, expected, draw, grain)
                 sink.create(item)
                 written(sink, item, expected, draw, grain)
@@ -178,7 +175,7 @@ def in_random_pieces(folder: str, names: list[str], seed: int) -> list[str]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         model(features_of(dist.get_rank(), 8, 19)).square().mean().backward()
         optimizer.step()
-        wrong += [f"{name}: {line}" for line in states_in_pieces(engine, optimizer, draw, 1)]
+        wrong += [f"{name}: {line}" for line in states_in_pieces(optimizer, draw, 1)]
     return wrong
 
 
@@ -200,8 +197,7 @@ def in_packed_pieces(folder: str, formats: list[str]) -> list[str]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         model(features_of(dist.get_rank(), 8, 19)).square().mean().backward()
         optimizer.step()
-        engine = onefold.engine_of(model)
-        wrong += [f"{format}: {line}" for line in states_in_pieces(engine, optimizer, draw, 256)]
+        wrong += [f"{format}: {line}" for line in states_in_pieces(optimizer, draw, 256)]
     return wrong
 
 

@@ -216,8 +216,8 @@ class MasterParts(HeldParts):
         if flat is not self._flat:
             self.finish()
             self._flat = flat
-            in_memory = load and not (flat.unsharded or flat.storage.on_disk)
-            self._values = flat.storage.load() if in_memory else None
+            there = load and not (flat.unsharded or flat.storage.on_disk)
+            self._values = flat.storage.load() if there else None
 
     def _slice(self, entry: Entry, x: int, y: int) -> torch.Tensor:
         first = entry.slot.start - entry.flat.owned[0]
