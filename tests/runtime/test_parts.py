@@ -18,6 +18,7 @@ import onefold.runtime.parts as parts
 from models import features_of
 from moments_runs import Net
 from onefold.optim.state_parts import OptimizerParts, Outline
+from onefold.quant.encoded_storage import EncodedStorage
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.storage import OnDisk
@@ -248,6 +249,39 @@ def values_of_others() -> list[str]:
 
 def test_any_source_and_sink_can_be_moved() -> None:
     assert run_ranks(2, values_of_others) == [[], []]
+
+
+def decodings(folder: str) -> list[str]:
+    """How often encoded flat buffers are decoded, for each of these."""
+    net = Net()
+    for param in net.parameters():
+        param.requires_grad_(param.dim() == 1)
+    model = onefold.shard(net, onefold.Recipe.zero(3, frozen="int8", stall_timeout=20.0))
+    encoded = [e.flat.index for e in onefold.engine_of(model).entries if e.flat.storage.encoded]
+    assert len(encoded) > len(set(encoded))
+    calls: list[int] = []
+    load = EncodedStorage.load
+
+    def counted(storage: EncodedStorage) -> torch.Tensor:
+        calls.append(storage.flat.index)
+        return load(storage)
+
+    EncodedStorage.load = counted  # type: ignore[method-assign]
+    wrong: list[str] = []
+    for what, call in {
+        "full_state_dict": lambda: onefold.full_state_dict(model),
+        "save": lambda: onefold.save(f"{folder}/saved", model=model),
+        "export": lambda: onefold.export(model, f"{folder}/exported"),
+    }.items():
+        calls.clear()
+        call()
+        if not calls or sorted(calls) != sorted(set(calls)):
+            wrong.append(f"{what} decodes flat buffers {sorted(calls)}, expected each once")
+    return wrong
+
+
+def test_an_encoded_flat_buffer_is_decoded_once_for_all_of_its_parameters(tmp_path: Path) -> None:
+    assert run_ranks(2, decodings, str(tmp_path)) == [[], []]
 
 
 #: Who may ask a storage for values, or put values there: {method: files}.

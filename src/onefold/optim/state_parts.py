@@ -151,8 +151,8 @@ class OptimizerParts(HeldParts):
     def create_one(self, entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Create this rank's state `key` of `entry` where the step keeps it."""
         how = moment_policy(self.optimizer, entry)
-        in_memory = how.small(entry) if how is not None else entry.param.dim() == 0
-        made = entry.flat.storage.new_state(entry, key, dtype, in_memory)
+        small = how.small(entry) if how is not None else entry.param.dim() == 0
+        made = entry.flat.storage.new_state(entry, key, dtype, in_memory=small)
         self.made.setdefault(entry, {})[key] = made
         return made
 

@@ -81,11 +81,13 @@ def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any
     out: dict[int, dict[str, Any]] = {}
     for param, found in zip(outline.params, plan, strict=True):
         (entry,) = param.entries
+        own, group = optimizer.state.get(entry.param) or {}, group_of[id(entry.param)]
         for key, (dtype, value) in (found or {}).items():
-            group = group_of[id(entry.param)]
+            if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
+                value = value.to(own[key].device)
             out.setdefault(entry.number, {})[key] = placed(value, entry.param, group)
             if dtype is not None and not entry.flat.divided:
-                out[entry.number][key] = optimizer.state[entry.param][key].clone()
+                out[entry.number][key] = own[key].clone()
             elif dtype is not None:
                 held.setdefault(entry.flat, {})[param.item(key, dtype)] = entry
     parts = OptimizerParts(optimizer)
