@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import onefold
 import onefold.runtime.parts as parts
-from models import features_of
+from models import Block, TinyGPT, features_of
 from moments_runs import Net
 from onefold.optim.state_parts import OptimizerParts, Outline
 from onefold.quant.encoded_storage import EncodedStorage
@@ -256,10 +256,11 @@ def test_any_source_and_sink_can_be_moved() -> None:
 
 def decodings(folder: str) -> list[str]:
     """How often encoded flat buffers are decoded, for each of these."""
-    net = Net()
+    net = TinyGPT()
     for param in net.parameters():
         param.requires_grad_(param.dim() == 1)
-    model = onefold.shard(net, onefold.Recipe.zero(3, frozen="int8", stall_timeout=20.0))
+    recipe = onefold.Recipe.zero(3, frozen="int8", stall_timeout=20.0)
+    model = onefold.shard(net, recipe, units=(Block,))
     encoded = [e.flat.index for e in onefold.engine_of(model).entries if e.flat.storage.encoded]
     assert len(encoded) > len(set(encoded))
     calls: list[int] = []
