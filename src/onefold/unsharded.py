@@ -61,7 +61,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             error = raised
         _tell(engine, error)
         _shard_again(engine, module)
-        whole.cut(engine, optimizers)
+        whole.drop_misfits(engine, optimizers)
     except BaseException as failure:
         if not is_sharded(module):
             spoil(module, failure)

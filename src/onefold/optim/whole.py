@@ -1,8 +1,9 @@
-"""Gather the states of optimizers on every rank and cut them again, for `onefold.unsharded`.
+"""Gather the states of optimizers on every rank, for `onefold.unsharded`.
 
-sharded         every rank: its interval of each element-wise state, scalars as they are
-gather(...)     every rank: whole states in the parameter's shape
-cut(...)        every rank: its interval of the states that still fit their parameter
+sharded              every rank: its interval of each element-wise state, numbers as they are
+gather(...)          every rank: whole states in the parameter's shape
+shard()              every rank: its interval again
+drop_misfits(...)    parameters with another shape lose their states
 """
 
 from __future__ import annotations
@@ -107,33 +108,16 @@ def holds_some(entry: Entry) -> bool:
     return a < b or not entry.slot.numel
 
 
-def cut(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
-    """Replace whole states in `optimizer.state` by this rank's parts. Local. A parameter with a
-    changed shape loses its states.
+def drop_misfits(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
+    """Drop the states of parameters that have another shape now. Local. `shard()` has made this
+    rank's parts of the other states (`follow` in optim/state_dicts.py).
     """
-    with disable_torch_function(), torch.no_grad():
+    with disable_torch_function():
         for optimizer in optimizers:
             for entry in engine.entries:
-                state = optimizer.state.get(entry.param)
-                if state and not entry.flat.unsharded:
-                    _cut_one(optimizer, entry, state)
-
-
-def _cut_one(optimizer: Optimizer, entry: Entry, state: dict[str, Any]) -> None:
-    slot, (a, b) = entry.slot, entry.owned()
-    cut: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == slot.shape and key != "step":
-            part = value.reshape(-1)[a:b].clone()
-            cut[key] = part.view(entry.param.shape)
-        elif isinstance(value, torch.Tensor) and value.shape == entry.param.shape:
-            cut[key] = value  # already cut by shard()
-        elif isinstance(value, torch.Tensor) and value.numel() > 1:
-            cut.clear()
-            break
-        else:
-            cut[key] = value
-    if cut:
-        optimizer.state[entry.param] = cut
-    else:
-        del optimizer.state[entry.param]
+                values = (optimizer.state.get(entry.param) or {}).values()
+                if not entry.flat.unsharded and any(
+                    isinstance(v, torch.Tensor) and v.numel() > 1 and v.shape != entry.param.shape
+                    for v in values
+                ):
+                    del optimizer.state[entry.param]
