@@ -91,14 +91,13 @@ def left_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Ten
     """
     import onefold
     from onefold.checkpoint.parts import States
+    from onefold.runtime.parts import accounted
     from onefold.runtime.storage import OnDisk
 
     mine = []
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        for entry, key, value in States(onefold.engine_of(model), [optimizer]).tensors:
-            here = entry.accounted()
-            shape, start, stop = entry.outside(*here, key)
-            part = entry.flat.storage.elements(entry, key, value, *here)
+        for parts, entry, key in States(onefold.engine_of(model), [optimizer]).tensors:
+            shape, start, stop, part = accounted(parts, entry, key)
             tensor = (
                 torch.cat(list(part.pieces()))
                 if isinstance(part, OnDisk) and stop > start

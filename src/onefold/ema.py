@@ -25,9 +25,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,12 +36,19 @@ from onefold.layout import overlap
 from onefold.memory import nbytes_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.gather_paths import new_masters, state_context
+from onefold.runtime.gather_paths import state_context
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.state.dicts import ReadEntry, whole_state_dict
-from onefold.runtime.state.stream import from_first, tell_all
-from onefold.runtime.storage import OnDisk
+from onefold.runtime.parts import (
+    HeldParts,
+    MasterParts,
+    StateItem,
+    from_first,
+    master_items,
+    tell_all,
+)
+from onefold.runtime.state.dicts import whole_state_dict
+from onefold.runtime.storage import OnDisk, put_row
 from onefold.runtime.unit import Unit
 
 #: The category of the averages in memory ledgers.
@@ -94,24 +100,21 @@ class _Share:
             return [e.param.detach() for e in self.flat.entries]
         return [self.flat.master[self.flat.own_interval]] if self.in_memory else []
 
-    def read(self, entry: Entry, x: int, y: int) -> torch.Tensor:
-        """Return elements [x, y) of the average of `entry`. This rank must hold them."""
-        value, at = self._place(entry)
+    def place(self, entry: Entry, x: int, y: int) -> torch.Tensor | OnDisk:
+        """Return where the average of elements [x, y) of `entry` is. This rank must hold them."""
+        value, at = self._of(entry)
         if isinstance(value, OnDisk):
-            return value.read(at + x, at + y)
+            return replace(value, start=value.start + at + x, stop=value.start + at + y)
         return value.reshape(-1)[at + x : at + y]
 
     def write(self, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
-        into, at = self._place(entry)
+        into, at = self._of(entry)
         if isinstance(into, OnDisk):
             into.write(at + x, values)
-            return
-        whole = into.reshape(-1)
-        whole[at + x : at + y].copy_(values)
-        if whole.data_ptr() != into.data_ptr():  # not contiguous: reshape has copied
-            into.copy_(whole.view(into.shape))
+        else:
+            put_row(into, slice(at + x, at + y), values)
 
-    def _place(self, entry: Entry) -> tuple[torch.Tensor | OnDisk, int]:
+    def _of(self, entry: Entry) -> tuple[torch.Tensor | OnDisk, int]:
         """Return the tensor or region with the average of `entry`, and the position of the entry's
         element 0 in it.
         """
@@ -135,6 +138,39 @@ class _Share:
         else:
             masters.copy_(self.aside)
             self.aside = None
+
+
+class AverageParts(HeldParts):
+    """The averages as parts: this rank holds its interval only, at every stage.
+
+    Args:
+        shares: those of the flat buffers that are averaged, by index. The others have their masters.
+        swapped: `EMA.applied` has swapped masters and averages.
+    """
+
+    def __init__(self, shares: Mapping[int, _Share], swapped: bool) -> None:
+        self._shares, self._swapped, self._masters = shares, swapped, MasterParts()
+
+    def held(self, entry: Entry, position: int | None = None) -> tuple[int, int]:
+        averaged = entry.flat.index in self._shares
+        return entry.accounted(position) if averaged else entry.owned(position)
+
+    def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
+        share = self._average(entry)
+        return self._masters.place(entry, key, x, y) if share is None else share.place(entry, x, y)
+
+    def read(self, item: StateItem, entry: Entry, x: int, y: int) -> torch.Tensor:
+        if self._average(entry) is None:
+            return self._masters.read(item, entry, x, y)
+        return super().read(item, entry, x, y)
+
+    def write(self, item: StateItem, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
+        self._shares[entry.flat.index].write(entry, x, y, values)
+
+    def _average(self, entry: Entry) -> _Share | None:
+        """Return the share with the average of `entry`; None if its masters have the values."""
+        share = self._shares.get(entry.flat.index)
+        return None if share is None or (self._swapped and share.aside is None) else share
 
 
 def _dtype(flat: Flat) -> torch.dtype:
@@ -206,7 +242,7 @@ class EMA:
             outer = "onefold.full_params" if engine.full_params_depth else "itself"
             where = "a forward pass" if engine.stack else outer
             raise RuntimeError(f"EMA.applied() was entered inside {where}: enter it outside.")
-        tell_all(engine, _APPLIED, None)
+        tell_all(engine.resources, _APPLIED, None)
         engine.masters.about_to_write()
         self._exchange(engine)
         self._inside, engine.masters.copying = True, self._refuse
@@ -223,36 +259,23 @@ class EMA:
         `AveragedModel.state_dict()`; {} on other ranks. Collective.
         """
         model, engine = self._module(), self._engine()
-        tell_all(engine, _STATE_DICT, None)
-        found = whole_state_dict(engine, model, self._values)
+        tell_all(engine.resources, _STATE_DICT, None)
+        parts = AverageParts(self._shares, self._inside)
+        found = whole_state_dict(engine, model, parts, self._items(engine.entries))
         if engine.rank != 0:
             return {}
         return {"n_averaged": torch.tensor(self.updates, device="cpu")} | {
             f"module.{name}": value for name, value in found.items()
         }
 
-    def _values(self, flat: Flat) -> tuple[torch.dtype, ReadEntry, bool]:
-        """Return what `state_dict` saves of a flat buffer: (dtype, reader, `alone` as in
-        `to_first`).
-
-        The reader reads the averages. It reads the masters if `applied` has swapped them with the
-        averages, or if the buffer is not averaged.
-        """
-        share = self._shares.get(flat.index)
-        swapped = share is not None and self._inside and share.aside is None
-        averaged = None if swapped else share
-        masters = flat.storage.load() if averaged is None and not flat.unsharded else None
-        dtype = _dtype(flat) if share is not None else flat.dtypes.master
-
-        def read(entry: Entry, x: int, y: int) -> torch.Tensor:
-            if averaged is not None:
-                return averaged.read(entry, x, y).to(dtype)
-            if masters is None:
-                return entry.param.detach().reshape(-1)[x:y].to(dtype)
-            at = entry.slot.start - flat.owned[0]
-            return masters[at + x : at + y].to(dtype)
-
-        return dtype, read, share is not None
+    def _items(self, entries: Iterable[Entry]) -> list[StateItem]:
+        """Return the items of `state_dict`: averages, and masters where there are none."""
+        items = master_items(entries)
+        averaged = [item.entries[0].flat.index in self._shares for item in items]
+        return [
+            replace(item, dtype=_dtype(item.entries[0].flat)) if yes else item
+            for item, yes in zip(items, averaged, strict=True)
+        ]
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Load a whole dict of `state_dict()` or of torch's `AveragedModel`. Collective.
@@ -269,22 +292,17 @@ class EMA:
                 "EMA.load_state_dict() was called inside ema.applied(): leave it first."
             )
         verdict = self._look(engine, state_dict) if engine.rank == 0 else None
-        complaint, updates = tell_all(engine, _LOAD, verdict)[0]
+        complaint, updates = tell_all(engine.resources, _LOAD, verdict)[0]
         if complaint:
             raise ValueError(f"{_LOAD}: {complaint}")
+        parts = AverageParts(self._shares, swapped=False)
+        averaged = [e for e in engine.entries if e.flat.index in self._shares]
         with disable_torch_function(), torch.no_grad():
-            for _, flat in _flats(engine):
-                if (share := self._shares.get(flat.index)) is None:
-                    continue
-                for entry in flat.entries:
-                    whole, part = None, entry.part
-                    if engine.rank == 0:
-                        given = _find(state_dict or {}, entry).detach().reshape(-1)
-                        whole = given[part.first : part.first + entry.slot.numel]
-                    put = partial(share.write, entry)
-                    from_first(engine, entry, _dtype(flat), whole, put, alone=True)
-                if share.on_disk:
-                    engine.transfers.flush()
+            for item in self._items(averaged):
+                whole = _find(state_dict or {}, item.entries[0]) if engine.rank == 0 else None
+                from_first(engine.resources, parts, item, whole)
+            if any(share.on_disk for share in self._shares.values()):
+                engine.transfers.flush()
         self.updates = updates
 
     # -- one flat buffer ---------------------------------------------------------------------------
@@ -338,12 +356,13 @@ class EMA:
                         share.change(entry.param.data, average)
                         torch.autograd.graph.increment_version(entry.param)
                     continue
-                masters = new_masters(flat, engine.device)
+                parts = MasterParts()
+                masters = parts.values(flat, engine.device)
                 share.change(masters[flat.own_interval], share.values[0])
                 if flat.shared:
                     context = state_context(engine.resources, unit.name)
                     flat.holders.all_gather(masters, context, flat.index, move="state").wait()
-                flat.storage.store(masters)
+                parts.finish()
             if any(share.on_disk for share in self._shares.values()):
                 engine.transfers.flush()
             engine.make_stale()

@@ -12,8 +12,11 @@ from torch import nn
 from onefold.comm import CollectiveContext
 from onefold.optim import remove_step_hooks, whole
 from onefold.runtime.engine import Engine
+from onefold.runtime.flat import declare
 from onefold.runtime.hooks import engine_of, is_sharded, spoil, unregister
-from onefold.runtime.state import stream
+from onefold.runtime.parameters import gradient_hooks
+from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
+from onefold.runtime.parts import whole_masters
 from onefold.shard import shard
 
 
@@ -44,7 +47,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     optimizers = whole.optimizers_over(engine)
     states = whole.gather(engine, optimizers)
     params = {entry.number: entry.param for entry in engine.entries}
-    stream.make_plain(engine)
+    _make_plain(engine)
     for optimizer, known in zip(optimizers, states, strict=True):
         for number, state in known.items():
             optimizer.state[params[number]] = state
@@ -58,7 +61,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             error = raised
         _tell(engine, error)
         _shard_again(engine, module)
-        whole.cut(engine, optimizers)
+        whole.drop_misfits(engine, optimizers)
     except BaseException as failure:
         if not is_sharded(module):
             spoil(module, failure)
@@ -74,14 +77,14 @@ def unshard(module: nn.Module) -> None:
         ValueError, RuntimeError: as `unsharded`.
     """
     engine = _ready(module)
-    stream.make_plain(engine)
+    _make_plain(engine)
     _let_go(engine, module, but_group=False)
 
 
 def _ready(module: nn.Module) -> Engine:
     """Return the model's engine, after checking that the model can be unsharded now."""
     engine = engine_of(module)
-    stream.refuse_unless_possible(engine)
+    _refuse_unless_possible(engine)
     engine.transfers.check()
     return engine
 
@@ -133,3 +136,72 @@ def _tell(engine: Engine, error: BaseException | None) -> None:
             "the block under onefold.unsharded raised on rank"
             f" {engine.group.ranks[told.index(True)]}: its message says what to mend."
         )
+
+
+def _refuse_unless_possible(engine: Engine) -> None:
+    """Raise if this model cannot be made whole now, with the same error on every rank.
+
+    Raises:
+        RuntimeError: the model is in a pass or another context, or has unreduced gradients.
+        ValueError: the recipe does not support it.
+    """
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    if engine.stack or engine.progress.backward_open:
+        raise RuntimeError(
+            "unsharded was entered inside a pass of the model; enter it between steps."
+        )
+    if engine.full_params_depth or engine.gather.kept_gathered:
+        other = "full_params" if engine.full_params_depth else "keep_gathered"
+        raise RuntimeError(
+            f"unsharded was entered inside {other} of the same model; leave that one first."
+        )
+    if any(flat.grads or flat.held for flat in flats):
+        raise RuntimeError(
+            "unsharded was entered while gradients kept under no_sync wait to be reduced; enter it"
+            " after optimizer.step()."
+        )
+    why = None
+    if engine.offloaded_flats:
+        why = "it keeps parameters or optimizer states on the host or on NVMe"
+    elif any(flat.tiled for flat in flats):
+        why = f"weights above tile={engine.recipe.tile} are cut into tiles"
+    elif any(flat.storage.encoded for flat in flats):
+        why = f"frozen={engine.recipe.frozen!r} keeps frozen weights encoded"
+    elif engine.recipe.moments is not None:
+        why = f"moments={engine.recipe.moments!r} keeps the optimizer's states in another format"
+    if why is not None:
+        raise ValueError(
+            f"onefold.unsharded does not work with this recipe: {why}. Change the structure before"
+            " shard(), or save a checkpoint, build the new model and load what fits"
+            " (onefold.export, then shard(..., weights=folder))."
+        )
+
+
+def _make_plain(engine: Engine) -> None:
+    """Give the parameters their whole values, unit by unit, and remove everything of the engine
+    from them, and its hooks from the modules. Collective.
+    """
+    with disable_torch_function(), torch.no_grad():
+        for unit in engine.units:
+            for flat in unit.flats:
+                full = None if flat.unsharded else whole_masters(engine.resources, flat)
+                for entry in flat.entries if full is not None else ():
+                    gradient_hooks.give_back(entry)
+                    entry.param.grad = None
+                    entry.param.data = flat.view(full, entry).clone()  # type: ignore[arg-type]
+                    _unwrap(entry.param)
+                    if entry.param.dtype != entry.declared:
+                        declare(entry.param, entry.declared)
+        for handle in engine.handles:
+            handle.remove()
+        engine.handles.clear()
+
+
+def _unwrap(param: nn.Parameter) -> None:
+    for key in [key for key in param.__dict__ if key == "onefold" or key.startswith("_onefold")]:
+        if key != "_onefold_wire":  # of the caller of shard(), which may be called again
+            del param.__dict__[key]
+    if isinstance(param, ShardedParameter):  # a subclass was made of the original's class
+        kind: Any = type(param)
+        plain: Any = nn.Parameter if kind is ShardedParameter else kind.__bases__[1]
+        param.__class__ = plain

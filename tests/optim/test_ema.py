@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import onefold
-import onefold.runtime.state.stream as stream
+import onefold.runtime.parts as parts
 from models import features_of
 from moments_runs import Net, unlike
 from ranks import outcomes_of, run_ranks
@@ -65,7 +65,7 @@ def averages(folder: str) -> list[str]:
     """All stages, tiers and dtypes: the state dict, what is computed inside, what is left behind;
     from DDP's dict and into it.
     """
-    stream.CHUNK = 5120  # elements: a weight takes several
+    parts.CHUNK = 5120  # elements: a weight takes several
     wrong: list[str] = []
     decays: tuple[float | None, ...] = (DECAY, None)
     theirs: dict[float | None, Any] = {}

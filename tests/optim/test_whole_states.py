@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onefold
-import onefold.runtime.state.stream as stream
+import onefold.runtime.parts as parts
 from models import features_of
 from moments_runs import Net, close, train, unlike
 from onefold.runtime.parameters.interval import local_part
@@ -80,7 +80,7 @@ def saved_everywhere(folder: str, names: list[str]) -> tuple[list[str], list[flo
     """Train 3 steps under each recipe, save on rank 0 as a script does, go on for 3 steps. All must
     say and do the same.
     """
-    stream.CHUNK = 5120  # elements: a weight takes several
+    parts.CHUNK = 5120  # elements: a weight takes several
     wrong: list[str] = []
     torch_model, torch_optimizer = ddp()
     train_ddp(torch_model, torch_optimizer, 0, 3)
@@ -124,7 +124,7 @@ def loaded_everywhere(folder: str, names: list[str], file: str, losses: list[flo
     """Each recipe, and DDP, from the files that rank 0 wrote; and from what rank 0 alone has
     read.
     """
-    stream.CHUNK = 5120
+    parts.CHUNK = 5120
     wrong: list[str] = []
     everywhere = torch.load(f"{folder}/{file}.pt")
     weights = torch.load(
@@ -284,7 +284,7 @@ def formats(folder: str, names: list[str]) -> list[str]:
     """Moments at rest in few bits, weights in tiles, masters in 16 bits: torch's names and dtypes
     come out, the same training goes on.
     """
-    stream.CHUNK = 5120
+    parts.CHUNK = 5120
     wrong: list[str] = []
     whole = {
         n: {"step": torch.Size([]), "exp_avg": p.shape, "exp_avg_sq": p.shape}

@@ -313,6 +313,12 @@ def troubles() -> list[str]:
         found += told(lambda: enter(whole), "inside full_params")
     with onefold.keep_gathered(whole):
         found += told(lambda: enter(whole), "inside keep_gathered")
+    rows = onefold.shard(TinyGPT(), recipe(0))
+    optimizer = torch.optim.Adafactor(rows.parameters())
+    rows(tokens_of(0)).backward()
+    optimizer.step()
+    found += told(lambda: enter(rows), "Adafactor keeps", "neither one number", "make it anew")
+    rows(tokens_of(0)).backward()  # still sharded
     return found
 
 

@@ -22,15 +22,17 @@ from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Recoded
 from onefold.offload.step import stepped_apart
-from onefold.optim.whole_state import show_states
+from onefold.optim.state_dicts import show_states
+from onefold.optim.state_parts import OptimizerParts, placed
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.gather_paths import new_masters, state_context
+from onefold.runtime.gather_paths import state_context
 from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.parts import MasterParts
 from onefold.runtime.state.dicts import beside_parameters
-from onefold.runtime.storage import OnDisk
+from onefold.runtime.storage import OnDisk, put
 
 #: Elements read at a time when the destination cannot be read into directly.
 BUFFER = 4 << 20
@@ -118,9 +120,6 @@ def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
                 here = [e for e in flat.entries if e.names[0] in fit.found]
                 found = [(entry, fit.found[entry.names[0]]) for entry in here]
                 reading.masters(flat, found)
-                for entry, _ in found if flat.unsharded else ():
-                    # A backward pass over the old values must raise
-                    torch.autograd.graph.increment_version(entry.param)
         buffers = {Item("buffer", name): tensor for name, tensor in fit.buffers.items()}
         buffers = {item: tensor for item, tensor in buffers.items() if item in items}
         reading.buffers(buffers)
@@ -150,17 +149,13 @@ class StateReader:
 
     def masters(self, flat: Flat, found: list[tuple[Entry, Item]]) -> None:
         """Read the master weights of a flat buffer. Parameters not in `found` stay as they are."""
-        if flat.shared or flat.storage.encoded:
-            masters = new_masters(flat, self.engine.device)
-            self._own_interval(flat, found, masters)
-            flat.storage.store(masters)
-            return
-        for entry, item in found:
-            into: torch.Tensor | OnDisk = entry.param.data
-            if flat.storage.on_disk:
-                into = flat.storage.elements(entry, "", entry.param, *entry.owned())
-            self._held(entry, item, into)
-        flat.storage.renew()
+        parts = MasterParts()
+        if flat.shared:
+            self._own_interval(flat, found, parts.values(flat, self.engine.device))
+        else:
+            for entry, item in found:
+                self._held(entry, item, parts.target(entry))
+        parts.finish()
 
     def states(self, flat: Flat, key: str, dtype: torch.dtype, wanted: list[Wanted]) -> None:
         """Read the states `key` of parameters of one flat buffer."""
@@ -174,8 +169,7 @@ class StateReader:
         self._own_interval(flat, [(w.entry, w.item) for w in wanted], buffer, grain)
         for w in wanted:
             a, b = flat.local(w.entry)
-            part = buffer[slice(*items_of(a - first, b - first, grain))]
-            w.into.write(0, part) if isinstance(w.into, OnDisk) else w.into.copy_(part)
+            put(w.into, buffer[slice(*items_of(a - first, b - first, grain))])
 
     def _held(self, entry: Entry, item: Item, into: torch.Tensor | OnDisk) -> None:
         """Read all elements that this rank holds into `into`."""
@@ -343,6 +337,7 @@ def _load_flat_states(
 ) -> None:  # fmt: skip
     """Load the optimizer states of the parameters of one flat buffer."""
     known = reading.source.items()
+    parts = {optimizer: OptimizerParts(optimizer) for optimizer, _ in owner.values()}
     found: dict[tuple[str, torch.dtype, bool], list[Wanted]] = {}
     for entry in flat.entries:
         if id(entry.param) not in owner:
@@ -352,7 +347,7 @@ def _load_flat_states(
         parameter = reading.source.parameter(entry.part.names)
         name = parameter.name if parameter is not None else entry.part.names[0]
         state: dict[str, Any] = {
-            key: _placed(value, entry.param, group)
+            key: placed(value, entry.param, group)
             for key, value in reading.source.scalars(name).items()
         }
         for item in states.get(name, ()):
@@ -363,12 +358,9 @@ def _load_flat_states(
                 dtype = how.of(entry).dtype if how is not None else entry.param.dtype
             elif parameter is not None and dtype == known[parameter].dtype:
                 dtype = entry.param.dtype
-            # Where the step keeps it
-            in_memory = how.small(entry) if how is not None else entry.param.dim() == 0
             if packed(item.state) is not None or stored.shape == entry.part.shape:
-                made = flat.storage.new_state(entry, item.state, dtype, in_memory)
-                into = flat.storage.elements(entry, item.state, made, *entry.owned())
-                state[item.state] = made
+                state[item.state] = parts[optimizer].create_one(entry, item.state, dtype)
+                into = parts[optimizer].place(entry, item.state, *entry.owned())
                 kind = (item.state, dtype, isinstance(into, OnDisk))
                 found.setdefault(kind, []).append(Wanted(entry, item, into))
             elif not (flat.divided or flat.tiled or flat.storage.on_disk):
@@ -387,10 +379,3 @@ def _load_flat_states(
     # In the same order on every rank, since some of these reads are collective
     for key, dtype, on_disk in sorted(found, key=lambda kind: (kind[0], str(kind[1]), kind[2])):
         reading.states(flat, key, dtype, found[key, dtype, on_disk])
-
-
-def _placed(value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:
-    """Return `value` on the device where the optimizer's kernel expects its step count."""
-    if isinstance(value, torch.Tensor) and (group.get("fused") or group.get("capturable")):
-        return value.to(param.device)
-    return value

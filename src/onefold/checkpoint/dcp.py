@@ -35,8 +35,8 @@ from onefold.checkpoint.dcp_interval import DCPInterval
 from onefold.checkpoint.errors import CheckpointError
 from onefold.optim.faced_states import loaded_elsewhere
 from onefold.optim.fresh import fresh_state
+from onefold.optim.state_dicts import show_states
 from onefold.optim.whole import holds_some
-from onefold.optim.whole_state import show_states
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function

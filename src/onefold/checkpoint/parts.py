@@ -31,10 +31,11 @@ from onefold.checkpoint.manifest import FileRecord, Record, StoredPiece, key_of
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, numel_of, write_tensors
 from onefold.checkpoint.values import encode
-from onefold.optim.state_sorts import odd_keys, sort_of
+from onefold.optim.state_parts import OptimizerParts, odd_keys, sort_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.parts import HeldParts, MasterParts, accounted
 from onefold.runtime.state.dicts import beside_parameters
 from onefold.runtime.storage import OnDisk
 
@@ -106,16 +107,14 @@ def collect(
             for e in engine.entries
             if frozen is True or e.param.requires_grad or not chosen.isdisjoint(e.part.names)
         ]
-        held = [(entry, "", entry.param) for entry in entries]
-        for entry, key, value in [*held, *states.tensors]:
+        masters = MasterParts()
+        for held, entry, key in [*((masters, entry, "") for entry in entries), *states.tensors]:
             start, stop = entry.accounted()
             if stop > start or first:  # the first rank also reports tensors without elements
                 names = entry.part.names
                 item = Item("state", names[0], key) if key else Item("parameter", names[0])
-                shape, a, b = entry.outside(start, stop, key)
-                ours = entry.flat.storage.elements(entry, key, value, start, stop)
                 aliases = () if key else names[1:]
-                out.tensors.append(PieceToWrite(item, shape, a, b, ours, aliases))
+                out.tensors.append(PieceToWrite(item, *accounted(held, entry, key), aliases))
         if first:
             for entry, key, value in states.wholes:
                 out.add_own(Item("state", entry.part.names[0], key), value)
@@ -180,14 +179,14 @@ class States:
     """The state that optimizers hold for the parameters of an engine.
 
     Attributes:
-        tensors: (entry, key, tensor) for element-wise state, and for packed codes and scales.
+        tensors: (parts, entry, key) for element-wise state, and for packed codes and scales.
         wholes: (entry, key, tensor) for state whose shape differs from its parameter's.
         scalars: {parameter: {key: value}} for single numbers.
         groups: for each optimizer its groups as plain values, with names as "params".
     """
 
     def __init__(self, engine: Engine, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.tensors: list[tuple[Entry, str, torch.Tensor]] = []
+        self.tensors: list[tuple[HeldParts, Entry, str]] = []
         self.wholes: list[tuple[Entry, str, torch.Tensor]] = []
         self.scalars: dict[str, dict[str, Any]] = {}
         self.groups: list[list[dict[str, Any]]] = []
@@ -222,12 +221,13 @@ class States:
             )
         held = {p: state for p, state in optimizer.state.items() if id(p) in known}
         odd = odd_keys((tuple(p.shape), state) for p, state in held.items())
+        parts = OptimizerParts(optimizer)
         for p, state in held.items():
             entry = known[id(p)]
             for key, value in state.items():
                 sort = sort_of(key, value, tuple(p.shape), odd)
                 if sort in ("packed", "elements"):
-                    self.tensors.append((entry, key, value))
+                    self.tensors.append((parts, entry, key))
                 elif sort == "number":
                     # Every rank has the number. Ranks that answer for some of the parameter's
                     # elements report it (all ranks, if it has none); the first report counts.

@@ -27,8 +27,9 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from onefold.optim.fresh import fresh_state
+from onefold.optim.state_parts import OptimizerParts
 from onefold.quant.moments import torchao_format
-from onefold.recipe.moments import FORMATS, SIGNED, packed
+from onefold.recipe.moments import packed
 from onefold.runtime.parameters.interval import (
     Interval,
     IntervalSpec,
@@ -214,15 +215,15 @@ class FacedStates(PlainStates):
             elif packed(name) is not None or (
                 value.dim() == 1 and value.numel() == spec.stop - spec.start
             ):
-                kinds = self._kinds(entry, name, value.dtype)
+                # The sizes of the two decide separately whether moments are packed
+                part = packed(name)
+                key = part.key if part is not None else name
+                kinds = OptimizerParts(optimizer).kinds(entry, key, value.dtype)
                 # On the host if the format differs: with states on NVMe this rank has no region
                 # for it
                 for key, kind in kinds.items():
-                    out[key] = torch.empty(
-                        0,
-                        dtype=kind,
-                        device="cpu" if value.is_meta and key != name else value.device,
-                    )
+                    device = "cpu" if value.is_meta and key != name else value.device
+                    out[key] = torch.empty(0, dtype=kind, device=device)
             else:
                 out[name] = value.detach().clone()
         return out
@@ -255,22 +256,6 @@ class FacedStates(PlainStates):
         with contextlib.suppress(Exception), torch.no_grad():
             return fresh_state(optimizer, group, param)
         return {}
-
-    def _kinds(self, entry: Any, name: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return {key: dtype} of the states of `entry` that correspond to the state `name` of
-        another parameter. The sizes of the two decide separately whether moments are packed.
-        """
-        optimizer, part = self.optimizer(), packed(name)
-        key = part.key if part is not None else name
-        own = torchao_format(optimizer) if optimizer is not None else None
-        asked = own or FORMATS.get(entry.engine().recipe.moments)
-        if key not in SIGNED or asked is None or not asked.packed:
-            return {name: dtype}
-        keys = asked.of(entry.part.numel).keys(key)
-        return {
-            one: found.dtype if (found := packed(one)) is not None else torch.float32
-            for one in keys
-        }
 
 
 def show(optimizer: Optimizer) -> None:

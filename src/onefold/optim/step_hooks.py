@@ -37,7 +37,7 @@ from torch.optim.optimizer import (
 )
 
 import onefold.optim.faced_states as faced_states
-import onefold.optim.whole_state as whole_state
+import onefold.optim.state_dicts as state_dicts
 from onefold.optim import whole
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
@@ -61,7 +61,7 @@ def install_step_hooks(engine: Engine, held: bool = True) -> None:
     `held`: whether such optimizers may already exist.
     """
     _engines.add(engine)
-    whole_state.follow(engine, held)
+    state_dicts.follow(engine, held)
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_first))
         _handles.append(register_optimizer_step_post_hook(_after))
@@ -164,7 +164,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if _nested(optimizer):
         return None
     with disable_torch_function():
-        whole_state.meet_at_step(optimizer)
+        state_dicts.meet_at_step(optimizer)
         # Unsharded parameters carry no mark of their engine, so they are searched for here
         for engine in [
             e
@@ -315,7 +315,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         elsewhere: list[Entry] = []
         for engine, entries in _entries_of(optimizer).items():
             elsewhere += engine.optimizer_has_stepped(entries)
-        whole_state.show_states(optimizer)
+        state_dicts.show_states(optimizer)
         faced_states.stepped_elsewhere(optimizer, [entry.param for entry in elsewhere])
 
 

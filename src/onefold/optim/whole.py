@@ -1,32 +1,30 @@
-"""Gather the states of optimizers on every rank and cut them again, for `onefold.unsharded`.
+"""Gather the states of optimizers on every rank, for `onefold.unsharded`.
 
-sharded         every rank: its interval of each element-wise state, scalars as they are
-gather(...)     every rank: whole states in the parameter's shape
-cut(...)        every rank: its interval of the states that still fit their parameter
+sharded              every rank: its interval of each element-wise state, numbers as they are
+gather(...)          every rank: whole states in the parameter's shape
+shard()              every rank: its interval again
+drop_misfits(...)    parameters with another shape lose their states
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from onefold.optim.state_parts import OptimizerParts, Outline, agreed, described, placed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.gather_paths import gather_whole
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.state.stream import tell_all
+from onefold.runtime.parts import StateItem, tell_all, to_all
 
 _CALL = "unsharded()"
 #: Optimizers that have stepped sharded parameters.
 seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-#: What a rank reports of a parameter's states: {key: (dtype name, None)} for an element-wise state,
-#: {key: ("", value)} for any other.
-_Told = dict[str, tuple[str, Any]]
 
 
 def optimizers_over(engine: Engine) -> list[Optimizer]:
@@ -50,21 +48,17 @@ def _params(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def gather(engine: Engine, optimizers: Iterable[Optimizer]) -> list[dict[int, dict[str, Any]]]:
+def gather(engine: Engine, optimizers: list[Optimizer]) -> list[dict[int, dict[str, Any]]]:
     """Return the whole states of each optimizer, by the entry's number. Collective. The optimizers
     are not changed.
 
     Raises:
         ValueError: a state is neither element-wise nor a number, or the ranks have different
-            optimizers.
+            optimizers, or different states.
     """
-    with disable_torch_function(), torch.no_grad():
-        return [_gather_one(engine, optimizer) for optimizer in _agreed(engine, list(optimizers))]
-
-
-def _agreed(engine: Engine, optimizers: list[Optimizer]) -> list[Optimizer]:
-    told = tell_all(engine, _CALL, [(type(o).__name__, len(_params(o))) for o in optimizers])
-    if any(each != told[0] for each in told):
+    here = [(type(o).__name__, len(_params(o))) for o in optimizers]
+    told = tell_all(engine.resources, _CALL, here)
+    if any(each != here for each in told):
         words = "; ".join(
             f"rank {r}: {', '.join(f'{n} of {k} parameters' for n, k in each)}"
             for r, each in enumerate(told)
@@ -73,35 +67,38 @@ def _agreed(engine: Engine, optimizers: list[Optimizer]) -> list[Optimizer]:
             f"the ranks have different optimizers over this model ({words}). Drop those that are"
             " not used any more."
         )
-    return optimizers
+    with disable_torch_function(), torch.no_grad():
+        return [_gather_one(engine, optimizer) for optimizer in optimizers]
 
 
 def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    # A rank without elements of a parameter may keep an old copy of its `step`: it is not asked
-    known = {
-        entry.number: state
-        for entry in engine.entries
-        if holds_some(entry) and (state := optimizer.state.get(entry.param))
-    }
-    told: dict[int, _Told] = {}
-    for each in tell_all(
-        engine, _CALL, {n: _tell(optimizer, engine.entries[n], state) for n, state in known.items()}
-    ):
-        for number, states in each.items():
-            if len(states) > len(told.get(number, ())):
-                told[number] = states
-    out: dict[int, dict[str, Any]] = {
-        n: {key: value for key, (_, value) in states.items()} for n, states in told.items()
-    }
-    for unit in engine.units:
-        for flat in unit.flats:
-            mine = [entry for entry in flat.entries if entry.number in told]
-            for key, dtype in dict.fromkeys(
-                (k, d) for e in mine for k, (d, _) in told[e.number].items() if d
-            ):
-                some = [e for e in mine if told[e.number].get(key, ("",))[0] == dtype]
-                for entry, whole in _wholes(engine, flat, some, known, key, getattr(torch, dtype)):
-                    out[entry.number][key] = whole
+    outline = Outline.of(optimizer, [engine])
+    outline.groups = [[param for param in group if param.entries] for group in outline.groups]
+    instead = "Drop the optimizer's state before, and make it anew."
+    said = described(optimizer, outline, instead, refuse=True)
+    plan = agreed(_CALL, outline, tell_all(engine.resources, _CALL, said))
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    held: dict[Flat, dict[StateItem, Entry]] = {}
+    out: dict[int, dict[str, Any]] = {}
+    for param, found in zip(outline.params, plan, strict=True):
+        (entry,) = param.entries
+        own, group = optimizer.state.get(entry.param) or {}, group_of[id(entry.param)]
+        for key, (dtype, value) in (found or {}).items():
+            if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
+                value = value.to(own[key].device)
+            out.setdefault(entry.number, {})[key] = placed(value, entry.param, group)
+            if dtype is not None and not entry.flat.divided:
+                out[entry.number][key] = own[key].clone()
+            elif dtype is not None:
+                held.setdefault(entry.flat, {})[param.item(key, dtype)] = entry
+    parts = OptimizerParts(optimizer)
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        items = held.get(flat, {})
+        for sort in dict.fromkeys((item.key, item.dtype) for item in items):
+            some = [item for item in items if (item.key, item.dtype) == sort]
+            full = to_all(engine.resources, parts, some)
+            for item in some:
+                out[items[item].number][item.key] = flat.view(full, items[item]).clone()
     return out
 
 
@@ -111,78 +108,16 @@ def holds_some(entry: Entry) -> bool:
     return a < b or not entry.slot.numel
 
 
-def _tell(optimizer: Optimizer, entry: Entry, state: Mapping[str, Any]) -> _Told:
-    told: _Told = {}
-    for key, value in state.items():
-        if (
-            isinstance(value, torch.Tensor)
-            and value.shape == entry.param.shape
-            and (value.dim() or entry.flat.whole_master)
-        ):
-            told[key] = (
-                (str(value.dtype).removeprefix("torch."), None) if key != "step" else ("", value)
-            )
-        elif isinstance(value, torch.Tensor) and value.numel() > 1:
-            raise ValueError(
-                f"the state {key!r} of {type(optimizer).__name__} for {entry.slot.name!r} has the"
-                f" shape {tuple(value.shape)}, where this rank's part of the parameter has"
-                f" {tuple(entry.param.shape)}: only states with an element for each of the"
-                " parameter's, and numbers, can be made whole. Drop the optimizer's state before,"
-                " and make it anew."
-            )
-        else:
-            told[key] = ("", value)
-    return told
-
-
-def _wholes(
-    engine: Engine,
-    flat: Flat,
-    entries: list[Entry],
-    known: Mapping[int, Mapping[str, Any]],
-    key: str,
-    dtype: torch.dtype,
-) -> list[tuple[Entry, torch.Tensor]]:
-    """Gather one state of some entries of a flat buffer. Collective if the buffer is divided."""
-    if flat.whole_master:
-        return [(entry, known[entry.number][key].clone()) for entry in entries]
-    full = torch.zeros(flat.layout.numel, dtype=dtype, device=engine.device)
-    for entry in entries:
-        a, b = flat.local(entry)
-        part = known.get(entry.number, {}).get(key)
-        if part is not None and b > a:
-            full[a:b].copy_(part)
-    gather_whole(engine.resources, flat, full)
-    return [(entry, flat.view(full, entry).clone()) for entry in entries]
-
-
-def cut(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
-    """Replace whole states in `optimizer.state` by this rank's parts. Local. A parameter with a
-    changed shape loses its states.
+def drop_misfits(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
+    """Drop the states of parameters that have another shape now. Local. `shard()` has made this
+    rank's parts of the other states (`follow` in optim/state_dicts.py).
     """
-    with disable_torch_function(), torch.no_grad():
+    with disable_torch_function():
         for optimizer in optimizers:
             for entry in engine.entries:
-                state = optimizer.state.get(entry.param)
-                if state and not entry.flat.unsharded:
-                    _cut_one(optimizer, entry, state)
-
-
-def _cut_one(optimizer: Optimizer, entry: Entry, state: dict[str, Any]) -> None:
-    slot, (a, b) = entry.slot, entry.owned()
-    cut: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == slot.shape and key != "step":
-            part = value.reshape(-1)[a:b].clone()
-            cut[key] = part.view(entry.param.shape)
-        elif isinstance(value, torch.Tensor) and value.shape == entry.param.shape:
-            cut[key] = value  # already cut by shard()
-        elif isinstance(value, torch.Tensor) and value.numel() > 1:
-            cut.clear()
-            break
-        else:
-            cut[key] = value
-    if cut:
-        optimizer.state[entry.param] = cut
-    else:
-        del optimizer.state[entry.param]
+                values = (optimizer.state.get(entry.param) or {}).values()
+                if not entry.flat.unsharded and any(
+                    isinstance(v, torch.Tensor) and v.numel() > 1 and v.shape != entry.param.shape
+                    for v in values
+                ):
+                    del optimizer.state[entry.param]

@@ -33,8 +33,8 @@ from onefold.pretrained.streams import Pieces, Progress, Sheet
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.parts import MasterParts, accounted
 from onefold.runtime.state.dicts import beside_parameters
-from onefold.runtime.storage import OnDisk
 
 #: The default for the bytes of tensors in one file.
 MAX_SHARD_BYTES = 5_000_000_000
@@ -225,22 +225,13 @@ def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Ten
     buffers. Encoded weights are decoded one flat buffer at a time. Weights on NVMe are read piece
     by piece.
     """
-    flat, decoded = None, torch.empty(0, device="cpu")
+    parts = MasterParts()
     for entry in engine.entries:
-        start, stop = entry.accounted()
-        if stop > start:
-            held: torch.Tensor | OnDisk
-            name, at = entry.part.names[0], entry.part.first + start
-            if entry.flat.storage.encoded:
-                if flat is not entry.flat:
-                    flat, decoded = entry.flat, entry.flat.storage.load()
-                first = entry.slot.start - flat.owned[0]
-                held = decoded[first + start : first + stop]
-            else:
-                held = entry.flat.storage.elements(entry, "", entry.param, start, stop)
-            for piece in held.pieces() if isinstance(held, OnDisk) else (held,):
-                yield name, at, piece
-                at += piece.numel()
+        mine = accounted(parts, entry)
+        at = mine.start
+        for piece in mine.pieces():
+            yield entry.part.names[0], at, piece
+            at += piece.numel()
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.detach().reshape(-1)
 

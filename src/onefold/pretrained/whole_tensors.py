@@ -29,8 +29,8 @@ from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather_paths import state_context
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.parts import MasterParts, StateItem, tell_all
 from onefold.runtime.state.dicts import beside_parameters
-from onefold.runtime.state.stream import tell_all
 
 #: Values of `dtype=` besides torch's dtypes: the compute dtype and the master weights' dtype.
 COMPUTE, MASTER = "compute", "master"
@@ -123,7 +123,7 @@ def stream_params(
     engine.uninitialized.look()
     engine.uninitialized.refuse("stream_params() would give")
     merging = Merging.of(model) if merge_adapters else None
-    said = tell_all(engine, "stream_params()", (limit, str(dtype), merge_adapters))
+    said = tell_all(engine.resources, "stream_params()", (limit, str(dtype), merge_adapters))
     if other := next((there for there in said if there != said[0]), None):
         raise ValueError(
             f"stream_params() was given bucket, dtype and merge_adapters {other} on one rank and"
@@ -261,7 +261,7 @@ def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
     if bucket.tiled:
         numel = bucket.stretches[0].entries[0].part.numel
         joint = _room(numel, dtype, engine.device)
-    under_way, out = [], []
+    under_way, out, masters = [], [], MasterParts()
     with disable_torch_function(), torch.no_grad():
         for stretch in bucket.stretches:
             start, end = stretch.span
@@ -270,7 +270,7 @@ def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
                 into = joint[first.part.first : first.part.first + first.slot.numel]
             else:
                 into = _room(end - start, stretch.dtype, engine.device)
-            under_way.append(_start(engine, stretch, into))
+            under_way.append(_start(engine, masters, stretch, into))
             for entry in stretch.entries if joint is None else ():
                 at = entry.slot.start - start
                 whole = into[at : at + entry.slot.numel].view(entry.slot.shape)
@@ -287,7 +287,7 @@ def _room(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _start(engine: Engine, stretch: Stretch, into: torch.Tensor) -> Pending:
+def _start(engine: Engine, masters: MasterParts, stretch: Stretch, into: torch.Tensor) -> Pending:
     """Start the gather of a stretch into `into`, [end - start] of its span."""
     flat, group, (start, end) = stretch.flat, engine.group, stretch.span
     sends: list[tuple[int, torch.Tensor]] = []
@@ -297,12 +297,11 @@ def _start(engine: Engine, stretch: Stretch, into: torch.Tensor) -> Pending:
         a, b = overlap(interval, span)
         return slice(a - start, b - start)
 
-    if flat.unsharded:
-        for entry in stretch.entries:
-            into[place((entry.slot.start, entry.slot.end))].copy_(entry.param.detach().view(-1))
-    else:
-        a, b = overlap(flat.owned, (start, end))
-        into[place((a, b))].copy_(flat.storage.load()[a - flat.owned[0] : b - flat.owned[0]])
+    for entry in stretch.entries:
+        a, b = entry.owned()
+        if a < b:
+            item, at = StateItem((entry,), "", flat.dtypes.master), entry.slot.start - start
+            into[at + a : at + b].copy_(masters.read(item, entry, a, b))
     if flat.divided and not flat.unsharded and not group.alone:
         raw, width = into.view(torch.uint8), into.element_size()
 

@@ -9,6 +9,7 @@ commands.
 | How do gradients become this rank's sums?      | `reduce` (when), `reduce_paths` (how)                  |
 | What ends a backward pass?                     | `backward`                                             |
 | Where is a shard stored, and who steps it?     | `storage`, `stepper`                                   |
+| How do parts become wholes, and wholes parts?  | `parts`                                                |
 | Which copies are out of date?                  | `refresh`, `residuals`                                 |
 | Which parameters train, and what waits?        | `pending_gradients`                                    |
 | What does autograd keep of a forward pass?     | `saved_tensors`                                        |

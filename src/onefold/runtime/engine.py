@@ -37,9 +37,9 @@ from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.forward import Forward
 from onefold.runtime.gather import Gatherer
-from onefold.runtime.gather_paths import whole_masters
 from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
 from onefold.runtime.parameters.values import WriteCounters
+from onefold.runtime.parts import whole_masters
 from onefold.runtime.pending_gradients import (
     follow_trainable,
     follow_trainable_of,

@@ -361,8 +361,19 @@ class Storage(ABC):
             value: the optimizer's parameter, or its state. If it is in memory, a view of it is
                 returned.
         """
-        first, _ = entry.owned()
-        return value.detach().reshape(-1)[slice(*items_of(x - first, y - first, grain_of(key)))]
+        return value.detach().reshape(-1)[_items(entry, key, x, y)]
+
+    def overwrite(
+        self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int, new: torch.Tensor
+    ) -> None:
+        """Overwrite elements [x, y) by `new`, [y - x] or one for each item that stands for them.
+        See `elements`.
+        """
+        place = self.elements(entry, key, value, x, y)
+        if isinstance(place, OnDisk):
+            place.write(0, new)
+        else:
+            put_row(value, _items(entry, key, x, y), new)
 
     def new_state(
         self, entry: Entry, key: str, dtype: torch.dtype, in_memory: bool
@@ -560,6 +571,33 @@ class InPlaceStorage(DeviceStorage):
 
     def resting_bytes(self) -> dict[Tier, dict[str, int]]:
         return {Tier.DEVICE: {PARAMETERS: sum(nbytes_of(e.param) for e in self.flat.entries)}}
+
+
+def _items(entry: Entry, key: str, x: int, y: int) -> slice:
+    """Return where elements [x, y) are in what this rank holds of a master or a state."""
+    first, _ = entry.owned()
+    return slice(*items_of(x - first, y - first, grain_of(key)))
+
+
+def in_memory(place: torch.Tensor | OnDisk) -> torch.Tensor:
+    """Return the elements of `place`: the tensor itself, or what is on disk in new host memory."""
+    return place.read() if isinstance(place, OnDisk) else place
+
+
+def put(place: torch.Tensor | OnDisk, values: torch.Tensor) -> None:
+    """Overwrite all elements of `place`."""
+    if isinstance(place, OnDisk):
+        place.write(0, values)
+    else:
+        place.copy_(values)
+
+
+def put_row(value: torch.Tensor, at: slice, new: torch.Tensor) -> None:
+    """Overwrite elements `at` of `value`, counted in one row, by `new`."""
+    row = value.detach().reshape(-1)
+    row[at].copy_(new)
+    if not value.is_contiguous():  # `row` is a copy
+        value.detach().copy_(row.view(value.shape))
 
 
 def state_shape(entry: Entry, key: str) -> tuple[int, ...]:

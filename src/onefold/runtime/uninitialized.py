@@ -23,6 +23,7 @@ from torch import nn
 
 from onefold.comm import CollectiveContext
 from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.parts import MasterParts, StateItem
 
 if TYPE_CHECKING:
     from onefold.comm import Group
@@ -222,8 +223,9 @@ def _entry_is_unset(entry: Entry) -> bool:
         )
     if flat.storage.encoded or not flat.dtypes.master.is_floating_point:
         return True  # only a load's names can tell
-    a, b = flat.local(entry)
-    return a == b or _all_nan(flat.storage.load()[a - flat.owned[0] : b - flat.owned[0]])
+    a, b = entry.owned()
+    item = StateItem((entry,), "", flat.dtypes.master)
+    return a == b or _all_nan(MasterParts().read(item, entry, a, b))
 
 
 def without_value(group: Group, unit: Unit, incoming: Collection[str]) -> set[str]:

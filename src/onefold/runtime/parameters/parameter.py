@@ -152,7 +152,7 @@ __all__ = [
 ]
 
 #: A callback that receives every optimizer which adds a sharded parameter to a group. torch reads
-#: `is_leaf` in `add_param_group`, which is how we notice. Set by optim/whole_state/following.py.
+#: `is_leaf` in `add_param_group`, which is how we notice. Set by optim/state_dicts.py.
 leaf_asked_by: list[Callable[[Any], None] | None] = [None]
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +12,18 @@ from torch import nn
 from onefold.runtime.buffers import refuse_parts
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.gather_paths import new_masters, put_elements, state_context
+from onefold.runtime.gather_paths import state_context
 from onefold.runtime.hooks import GUARD
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.state.stream import from_first, tell_all, to_first
+from onefold.runtime.parts import (
+    HeldParts,
+    MasterParts,
+    StateItem,
+    from_first,
+    master_items,
+    tell_all,
+    to_first,
+)
 from onefold.runtime.units import first_tiles
 
 # -- contents --------------------------------------------------------------------------------------
@@ -204,24 +211,19 @@ def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor
             refuse_parts(name, buffer)  # here, so that every rank raises, not only rank 0
     engine.uninitialized.look()
     engine.uninitialized.refuse("full_state_dict() would hold")
-    return whole_state_dict(engine, module, _masters_of)
-
-
-#: A function that returns elements [x, y) of an entry, counted from its first.
-ReadEntry = Callable[[Entry, int, int], torch.Tensor]
+    return whole_state_dict(engine, module, MasterParts(), master_items(engine.entries))
 
 
 def whole_state_dict(
-    engine: Engine, module: nn.Module, values: Callable[[Flat], tuple[torch.dtype, ReadEntry, bool]]
+    engine: Engine, module: nn.Module, parts: HeldParts, items: Iterable[StateItem]
 ) -> dict[str, torch.Tensor]:
     """Return the module's state dict on rank 0's host, with whole tensors for parameters; {} on
     other ranks. Collective.
 
     Args:
-        values: returns, for a flat buffer, the dtype of the tensors, the function that reads this
-            rank's elements, and `alone` of `to_first`.
+        parts, items: the values of all parameters.
     """
-    wholes = _wholes(engine, values)
+    wholes = _wholes(engine, parts, items)
     if engine.rank != 0:
         return {}
     with disable_torch_function(), torch.no_grad():
@@ -237,37 +239,14 @@ def whole_state_dict(
 
 
 def _wholes(
-    engine: Engine, values: Callable[[Flat], tuple[torch.dtype, ReadEntry, bool]]
+    engine: Engine, parts: HeldParts, items: Iterable[StateItem]
 ) -> dict[str, torch.Tensor]:
-    """Return every parameter whole on rank 0's host, by its first name; {} on other ranks.
+    """Return every item whole on rank 0's host, by its parameter's first name; {} on other ranks.
     Collective.
     """
-    first = engine.rank == 0
-    wholes: dict[str, torch.Tensor] = {}
     with disable_torch_function(), torch.no_grad():
-        for flat in (flat for unit in engine.units for flat in unit.flats):
-            dtype, read, alone = values(flat)
-            for entry in flat.entries:
-                part, into = entry.part, None
-                if first:  # the tiles of a parameter share a whole
-                    if part.names[0] not in wholes:
-                        wholes[part.names[0]] = torch.empty(part.shape, dtype=dtype, device="cpu")
-                    whole = wholes[part.names[0]].view(-1)
-                    into = whole[part.first : part.first + entry.slot.numel]
-                to_first(engine, entry, dtype, partial(read, entry), into, alone)
-    return wholes
-
-
-def _masters_of(flat: Flat) -> tuple[torch.dtype, ReadEntry, bool]:
-    masters = None if flat.unsharded else flat.storage.load()
-
-    def read(entry: Entry, x: int, y: int) -> torch.Tensor:
-        if masters is None:
-            return entry.param.detach().reshape(-1)[x:y]
-        at = entry.slot.start - flat.owned[0]
-        return masters[at + x : at + y]
-
-    return flat.dtypes.master, read, False
+        found = [(item.name, to_first(engine.resources, parts, item)) for item in items]
+    return {name: whole for name, whole in found if whole is not None}
 
 
 def load_full_state_dict(
@@ -288,7 +267,9 @@ def load_full_state_dict(
     named = {n: e for n, (_, e) in held.items() if e is not None}
     shapes = {n: e.part.shape for n, e in named.items()}
     verdict = _compare(expected, shapes, state, strict) if engine.rank == 0 else None
-    missing, unexpected, complaint = tell_all(engine, "load_full_state_dict()", verdict)[0]
+    missing, unexpected, complaint = tell_all(engine.resources, "load_full_state_dict()", verdict)[
+        0
+    ]
     if complaint:
         raise ValueError(complaint)
     incoming = {e.part.names[0] for n, e in named.items() if n not in missing}
@@ -296,9 +277,7 @@ def load_full_state_dict(
         e.part.names[0]: state[n] for n, e in named.items() if state is not None and n in state
     }
     with disable_torch_function(), torch.no_grad():
-        for unit in engine.units:
-            for flat in unit.flats:
-                _load_flat(engine, flat, incoming, given)
+        _load_masters(engine, incoming, given)
         _load_buffers(engine, {n: v for n, v in expected.items() if n not in shapes}, state or {})
         engine.make_stale()
         engine.uninitialized.given(
@@ -337,17 +316,19 @@ def _load_by_module(
     """Load `state` by the module's own `load_state_dict`, hooks included, into whole parameters on
     rank 0; then send these to all ranks.
     """
-    wholes, verdict = _wholes(engine, _masters_of), None
+    wholes = _wholes(engine, MasterParts(), master_items(engine.entries))
+    verdict = None
     if engine.rank == 0:
         verdict = _taken_over(engine, module, wholes, state, strict)
-    missing, unexpected, complaint = tell_all(engine, "load_full_state_dict()", verdict)[0]
+    missing, unexpected, complaint = tell_all(engine.resources, "load_full_state_dict()", verdict)[
+        0
+    ]
     if complaint:
         raise ValueError(complaint)
     incoming = {e.part.names[0] for e in engine.entries}
     buffers = dict(module.named_buffers())
     with disable_torch_function(), torch.no_grad():
-        for flat in (flat for unit in engine.units for flat in unit.flats):
-            _load_flat(engine, flat, incoming, wholes)
+        _load_masters(engine, incoming, wholes)
         _load_buffers(engine, buffers, {})
         engine.make_stale()
         names = {name for e in engine.entries for name in e.part.names} | set(buffers)
@@ -363,17 +344,15 @@ def _taken_over(
     """Load `state` into `wholes` by rank 0's module. Returns the same as `_compare`: (missing
     names, unexpected names, complaint or None).
     """
-    if state is None:
-        return _compare({}, {}, state, strict)
-    if complaint := _no_tensors({}, state):
+    if (complaint := _no_tensors({}, state)) or state is None:
         return [], [], complaint
     with disable_torch_function(), torch.no_grad():
         shown = as_parameters(engine, wholes)
-        for entry in engine.entries:  # a module in tiles writes to every tile
-            if entry not in shown or entry.slot.numel < entry.part.numel:
-                part, whole = entry.part, wholes[entry.part.names[0]].view(-1)
-                tile = whole[part.first : part.first + entry.slot.numel].view(entry.slot.shape)
-                shown[entry] = nn.Parameter(tile, requires_grad=False)
+        for item in master_items(engine.entries):
+            if len(item.entries) > 1:  # a module in tiles writes to every tile
+                for entry in item.entries:
+                    tile = item.tile(wholes[item.name], entry).view(entry.slot.shape)
+                    shown[entry] = nn.Parameter(tile, requires_grad=False)
         engine.full_params_depth += 1
         try:
             with showing(shown):
@@ -401,27 +380,15 @@ def _compare(
     state: Mapping[str, torch.Tensor] | None,
     strict: bool,
 ) -> tuple[list[str], list[str], str | None]:
-    if state is None:
-        return (
-            [],
-            [],
-            (
-                "load_full_state_dict: rank 0 was given no state dict; give it the whole one (other"
-                " ranks may give None)."
-            ),
-        )
+    """Return (missing names, unexpected names, complaint or None) of rank 0's state dict."""
     complaint = _no_tensors(expected, state)
-    if complaint:
+    if complaint or state is None:
         return [], [], complaint
-    missing, unexpected = (
-        sorted(set(expected) - set(state)),
-        sorted(map(str, set(state) - set(expected))),
-    )
-    wrong = [
-        f"{n}: given {tuple(state[n].shape)}, expected {shapes.get(n, tuple(expected[n].shape))}"
-        for n in expected
-        if n in state and tuple(state[n].shape) != shapes.get(n, tuple(expected[n].shape))
-    ]
+    missing = sorted(set(expected) - set(state))
+    unexpected = sorted(map(str, set(state) - set(expected)))
+    given = {n: tuple(state[n].shape) for n in expected if n in state}
+    wanted = {n: shapes.get(n, tuple(expected[n].shape)) for n in given}
+    wrong = [f"{n}: given {given[n]}, expected {wanted[n]}" for n in given if given[n] != wanted[n]]
     if wrong:
         return missing, unexpected, "load_full_state_dict: shapes differ. " + "; ".join(wrong[:5])
     complaint = _of_names(missing, unexpected) if strict and (missing or unexpected) else None
@@ -432,6 +399,11 @@ def _no_tensors(expected: Mapping[str, Any], state: Any) -> str | None:
     """Return a complaint if `state` is not a dict, or holds something other than tensors (or
     complex tensors for real ones) under known names.
     """
+    if state is None:
+        return (
+            "load_full_state_dict: rank 0 was given no state dict; give it the whole one (other"
+            " ranks may give None)."
+        )
     if not isinstance(state, Mapping):
         return (
             f"load_full_state_dict: rank 0 was given a {type(state).__name__}; expected a dict of"
@@ -457,28 +429,19 @@ def _no_tensors(expected: Mapping[str, Any], state: Any) -> str | None:
     return None
 
 
-def _load_flat(
-    engine: Engine, flat: Flat, incoming: Collection[str], state: Mapping[str, torch.Tensor]
+def _load_masters(
+    engine: Engine, incoming: Collection[str], state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Load the parameters of `flat` that are in `incoming`; the others keep their values.
+    """Load the parameters that are in `incoming`; the others keep their values.
 
     `incoming` has the first names of parameters. `state` has rank 0's whole tensors by these names.
     """
-    masters = None if flat.unsharded else new_masters(flat, engine.device)
-    for entry in flat.entries:
-        part, whole = entry.part, None
-        if part.names[0] not in incoming:
-            continue
-        if engine.rank == 0:
-            whole = state[part.names[0]].reshape(-1)[part.first : part.first + entry.slot.numel]
-        if masters is None:
-            assert whole is not None
-            entry.param.copy_(whole.view(entry.param.shape))
-        else:
-            put = partial(put_elements, masters, entry)
-            from_first(engine, entry, flat.dtypes.master, whole, put)
-    if masters is not None:
-        flat.storage.store(masters)
+    parts = MasterParts()
+    for item in master_items(engine.entries):
+        if item.name in incoming:
+            whole = state[item.name] if engine.rank == 0 else None
+            from_first(engine.resources, parts, item, whole)
+    parts.finish()
 
 
 def _load_buffers(

@@ -20,10 +20,16 @@ from onefold.recipe.options import OPTIONS
 from onefold.recipe.rows import FLAT, GROUP, NATIVE
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.gather_paths import put_elements, state_context, whole_masters
 from onefold.runtime.hooks import is_sharded
 from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
-from onefold.runtime.state.stream import from_first
+from onefold.runtime.parts import (
+    MasterParts,
+    StateItem,
+    from_first,
+    rewrite_masters,
+    scatter_masters,
+    whole_masters,
+)
 from onefold.runtime.uninitialized import is_marked, mark, value_of
 from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec
@@ -238,31 +244,6 @@ def _short(dtype: torch.dtype) -> str:
 # `full_params` shows them to be read and changed. All are collective: every rank calls them.
 
 
-def scatter_masters(
-    engine: Engine, flat: Flat, full: torch.Tensor | None, master: torch.Tensor
-) -> None:
-    """Send each rank its part of rank 0's `full` ([numel], master precision; None elsewhere), into
-    `master`.
-    """
-    group, context = engine.group, state_context(engine.resources, flat.unit_name)
-    with torch.no_grad():
-        if group.rank == 0:
-            assert full is not None
-            others = range(1, 1 if group.alone else group.size)
-            sends = [(p, full[slice(*flat.owned_by(p))]) for p in others]
-            group.exchange(sends, [], context, flat.index, move="state").wait()
-            master.copy_(full[flat.owned[0] : flat.owned[1]])
-        else:
-            group.exchange([], [(0, master)], context, flat.index, move="state").wait()
-
-
-def _rewrite(engine: Engine, flat: Flat, full: torch.Tensor | None) -> None:
-    """Replace the masters of every rank by rank 0's `full`, on whatever tier they are stored."""
-    landing = flat.storage.landing(engine.device)
-    scatter_masters(engine, flat, full, landing)
-    flat.storage.store(landing)
-
-
 @contextlib.contextmanager
 def full_params(engine: Engine, write: bool) -> Iterator[None]:
     """Put whole parameters in master precision in place of the sharded ones, inside the context.
@@ -322,7 +303,8 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                 for entry in flat.entries:
                     flat.swap(entry, entry.param)
                 if write:
-                    _rewrite(engine, flat, kept if kept is not None else _apart(joint, flat))
+                    full = kept if kept is not None else _apart(joint, flat)
+                    rewrite_masters(engine.resources, flat, full)
                 engine.memory.add(
                     GATHERED, -flat.layout.numel * flat.dtypes.master.itemsize, unit.name
                 )
@@ -387,11 +369,12 @@ def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
         def fill(master: torch.Tensor, flat: Flat = flat) -> None:
             if any(entry.slot.name in incoming for entry in flat.entries):
                 master.zero_()
+                parts, dtype = MasterParts((flat, master)), flat.dtypes.master
                 for entry in flat.entries:
                     if entry.slot.name not in incoming:
-                        whole = _source(entry).detach().reshape(-1) if engine.rank == 0 else None
-                        put = partial(put_elements, master, entry)
-                        from_first(engine, entry, flat.dtypes.master, whole, put)
+                        whole = _source(entry).detach() if engine.rank == 0 else None
+                        item = StateItem((entry,), "", dtype, start=entry.part.first)
+                        from_first(engine.resources, parts, item, whole)
                     elif master.is_floating_point() and not flat.storage.encoded:
                         # See [Note: marks of what is uninitialized] in runtime/uninitialized.py
                         a, b = flat.local(entry)
@@ -405,7 +388,7 @@ def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
                 for entry in flat.entries:
                     source = _source(entry)
                     flat.view(full, entry).copy_(source.detach())
-            scatter_masters(engine, flat, full, master)
+            scatter_masters(engine.resources, flat, full, master)
 
         with disable_torch_function(), torch.no_grad():
             flat.build(fill, engine.device)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.integrations.deepspeed.names.parameter_facts import entry_of
+from onefold.optim.state_parts import OptimizerParts
 from onefold.optim.whole import optimizers_over
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
@@ -27,8 +28,9 @@ from onefold.runtime.parameters.interval import disable_torch_function, dress, s
 from onefold.runtime.parameters.operators import slice_of
 from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.parameters.values import Storageless
+from onefold.runtime.parts import MasterParts
 from onefold.runtime.pending_gradients import whole_local_gradient
-from onefold.runtime.storage import OnDisk
+from onefold.runtime.storage import OnDisk, in_memory, put
 
 #: The optimizers of an engine: the one that `deepspeed.initialize` has made an engine with, or what
 #: a search through all objects of Python has found.
@@ -87,7 +89,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     """
     held, spec = _state_of(param, optim_state_key), spec_of(param)
     if spec is None:
-        return None if held is None else _read(held).to(torch.float32, copy=True).view(param.shape)
+        return (
+            None if held is None else in_memory(held).to(torch.float32, copy=True).view(param.shape)
+        )
     with disable_torch_function():
         # A rank that owns no element of the parameter may have no state, so the ranks must agree
         # on whether any of them has one.
@@ -96,7 +100,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         )
         if not bool((known > 0).any()):
             return None
-    local = torch.empty(0, device="cpu") if held is None else _read(held).float()
+    local = torch.empty(0, device="cpu") if held is None else in_memory(held).float()
     return spec.gather(local.to(param.device), f"the state {optim_state_key!r}")
 
 
@@ -113,7 +117,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def local_fp32(param: nn.Parameter) -> Tensor:
     """Return this rank's elements of a parameter, frozen or not, in fp32; shape [their number]."""
-    return _read(_masters(param)).float()
+    return in_memory(_masters(param)).float()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -125,7 +129,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     held = _state_of(param, optim_state_key)
     if held is None and _has_none_of(param) and _has_stepped(param, optim_state_key):
         return torch.empty(0, device=param.device)
-    return None if held is None else _read(held).float()
+    return None if held is None else in_memory(held).float()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -253,7 +257,7 @@ def _masters(param: nn.Parameter) -> Tensor | OnDisk:
     with disable_torch_function():
         if entry is None or spec_of(param) is None:
             return param.detach().as_subclass(Tensor).reshape(-1)
-        return entry.flat.storage.elements(entry, "", entry.param, *entry.owned())
+        return MasterParts().place(entry, "", *entry.owned())
 
 
 def _state_of(param: nn.Parameter, key: str) -> Tensor | OnDisk | None:
@@ -265,8 +269,8 @@ def _state_of(param: nn.Parameter, key: str) -> Tensor | OnDisk | None:
     with disable_torch_function():
         for optimizer in _optimizers_of(engine, entry.param):
             state = optimizer.state.get(entry.param)
-            if state is not None and isinstance(value := state.get(key), Tensor):
-                return entry.flat.storage.elements(entry, key, value, *entry.owned())
+            if state is not None and isinstance(state.get(key), Tensor):
+                return OptimizerParts(optimizer).place(entry, key, *entry.owned())
     return None
 
 
@@ -325,17 +329,10 @@ def _on_disk(param: nn.Parameter, grad: Tensor) -> Entry:
     return entry
 
 
-def _read(held: Tensor | OnDisk) -> Tensor:
-    return held.read() if isinstance(held, OnDisk) else held
-
-
 def _write(call: str, held: Tensor | OnDisk, value: Tensor) -> None:
     mine = _fitting(call, value, held.numel())
-    if isinstance(held, OnDisk):
-        held.write(0, mine)
-    else:
-        with torch.no_grad(), disable_torch_function():
-            held.copy_(mine.to(held.device))
+    with torch.no_grad(), disable_torch_function():
+        put(held, mine)
 
 
 def _write_masters(call: str, param: nn.Parameter, entry: Entry, value: Tensor) -> None:
@@ -346,8 +343,9 @@ def _write_masters(call: str, param: nn.Parameter, entry: Entry, value: Tensor) 
             f"{call}: parameter {entry.slot.name!r} is stored encoded, and is not written to."
         )
     engine.masters.before_write(entry.flat)
-    _write(call, held, value)
-    entry.flat.storage.renew()
+    parts = MasterParts()
+    _write(call, parts.target(entry), value)
+    parts.finish()
     engine.make_stale()
 
 

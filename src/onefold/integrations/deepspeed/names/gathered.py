@@ -37,10 +37,10 @@ from onefold.integrations.deepspeed.names.parameter_facts import (
 from onefold.integrations.deepspeed.names.rendezvous import leave, rendezvous
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.gather_paths import whole_masters
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.parameters.parameter import ShardedParameter, bare, face
+from onefold.runtime.parts import whole_masters
 
 _WRITTEN = "_onefold_written_inside"
 _CALLED = "_onefold_gathered_by_a_call"

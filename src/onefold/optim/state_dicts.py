@@ -1,0 +1,543 @@
+"""Whole state dicts of optimizers over sharded parameters: `state_dict()` and `load_state_dict()`.
+
+    state_dict()        parts of all ranks ──► rank 0's host, one state at a time      the other ranks: the same groups, an empty state
+    load_state_dict()   the same whole dict on every rank: each takes its part on its own host, without traffic
+                        whole on rank 0, empty elsewhere: rank 0 sends each rank its part
+
+| state         | the whole dict holds                                                      |
+|---------------|---------------------------------------------------------------------------|
+| element-wise  | the whole, in the parameter's shape; moved by `OptimizerParts`            |
+| a number      | the number of a rank that has some of the parameter's elements            |
+| any other     | the state itself, if no rank has only a part of the parameter             |
+
+Both calls are collective if there is more than one rank and a state is divided. At stage 0 every
+rank holds whole states: `state_dict()` is torch's own and communicates nothing.
+`local_state_dict` and `load_local_state_dict` are about this rank's part alone.
+
+[Note: how an optimizer is found] torch registers `state_dict` hooks per optimizer, and a script
+that resumes calls `load_state_dict` right after the constructor. So Onefold must notice a new
+optimizer in its constructor. `Optimizer.add_param_group` reads `is_leaf` of each parameter, and a
+sharded parameter looks up its caller there (runtime/parameters/parameter.py). An optimizer made
+before `shard()` is searched for once among Python's objects, if anything but the model refers to
+the parameters. Any other optimizer is found at its first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import sys
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+import onefold.optim.faced_states as faced_states
+from onefold.optim.state_parts import (
+    Made,
+    OptimizerParts,
+    Outline,
+    Param,
+    agreed,
+    described,
+    engine_of,
+    engines,
+    in_another_format,
+    odd_keys,
+    sort_of,
+)
+from onefold.runtime.engine import Engine
+from onefold.runtime.parameters.parameter import disable_torch_function, leaf_asked_by
+from onefold.runtime.parts import from_first, from_own, tell_all, to_first
+
+_SAVE, _LOAD = "optimizer.state_dict()", "optimizer.load_state_dict()"
+#: A top-level key that marks the result of `local_state_dict`.
+LOCAL = "onefold_local"
+#: Optimizers inside `local_state_dict` or `load_local_state_dict`.
+_locally: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+# -- which optimizers ------------------------------------------------------------------------------
+
+
+_hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_passed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those without sharded parameters
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+#: (number of parameter groups, whether any parameter is divided), at the last look.
+_divided: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+
+
+def held_elsewhere(module: nn.Module) -> bool:
+    """Return whether anything but modules refers to a parameter of `module`, such as an optimizer.
+
+    This check is cheap. The search for optimizers takes up to a second.
+    """
+    places = Counter(
+        id(p) for m in module.modules() for p in m._parameters.values() if p is not None
+    )
+    [(_, alone)] = _references({"": object()})
+    return any(
+        n > alone + places[i] - 1 for m in module.modules() for i, n in _references(m._parameters)
+    )
+
+
+def _references(things: Mapping[str, Any]) -> list[tuple[int, int]]:
+    return [(id(thing), sys.getrefcount(thing)) for thing in things.values() if thing is not None]
+
+
+def follow(engine: Engine, held: bool) -> None:
+    """From now on make the state dicts of optimizers over the engine's parameters whole.
+
+    `held`: whether such optimizers may already exist. Then they are searched for.
+    """
+    engines.add(engine)
+    _passed.clear()
+    if engine.unsharded and not in_another_format(engine):
+        return  # its parameters are torch's own
+    leaf_asked_by[0] = meet
+    if not held:
+        return
+    mine, kinds = {id(entry.param) for entry in engine.entries}, _kinds(Optimizer)
+    # type() runs no code of the objects, isinstance() may: some are lazy modules or proxies.
+    for optimizer in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+        groups: list[dict[str, Any]] = optimizer.__dict__.get("param_groups", [])
+        if any(id(p) in mine for group in groups for p in group["params"]):
+            meet(optimizer)
+            with disable_torch_function():  # it may have stepped before shard()
+                faced_states.make_all_plain(optimizer)
+                show_states(optimizer)
+
+
+def _kinds(kind: type) -> set[type]:
+    """Return `kind` and all its subclasses."""
+    return {kind}.union(*map(_kinds, kind.__subclasses__()))
+
+
+def meet(optimizer: Any) -> None:
+    """Hook the state dict of `optimizer`, which has or is about to get sharded parameters."""
+    if (
+        not isinstance(optimizer, Optimizer)
+        or optimizer in _hooked
+        or "_optimizer_state_dict_post_hooks" not in optimizer.__dict__
+    ):
+        return
+    _hooked.add(optimizer)
+    optimizer.register_state_dict_post_hook(_after_state_dict, prepend=True)
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks = _OursLast(
+        optimizer._optimizer_load_state_dict_pre_hooks
+    )
+    hooks.ours = _before_load
+    optimizer.register_load_state_dict_post_hook(_after_load, prepend=True)
+
+
+def meet_at_step(optimizer: Optimizer) -> None:
+    """Prepare an optimizer for a step: call `meet` if it is new, and make its states plain
+    tensors.
+    """
+    if optimizer not in _hooked and optimizer not in _passed:
+        (meet if Outline.of(optimizer).engines else _passed.add)(optimizer)
+    # The constructor may have made states from sharded parameters (Adagrad's sums)
+    if optimizer not in _stepped:
+        _stepped.add(optimizer)
+        faced_states.make_all_plain(optimizer)
+    faced_states.hide(optimizer)
+
+
+def show_states(optimizer: Optimizer) -> None:
+    """After a step or a load: show states of divided parameters in the whole parameter's shape."""
+    if optimizer not in _hooked:
+        return
+    groups = len(optimizer.param_groups)
+    if _divided.get(optimizer, (0, False))[0] != groups:
+        _divided[optimizer] = groups, Outline.of(optimizer).divided
+    if _divided[optimizer][1]:
+        faced_states.show(optimizer)
+
+
+def _after_load(optimizer: Optimizer) -> None:
+    with disable_torch_function():
+        for entry, made in _loaded.pop(optimizer, {}).items():
+            optimizer.state[entry.param].update(made)
+        show_states(optimizer)
+
+
+class _OursLast(OrderedDict[int, Any]):
+    """The load hooks of an optimizer, with ours always last. The user's hooks, registered later,
+    then see the dict as it was given.
+    """
+
+    ours: Callable[..., Any] | None = None
+
+    def values(self) -> Any:
+        return [*super().values(), *([self.ours] if self.ours is not None else [])]
+
+
+# -- state_dict() ----------------------------------------------------------------------------------
+#
+# every rank   a description of its states ──► all ranks: the same plan, or the same error
+# every rank   its elements, one state at a time ──► rank 0
+
+
+def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """The `state_dict` hook: return the whole dict in place of this rank's part; None if
+    `state_dict` is already whole.
+    """
+    if optimizer in _locally:
+        return None
+    with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
+        outline = Outline.of(optimizer)
+        engine = outline.engine
+        if engine is None or not outline.special:
+            return None
+        refuse_moment(engine, "state_dict")
+        for each in outline.engines:
+            each.transfers.check()
+        said = described(optimizer, outline, "local_state_dict has this rank's.")
+        told = tell_all(engine.resources, _SAVE, said) if outline.divided else [said]
+        plan, parts = agreed(_SAVE, outline, told), OptimizerParts(optimizer)
+        state: dict[Any, Any] = {
+            number: {
+                key: value if dtype is None else _to_first(outline, parts, param, key, dtype)
+                for key, (dtype, value) in found.items()
+            }
+            for number, (param, found) in enumerate(zip(outline.params, plan, strict=True))
+            if found is not None
+        }
+        error = parts.error
+        if outline.divided:
+            error = first_of(tell_all(engine.resources, _SAVE, error))
+        if error is not None:
+            raise RuntimeError(f"{_SAVE}: the states could not be read. {error}")
+        if engine.rank == 0 or not outline.divided:
+            kept: Mapping[Any, Any] = optimizer.state
+            state |= {k: value for k, value in kept.items() if not isinstance(k, torch.Tensor)}
+        else:
+            state = {}
+        whole = {"state": state, "param_groups": _whole_groups(optimizer, outline)}
+        return whole | {key: value for key, value in state_dict.items() if key not in whole}
+
+
+def _to_first(
+    outline: Outline, parts: OptimizerParts, param: Param, key: str, dtype: torch.dtype
+) -> torch.Tensor | None:
+    resources = engine_of(param.entries[0]).resources
+    return to_first(resources, parts, param.item(key, dtype), everywhere=not outline.divided)
+
+
+def _whole_groups(optimizer: Optimizer, outline: Outline) -> list[dict[str, Any]]:
+    """Return the groups as torch's state dict has them, with parameters in place of tiles."""
+    out: list[dict[str, Any]] = []
+    start = first = 0
+    for group, params in zip(optimizer.param_groups, outline.groups, strict=True):
+        whole = {key: value for key, value in group.items() if key != "params"}
+        if (named := group.get("param_names")) is not None:
+            whole["param_names"] = [
+                p.name if len(p.numbers) > 1 else named[p.numbers[0] - first] for p in params
+            ]
+        out.append({**whole, "params": list(range(start, start + len(params)))})
+        start, first = start + len(params), first + len(group["params"])
+    return out
+
+
+# -- load_state_dict() -----------------------------------------------------------------------------
+#
+# before torch's load   the ranks compare their dicts ──► element-wise states are created and filled
+# torch's load          numbers and groups
+# after it              the element-wise states are put into `optimizer.state`
+
+
+#: Element-wise states being loaded: filled before torch's load, given to the optimizer after it.
+_loaded: weakref.WeakKeyDictionary[Optimizer, Made] = weakref.WeakKeyDictionary()
+
+
+def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """The `load_state_dict` hook: return this rank's part in place of the whole dict; None if torch
+    can load the dict as it is.
+    """
+    _loaded.pop(optimizer, None)
+    if optimizer in _locally:
+        return None
+    with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
+        outline = Outline.of(optimizer)
+        engine = outline.engine
+        if engine is None or (engine.group.size == 1 and not outline.special):
+            return None
+        refuse_moment(engine, "load_state_dict")
+        complaint, digest = None, b""
+        try:
+            digest = _look(optimizer, outline, state_dict)
+        except _Refused as error:
+            complaint = str(error)
+        except Exception as error:  # not raised yet: the other ranks wait for this one's report
+            complaint = (
+                f"expected what optimizer.state_dict() returned ({type(error).__name__}: {error})."
+            )
+        told = tell_all(engine.resources, _LOAD, (complaint, digest, bool(state_dict.get("state"))))
+        scattered = told[0][2] and not all(full for _, _, full in told)
+        _refuse(engine, told, scattered)
+        if not scattered and not outline.special:
+            return None
+        for each in outline.engines:
+            each.transfers.check()
+        mine = not scattered or engine.rank == 0
+        given = _outlined(outline, state_dict) if mine else {}
+        if scattered:  # rank 0 tells all but the element-wise tensors, which follow one by one
+            given = tell_all(engine.resources, _LOAD, given)[0]
+        return _take(optimizer, outline, engine, given, state_dict, scattered)
+
+
+# -- checking the given dict -----------------------------------------------------------------------
+
+
+class _Refused(ValueError):
+    """The dict cannot be loaded here."""
+
+
+def _refuse(engine: Engine, told: list[tuple[str | None, bytes, bool]], scattered: bool) -> None:
+    """Raise ValueError on every rank if the ranks' dicts cannot be loaded."""
+    ranks = sorted(engine.group.ranks)
+    for rank, (complaint, digest, full) in enumerate(told[:1] if scattered else told):
+        if complaint is not None:
+            who = f" (rank {ranks[rank]})" if len(told) > 1 else ""
+            raise ValueError(f"{_LOAD}: {complaint}{who}")
+        if full and not told[0][2]:
+            raise ValueError(
+                f"{_LOAD}: rank {ranks[0]} was given an empty state and rank {ranks[rank]} was not."
+                f" Give every rank the same whole dict, or rank {ranks[0]} the whole one and the"
+                " others what state_dict() returned there."
+            )
+        if digest != told[0][1]:
+            raise ValueError(
+                f"{_LOAD}: rank {ranks[0]} and rank {ranks[rank]} were given different dicts. Give"
+                f" every rank the same whole one (the file that rank 0 saved), or rank {ranks[0]}"
+                " the whole one and the others what state_dict() returned there; what"
+                " local_state_dict() returned goes to onefold.optim.load_local_state_dict."
+            )
+
+
+def _look(optimizer: Optimizer, outline: Outline, given: Mapping[str, Any]) -> bytes:
+    """Check a dict, and return a digest of all but its elements. Raises: _Refused."""
+    if LOCAL in given:
+        said = given[LOCAL]
+        raise _Refused(
+            f"this is the part of rank {said['rank']} of {said['ranks']}, as local_state_dict()"
+            " returned it. Give it to onefold.optim.load_local_state_dict(optimizer, state) on"
+            " as many ranks, or give what optimizer.state_dict() returned."
+        )
+    state, groups = given.get("state", {}), given.get("param_groups", [])
+    if not state and not groups:
+        raise _Refused(
+            "the dict has neither 'state' nor 'param_groups'; expected what"
+            " optimizer.state_dict() returned."
+        )
+    ours = [len(params) for params in outline.groups]
+    theirs = [len(group["params"]) for group in groups]
+    if ours != theirs:
+        raise _Refused(
+            f"the dict has {_counted(theirs)}, this {type(optimizer).__name__} has"
+            f" {_counted(ours)}. Make the groups as they were when it was saved, of the same"
+            " model."
+        )
+    text: list[Any] = [[sorted((str(k), _simple(v)) for k, v in group.items()) for group in groups]]
+    outlined = _outlined(outline, given)["state"]
+    for number, param in zip(numbers_of(given), outline.params, strict=True):
+        for key, value in state.get(number, {}).items():
+            text.append((number, str(key), _simple(value)))
+            if param.entries and _cannot_be_cut(outline, param, outlined[number][key]):
+                raise _Refused(
+                    f"state {key!r} of parameter {number} ({param.name!r}) has shape"
+                    f" {tuple(value.shape)}, expected {param.shape}. It is of another model, or"
+                    " one rank's part: those are saved by onefold.optim.local_state_dict and"
+                    " loaded by load_local_state_dict."
+                )
+    return hashlib.sha256(repr(text).encode()).digest()
+
+
+def _counted(groups: list[int]) -> str:
+    if len(groups) == 1:
+        return f"one parameter group of {groups[0]}"
+    return f"{len(groups)} parameter groups of {', '.join(map(str, groups))}"
+
+
+def _simple(value: Any) -> Any:
+    """Return a description of a value that is the same on every rank: no addresses, no elements."""
+    if isinstance(value, torch.Tensor):
+        number = value.numel() == 1 and value.device.type != "meta"
+        return tuple(value.shape), value.item() if number else ""
+    plain = isinstance(value, (int, float, str, bool, type(None), list, tuple))
+    return value if plain else type(value).__name__
+
+
+def _cannot_be_cut(outline: Outline, param: Param, value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return False
+    on_disk = value.numel() > 1 and any(e.flat.storage.on_disk for e in param.entries)
+    return outline.divided or param.entries[0].flat.tiled or on_disk
+
+
+# -- storing this rank's part ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """Placeholder for an element-wise tensor, which is moved by itself."""
+
+    dtype: torch.dtype
+
+
+def _outlined(outline: Outline, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dict with placeholders for its element-wise tensors."""
+    state = dict(given.get("state", {}))
+    numbered = [*zip(numbers_of(given), outline.params, strict=True)]
+    odd = odd_keys((param.shape, state.get(number, {})) for number, param in numbered)
+    for number, param in numbered:
+        if param.entries and number in state:
+            state[number] = {
+                k: _Elements(v.dtype) if sort_of(k, v, param.shape, odd) == "elements" else v
+                for k, v in state[number].items()
+            }
+    return {**given, "state": state}
+
+
+def _plain(value: Any) -> Any:
+    """Return the values of a packed state of torchao's; any other value as it is."""
+    packed_by_torchao = type(value).__module__.startswith("torchao.")
+    return value.dequantize() if packed_by_torchao and isinstance(value, torch.Tensor) else value
+
+
+def _take(
+    optimizer: Optimizer, outline: Outline, engine: Engine, given: Mapping[str, Any],
+    wholes: Mapping[str, Any], scattered: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Return this rank's part for torch to load. Element-wise states are created here, and given to
+    the optimizer after torch's own load.
+
+    Args:
+        given: the outlined dict. wholes: the dict with its tensors, which only rank 0 has if they
+            are `scattered`.
+    """
+    numbers, state = numbers_of(given), given["state"]
+    mine: dict[Any, Any] = {key: value for key, value in state.items() if key not in set(numbers)}
+    parts = OptimizerParts(optimizer)
+    for number, param in zip(numbers, outline.params, strict=True):
+        if number not in state:
+            continue
+        elements = {k: v.dtype for k, v in state[number].items() if isinstance(v, _Elements)}
+        for n in param.numbers:
+            mine[n] = {
+                # clone: the caller's dict must not change
+                key: value.clone() if isinstance(value, torch.Tensor) and param.entries else value
+                for key, value in state[number].items()
+                if key not in elements
+            }
+        for key, dtype in elements.items():
+            item = param.item(key, dtype)
+            parts.create(item)
+            if not scattered:
+                from_own(parts, item, _plain(wholes["state"][number][key]))
+                continue
+            whole = _plain(wholes["state"][number][key]) if engine.rank == 0 else None
+            from_first(engine_of(param.entries[0]).resources, parts, item, whole)
+    for each in outline.engines:
+        with contextlib.suppress(Exception) if parts.error else contextlib.nullcontext():
+            each.transfers.flush() if each.on_disk else None
+    wrong = first_of(tell_all(engine.resources, _LOAD, parts.error))
+    if wrong is not None:
+        raise RuntimeError(f"{_LOAD}: the states could not be put in their places. {wrong}")
+    _loaded[optimizer] = parts.made
+    local = []
+    for group, params, ours in zip(
+        given["param_groups"], outline.groups, optimizer.param_groups, strict=True
+    ):
+        # torch assigns states in the optimizer's own order
+        group = {**group, "params": sorted(n for param in params for n in param.numbers)}
+        # The optimizer's own names: with tiles it has more objects than the dict
+        if "param_names" in group and len(group["param_names"]) != len(group["params"]):
+            group["param_names"] = ours.get("param_names", group["param_names"])
+        local.append(group)
+    return {**given, "state": mine, "param_groups": local}
+
+
+# -- this rank's part alone ------------------------------------------------------------------------
+#
+# It loads on the same rank of the same number of ranks, without collectives.
+
+
+def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """Return this rank's part of the optimizer's state. Local.
+
+    Tensors alias the optimizer's. States on NVMe are represented by placeholders, which cannot be
+    copied or pickled.
+    """
+    with disable_torch_function(), _only_local(optimizer):
+        faced_states.make_all_plain(optimizer)
+        state = optimizer.state_dict()
+    return {**state, LOCAL: _rank_and_size(optimizer)}
+
+
+def load_local_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load what `local_state_dict` returned on this rank. Local.
+
+    Raises:
+        ValueError: it is not such a part, or is that of another rank or number of ranks.
+    """
+    if LOCAL not in state_dict:
+        raise ValueError(
+            "load_local_state_dict was given no part of one rank: give a whole state dict to"
+            " optimizer.load_state_dict()."
+        )
+    said, here = state_dict[LOCAL], _rank_and_size(optimizer)
+    if said != here:
+        raise ValueError(
+            f"load_local_state_dict was given the part of rank {said['rank']} of {said['ranks']} on"
+            f" rank {here['rank']} of {here['ranks']}. What optimizer.state_dict() returns loads on"
+            " any number of ranks."
+        )
+    with _only_local(optimizer):
+        optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != LOCAL})
+
+
+@contextlib.contextmanager
+def _only_local(optimizer: Optimizer) -> Iterator[None]:
+    _locally.add(optimizer)
+    try:
+        yield
+    finally:
+        _locally.discard(optimizer)
+
+
+def _rank_and_size(optimizer: Optimizer) -> dict[str, int]:
+    with disable_torch_function():
+        engine = Outline.of(optimizer).engine
+    if engine is None:
+        return {"rank": 0, "ranks": 1}
+    group = engine.group
+    return {"rank": group.ranks[group.rank], "ranks": group.size}
+
+
+# -- both ------------------------------------------------------------------------------------------
+
+
+def refuse_moment(engine: Engine, call: str) -> None:
+    """Raise RuntimeError inside a forward pass."""
+    if engine.stack:
+        raise RuntimeError(
+            f"optimizer.{call}() of a sharded model was called inside a forward pass: call it"
+            " between steps."
+        )
+
+
+def first_of(errors: Iterable[str | None]) -> str | None:
+    """Return the first error of the ranks, with the number of its rank."""
+    return next((f"rank {rank}: {told}" for rank, told in enumerate(errors) if told), None)
+
+
+def numbers_of(state_dict: Any) -> list[Any]:
+    """Return the numbers of all parameters in a state dict, group after group."""
+    return [number for group in state_dict["param_groups"] for number in group["params"]]
