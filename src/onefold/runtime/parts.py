@@ -338,9 +338,8 @@ def scatter_masters(
     with torch.no_grad():
         if group.rank == 0:
             assert full is not None
-            sends = []  # a fake group has nobody to send to
-            if not group.alone:
-                sends = [(p, full[slice(*flat.owned_by(p))]) for p in range(1, group.size)]
+            others = range(1, 1 if group.alone else group.size)
+            sends = [(p, full[slice(*flat.owned_by(p))]) for p in others]
             group.exchange(sends, [], context, flat.index, move="state").wait()
             master.copy_(full[flat.owned[0] : flat.owned[1]])
         else:
