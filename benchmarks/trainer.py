@@ -29,14 +29,13 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.harness import RESULTS, ROOT
-from benchmarks.peers import launch
+from benchmarks import harness, launch
+from benchmarks.harness import ROOT
 from benchmarks.trainer_sides import BATCH, TOKENS
 
 SCHEMA = "onefold-trainer/2"
@@ -104,9 +103,8 @@ def rows_of(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _greatest(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
+def _greatest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 # -- measuring -------------------------------------------------------------------------------------
@@ -251,12 +249,17 @@ def page(document: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every side was measured and computed something."""
     parser = harness.parser(
-        "trainer", __doc__, rounds=5, steps=10, warmup=3, timeout=300.0, name="trainer",
-        output=RESULTS, deepspeed_python=sys.executable,
-    )  # fmt: skip
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=256)
+        "trainer",
+        __doc__,
+        rounds=5,
+        steps=10,
+        warmup=3,
+        timeout=300.0,
+        deepspeed_python=sys.executable,
+        sides=(list(SIDES), "what makes the steps", SIDES),
+        layers=(6, "layers of the Llama"),
+        width=(256, "its width"),
+    )
     options = harness.parsed(parser, arguments)
     harness.check_at_least(options, 1, "rounds", "steps", "warmup", "layers", "width")
     sides = list(options.sides)
@@ -268,8 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = measured(options, sides)
     if not runs[0]:
         return 1
-    about = harness.about(options, SCHEMA)
-    about["versions"] |= {n: harness.version(n) for n in ("transformers", "accelerate")}
+    about = harness.about(options, SCHEMA, "transformers", "accelerate")
     shape = {"layers": options.layers, "width": options.width, "tokens": BATCH * TOKENS}
     document = {**about, "model": shape, "goal": GOAL, "rows": rows_of(runs), "runs": runs}
     harness.keep(options, document, page(document))

@@ -75,7 +75,7 @@ class Clock:
         self._count = 0
 
     def step(self) -> None:
-        from benchmarks.peers import probes
+        from benchmarks import probes
 
         now = time.perf_counter(), time.process_time()
         if self._last is not None and self._count >= self.warmup:
@@ -187,7 +187,7 @@ def turn(job: dict[str, Any], rank: int, folder: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.peers import probes
+    from benchmarks import probes
 
     torch.set_num_threads(1)
     meet = f"file://{folder}/meet-{job['number']}"

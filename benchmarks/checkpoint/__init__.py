@@ -9,12 +9,11 @@ rounds follow each other, so that a drift of the machine falls on all of them; t
 is measured beside every save, with as many bytes, by the same processes.
 
     settings.py     what is measured: peers, turns, the order of a round
-    disk.py         the disk's own rate, the page cache, the kernel's counters
+    disk.py         the disk's own rate, the page cache
     adapters.py     one class a peer: save, save behind the training, load
     worker.py       one rank of a turn that saves or loads
     pretrained.py   one rank of a turn that opens a Hugging Face folder
-    rows.py         a turn, the rows that turns become, goals: the fields of the JSON
-    summary.py      turns -> rows and goals (the JSON's schema)
+    rows.py         turns -> rows and goals
     report.py       the tables
-    cli.py          the command
+    __main__.py     the command
 """

@@ -12,7 +12,6 @@ differs from the reference's by no more than the case allows.
 
     settings.py   cases and sides
     worker.py     one rank of one side
-    summary.py    runs -> rows (the JSON's schema)
-    report.py     the tables and the curves
-    cli.py        the command
+    rows.py       runs -> rows: how far each side ends from the reference
+    __main__.py   the command: options, tables, curves
 """

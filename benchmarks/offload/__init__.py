@@ -13,16 +13,14 @@ engine holds on which tier, and what the disk gives. Beside every timed step of 
 disk a third process copies as much sequentially with O_DIRECT while the ranks wait: what the disk
 gives just then.
 
-    settings.py   what is measured: sides, settings
-    sides.py      how each side is built, and how its optimizer's step is watched
+    sides.py      what is measured: sides, how each is built, how its optimizer's step is watched
     disk.py       the plain copy
     planned.py    the host memory and the disk space that a recipe should take
     worker.py     one rank of one side in one round
-    summary.py    rounds -> rows, pairs, goals (the JSON's schema)
-    report.py     the tables
-    alone.py      SmolLM2 on one process: state on the disk beside the same in memory
     traced.py     which part of a profile's copies had a compute kernel beside it
-    large.py      a model too large for the memory it is given
+    large.py      models too large for the memory they are given
     largest.py    the largest model of each side: one attempt
-    cli.py        the command
+    rows.py       rounds -> rows, pairs, goals
+    report.py     the tables
+    __main__.py   the command
 """

@@ -9,13 +9,9 @@ For each setting the peers run in turn, round after round (A B C A B C ...), eve
 fresh processes, so that a drift of the machine falls on all of them and no peer inherits another's
 memory.
 
-    settings.py   what is measured: settings, names of peers, the matrix
+    settings.py   settings, names of peers, the matrix of both
     model.py      the GPT and the token stream
     adapters.py   one class a peer: build it, take one optimizer step
-    probes.py     resident memory and bytes on the wire, from the kernel's own counters
     worker.py     one rank of one peer in one round
-    launch.py     ranks started, watched, reaped
-    summary.py    rounds -> medians, ratios, differences (the JSON's schema)
-    report.py     the table and the plot
-    cli.py        the command
+    __main__.py   the command: options, rows, table
 """

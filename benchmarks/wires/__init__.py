@@ -12,14 +12,10 @@ link) has fresh hosts, and they go with it, however it ends. Needs root (or
 `unshare --map-root-user`), iproute2 and util-linux; where that is not to be had the command says
 what is missing.
 
-    settings.py   links, sides and their recipes
+    sides.py      links, sides and their recipes
     hosts.py      two hosts made, joined, shaped, removed
     stream.py     one plain stream over the link: what it really carries
-    counters.py   bytes off the interface, the queue, the sockets and the ledger
-    sides.py      how each side is built
-    worker.py     one rank of one side in one turn
     launch.py     torchrun on both hosts, watched
-    summary.py    turns -> rows (the JSON's schema)
-    report.py     the tables and the plot
-    cli.py        the command
+    worker.py     one rank of one side in one turn: bytes off the interface, the queue, the sockets and the ledger
+    __main__.py   the command: options, rows, table
 """
