@@ -230,11 +230,11 @@ def main() -> NoReturn:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world
     )
     module = importlib.import_module(sys.argv[1])
+    if hasattr(module, "prepare"):
+        module.prepare(job)
     import torch
 
     torch.set_num_threads(job["threads"])
-    if hasattr(module, "prepare"):
-        module.prepare(job)
     getattr(module, "join", join_over_gloo)(job)
     result = module.measure(job)
     gc.collect()  # `leave` ends the process at once: what is freed with a side must go before

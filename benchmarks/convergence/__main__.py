@@ -1,5 +1,14 @@
-"""`python -m benchmarks.convergence`: which cases and sides, where the results go. What has ended is
-on the disk, and --resume goes on behind it.
+"""Does it learn as well? Fine-tuning, training from scratch and QLoRA with each part of ZeRO++
+alone and with all, beside plain stage 3.
+
+    python -m benchmarks.convergence                                        # every case, every side
+    python -m benchmarks.convergence --cases scratch --sides plain qgz      # some; the reference is always among them
+    python -m benchmarks.convergence --resume                               # go on: sides that have ended are kept
+
+Ranks stand in two pretended nodes on this machine, so that codecs and groups do what they would
+between nodes. All sides of a case start from the same weights and read the same samples in the same
+order; at the end all are asked for the loss of the same held-out text. A side is within if its loss
+differs from the reference's by no more than the case allows.
 
 The JSON, beside what every result has (`harness.about`):
 

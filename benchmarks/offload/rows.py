@@ -149,65 +149,34 @@ def goals(
     def seen(name: str) -> list[tuple[float, str]]:
         return [(row[name], where) for where, row in ours if row.get(name) is not None]
 
-    def goal(
-        text: str,
-        values: Sequence[tuple[float, str]],
-        met: Callable[[float], bool],
-        form: str,
-        worst: Callable[..., tuple[float, str]] = max,
-    ) -> Row:
-        if not values:
-            return {"goal": text, "figure": "not measured", "met": None}
-        value, where = worst(values)
-        return {"goal": text, "figure": f"{form.format(value)} ({where})", "met": met(value)}
-
-    grown = [
-        (row["cache_mib"] / max(1.0, row["read_mib"] + row["written_mib"]), where)
-        for where, row in ours
-        if row.get("cache_mib") is not None
-    ]
+    moved = {
+        where: row["read_mib"] + row["written_mib"] for where, row in ours if row.get("read_mib")
+    }
+    grown = [(mib / max(1.0, moved.get(where, 0.0)), where) for mib, where in seen("cache_mib")]
+    fp32 = [v for v in seen("loss_difference") if v[1].endswith("fp32")]
+    # Behind the backward pass next to nothing is left for the optimizer's step
+    shares = [v for v in seen("disk_share") if "-behind" not in v[1]]
+    above = [(share - 1, where) for share, where in seen("host_planned")]
     kept, small = [], []
     if large is not None and large["status"] == "ok":
         kept = [(large["resident_bytes"] / 2**30, f"{large['parameters'] / 1e9:.2f}B parameters")]
     if smollm2 is not None and smollm2["status"] == "ok":
         small = [(smollm2["above_bytes"] / MIB, f"{smollm2['tokens']} tokens")]
-    return [
-        goal(
-            "losses in fp32 as on the device, bit for bit",
-            [v for v in seen("loss_difference") if v[1].endswith("fp32")],
-            lambda v: v == 0,
-            "largest difference {:.1e}",
-        ),
-        goal(
-            f"disk in the optimizer's step: {DISK_GOAL:.0%} of a plain direct copy",
-            # Behind the backward pass next to nothing is left for the optimizer's step
-            [v for v in seen("disk_share") if "-behind" not in v[1]],
-            lambda v: v >= DISK_GOAL,
-            "lowest {:.0%}",
-            min,
-        ),
-        goal(
-            "page cache: grows by under 1 % of what a step moves",
-            grown,
-            lambda v: v < CACHE_GOAL,
-            "largest {:.2%}",
-        ),
-        goal(
-            "host memory: at most 5 % above what the recipe should take",
-            [(share - 1, where) for share, where in seen("host_planned")],
-            lambda v: v <= HOST_GOAL,
-            "largest {:+.1%}",
-        ),
-        goal(
-            "a model of 1.3B parameters on two ranks: under 8 GiB in memory together",
-            kept,
-            lambda v: v * 2**30 < LARGE_GOAL,
-            "{:.2f} GiB",
-        ),
-        goal(
-            "SmolLM2 on one process: at most 400 MiB above the interpreter",
-            small,
-            lambda v: v * MIB <= SMOLLM2_GOAL,
-            "{:.0f} MiB",
-        ),
-    ]
+    disk = f"disk in the optimizer's step: {DISK_GOAL:.0%} of a plain direct copy"
+    two = "a model of 1.3B parameters on two ranks: under 8 GiB in memory together"
+    asked: tuple[tuple[str, list[tuple[float, str]], Callable[[float], bool], str], ...] = (
+        ("losses in fp32 as on the device, bit for bit", fp32, lambda v: v == 0, "largest difference {:.1e}"),
+        (disk, shares, lambda v: v >= DISK_GOAL, "lowest {:.0%}"),
+        ("page cache: grows by under 1 % of what a step moves", grown, lambda v: v < CACHE_GOAL, "largest {:.2%}"),
+        ("host memory: at most 5 % above what the recipe should take", above, lambda v: v <= HOST_GOAL, "largest {:+.1%}"),
+        (two, kept, lambda v: v * 2**30 < LARGE_GOAL, "{:.2f} GiB"),
+        ("SmolLM2 on one process: at most 400 MiB above the interpreter", small, lambda v: v * MIB <= SMOLLM2_GOAL, "{:.0f} MiB"),
+    )  # fmt: skip
+    rows = []
+    for text, values, met, form in asked:
+        row: Row = {"goal": text, "figure": "not measured", "met": None}
+        if values:
+            value, where = min(values) if form.startswith("lowest") else max(values)
+            row |= {"figure": f"{form.format(value)} ({where})", "met": met(value)}
+        rows.append(row)
+    return rows

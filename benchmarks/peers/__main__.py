@@ -1,4 +1,13 @@
-"""`python -m benchmarks.peers`: which settings and peers, how many rounds, where the results go.
+"""Onefold and its peers, measured alternately on one model, the same data and the same ranks.
+
+    python -m benchmarks.peers --quick            # one setting, two minutes or so
+    python -m benchmarks.peers --budget 60        # each respect varied by itself, as many rounds as an hour allows
+    python -m benchmarks.peers --full --resume    # every combination: hours, in as many sittings as it takes
+
+A *setting* is what all peers share: model, tokens a rank, precision, ranks, micro-batches a step.
+For each setting the peers run in turn, round after round (A B C A B C ...), every one in its own
+fresh processes, so that a drift of the machine falls on all of them and no peer inherits another's
+memory.
 
 The JSON, beside what every result has (`harness.about`):
 

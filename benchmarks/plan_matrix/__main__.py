@@ -1,5 +1,5 @@
 """The proof of the plan: every setting planned, then trained on real ranks, and both put side by
-side.
+side, line by line.
 
     python -m benchmarks.plan_matrix [--quick] [--rounds 7] [--ranks 1 2 4] [--architectures gpt2
     llama mixtral] [--name plan_matrix]

@@ -1,4 +1,16 @@
-"""`python -m benchmarks.wires`: which links and sides, how many rounds, where the results go.
+"""Two hosts with a slow link between them, on one machine: what crosses the link in a step, and how
+long the step takes.
+
+    python -m benchmarks.wires                                  # 100 Mbit/s, 1 Gbit/s and 10 Gbit/s, every side
+    python -m benchmarks.wires --rates 1G --sides onefold-3 fsdp2 --rounds 1
+    python -m benchmarks.wires --rates 1G --delay 5             # and 5 ms each way, where the kernel has netem
+
+A *host* is a network and a process namespace of its own; two are joined by a pair of virtual
+Ethernet devices whose sending queues the kernel holds to the rate (`tc`). On each, torchrun starts
+two ranks that find each other through its own rendezvous across the link. A turn (one side, one
+link) has fresh hosts, and they go with it, however it ends. Needs root (or
+`unshare --map-root-user`), iproute2 and util-linux; where that is not to be had the command says
+what is missing.
 
 The JSON, beside what every result has (`harness.about`):
 
