@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from benchmarks import harness
-from benchmarks.peers import launch, worker
+from benchmarks import harness, launch
 from onefold.comm.launching import INTERPRETED, served
 from onefold.comm.sums import sum_parts
 from onefold.quant import Encoded, Stochastic, codec
@@ -87,51 +86,24 @@ def measured(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
     and the part of a copy's rate.
     """
     rows: list[dict[str, Any]] = []
-    for format_ranks in ("fp32", "bf16"):
-        source = (
-            torch.randn(numel, generator=torch.Generator().manual_seed(1))
-            .to(DTYPES[format_ranks])
-            .to(device)
-        )
-        took = seconds_of(partial(torch.empty_like(source).copy_, source), device, rounds)
-        copy = 2 * source.nbytes / took
-        rows.append(
-            {
-                "codec": "copy",
-                "dtype": format_ranks,
-                "act": "copy",
-                "ns": 1e9 * took / numel,
-                "bytes_per_s": copy,
-                "of_copy": 1.0,
-            }
-        )
-        for name in NAMES:
-            for act, nbytes, call in acts(name, source):
-                took = seconds_of(call, device, rounds)
-                row = {
-                    "codec": name,
-                    "dtype": format_ranks,
-                    "act": act,
-                    "ns": 1e9 * took / numel,
-                    "bytes_per_s": nbytes / took,
-                }
-                rows.append({**row, "of_copy": nbytes / took / copy})
+    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    for dtype in ("fp32", "bf16"):
+        source = drawn.to(DTYPES[dtype]).to(device)
         parts = source[: numel // RANKS * RANKS].view(RANKS, -1)
         total = torch.empty(parts.shape[1], device=device)
-        took = seconds_of(partial(sum_parts, parts, total, 1 / RANKS), device, rounds)
-        row = {
-            "codec": "sum",
-            "dtype": format_ranks,
-            "act": f"of {RANKS} parts",
-            "ns": 1e9 * took / parts.numel(),
-        }
-        rows.append(
-            {
-                **row,
-                "bytes_per_s": (parts.nbytes + total.nbytes) / took,
-                "of_copy": (parts.nbytes + total.nbytes) / took / copy,
-            }
-        )
+        copied, added = torch.empty_like(source), parts.nbytes + total.nbytes
+        tasks: list[tuple[str, str, int, Callable[[], object]]] = [
+            ("copy", "copy", 2 * source.nbytes, partial(copied.copy_, source)),
+            *((name, *act) for name in NAMES for act in acts(name, source)),
+            ("sum", f"of {RANKS} parts", added, partial(sum_parts, parts, total, 1 / RANKS)),
+        ]
+        copy = 0.0
+        for name, act, nbytes, call in tasks:
+            took = seconds_of(call, device, rounds)
+            rate, count = nbytes / took, parts.numel() if name == "sum" else numel
+            copy = rate if name == "copy" else copy
+            row = {"codec": name, "dtype": dtype, "act": act, "ns": 1e9 * took / count}
+            rows.append({**row, "bytes_per_s": rate, "of_copy": rate / copy})
     return rows
 
 
@@ -161,82 +133,70 @@ def errors(numel: int = 1 << 20) -> list[dict[str, Any]]:
 
 def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Rows as text: codec, dtype, act, ns an element, GB/s, part of a copy."""
-    figures = [
-        (f"{row['ns']:.3f}", f"{row['bytes_per_s'] / 1e9:.1f}", f"{row['of_copy']:.0%}")
+    return [
+        [
+            *(row[key] for key in ("codec", "dtype", "act")),
+            f"{row['ns']:.3f}",
+            f"{row['bytes_per_s'] / 1e9:.1f}",
+            f"{row['of_copy']:.0%}",
+        ]
         for row in rows
     ]
-    return [
-        [row["codec"], row["dtype"], row["act"], *figure]
-        for row, figure in zip(rows, figures, strict=True)
-    ]
 
 
-def work() -> NoReturn:
-    """`python -m benchmarks.codecs JOB.json RANK`, started by `launch.run_ranks`: a chapter of
-    benchmarks/gpu.py.
-    """
-    job, path, rank = worker.read_job()
+def join(job: dict[str, Any]) -> None:
+    """The one rank meets nobody."""
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """One process of the chapter of benchmarks/gpu.py."""
     device = job["device"]
     rates = measured(device, job["elements"], job["rounds"])
-    worker.leave(
-        {"rates": rates, "differences": differing(device) if device == "cuda" else []}, path, rank
-    )
+    return {"rates": rates, "differences": differing(device) if device == "cuda" else []}
 
 
-def chapter(options: argparse.Namespace) -> tuple[Any, list[dict[str, Any]]]:
+def chapter(options: argparse.Namespace) -> tuple[harness.Table, list[dict[str, Any]]]:
     """The chapter "codecs" of benchmarks/gpu.py. Kernels that differ from torch fail it; a rate
     below the goal does not.
     """
-
     columns = ("codec", "dtype", "act", "ns an element", "GB/s", "of a copy")
-    table = harness.Table(
-        f"Codecs and sums: the goal of their kernels is {GOAL:.0%} of a copy", columns
-    )
-    job = {
-        "setting": {"ranks": 1},
-        "device": options.device,
-        "elements": 1 << 28 if options.device == "cuda" else 1 << 20,
-        "rounds": 5,
-    }
-    outcome = {
-        "peer": "codecs",
-        **launch.run_ranks("benchmarks.codecs", job, 1, threads=1, timeout=options.timeout),
-    }
+    title = f"Codecs and sums: the goal of their kernels is {GOAL:.0%} of a copy"
+    elements = 1 << 28 if options.device == "cuda" else 1 << 20
+    job = {"device": options.device, "elements": elements, "rounds": 5}
+    found = launch.run_ranks("benchmarks.codecs", job, 1, timeout=options.timeout)
+    outcome = {"peer": "codecs", **found}
+    table = harness.Table(title, columns)
     if outcome["status"] == "ok":
         table.rows = lines(outcome["ranks"][0]["rates"])
-        if found := outcome["ranks"][0]["differences"]:
-            outcome |= {
-                "status": "failed",
-                "error": "kernels and torch differ:\n" + "\n".join(found),
-            }
+        if differ := outcome["ranks"][0]["differences"]:
+            error = "\n".join(["kernels and torch differ:", *differ])
+            outcome |= {"status": "failed", "error": error}
     return table, [outcome]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 unless kernels and torch differ."""
-    p = harness.parser("codecs", __doc__, rounds=7, output=None)
-    p.set_defaults(name="codecs")
-    p.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"]
-    )
-    p.add_argument("--elements", type=int, default=1 << 24)
-    p.add_argument(
-        "--check", action="store_true", help="compare kernels and torch, and measure nothing"
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    p = harness.parser(
+        "codecs",
+        __doc__,
+        rounds=7,
+        output=None,
+        device=(here, "where they run", ["cuda", "cpu"]),
+        elements=(1 << 24, "floats that are encoded"),
+        check=(False, "compare kernels and torch, and measure nothing"),
     )
     options = harness.parsed(p, arguments)
     torch.set_num_threads(1)
+    cuda = options.device == "cuda"
     if options.check:
-        if options.device == "cpu" and not INTERPRETED:
+        if not cuda and not INTERPRETED:
             p.error("--check on a CPU needs TRITON_INTERPRET=1")
         found = differences(options.device)
-        print(
-            "\n".join(found)
-            or "kernels and torch agree on every bit of {} intervals and {} sums".format(
-                *compared()
-            )
-        )
+        intervals, sums = compared()
+        agree = f"kernels and torch agree on every bit of {intervals} intervals and {sums} sums"
+        print("\n".join(found) or agree)
         return int(bool(found))
-    cuda = options.device == "cuda"
     result: dict[str, Any] = {
         **harness.about(options, SCHEMA),
         "elements": options.elements,
@@ -252,10 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             " of the values"
         )
     for line in lines(result["rates"]):
-        print(
-            f"{line[0]:5} {line[1]:5} {line[2]:20} {line[3]:>8} ns {line[4]:>8} GB/s {line[5]:>6}"
-            " of a copy"
-        )
+        print("{:5} {:5} {:20} {:>8} ns {:>8} GB/s {:>6} of a copy".format(*line))
     print("\n".join(result["differences"]))
     if options.output:
         harness.keep(options, result)
@@ -263,6 +220,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1].endswith("job.json"):
-        work()
     sys.exit(main())

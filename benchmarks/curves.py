@@ -17,10 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.harness import RESULTS
 
 SCHEMA = "onefold-curves/1"
 ROUNDING = 2e-3  # of the loss, after some tens of steps of Adam on sums taken in another order
@@ -41,14 +41,8 @@ def curve(stage: int, ranks: int, args: argparse.Namespace, folder: Path) -> lis
         "--seed": 0,
         "--output": out,
     }
-    command = [
-        sys.executable,
-        "-m",
-        "onefold.cli",
-        "train",
-        "--json",
-        *(str(w) for pair in options.items() for w in pair),
-    ]
+    words = [str(word) for pair in options.items() for word in pair]
+    command = [sys.executable, "-m", "onefold.cli", "train", "--json", *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row.get("loss") is not None and "step" in row]
@@ -60,14 +54,18 @@ def curve(stage: int, ranks: int, args: argparse.Namespace, folder: Path) -> lis
     return losses
 
 
-def main() -> int:
-    parser = harness.parser("curves", __doc__, steps=30, name="curves", output=RESULTS)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--seq", type=int, default=64)
-    parser.add_argument("--global-batch", type=int, default=4)
-    args = harness.parsed(parser, None)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = harness.parser(
+        "curves",
+        __doc__,
+        steps=30,
+        model=("smollm2", "as in `onefold train --model`"),
+        stages=([0, 1, 2, 3], "which stages"),
+        ranks=([2, 4], "how many ranks"),
+        seq=(64, "tokens a sample"),
+        global_batch=(4, "samples a step"),
+    )
+    args = harness.parsed(parser, arguments)
     curves: dict[tuple[int, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in args.ranks:
@@ -80,13 +78,12 @@ def main() -> int:
                     flush=True,
                 )
     first = {ranks: curves[args.stages[0], ranks] for ranks in args.ranks}
-    between_stages = max(
-        abs(a - b) for (_, ranks), c in curves.items() for a, b in zip(c, first[ranks], strict=True)
-    )
-    reference = first[args.ranks[0]]
-    between_ranks = max(
-        abs(a - b) for c in curves.values() for a, b in zip(c, reference, strict=True)
-    )
+
+    def apart(ranks: int, mine: list[float]) -> float:
+        return max(abs(a - b) for a, b in zip(mine, first[ranks], strict=True))
+
+    between_stages = max(apart(ranks, c) for (_, ranks), c in curves.items())
+    between_ranks = max(apart(args.ranks[0], c) for c in curves.values())
     print(
         f"largest difference between stages on the same ranks: {between_stages:g}; between any two:"
         f" {between_ranks:g}"

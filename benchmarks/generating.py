@@ -9,82 +9,77 @@ of one rank: the best of `--rounds`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import tempfile
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import harness
+from benchmarks import harness, launch
 
 
-def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> None:
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """For each way tokens a second, seconds to enter its context, and the tokens."""
     import onefold
     from onefold.models.build import load_model, quiet_transformers
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{arguments.meet}", rank=rank, world_size=ranks
-    )
-    model: Any = load_model(arguments.model, "bytes", 0, 64).module.eval()
-    onefold.shard(model, onefold.Recipe.zero(3, precision=arguments.precision))
-    prompt = torch.randint(0, 200, (1, 16), generator=torch.Generator().manual_seed(rank))
-    nbytes = sum(u.numel for u in onefold.engine_of(model).units) * (
-        4 if arguments.precision == "fp32" else 2
-    )
+    model: Any = load_model(job["model"], "bytes", 0, 64).module.eval()
+    onefold.shard(model, onefold.Recipe.zero(3, precision=job["precision"]))
+    prompt = torch.randint(0, 200, (1, 16), generator=torch.Generator().manual_seed(job["rank"]))
+    units, wide = onefold.engine_of(model).units, 4 if job["precision"] == "fp32" else 2
+    half = wide * sum(u.numel for u in units) // 2
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "plain": contextlib.nullcontext,
-        "keep_gathered, half of it": lambda: onefold.keep_gathered(model, nbytes // 2),
+        "keep_gathered, half of it": lambda: onefold.keep_gathered(model, half),
         "keep_gathered": lambda: onefold.keep_gathered(model),
         "full_params": lambda: onefold.full_params(model),
     }
-    best, entering = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, float("inf"))
-    texts: dict[str, list[int]] = {}
-    for _ in range(arguments.rounds):
+    count, found = job["tokens"], {way: [0.0, float("inf"), []] for way in ways}
+    for _ in range(job["rounds"]):
         for way, context in ways.items():
             dist.barrier()
             start = time.perf_counter()
             with context(), torch.no_grad(), quiet_transformers():
-                entering[way] = min(entering[way], time.perf_counter() - start)
-                start = time.perf_counter()
+                entered = time.perf_counter()
                 out = model.generate(
-                    prompt,
-                    max_new_tokens=arguments.tokens,
-                    min_new_tokens=arguments.tokens,
-                    do_sample=False,
+                    prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False
                 )
-                best[way] = max(best[way], arguments.tokens / (time.perf_counter() - start))
-            texts[way] = out[0].tolist()
-    if rank == 0:
-        print(
-            f"{arguments.model}, {ranks} ranks, {arguments.precision}, {arguments.tokens} tokens,"
-            f" best of {arguments.rounds} rounds"
-        )
-        for way in ways:
-            same = "same tokens" if texts[way] == texts["plain"] else "OTHER TOKENS"
-            print(
-                f"{way:28} {best[way]:8.2f} tokens/s   {entering[way]:6.2f} s to enter   {same}",
-                flush=True,
-            )
-    dist.destroy_process_group()
+                rate = count / (time.perf_counter() - entered)
+            best, entering, _ = found[way]
+            found[way] = [max(best, rate), min(entering, entered - start), out[0].tolist()]
+    return found
 
 
-def main() -> None:
-    parser = harness.parser("generating", __doc__, rounds=3)
-    parser.add_argument("--model", default="smollm2", help="as in `onefold train --model`")
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
-    for name, value in (("ranks", 2), ("tokens", 16)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    arguments = harness.parsed(parser, None)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments.meet = f"{folder}/meet"
-        torch.multiprocessing.spawn(measure, (arguments.ranks, arguments), nprocs=arguments.ranks)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = harness.parser(
+        "generating",
+        __doc__,
+        results=False,
+        rounds=3,
+        model=("smollm2", "as in `onefold train --model`"),
+        precision=("fp32", "what is computed in", ("fp32", "bf16")),
+        ranks=(2, "how many ranks"),
+        tokens=(16, "tokens that each continues its prompt by"),
+    )
+    options = harness.parsed(parser, arguments)
+    job = {name: getattr(options, name) for name in ("model", "precision", "tokens", "rounds")}
+    ran = launch.run_ranks("benchmarks.generating", job, options.ranks, timeout=7200.0)
+    if ran["status"] != "ok":
+        raise RuntimeError(ran["error"])
+    found = ran["ranks"][0]
+    print(
+        f"{options.model}, {options.ranks} ranks, {options.precision}, {options.tokens} tokens,"
+        f" best of {options.rounds} rounds"
+    )
+    for way, (best, entering, text) in found.items():
+        same = "same tokens" if text == found["plain"][2] else "OTHER TOKENS"
+        print(f"{way:28} {best:8.2f} tokens/s   {entering:6.2f} s to enter   {same}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

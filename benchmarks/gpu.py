@@ -29,7 +29,7 @@ gpu.json and gpu.md.
 | numbers   | losses of several ranks that share one GPU over gloo, beside one process on the whole batch     | `--only numbers`   |
 | offload   | host and NVMe with a trace of the copies. See benchmarks/on_gpu/offload.py                      | `--only offload`   |
 | largest   | how large a model does each side train on this GPU? See benchmarks/on_gpu/largest.py            | `--only largest`   |
-| groups    | groups and codecs with streams as without. See benchmarks/on_gpu/groups.py                       | `--only groups`    |
+| groups    | groups and codecs with streams as without. See benchmarks/on_gpu/chapters.py                       | `--only groups`    |
 
 Sides take turns in one process for each comparison (benchmarks/on_gpu/turns.py); DeepSpeed takes part
 where it is installed, in one of its own. `--tiny` runs every row with a tiny model on a CPU.
@@ -42,7 +42,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 # Started as a file: Python put its folder on the path, not the repository
 if __package__ in (None, ""):
@@ -51,37 +50,32 @@ if __package__ in (None, ""):
 import torch
 
 from benchmarks import codecs, harness
-from benchmarks.harness import Table
-from benchmarks.on_gpu import chapters, first, groups, largest, offload
+from benchmarks.on_gpu import chapters, largest, offload
 from benchmarks.on_gpu.comparison import GOAL, compared
-from benchmarks.on_gpu.report import Report
-from benchmarks.on_gpu.turns import take_turns
-from benchmarks.peers import model
+from benchmarks.on_gpu.turns import Report, take_turns
+from benchmarks.peers.model import SHAPES
 
 CHAPTERS = (
-    "check",
-    *first.CHAPTERS,
-    "ranks",
-    "step",
-    "host",
-    "memory",
-    "codecs",
-    "fp32",
-    "overlap",
-    "numbers",
-    "offload",
-    "largest",
-    "groups",
-)
-
+    "check", *chapters.CHAPTERS, "ranks", "step", "host", "memory", "codecs", "fp32", "overlap",
+    "numbers", "offload", "largest", "groups",
+)  # fmt: skip
 USUAL = CHAPTERS[: CHAPTERS.index("overlap")]
-
-
-Chapter = Callable[[argparse.Namespace], tuple[Table, list[dict[str, Any]]]]
+SINGLE: dict[str, Callable[[argparse.Namespace], chapters.Chapter]] = {
+    "check": chapters.check,
+    "codecs": codecs.chapter,
+    "numbers": chapters.same_numbers,
+    "overlap": chapters.hidden,
+    "offload": offload.chapter,
+    "largest": largest.chapter,
+    "groups": chapters.groups,
+}
+TINY = {"device": "cpu", "model": "gpt-tiny", "smaller": "gpt-tiny", "tokens": 64, "steps": 2}
+TINY |= {"rounds": 1, "threads": 1}
 
 
 def parser() -> argparse.ArgumentParser:
     """The options; the defaults take under ten minutes on one large GPU."""
+    both = ["fp32", "bf16"]
     p = harness.parser(
         "gpu",
         __doc__,
@@ -89,59 +83,27 @@ def parser() -> argparse.ArgumentParser:
         steps=8,
         threads=8,
         timeout=240.0,
-        output=harness.RESULTS,
         deepspeed_python=sys.executable,
+        only=(list(USUAL), "chapters", CHAPTERS),
+        seconds=(570.0, "no turn goes on beyond that"),
+        model=("gpt-1b", "which GPT", SHAPES),
+        smaller=("gpt-110m", "the other model of `step` and `ranks`", SHAPES),
+        tokens=(8192, "tokens a rank and micro-batch"),
+        precisions=(both, "what is computed in", both),
+        ranks=([2, 3], "ranks of `numbers`"),
+        accumulations=([1, 8], "micro-batches a step of `offload`"),
+        blocks=(16, "blocks of the first attempt of `largest`"),
+        width=(4096, "width of the blocks of `largest`, a multiple of 128"),
+        largest_tokens=(1024, "tokens a step of `largest`"),
+        disk=(Path.cwd(), "a folder on the disk for state on NVMe"),
+        deepspeed_adam=(False, "DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler"),
+        device=("cuda", "cpu: a rehearsal of the script itself", ["cuda", "cpu"]),
+        tiny=(
+            False,
+            "every row with a tiny model on a CPU, several GPUs being two ranks over gloo",
+        ),
     )
     p.prog = "python benchmarks/gpu.py"
-    p.set_defaults(name="gpu")
-    p.add_argument("--only", nargs="+", default=list(USUAL), choices=CHAPTERS)
-    p.add_argument("--seconds", type=float, default=570.0, help="no turn goes on beyond that")
-    p.add_argument("--model", default="gpt-1b", choices=list(model.SHAPES))
-    p.add_argument(
-        "--smaller",
-        default="gpt-110m",
-        choices=list(model.SHAPES),
-        help="the other model of `step` and `ranks`",
-    )
-    p.add_argument("--tokens", type=int, default=8192, help="tokens a rank and micro-batch")
-    p.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    p.add_argument("--ranks", nargs="+", type=int, default=[2, 3], help="ranks of `numbers`")
-    p.add_argument(
-        "--accumulations",
-        nargs="+",
-        type=int,
-        default=[1, 8],
-        help="micro-batches a step of `offload`",
-    )
-    p.add_argument(
-        "--blocks", type=int, default=16, help="blocks of the first attempt of `largest`"
-    )
-    p.add_argument(
-        "--width",
-        type=int,
-        default=4096,
-        help="width of the blocks of `largest`, a multiple of 128",
-    )
-    p.add_argument("--largest-tokens", type=int, default=1024, help="tokens a step of `largest`")
-    p.add_argument(
-        "--disk", type=Path, default=Path.cwd(), help="a folder on the disk for state on NVMe"
-    )
-    p.add_argument(
-        "--deepspeed-adam",
-        action="store_true",
-        help="DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler",
-    )
-    p.add_argument(
-        "--device",
-        default="cuda",
-        choices=["cuda", "cpu"],
-        help="cpu: a rehearsal of the script itself",
-    )
-    p.add_argument(
-        "--tiny",
-        action="store_true",
-        help="every row with a tiny model on a CPU, several GPUs being two ranks over gloo",
-    )
     return p
 
 
@@ -149,52 +111,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 when every turn ended well or there is no GPU, else 1."""
     options = harness.parsed(parser(), arguments)
     if options.tiny:
-        tiny = {
-            "device": "cpu",
-            "model": "gpt-tiny",
-            "smaller": "gpt-tiny",
-            "tokens": 64,
-            "steps": 2,
-            "rounds": 1,
-            "threads": 1,
-        }
-        vars(options).update(tiny)
+        vars(options).update(TINY)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was measured")
         return 0
-    single: dict[str, Chapter] = {
-        "check": chapters.check,
-        "codecs": codecs.chapter,
-        "numbers": chapters.same_numbers,
-        "overlap": chapters.hidden,
-        "offload": offload.chapter,
-        "largest": largest.chapter,
-        "groups": groups.chapter,
-    }
     comparisons = compared(options)
     report = Report(options)
     with harness.stoppable():
         for name in options.only:
-            if name in first.CHAPTERS and report.left() > 0:
-                report.put(name, *first.chapter(name, options, report.left()))
-            if name in single and report.left() > 0:
+            if name in chapters.CHAPTERS and report.left() > 0:
+                report.put(name, *chapters.of_the_first_hour(name, options, report.left()))
+            if name in SINGLE and report.left() > 0:
                 options.timeout = min(options.timeout, max(10.0, report.left()))
-                report.put(name, *single[name](options))
+                report.put(name, *SINGLE[name](options))
             for number, comparison in enumerate(comparisons.get(name, ())):
                 take_turns(comparison, options, report, f"{name} {number}")
         report.write(finished=True)
-    failed = [
-        o
-        for name, part in report.outcomes.items()
-        for o in part
-        if o["status"] != "ok" and name != "largest"
-    ]
+    asked = [o for name, part in report.outcomes.items() for o in part if name != "largest"]
+    failed = [outcome for outcome in asked if outcome["status"] != "ok"]
     for outcome in failed:
         print(f"{outcome['peer']} {outcome['status']}: {outcome['error']}\n", file=sys.stderr)
-    print(
-        f'\nmeasured on {report.head["machine"]["gpu"]}; "!": over the goal of {GOAL} × plain'
-        " PyTorch\n"
-    )
+    gpu, over = report.head["machine"]["gpu"], f'"!": over the goal of {GOAL} × plain PyTorch'
+    print(f"\nmeasured on {gpu}; {over}\n")
     for table in report.tables.values():
         print(table)
     return int(bool(failed))

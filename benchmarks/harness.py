@@ -1,10 +1,13 @@
-"""What every benchmark does alike: options, turns, medians, the JSON that is written, tables, plots.
+"""What every benchmark does alike. A benchmark is a small declaration beside it: its options, its
+sides, a function that measures one of them, and the columns of its table.
 
-options   parser(module, doc, rounds=3, name="peers", ...)    the shared ones by name, with this benchmark's defaults
-turns     rounds(...), in_turns(...), stoppable()             sides take turns, so that a drift of the machine meets all alike
-figures   step_seconds, losses, ratios, spread                medians over rounds, with their range
-results   about(...), keep(...), earlier(...)                 JSON with command, date, machine and versions; each file whole
-pages     shown, text_table, markdown_table, where, figure    the same columns for a terminal and for Markdown
+options   parser(module, doc, rounds=3, sides=(SIDES, "help"), ...), parsed, command, Refused
+turns     Comparison, turns(...), in_turns(...), stoppable()    sides take turns, so that a drift of the machine meets all alike
+ranks     launch.run_ranks(module, job, ranks)                  fresh processes; each calls `module.measure(job)`
+figures   step_seconds, losses, ratios, spread, over_rounds     medians over rounds, with their range
+results   about(...), keep(...), earlier(...)                   JSON with command, date, machine and versions; each file whole
+pages     shown, text_table, markdown_table, page, where        the same columns for a terminal and for Markdown
+plot      Panel, plot                                           bars and curves, as a PNG
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import cache, wraps
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -38,32 +41,36 @@ T = TypeVar("T")
 
 # -- options ---------------------------------------------------------------------------------------
 
-_SHARED: Mapping[str, dict[str, Any]] = {
-    "rounds": {"type": int, "help": "how often every side takes its turn"},
-    "steps": {"type": int, "help": "timed optimizer steps of a turn"},
-    "warmup": {"type": int, "help": "optimizer steps before them"},
-    "accumulation": {"type": int, "help": "micro-batches an optimizer step"},
-    "threads": {"type": int, "help": "threads a rank"},
-    "clip": {"type": float, "help": "clip gradients to this norm; 0: never"},
-    "budget": {
-        "type": float,
-        "help": "minutes: no further round is begun that would not end in time",
-    },
-    "timeout": {"type": float, "help": "seconds after which one turn is given up"},
-    "resume": {
-        "action": "store_true",
-        "help": "keep the results of the same --name, and continue where they stopped",
-    },
-    "name": {"help": "results are written to OUTPUT/NAME.json (and .md, .png)"},
-    "output": {"type": Path, "help": "the folder of the results"},
-    "deepspeed_python": {"help": "an interpreter that has DeepSpeed, if this one has not"},
-    "json": {"action": "store_true", "help": "print the JSON in place of the tables"},
+_SHARED: Mapping[str, tuple[Any, ...]] = {
+    "rounds": ("how often every side takes its turn",),
+    "steps": ("timed optimizer steps of a turn",),
+    "warmup": ("optimizer steps before them",),
+    "accumulation": ("micro-batches an optimizer step",),
+    "threads": ("threads a rank",),
+    "clip": ("clip gradients to this norm; 0: never",),
+    "budget": ("minutes: no further round is begun that would not end in time", float),
+    "timeout": ("seconds after which one turn is given up",),
+    "resume": ("keep the results of the same --name, and continue where they stopped",),
+    "name": ("results are written to OUTPUT/NAME.json (and .md, .png)",),
+    "output": ("the folder of the results", Path),
+    "deepspeed_python": ("an interpreter that has DeepSpeed, if this one has not",),
+    "against": ("`src` folders of other checkouts", Path, {"nargs": "*"}),
+    "json": ("print the JSON in place of the tables",),
 }
 
 
-def parser(module: str, doc: str | None, **shared: Any) -> argparse.ArgumentParser:
-    """A parser for `python -m benchmarks.MODULE` with the shared options that are named, each with
-    its default.
+class Refused(ValueError):
+    """A wrong command line: what was given, and what to write instead."""
+
+
+def parser(
+    module: str, doc: str | None, *, results: bool = True, **options: Any
+) -> argparse.ArgumentParser:
+    """A parser for `python -m benchmarks.MODULE`, with --name and --output if it has `results`.
+
+    Of an option that several benchmarks have (`_SHARED`) its default is given. Any other is
+    `name=(default, help, *more)`, where `more` are a type, choices, or {"nargs": ...} for argparse.
+    The default says what is read: False is a flag, a list takes several values.
     """
     p = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{module}",
@@ -71,8 +78,24 @@ def parser(module: str, doc: str | None, **shared: Any) -> argparse.ArgumentPars
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for name, default in shared.items():
-        p.add_argument(f"--{name.replace('_', '-')}", default=default, **_SHARED[name])
+    if results:
+        options = {"name": module, "output": RESULTS, **options}
+    for name, given in options.items():
+        default, text, *more = given if isinstance(given, tuple) else (given, *_SHARED[name])
+        how: dict[str, Any] = {"default": default, "help": text}
+        sample = default[0] if isinstance(default, list) and default else default
+        if default is False:
+            how["action"] = "store_true"
+        elif isinstance(sample, int | float | Path):
+            how["type"] = type(sample)
+        if isinstance(default, list):
+            how["nargs"] = "+"
+        for extra in more:
+            if isinstance(extra, dict) and extra.keys() <= {"nargs", "metavar"}:
+                how |= extra
+            else:
+                how |= {"type": extra} if isinstance(extra, type) else {"choices": list(extra)}
+        p.add_argument(f"--{name.replace('_', '-')}", **how)
     return p
 
 
@@ -92,57 +115,144 @@ def parsed(p: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argpa
         else:
             words.append(word)
     options.command = f"{p.prog} {shlex.join(words)}".strip()
+    options.earlier_commands = []
     return options
 
 
+def command(main: Callable[..., int]) -> Callable[..., int]:
+    """`main(arguments, ...)` that answers 2, and says why, where the command line is `Refused`."""
+
+    @wraps(main)
+    def told(arguments: Sequence[str] | None = None, *more: Any, **named: Any) -> int:
+        try:
+            return main(arguments, *more, **named)
+        except Refused as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return told
+
+
 def check_at_least(options: argparse.Namespace, least: int, *names: str) -> None:
-    """Raises ValueError for an option below `least`."""
+    """Refuses an option below `least`."""
     for name in names:
         value = getattr(options, name)
         if min(value if isinstance(value, list) else [value]) < least:
             option = name.replace("_", "-")
-            raise ValueError(f"--{option} {value}: expected at least {least}.")
+            raise Refused(f"--{option} {value}: expected at least {least}.")
+
+
+def chosen(names: Iterable[str], known: Sequence[str], option: str = "sides") -> list[str]:
+    """Names in the order of `known`; one that is none of them stands for all that begin with it and
+    a dash. Refuses a name that fits none.
+    """
+    found: set[str] = set()
+    for name in names:
+        fit = {name} if name in known else {k for k in known if k.startswith(f"{name}-")}
+        if not fit:
+            raise Refused(
+                f"--{option} {name}: there is no such name; choose from {', '.join(known)}, or the"
+                " beginning of some."
+            )
+        found |= fit
+    return [name for name in known if name in found]
 
 
 # -- turns -----------------------------------------------------------------------------------------
 
 
-class Outcome(Protocol):
-    """A turn: when, how it ended ("ok", "failed", "timeout"), what each rank wrote."""
+@dataclass
+class Run:
+    """One turn of one side in one round. `status` is "ok", "failed" or "timeout"; `ranks` holds
+    what each rank wrote.
+    """
 
+    side: Any
     round: int
     status: str
-    ranks: list[dict[str, Any]]
-    error: str
-    wall_s: float
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""
+    wall_s: float = 0.0
+
+    def to_json(self, key: str = "side") -> dict[str, Any]:
+        """A plain dictionary, the side under `key`."""
+        values = dict(self.__dict__)
+        side = values.pop("side")
+        return {key: asdict(side) if is_dataclass(side) else side, **values}  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], key: str = "side") -> Run:
+        """What `to_json` wrote."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**{**known, "side": values[key]})
 
 
-def rounds(
+@dataclass
+class Comparison:
+    """One setting, all that was measured in it so far, and the sides that are not installed."""
+
+    setting: Any
+    runs: list[Run] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def turns(
     options: argparse.Namespace,
-    parts: Iterable[T],
-    wanted: Callable[[T, int], list[str]],
-    before: Callable[[T, int, list[str]], Iterable[Outcome]],
-) -> Iterator[tuple[int, T, list[str]]]:
-    """(round, part, sides) as long as the budget lasts. Every part gets a round before any gets a
-    second, so that a budget that ends early leaves no part out.
+    comparisons: Sequence[Comparison],
+    sides: Callable[[Any], Sequence[str]],
+    *,
+    whole_rounds: bool = False,
+) -> Iterator[tuple[Comparison, int, str]]:
+    """(comparison, round, side) of what is still to be measured, as long as --budget lasts. Every
+    comparison gets a round before any gets a second, so that a budget that ends early leaves none
+    out.
 
     Args:
-        wanted: the sides of a part that are still to be measured in a round.
-        before: what they did in the round before, which says how long this one will take.
+        sides: those that mean something in a setting, in the order of a round.
+        whole_rounds: measure a round again of which an interruption has left a part: its sides met
+            another machine.
     """
-    begun = time.monotonic()
-    budget = getattr(options, "budget", None)
-    parts = list(parts)
+    begun, budget = time.monotonic(), getattr(options, "budget", None)
     for number in range(1, options.rounds + 1):
-        for part in parts:
-            sides = wanted(part, number)
-            if not sides:
-                continue
-            spent = sum(run.wall_s for run in before(part, number - 1, sides))
-            if budget and time.monotonic() - begun + spent > 60 * budget:
+        for comparison in comparisons:
+            wanted = [s for s in sides(comparison.setting) if s not in comparison.missing]
+            there = {run.side for run in comparison.runs if run.round == number}
+            if whole_rounds and there and not there >= set(wanted):
+                say(f"round {number} was incomplete: it is measured again")
+                comparison.runs = [run for run in comparison.runs if run.round != number]
+                there = set()
+            left = [side for side in wanted if side not in there]
+            spent = sum(
+                run.wall_s
+                for run in comparison.runs
+                if run.round == number - 1 and run.side in left
+            )
+            if left and budget and time.monotonic() - begun + spent > 60 * budget:
                 say(f"the budget of {budget:g} minutes is spent: round {number} is left out")
                 return
-            yield number, part, sides
+            for side in left:
+                yield comparison, number, side
+
+
+def take_over(
+    comparisons: Sequence[Comparison],
+    old: Iterable[tuple[Any, Sequence[Mapping[str, Any]]]],
+    again: Sequence[str] = (),
+    key: str = "side",
+) -> list[Comparison]:
+    """Put what an earlier command measured, as (setting, runs), into the comparisons of the same
+    setting; answers the other ones. Sides of `again` that failed are measured again.
+    """
+    others = []
+    mine = {comparison.setting: comparison for comparison in comparisons}
+    for setting, runs in old:
+        found = mine.get(setting) or Comparison(setting)
+        found.runs = [Run.of(run, key) for run in runs]
+        if setting in mine:
+            found.runs = [r for r in found.runs if r.status == "ok" or r.side not in again]
+        else:
+            others.append(found)
+    return others
 
 
 def in_turns(names: Iterable[T], count: int) -> Iterator[tuple[int, T]]:
@@ -180,35 +290,38 @@ def say(text: str) -> None:
     print(f"# {text}", file=sys.stderr, flush=True)
 
 
-def say_turn(run: Outcome, title: str, side: str) -> None:
+def say_turn(run: Run, title: str) -> None:
     """How a turn ended: seconds of its steps, or the error."""
-    told = (
-        " ".join(f"{s:.2f}" for s in step_seconds(run))
-        if run.status == "ok"
-        else essence(run.error)
-    )
-    say(f"round {run.round}  {title}  {side}: {run.status}  {told}")
+    seconds = " ".join(f"{s:.2f}" for s in step_seconds(run)) if run.status == "ok" else ""
+    say(f"round {run.round}  {title}  {run.side}: {run.status}  {seconds or essence(run.error)}")
 
 
 # -- figures ---------------------------------------------------------------------------------------
 
+Look = str | Callable[[dict[str, Any]], float | None]
 
-def step_seconds(run: Outcome) -> list[float]:
+
+def slowest(ranks: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Of each step the slowest rank's seconds."""
+    return [max(step) for step in zip(*(rank[name] for rank in ranks), strict=True)]
+
+
+def step_seconds(run: Run) -> list[float]:
     """Seconds of each timed step of a run: the slowest rank's."""
-    return [max(step) for step in zip(*(rank["step_s"] for rank in run.ranks), strict=True)]
+    return slowest(run.ranks, "step_s")
 
 
-def losses(run: Outcome) -> list[float]:
+def losses(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
     """Loss of each step, the mean over ranks."""
-    return [fmean(step) for step in zip(*(rank["losses"] for rank in run.ranks), strict=True)]
+    return [fmean(step) for step in zip(*(rank["losses"] for rank in ranks), strict=True)]
 
 
-def by_round(runs: Iterable[Any], side: str, name: str = "side") -> dict[int, Any]:
+def by_round(runs: Iterable[Run], side: str) -> dict[int, Run]:
     """The runs of one side that ended well, by round."""
-    return {run.round: run for run in runs if getattr(run, name) == side and run.status == "ok"}
+    return {run.round: run for run in runs if run.side == side and run.status == "ok"}
 
 
-def ratios(runs: Iterable[Any], references: Mapping[int, Any]) -> list[float]:
+def ratios(runs: Iterable[Run], references: Mapping[int, Run]) -> list[float]:
     """The median step of each run over that of the reference of its round: a drift of the machine
     from round to round cancels.
     """
@@ -221,39 +334,75 @@ def spread(values: Sequence[float]) -> tuple[float | None, float | None, float |
     return (median(values), min(values), max(values)) if values else (None, None, None)
 
 
+def middle(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def of_ranks(
+    ranks: Iterable[dict[str, Any]], look: Look, how: Callable[[list[float]], float] = max
+) -> float | None:
+    """The largest value over ranks (or what `how` makes of them); None where none is known."""
+    found = [rank.get(look) if isinstance(look, str) else look(rank) for rank in ranks]
+    known = [value for value in found if value is not None]
+    return how(known) if known else None
+
+
+def over_rounds(
+    runs: Iterable[Run], look: Look, how: Callable[[list[float]], float] = max
+) -> float | None:
+    """The median over rounds of `of_ranks`."""
+    return middle(of_ranks(run.ranks, look, how) for run in runs)
+
+
+def scaled(value: float | None, unit: float) -> float | None:
+    """The value in that unit, None where it is not known."""
+    return None if value is None else value / unit
+
+
+def relative(found: Sequence[float], expected: Sequence[float]) -> float | None:
+    """The largest relative difference; None where nothing stands beside anything."""
+    return max((abs(a - b) / abs(b) for a, b in zip(found, expected, strict=False)), default=None)
+
+
 def loss_difference(
-    runs: Iterable[Any], references: Mapping[int, Any], count: int | None = None
+    runs: Iterable[Run], references: Mapping[int, Run], count: int | None = None
 ) -> float | None:
     """The largest relative difference of the first `count` losses to those of the reference of the
     same round.
     """
-    both = [
-        pair
+    found = [
+        relative(losses(run.ranks)[:count], losses(references[run.round].ranks))
         for run in runs
         if run.round in references
-        for pair in zip(losses(run)[:count], losses(references[run.round])[:count], strict=False)
     ]
-    return max((abs(mine - theirs) / abs(theirs) for mine, theirs in both), default=None)
+    return max((value for value in found if value is not None), default=None)
 
 
-def sides_of(
-    runs: Sequence[Any],
-    row: Callable[[str, list[Any]], Any],
-    failed: Callable[..., Any],
+Row = dict[str, Any]
+
+
+def rows_of(
+    runs: Sequence[Run],
+    row: Callable[[str, list[Run]], Row],
     missing: Iterable[str] = (),
-    name: str = "side",
-) -> list[Any]:
-    """A row for each side in the order in which they ran: `row(side, good runs)`, or
-    `failed(side, status, error=...)` where none ended well; `missing` sides are not installed.
+    key: str = "side",
+) -> list[Row]:
+    """A row for each side in the order in which they ran: name, status, what `row(side, good runs)`
+    says, and the error of one of which no run ended well; `missing` sides are not installed.
     """
-    rows = []
-    for side in dict.fromkeys(getattr(run, name) for run in runs):
-        mine = [run for run in runs if getattr(run, name) == side]
+    rows: list[Row] = []
+    for side in dict.fromkeys(run.side for run in runs):
+        mine = [run for run in runs if run.side == side]
         good = [run for run in mine if run.status == "ok"]
-        rows.append(
-            row(side, good) if good else failed(side, mine[-1].status, error=mine[-1].error)
-        )
-    return rows + [failed(side, "not installed") for side in missing]
+        if good:
+            rows.append({key: side, "status": "ok", **row(side, good), "error": ""})
+        else:
+            rows.append({key: side, "status": mine[-1].status, "error": mine[-1].error})
+    rows += [{key: side, "status": "not installed", "error": ""} for side in missing]
+    fields = dict.fromkeys(name for row in rows for name in row)
+    return [{**fields, **row} for row in rows]
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -311,19 +460,30 @@ def _answer(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def commit(source: Path) -> str:
-    """The commit that the checkout of `source` is at, or else the name of its folder."""
-    return _answer("git", "-C", str(source), "rev-parse", "--short", "HEAD") or source.parent.name
+def sources(options: argparse.Namespace) -> dict[str, Path]:
+    """The `src` folders that are measured: "this", and those of --against by commit (or else by the
+    name of their folder).
+    """
+    found = {"this": ROOT / "src"}
+    for path in options.against:
+        commit = _answer("git", "-C", str(path), "rev-parse", "--short", "HEAD")
+        found[commit or path.parent.name] = path
+    return found
 
 
-def about(options: argparse.Namespace, schema: str, *earlier_commands: str) -> dict[str, Any]:
-    """What every result begins with: schema, command, date, machine, versions."""
+def about(options: argparse.Namespace, schema: str, *packages: str) -> dict[str, Any]:
+    """What every result begins with: schema, command, date, machine, versions (of `packages`
+    too).
+    """
     return {
         "schema": schema,
-        "command": " && ".join(dict.fromkeys([*earlier_commands, options.command])),
+        "command": " && ".join(dict.fromkeys([*options.earlier_commands, options.command])),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine(),
-        "versions": dict(versions(getattr(options, "deepspeed_python", None))),
+        "versions": {
+            **versions(getattr(options, "deepspeed_python", None)),
+            **{name: version(name) for name in packages},
+        },
     }
 
 
@@ -344,9 +504,8 @@ def keep(
 
 def earlier(options: argparse.Namespace, schema: str, **same: Any) -> dict[str, Any] | None:
     """What an earlier command of this name has left; None without --resume, or where there is none.
-
-    Raises:
-        ValueError: that file is of another schema, or differs in one of `same`.
+    `about` names its command too. Refuses a file of another schema, or that differs in one of
+    `same`.
     """
     path = options.output / f"{options.name}.json"
     if not options.resume or not path.exists():
@@ -354,7 +513,8 @@ def earlier(options: argparse.Namespace, schema: str, **same: Any) -> dict[str, 
     old: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if old.get("schema") != schema or any(old[key] != value for key, value in same.items()):
         of = " and of this ".join([f"schema {schema}", *same])
-        raise ValueError(f"{path} is not of {of}; choose another --name, or leave --resume out.")
+        raise Refused(f"{path} is not of {of}; choose another --name, or leave --resume out.")
+    options.earlier_commands = old["command"].split(" && ")
     return old
 
 
@@ -365,10 +525,10 @@ Columns = Mapping[str, Cell]
 
 
 def shown(name: str, form: str = "{}", scale: float = 1.0) -> Cell:
-    """A cell: a field of a row (or a key of a dictionary), a dash where there is none."""
+    """A cell: a field of a row, a dash where there is none."""
 
     def cell(row: Any) -> str:
-        value = row.get(name) if isinstance(row, Mapping) else getattr(row, name)
+        value = row.get(name)
         return DASH if value is None else form.format(value if scale == 1.0 else value / scale)
 
     return cell
@@ -378,7 +538,7 @@ def range_of(low: str, high: str) -> Cell:
     """A cell: "low-high" of two fields."""
 
     def cell(row: Any) -> str:
-        ends = (getattr(row, low), getattr(row, high))
+        ends = (row.get(low), row.get(high))
         return DASH if None in ends else "{:.2f}-{:.2f}".format(*ends)
 
     return cell
@@ -386,8 +546,8 @@ def range_of(low: str, high: str) -> Cell:
 
 def cells(columns: Columns, row: Any) -> list[str]:
     """The row as text, one string a column; of one that failed its name and status."""
-    if getattr(row, "status", "ok") != "ok":
-        return [next(iter(columns.values()))(row), row.status, *[DASH] * (len(columns) - 2)]
+    if isinstance(row, Mapping) and row.get("status", "ok") != "ok":
+        return [next(iter(columns.values()))(row), row["status"], *[DASH] * (len(columns) - 2)]
     return [cell(row) for cell in columns.values()]
 
 
@@ -435,6 +595,10 @@ class Table:
     columns: Sequence[str]
     rows: list[list[str]] = field(default_factory=list)
 
+    def add(self, *cells: str) -> None:
+        """A row; dashes where cells are left out."""
+        self.rows.append([*cells, *[DASH] * (len(self.columns) - len(cells))])
+
     def __str__(self) -> str:
         return "\n".join([self.title, *aligned([self.columns, *self.rows]), ""])
 
@@ -443,12 +607,22 @@ class Table:
         return f"## {self.title}\n\n{markdown([self.columns, *self.rows])}"
 
 
+def page(*parts: str) -> str:
+    """Parts of a page with an empty line between them."""
+    return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
+
+
+def notes(told: Mapping[str, str], of: Iterable[str] | None = None) -> list[str]:
+    """A sentence for each side (of those that are named), how it is set up."""
+    return [f"{name}: {note}." for name, note in told.items() if of is None or name in of]
+
+
 def failures(rows: Iterable[Any]) -> list[str]:
     """A sentence for each row that failed."""
     return [
-        f"{next(iter(vars(row).values()))}: {row.status}: {essence(row.error)}"
+        f"{next(iter(row.values()))}: {row['status']}: {essence(row['error'])}"
         for row in rows
-        if getattr(row, "error", "")
+        if isinstance(row, Mapping) and row.get("error") and "status" in row
     ]
 
 
@@ -476,19 +650,95 @@ def where(document: Mapping[str, Any], *more: str) -> str:
     return f"Measured {document['date']} on {', '.join(on)}; {named}. `{document['command']}`"
 
 
-def figure(width: float, height: float) -> Any:
-    """A figure that is drawn into a file; None where matplotlib is missing."""
+def write_page(module: str, doc: str | None, path: Path, text: str) -> int:
+    """The command of a page of docs/ that follows from code: writes it, or with --check answers 1
+    if it is another.
+    """
+    check = (False, "write nothing; fail if the page is not what the code says")
+    if not parser(module, doc, results=False, check=check).parse_args().check:
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.name}: {len(text.splitlines())} lines")
+        return 0
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return 0
+    said = f"run `python -m benchmarks.{module}`."
+    print(f"{path.name} is not what the code says: {said}", file=sys.stderr)
+    return 1
+
+
+# -- plot ------------------------------------------------------------------------------------------
+
+COLORS = {
+    "ddp": "#7f7f7f",
+    "zero": "#9467bd",
+    "fsdp2": "#d62728",
+    "deepspeed": "#1f77b4",
+}
+OURS = "#2ca02c"
+
+
+@dataclass
+class Panel:
+    """One chart: bars by side, or curves by side.
+
+    Attributes:
+        bars: heights; form: of the figures on them. marks: a short line at a height, over some of
+            them. curves: (x, y) of each point. dotted: curves that are drawn so. levels: heights of
+            lines through the whole panel.
+    """
+
+    label: str
+    title: str = ""
+    bars: Mapping[str, float] = field(default_factory=dict)
+    form: str = "%.2f"
+    marks: Mapping[str, float] = field(default_factory=dict)
+    curves: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    dotted: Sequence[str] = ()
+    levels: Sequence[float] = ()
+    across: str = ""
+
+
+def plot(path: Path, rows: Sequence[Sequence[Panel]], width: float = 13) -> bool:
+    """Panels as a PNG, a row each. False, and no file, where matplotlib is missing or there is
+    nothing to draw.
+    """
+    if not rows:
+        return False
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        return None
-    made = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(made)
-    return made
+        return False
+    figure = Figure(figsize=(width, 3.3 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    every = figure.subplots(len(rows), len(rows[0]), squeeze=False)
+    for panels, line in zip(rows, every, strict=True):
+        for panel, axes in zip(panels, line, strict=True):
+            _draw(panel, axes)
+    figure.savefig(path, dpi=110)
+    return True
 
 
-def plain_axes(axes: Any) -> None:
-    """Small labels, no frame above and at the right."""
+def _draw(panel: Panel, axes: Any) -> None:
+    if panel.bars:
+        names = list(panel.bars)
+        colors = [COLORS.get(name.partition("-")[0], OURS) for name in names]
+        bars = axes.bar(names, list(panel.bars.values()), color=colors)
+        axes.bar_label(bars, fmt=panel.form, fontsize=7)
+        turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor", "fontsize": 7}
+        axes.set_xticks(range(len(names)), names, **turned)
+    if panel.marks:
+        look = {"marker": "_", "s": 300, "color": "black", "label": "formula"}
+        axes.scatter(list(panel.marks), list(panel.marks.values()), **look)
+    for number, (name, points) in enumerate(panel.curves.items()):
+        how = {"color": f"C{number}", "linewidth": 1.2, "marker": ".", "label": name}
+        axes.plot(*zip(*points, strict=True), linestyle=":" if name in panel.dotted else "-", **how)
+    for level in panel.levels:
+        axes.axhline(level, color="black", linewidth=0.8, linestyle=":")
+    if panel.marks or panel.curves:
+        axes.legend(fontsize=7, frameon=False)
+    axes.set_ylabel(panel.label, fontsize=8)
+    axes.set_xlabel(panel.across, fontsize=8)
+    axes.set_title(panel.title, fontsize=8, loc="left")
     axes.tick_params(labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)

@@ -17,12 +17,7 @@ Ratios are medians of the rounds' own ratios. Writes benchmarks/results/NAME.jso
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import harness
-from benchmarks.harness import RESULTS, ROOT
+from benchmarks import harness, launch
 
 SCHEMA = "onefold-host-time/1"
 SIDES = ("ddp", "fsdp2", "0", "1", "2", "3")
@@ -83,21 +77,23 @@ class Cell:
 # -- one rank --------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, side: str, blocks: int, ranks: int, folder: str, count: int) -> None:
-    """Write the seconds of each step, of the optimizer's part of it, of the processor (all
-    threads), and the last loss.
-    """
-    torch.set_num_threads(1)
-    if ranks == 2:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks
-        )
-    else:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+def join(job: dict[str, Any]) -> None:
+    """Over gloo, or alone as rank 0 of `world` over torch's fake backend."""
+    if job["world"] == 2:
+        launch.join_over_gloo(job)
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job["world"])
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """The seconds of each step, of the optimizer's part of it, of the processor (all threads), and
+    the last loss.
+    """
     torch.manual_seed(0)
-    model = _on(side, nn.Sequential(*(Block() for _ in range(blocks))), ranks)
+    blocks, count = nn.Sequential(*(Block() for _ in range(job["blocks"]))), job["steps"]
+    model = _on(job["side"], blocks, job["world"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(4, WIDTH)
     steps, stepping, cpu = [], [], 0.0
@@ -115,10 +111,8 @@ def rank_main(rank: int, side: str, blocks: int, ranks: int, folder: str, count:
         stepping.append(end - before)
     cpu = (time.process_time() - cpu) / count
     dist.barrier()
-    Path(folder, f"{rank}.json").write_text(
-        json.dumps([steps[WARMUP:], stepping[WARMUP:], [cpu] * count, loss.item()])
-    )
-    dist.destroy_process_group()
+    timed = {"step_s": steps[WARMUP:], "optimizer_s": stepping[WARMUP:]}
+    return {**timed, "cpu_s": cpu, "loss": loss.item()}
 
 
 def _on(side: str, model: nn.Module, ranks: int) -> nn.Module:
@@ -146,33 +140,14 @@ def measured(cell: Cell, source: Path, count: int) -> dict[str, Any]:
     """Seconds of a step, of the optimizer in it, of the processor, and the last loss; Onefold comes
     from `source`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        found = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(source), str(ROOT)]),
-            "OMP_NUM_THREADS": "1",
-        }
-        work = [sys.executable, "-m", "benchmarks.host_time", "--steps", str(count), "--rank"]
-        here = (0, 1) if cell.ranks == 2 else (0,)
-        ranks = [
-            subprocess.Popen(
-                [*work, str(r), cell.side, str(cell.blocks), str(cell.ranks), folder], env=found
-            )
-            for r in here
-        ]
-        codes = [rank.wait(600) for rank in ranks]
-        if any(codes):
-            raise RuntimeError(f"{cell} of {source} failed; what it said stands above")
-        said = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in here]
-    slower = [
-        [max(each) for each in zip(*(rank[i] for rank in said), strict=True)] for i in range(3)
-    ]
-    return {
-        "step_s": median(slower[0]),
-        "optimizer_s": median(slower[1]),
-        "cpu_s": slower[2][0],
-        "loss": said[0][3],
-    }
+    job = {"side": cell.side, "blocks": cell.blocks, "world": cell.ranks, "steps": count}
+    here = 2 if cell.world == "gloo" else 1
+    found = launch.run_ranks("benchmarks.host_time", job, here, source=source)
+    if found["status"] != "ok":
+        raise RuntimeError(f"{cell} of {source} failed: {found['error']}")
+    ranks = found["ranks"]
+    slower = {n: median(harness.slowest(ranks, n)) for n in ("step_s", "optimizer_s")}
+    return {**slower, "cpu_s": max(rank["cpu_s"] for rank in ranks), "loss": ranks[0]["loss"]}
 
 
 # -- all of them -----------------------------------------------------------------------------------
@@ -180,34 +155,24 @@ def measured(cell: Cell, source: Path, count: int) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every side was measured and all sources had the same losses over gloo."""
+    some = {"nargs": "*"}
     parser = harness.parser(
-        "host_time", __doc__, rounds=5, steps=30, name="host_time", output=RESULTS
-    )
-    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--against", nargs="*", type=Path, default=[], help="`src` folders of other checkouts"
-    )
-    parser.add_argument(
-        "--sides",
-        nargs="*",
-        choices=[*SIDES, *COMPILED_SIDES],
-        default=list(SIDES),
-        help=f"those that end in {INDUCTOR} have their blocks compiled",
-    )
-    parser.add_argument("--blocks", nargs="+", type=int, default=[48, 96])
-    parser.add_argument(
-        "--fake",
-        nargs="*",
-        type=int,
-        default=[8, 64, 1024],
-        help="ranks over torch's fake backend; none: leave it out",
+        "host_time",
+        __doc__,
+        rounds=5,
+        steps=30,
+        against=[],
+        sides=(
+            list(SIDES),
+            f"those that end in {INDUCTOR} have their blocks compiled",
+            [*SIDES, *COMPILED_SIDES],
+            some,
+        ),
+        blocks=([48, 96], "blocks of the model"),
+        fake=([8, 64, 1024], "ranks over torch's fake backend; none: leave it out", some),
     )
     options = harness.parsed(parser, arguments)
-    if options.rank:
-        rank, side, blocks, ranks, folder = options.rank
-        rank_main(int(rank), side, int(blocks), int(ranks), folder, options.steps)
-        return 0
-    sources = {"this": ROOT / "src"} | {harness.commit(path): path for path in options.against}
+    sources = harness.sources(options)
     cells = [
         Cell(side, blocks, ranks, name)
         for blocks in options.blocks
@@ -222,21 +187,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         print(_line(row))
     harness.keep(options, {**harness.about(options, SCHEMA), "rows": rows})
-    # What the fake backend brings is undefined
-    places = {(cell.side, cell.blocks, cell.ranks) for cell in cells if cell.world == "gloo"}
-    same = all(
-        len(
-            {
-                run["loss"]
-                for cell in cells
-                if place == (cell.side, cell.blocks, cell.ranks)
-                for run in runs[cell]
-            }
-        )
-        == 1
-        for place in places
-    )
-    return 0 if same else 1
+    losses: dict[Cell, set[float]] = {}
+    for cell in cells:
+        if cell.world == "gloo":  # what the fake backend brings is undefined
+            at = replace(cell, source="this")
+            losses.setdefault(at, set()).update(run["loss"] for run in runs[cell])
+    return 0 if all(len(found) == 1 for found in losses.values()) else 1
 
 
 def _row(cell: Cell, runs: dict[Cell, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -244,38 +200,20 @@ def _row(cell: Cell, runs: dict[Cell, list[dict[str, Any]]]) -> dict[str, Any]:
     ("fake"), of this source.
     """
     own = runs[cell]
-    row: dict[str, Any] = {
-        "world": cell.world,
-        "ranks": cell.ranks,
-        "blocks": cell.blocks,
-        "side": cell.side,
-        "source": cell.source,
-    }
+    row: dict[str, Any] = {"world": cell.world, "ranks": cell.ranks, "blocks": cell.blocks}
+    row |= {"side": cell.side, "source": cell.source}
     row |= {key: median(run[key] for run in own) for key in FIGURES}
+    others = {"of_this": replace(cell, source="this")} if cell.source != "this" else {}
     if cell.world == "gloo":
-        for peer in ("ddp", "fsdp2"):
-            if found := runs.get(Cell(peer, cell.blocks, 2, "this")):
-                row[f"of_{peer}"] = _ratio(own, found)
+        others |= {f"of_{peer}": Cell(peer, cell.blocks, 2, "this") for peer in ("ddp", "fsdp2")}
+        if cell.side.endswith(INDUCTOR):
+            others["of_eager"] = replace(cell, side=cell.side.removesuffix(INDUCTOR))
         row["goal"] = "of_{} {}".format(*GOALS[cell.side]) if cell.side in GOALS else None
-        eager = runs.get(replace(cell, side=cell.side.removesuffix(INDUCTOR)))
-        if cell.side.endswith(INDUCTOR) and eager:
-            row["of_eager"] = _ratio(own, eager)
     else:
-        fewest = min(
-            (
-                c
-                for c in runs
-                if (c.side, c.blocks, c.source, c.world)
-                == (cell.side, cell.blocks, cell.source, "fake")
-            ),
-            key=lambda c: c.ranks,
-        )
-        row["of_fewest_ranks"], row["goal"] = (
-            _ratio(own, runs[fewest]),
-            f"of_fewest_ranks {FAKE_GOAL}",
-        )
-    if cell.source != "this":
-        row["of_this"] = _ratio(own, runs[Cell(cell.side, cell.blocks, cell.ranks, "this")])
+        alike = [c for c in runs if c.world == "fake" and replace(c, ranks=cell.ranks) == cell]
+        others["of_fewest_ranks"] = min(alike, key=lambda c: c.ranks)
+        row["goal"] = f"of_fewest_ranks {FAKE_GOAL}"
+    row |= {key: _ratio(own, runs[other]) for key, other in others.items() if other in runs}
     return row | {"runs": own}
 
 
@@ -285,15 +223,9 @@ def _ratio(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
 
 def _line(row: dict[str, Any]) -> str:
     times = "   ".join(f"{key[:-2]} {1e3 * row[key]:7.2f} ms" for key in FIGURES[:3])
-    ratios = "   ".join(
-        f"{key} {row[key]:.2f}"
-        for key in ("of_ddp", "of_fsdp2", "of_eager", "of_fewest_ranks", "of_this")
-        if key in row
-    )
-    return (
-        f"{row['world']} {row['ranks']:4} {row['blocks']:3} {row['side']:10} {row['source']:10}"
-        f" {times}   {ratios}"
-    )
+    ratios = "   ".join(f"{key} {row[key]:.2f}" for key in row if key.startswith("of_"))
+    place = f"{row['world']} {row['ranks']:4} {row['blocks']:3} {row['side']:10} {row['source']:10}"
+    return f"{place} {times}   {ratios}"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from unittest.mock import patch
 
 import onefold
 from benchmarks import harness
-from benchmarks.harness import RESULTS
 from onefold.comm import group
 from onefold.device import new_stream
 from onefold.memory import GATHERED, REDUCTION
@@ -111,10 +110,13 @@ def row(model: str, tokens: int, gpus: int, name: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser("in_flight", __doc__, name="in_flight", output=RESULTS)
-    parser.add_argument("--models", nargs="+", default=["llama-3-8b", "llama-3-70b"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 4096])
-    parser.add_argument("--gpus", type=int, default=8)
+    parser = harness.parser(
+        "in_flight",
+        __doc__,
+        models=(["llama-3-8b", "llama-3-70b"], "which models"),
+        tokens=([2048, 4096], "tokens a sample"),
+        gpus=(8, "how many GPUs"),
+    )
     options = harness.parsed(parser, arguments)
     rows = [
         row(model, tokens, options.gpus, name)

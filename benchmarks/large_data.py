@@ -20,9 +20,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.harness import RESULTS
-from benchmarks.peers import launch
+from benchmarks import harness, launch
+from benchmarks.probes import family, own_bytes
 
 SCHEMA = "onefold-large-data/1"
 MB, MIB = 10**6, 1 << 20
@@ -40,38 +39,17 @@ def write_text(path: Path, nbytes: int) -> None:
             number += len(lines)
 
 
-def own_bytes(process: int) -> int:
-    """RssAnon of a process; 0 once it has ended."""
-    try:
-        status = Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return 0
-    found = [line.split()[1] for line in status.splitlines() if line.startswith("RssAnon:")]
-    return int(found[0]) * 1024 if found else 0
-
-
-def family(process: int) -> list[int]:
-    """A process and all below it, forked ones too."""
-    found = [process]
-    for one in found:
-        for children in Path(f"/proc/{one}/task").glob("*/children"):
-            try:
-                found += map(int, children.read_text().split())
-            except OSError:
-                continue
-    return found
-
-
 def measure(folder: Path, megabytes: int, options: Any) -> dict[str, Any]:
     """The peaks of a run on so much text. Raises RuntimeError if it does not end well."""
     text, output = folder / "text.txt", folder / "run"
     write_text(text, megabytes * MB)
-    command = [
-        sys.executable, "-m", "onefold", "train", "--model", "llama:tiny", "--tokenizer", "bytes",
-        "--data", str(text), "--output", str(output), "--steps", str(options.steps), "--seq",
-        str(options.seq), "--nproc", str(RANKS), "--device", "cpu", "--sample-tokens", "0",
-        "--eval-every", str(options.steps), "--json",
-    ]  # fmt: skip
+    asked = {
+        "model": "llama:tiny", "tokenizer": "bytes", "data": text, "output": output, "seq": options.seq,
+        "steps": options.steps, "eval-every": options.steps, "nproc": RANKS, "device": "cpu",
+        "sample-tokens": 0,
+    }  # fmt: skip
+    words = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "onefold", "train", *words, "--json"]
     begun = time.perf_counter()
     peaks: dict[int, int] = {}
     with (folder / "said.txt").open("w+") as said:
@@ -102,10 +80,14 @@ def measure(folder: Path, megabytes: int, options: Any) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    p = harness.parser("large_data", __doc__, steps=4, name="large_data", output=RESULTS)
-    p.add_argument("--megabytes", type=int, nargs="+", default=[10, 100, 4096], metavar="MB")
-    p.add_argument("--seq", type=int, default=128, help="tokens a sample")
-    p.add_argument("--folder", type=Path, help="where the text and its tokens lie meanwhile")
+    p = harness.parser(
+        "large_data",
+        __doc__,
+        steps=4,
+        megabytes=([10, 100, 4096], "sizes of the text"),
+        seq=(128, "tokens a sample"),
+        folder=(None, "where the text and its tokens lie meanwhile", Path),
+    )
     options = harness.parsed(p, arguments)
     harness.check_at_least(options, 1, "megabytes", "steps")
     runs = []

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks import harness
-from benchmarks.harness import RESULTS, shown
-from benchmarks.peers import adapters, launch, model, worker
+from benchmarks import harness, launch
+from benchmarks.harness import shown
+from benchmarks.peers import adapters, model
 from benchmarks.peers.settings import Setting
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.memory import MemoryLedger
@@ -100,13 +100,11 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
 
     def step() -> float:
         nonlocal taken
-        batch = model.micro_batch(
-            setting.model, setting.tokens, taken, 0, dist.get_rank(), setting.ranks
-        )
+        batches = model.batches(setting, taken, dist.get_rank())
         taken += 1
         dist.barrier()
         start = time.perf_counter()
-        trainer.step([batch])
+        trainer.step(batches)
         return time.perf_counter() - start
 
     def without() -> float:
@@ -156,10 +154,7 @@ def summarized(setting: Setting, ranks: Sequence[Mapping[str, Any]]) -> dict[str
     """One row: medians over steps of the slower rank, their ratio pair by pair, and the share that
     the entries themselves take.
     """
-    slower = {
-        name: [max(each) for each in zip(*(r[name] for r in ranks), strict=True)]
-        for name in ("with", "without")
-    }
+    slower = {name: harness.slowest(ranks, name) for name in ("with", "without")}
     ratios = [a / b for a, b in zip(slower["with"], slower["without"], strict=True)]
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
     step = median(slower["without"])
@@ -186,10 +181,11 @@ def main(
     arguments: Sequence[str] | None = None, run: Callable[..., dict[str, Any]] = launch.run_ranks
 ) -> int:
     """0 if every model was measured, else 1. `run` starts the ranks; see `launch.run_ranks`."""
-    parser = harness.parser("ledgers", __doc__, name="ledgers", output=RESULTS)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument(
-        "--pairs", type=int, default=0, help="pairs of steps (0: as many as suit each model)"
+    parser = harness.parser(
+        "ledgers",
+        __doc__,
+        models=(list(MODELS), "which GPTs", MODELS),
+        pairs=(0, "pairs of steps (0: as many as suit each model)"),
     )
     options = harness.parsed(parser, arguments)
     rows, failed = [], False
@@ -224,15 +220,5 @@ COLUMNS: dict[str, harness.Cell] = {
 }
 
 
-def work() -> None:
-    """One rank, as `launch.run_ranks` starts it."""
-    job, path, rank = worker.read_job()
-
-    worker.join_over_gloo(path, rank)
-    worker.leave(measure(job), path, rank)
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1].endswith("job.json"):
-        work()
     sys.exit(main())

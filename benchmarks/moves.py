@@ -8,17 +8,15 @@ benchmarks/results/moves.json.
 from __future__ import annotations
 
 import statistics
-import tempfile
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from benchmarks import harness
-from benchmarks.harness import RESULTS
+from benchmarks import harness, launch
 
 SCHEMA = "onefold-moves/1"
 ROUNDS, WARM = 12, 2
@@ -82,50 +80,43 @@ def candidates(rank: int, size: int, mib: float) -> dict[str, Callable[[], None]
     return {move.__name__: fresh(move) for move in moves}
 
 
-def measure(rank: int, size: int, store: str, sizes: list[float], out: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    for mib in sizes:
-        moves = candidates(rank, size, mib)
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Medians of every candidate for every size, in milliseconds."""
+    rows = []
+    for mib in job["mib"]:
+        moves = candidates(job["rank"], job["ranks"], mib)
         seconds: dict[str, list[float]] = {name: [] for name in moves}
         for _, name in harness.in_turns(moves, ROUNDS):
             start = time.perf_counter()
             moves[name]()
             seconds[name].append(time.perf_counter() - start)
-        if rank == 0:
-            out.append(
-                {
-                    "ranks": size,
-                    "mib": mib,
-                    "ms": {
-                        n: round(1e3 * statistics.median(s[WARM:]), 2) for n, s in seconds.items()
-                    },
-                }
-            )
-    dist.destroy_process_group()
+        ms = {n: round(1e3 * statistics.median(s[WARM:]), 2) for n, s in seconds.items()}
+        rows.append({"ranks": job["ranks"], "mib": mib, "ms": ms})
+    return {"rows": rows}
 
 
-def main() -> None:
-    parser = harness.parser("moves", __doc__, name="moves", output=RESULTS)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--mib", type=float, nargs="+", default=[1, 8, 28, 110])
-    options = harness.parsed(parser, None)
-    with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
-        rows = manager.list()
-        for size in options.ranks:
-            mp.spawn(measure, (size, f"{folder}/store{size}", options.mib, rows), nprocs=size)
-        found = list(rows)
-    columns: dict[str, harness.Cell] = {
-        "ranks": harness.shown("ranks"),
-        "MiB": harness.shown("mib", "{:g}"),
-        **{
-            name.replace("_", " "): lambda row, name=name: f"{row['ms'][name]:.1f}"  # type: ignore[misc]
-            for name in found[0]["ms"]
-        },
-    }
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = harness.parser(
+        "moves",
+        __doc__,
+        ranks=([2, 4], "how many ranks"),
+        mib=([1.0, 8.0, 28.0, 110.0], "sizes of the buffer"),
+    )
+    options = harness.parsed(parser, arguments)
+    found: list[dict[str, Any]] = []
+    for size in options.ranks:
+        ran = launch.run_ranks("benchmarks.moves", {"mib": options.mib}, size)
+        if ran["status"] != "ok":
+            raise RuntimeError(ran["error"])
+        found += ran["ranks"][0]["rows"]
+    columns: dict[str, harness.Cell] = {"ranks": harness.shown("ranks")}
+    columns["MiB"] = harness.shown("mib", "{:g}")
+    for name in found[0]["ms"]:
+        columns[name.replace("_", " ")] = lambda row, name=name: f"{row['ms'][name]:.1f}"  # type: ignore[misc]
     print(harness.markdown_table(columns, found))
     harness.keep(options, {**harness.about(options, SCHEMA), "rows": found})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks import harness
-from benchmarks.page_cache import cached_bytes
+from benchmarks import harness, probes
 from onefold.offload.nvme import Nvme, Transfer, measure, page_buffer
 
 SCHEMA = "onefold-nvme/1"
@@ -152,23 +152,18 @@ class Stored:
             self.adamw(self.sets[0])
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser(
-        "nvme", __doc__, rounds=7, threads=4, name="nvme", output=harness.RESULTS
+        "nvme",
+        __doc__,
+        rounds=7,
+        threads=4,
+        mib=(512, "of each of the four regions"),
+        chunk=(16, "MiB of each region at a time"),
     )
-    parser.add_argument(
-        "folders",
-        nargs="+",
-        type=Path,
-        help="on the disks to measure; the plain copies use the first",
-    )
-    parser.add_argument("--mib", type=int, default=512, help="of each of the four regions")
-    parser.add_argument("--chunk", type=int, default=16, help="MiB of each region at a time")
-    args = harness.parsed(parser, None)
+    folders = "on the disks to measure; the plain copies use the first"
+    parser.add_argument("folders", nargs="+", type=Path, help=folders)
+    args = harness.parsed(parser, arguments)
     torch.set_num_threads(1)
     nbytes, chunk = args.mib * MIB, args.chunk * MIB
     moved = nbytes * (READS + WRITES)
@@ -187,15 +182,15 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():  # everything touched once
         way()
-    memory = resident()
+    memory = probes.status_bytes("VmRSS")
     for _, name in harness.in_turns(ways, args.rounds):
         begin = time.perf_counter()
         ways[name]()
         seconds[name].append(time.perf_counter() - begin)
     data = [path / "data" for path in stored.store.folders]
     grown = {
-        "resident_bytes_grown": resident() - memory,
-        "bytes_of_the_store_in_the_page_cache": cached_bytes(data),
+        "resident_bytes_grown": probes.difference(probes.status_bytes("VmRSS"), memory),
+        "bytes_of_the_store_in_the_page_cache": probes.cached_bytes(data),
     }
     stored.store.close()
     median = {name: statistics.median(found) for name, found in seconds.items()}
@@ -233,7 +228,8 @@ def main() -> None:
         **grown,
     }
     harness.keep(args, result)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,8 +21,6 @@ The import is timed in processes of their own, in turns: `import onefold` and it
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -34,11 +32,9 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from benchmarks import harness
-from benchmarks.harness import RESULTS, ROOT
+from benchmarks import harness, launch
 
 SCHEMA = "onefold-phases/1"
 PHASES = ("shard", "forward", "backward", "step", "save")
@@ -71,12 +67,9 @@ def recorded(root: str, files: set[str]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def rank_main(rank: int, side: str, folder: str) -> None:
-    """Run all phases; rank 0 writes {phase: files}."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
-    fsdp2 = side == "fsdp2"
+def measure(job: dict[str, Any]) -> dict[str, list[str]]:
+    """Run all phases: {phase: files}."""
+    folder, fsdp2 = job["folder"], job["side"] == "fsdp2"
     if fsdp2:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -121,30 +114,17 @@ def rank_main(rank: int, side: str, folder: str) -> None:
             dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=f"{folder}/saved")
         else:
             onefold.save(f"{folder}/saved", model=model, optimizer=optimizer)
-    if rank == 0:
-        Path(folder, "files.json").write_text(
-            json.dumps({name: sorted(files) for name, files in found.items()})
-        )
-    dist.destroy_process_group()
-
-
-def _environment(source: Path) -> dict[str, str]:
-    path = os.pathsep.join([str(source), str(ROOT)])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return {name: sorted(files) for name, files in found.items()}
 
 
 def files_of(side: str, source: Path) -> dict[str, list[str]]:
-    """{phase: the files that it enters}, Onefold's from `source`."""
+    """{phase: the files that rank 0 enters}, Onefold's from `source`."""
     with tempfile.TemporaryDirectory() as folder:
-        work = [sys.executable, "-m", "benchmarks.phases", "--rank"]
-        ranks = [
-            subprocess.Popen([*work, str(rank), side, folder], env=_environment(source))
-            for rank in (0, 1)
-        ]
-        codes = [rank.wait(300) for rank in ranks]
-        if any(codes):
-            raise RuntimeError(f"{side} of {source} failed; its ranks' errors are above")
-        said: dict[str, list[str]] = json.loads(Path(folder, "files.json").read_text())
+        job = {"side": side, "folder": folder}
+        found = launch.run_ranks("benchmarks.phases", job, 2, timeout=300, source=source)
+    if found["status"] != "ok":
+        raise RuntimeError(f"{side} of {source} failed: {found['error']}")
+    said: dict[str, list[str]] = found["ranks"][0]
     return said
 
 
@@ -152,7 +132,7 @@ def import_seconds(statement: str, source: Path) -> float:
     """Seconds that a process of its own takes for `statement`."""
     asked = subprocess.run(
         [sys.executable, "-c", IMPORT.format(statement)],
-        env=_environment(source),
+        env=launch.environment(1, source),
         capture_output=True,
         text=True,
         check=True,
@@ -161,17 +141,8 @@ def import_seconds(statement: str, source: Path) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser("phases", __doc__, rounds=7, name="phases", output=RESULTS)
-    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--against", nargs="*", type=Path, default=[], help="`src` folders of other checkouts"
-    )
-    options = harness.parsed(parser, arguments)
-    if options.rank:
-        rank, side, folder = options.rank
-        rank_main(int(rank), side, folder)
-        return 0
-    sources = {"this": ROOT / "src"} | {harness.commit(path): path for path in options.against}
+    options = harness.parsed(harness.parser("phases", __doc__, rounds=7, against=[]), arguments)
+    sources = harness.sources(options)
     timed = {"torch": ("import torch", sources["this"])}
     for name, source in sources.items():
         timed[f"{name}, import onefold"] = ("import onefold", source)

@@ -180,24 +180,7 @@ that has to leave. "tiles" gathers weights {TILE} at a time.
 
 
 def main() -> int:
-    parser = harness.parser("reach", __doc__)
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="write nothing; fail if the page is not what the plan says",
-    )
-    given, text = parser.parse_args(), page()
-    if given.check:
-        same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
-        if not same:
-            print(
-                f"{PAGE.name} is not what the plan says: run `python -m benchmarks.reach`.",
-                file=sys.stderr,
-            )
-        return 0 if same else 1
-    PAGE.write_text(text, encoding="utf-8")
-    print(text)
-    return 0
+    return harness.write_page("reach", __doc__, PAGE, page())
 
 
 if __name__ == "__main__":

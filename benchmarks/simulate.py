@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, launch
 from benchmarks.harness import RESULTS
-from benchmarks.peers import launch
 
 SCHEMA = "onefold-simulate/1"
 CORES = 2

@@ -12,7 +12,7 @@
 
 All of them clip by the norm and step AdamW and a schedule. Two ranks over gloo, one thread each. In
 each round every side takes its turn, in the other direction every other round; a turn is a fresh
-process a rank, forked from one that has imported the libraries (`trainer_sides`). A figure of a turn
+process a rank, which has imported the libraries before anything is measured (`trainer_sides`). A figure of a turn
 is its quickest step, of the slower rank: other work on the machine only adds. Of a side, it is the
 median of its turns. A ratio is the median of the rounds' own ratios: of the wall clock, and of the
 processor's time; its interval holds the true median with 95 %. The peak is what the resident memory
@@ -22,21 +22,14 @@ benchmarks/results/NAME.json and NAME.md.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import select
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.harness import RESULTS, ROOT
-from benchmarks.peers import launch
+from benchmarks import harness, launch
 from benchmarks.trainer_sides import BATCH, TOKENS
 
 SCHEMA = "onefold-trainer/2"
@@ -104,97 +97,34 @@ def rows_of(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _greatest(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
+def _greatest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 # -- measuring -------------------------------------------------------------------------------------
 
 
-class Hosts:
-    """The processes that fork the ranks: two of each kind, started when first needed."""
-
-    def __init__(self, options: Any, folder: str) -> None:
-        self._options, self._folder = options, folder
-        self._of: dict[str, list[subprocess.Popen[str]]] = {}
-        self._number = 0
-
-    def turn(self, side: str) -> list[dict[str, Any]]:
-        """What both ranks wrote.
-
-        Raises:
-            RuntimeError: a rank failed, or did not answer in time; says how.
-        """
-        o = self._options
-        kind = kind_of(side)
-        if kind not in self._of:
-            self._of[kind] = [self._start(kind, rank) for rank in (0, 1)]
-            self._answers(self._of[kind], f"processes of kind {kind}")
-        self._number += 1
-        names = ("steps", "warmup", "layers", "width")
-        job = {"number": self._number, "side": side} | {n: getattr(o, n) for n in names}
-        for host in self._of[kind]:
-            assert host.stdin is not None
-            host.stdin.write(json.dumps(job) + "\n")
-            host.stdin.flush()
-        self._answers(self._of[kind], side)
-        found = []
-        for rank in (0, 1):
-            file = Path(self._folder, f"{self._number}-{rank}.json")
-            found.append(json.loads(file.read_text()) if file.exists() else {"error": "it died"})
-            if "error" in found[-1]:
-                raise RuntimeError(f"{side}, rank {rank}: {found[-1]['error']}")
-        return found
-
-    def _start(self, kind: str, rank: int) -> subprocess.Popen[str]:
-        python = self._options.deepspeed_python if kind == "deepspeed" else sys.executable
-        environment = launch.environment(1) | {
-            "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "DS_ACCELERATOR": "cpu",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # fmt: skip
-        environment["PATH"] = os.pathsep.join([str(Path(python).parent), environment["PATH"]])
-        return subprocess.Popen(
-            [python, "-m", "benchmarks.trainer_sides", kind, str(rank), self._folder],
-            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def _answers(self, hosts: list[subprocess.Popen[str]], what: str) -> None:
-        for host in hosts:
-            assert host.stdout is not None
-            ready, _, _ = select.select([host.stdout], [], [], self._options.timeout)
-            if not ready or not host.stdout.readline():
-                how = "ended" if ready else f"took more than {self._options.timeout:.0f} s"
-                raise RuntimeError(f"{what}: a process {how}; what it said stands above")
-
-    def close(self) -> None:
-        """They end with their standard input; one that does not is killed."""
-        for host in [host for both in self._of.values() for host in both]:
-            assert host.stdin is not None
-            host.stdin.close()
-            try:
-                host.wait(10)
-            except subprocess.TimeoutExpired:
-                host.kill()
-                host.wait()
-
-
 def measured(options: Any, sides: Sequence[str]) -> list[list[dict[str, Any]]]:
-    """The runs of each rank, as far as they came when interrupted."""
+    """The runs of each rank, as far as they came when interrupted.
+
+    Raises:
+        RuntimeError: a rank failed, or did not end in time; says how.
+    """
     runs: list[list[dict[str, Any]]] = [[], []]
-    with tempfile.TemporaryDirectory() as folder:
-        hosts = Hosts(options, folder)
-        try:
-            with harness.stoppable():
-                for number, side in harness.in_turns(sides, options.rounds):
-                    found = hosts.turn(side)
-                    load = os.getloadavg()[0]
-                    for own, seen in zip(runs, found, strict=True):
-                        own.append({"round": number, "side": side, "load": load, **seen})
-                    step = median(found[0]["step_s"])
-                    harness.say(f"round {number}  {side}: {1e3 * step:.1f} ms, load {load:.1f}")
-        finally:
-            hosts.close()
+    job = {name: getattr(options, name) for name in ("steps", "warmup", "layers", "width")}
+    with harness.stoppable():
+        for number, side in harness.in_turns(sides, options.rounds):
+            kind = kind_of(side)
+            python = options.deepspeed_python if kind == "deepspeed" else sys.executable
+            asked, how = {**job, "side": side, "kind": kind}, {"timeout": options.timeout}
+            found = launch.run_ranks("benchmarks.trainer_sides", asked, 2, python=python, **how)
+            if found["status"] != "ok":
+                raise RuntimeError(f"{side}: {found['error']}")
+            load = os.getloadavg()[0]
+            for own, seen in zip(runs, found["ranks"], strict=True):
+                own.append({"round": number, "side": side, "load": load, **seen})
+            step = median(found["ranks"][0]["step_s"])
+            harness.say(f"round {number}  {side}: {1e3 * step:.1f} ms, load {load:.1f}")
     return runs
 
 
@@ -251,12 +181,17 @@ def page(document: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every side was measured and computed something."""
     parser = harness.parser(
-        "trainer", __doc__, rounds=5, steps=10, warmup=3, timeout=300.0, name="trainer",
-        output=RESULTS, deepspeed_python=sys.executable,
-    )  # fmt: skip
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=256)
+        "trainer",
+        __doc__,
+        rounds=5,
+        steps=10,
+        warmup=3,
+        timeout=300.0,
+        deepspeed_python=sys.executable,
+        sides=(list(SIDES), "what makes the steps", SIDES),
+        layers=(6, "layers of the Llama"),
+        width=(256, "its width"),
+    )
     options = harness.parsed(parser, arguments)
     harness.check_at_least(options, 1, "rounds", "steps", "warmup", "layers", "width")
     sides = list(options.sides)
@@ -268,8 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = measured(options, sides)
     if not runs[0]:
         return 1
-    about = harness.about(options, SCHEMA)
-    about["versions"] |= {n: harness.version(n) for n in ("transformers", "accelerate")}
+    about = harness.about(options, SCHEMA, "transformers", "accelerate")
     shape = {"layers": options.layers, "width": options.width, "tokens": BATCH * TOKENS}
     document = {**about, "model": shape, "goal": GOAL, "rows": rows_of(runs), "runs": runs}
     harness.keep(options, document, page(document))

@@ -1,23 +1,21 @@
-"""One rank of `benchmarks.trainer`: `python -m benchmarks.trainer_sides KIND RANK FOLDER`.
+"""One rank of one turn of `benchmarks.trainer`, started by `launch.run_ranks`.
 
-KIND is "plain", "name" (the name deepspeed is served by Onefold before transformers is imported) or
-"deepspeed" (DeepSpeed itself is installed). The process imports the libraries, then forks a process
-for each turn: a line on standard input is a turn, a line on standard output is how it ended.
-So a turn has fresh memory and a fresh state of accelerate, and no import of its own. It ends when
-standard input closes.
+The kind of a side is "plain", "name" (the name deepspeed is served by Onefold before transformers
+is imported) or "deepspeed" (DeepSpeed itself is installed).
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
+import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks import probes
 
 BATCH, TOKENS, VOCABULARY = 2, 128, 4096
 #: How the configuration of DeepSpeed stands in transformers' guide; the rest is "auto" there too.
@@ -75,8 +73,6 @@ class Clock:
         self._count = 0
 
     def step(self) -> None:
-        from benchmarks.peers import probes
-
         now = time.perf_counter(), time.process_time()
         if self._last is not None and self._count >= self.warmup:
             self.wall.append(now[0] - self._last[0])
@@ -182,37 +178,34 @@ def _check(kind: str, trainer: Any) -> None:
         raise RuntimeError(f"the side {kind} trained {type(wrapped)}, of {seen}")
 
 
-def turn(job: dict[str, Any], rank: int, folder: str) -> dict[str, Any]:
+def measure(job: dict[str, Any]) -> dict[str, Any]:
     """What one side took on this rank."""
-    import torch
     import torch.distributed as dist
 
-    from benchmarks.peers import probes
-
-    torch.set_num_threads(1)
-    meet = f"file://{folder}/meet-{job['number']}"
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
     probes.give_back_free_heap()
     before = probes.resident_mib()
     how, _, on = job["side"].partition(" ")
-    clock = Clock(job["warmup"])
+    clock, run = Clock(job["warmup"]), by_loop if how == "loop" else by_trainer
     dist.barrier()
-    (by_loop if how == "loop" else by_trainer)(
-        on, llama(job["layers"], job["width"]), clock, job["warmup"] + job["steps"], folder
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        model = llama(job["layers"], job["width"])
+        run(on, model, clock, job["warmup"] + job["steps"], folder)
     peak = probes.difference(probes.peak_resident_mib(), before)
-    dist.barrier()
-    dist.destroy_process_group()
     return {"step_s": clock.wall, "cpu_s": clock.cpu, "loss": clock.loss, "peak_mib": peak}
 
 
-def libraries(kind: str) -> None:
-    """Import what sides of this kind use, so that no turn does."""
-    if kind == "name":
+def prepare(job: dict[str, Any]) -> None:
+    """Import what sides of this kind use, before memory is measured."""
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu",
+        "TRANSFORMERS_VERBOSITY": "error", "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }  # fmt: skip
+    if job["kind"] == "name":
         import onefold.deepspeed
 
         onefold.deepspeed.serve(say=False)
-    if kind == "deepspeed":
+    if job["kind"] == "deepspeed":
         importlib.import_module("deepspeed")
     else:
         import onefold.hf
@@ -222,32 +215,3 @@ def libraries(kind: str) -> None:
     from transformers import LlamaForCausalLM, Trainer
 
     assert accelerate and torch and LlamaForCausalLM and Trainer
-
-
-def main() -> None:
-    kind, rank, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
-    }  # fmt: skip
-    # The answers alone go to standard output
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    libraries(kind)
-    print(json.dumps("ready"), file=answers, flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            try:
-                found = turn(job, rank, folder)
-            except BaseException:
-                found = {"error": traceback.format_exc()}
-            Path(folder, f"{job['number']}-{rank}.json").write_text(json.dumps(found))
-            os._exit(0)
-        os.waitpid(child, 0)
-        print(json.dumps(job["number"]), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -66,10 +66,10 @@ def test_rooms_import_the_rooms_below_them_and_nothing_goes_round(tmp_path: Path
             "rooms import the rooms below them",
         ),
         ("onefold/quant/scales.py", "import onefold.quant.blockwise", "no circles"),
-        ("benchmarks/peers/settings.py", "import benchmarks.offload.settings", "no circles"),
+        ("benchmarks/peers/settings.py", "import benchmarks.offload.sides", "no circles"),
         (
-            "benchmarks/wires/settings.py",
-            "def late():\n    import benchmarks.wires.cli",
+            "benchmarks/wires/sides.py",
+            "def late():\n    import benchmarks.wires.worker",
             "no circles",
         ),
         (

@@ -1,4 +1,4 @@
-"""The disk's own rate, the page cache, and what the kernel counted for this process.
+"""The disk's own rate, and the page cache.
 
 A checkpoint's files are taken out of the page cache with posix_fadvise(DONTNEED), which needs no
 privilege and leaves the rest of the machine's cache alone; that the bytes then came from the disk
@@ -14,23 +14,25 @@ import shutil
 import time
 from pathlib import Path
 
-CHUNK = 4 << 20
-# Bytes that differ, so that a disk which compresses or finds doubles gains nothing
-_VARIED = 64 << 20
+CHUNK, PAGE = 4 << 20, mmap.PAGESIZE
+#: Bytes that differ, so that a disk which compresses or finds doubles gains nothing.
+VARIED = 64 << 20
 
 
-def write(path: Path, nbytes: int) -> float:
+def write(path: Path, nbytes: int, direct: int = 0, chunk: int = CHUNK) -> float:
     """Seconds to write a new file of that many random bytes from first to last and have the disk
-    know it (fsync).
+    know it (fsync). `direct`: a further flag to open it with.
     """
-    content = memoryview(os.urandom(min(nbytes, _VARIED)))
+    content = mmap.mmap(-1, min(-(-nbytes // PAGE) * PAGE or PAGE, VARIED))  # begins on a page
+    content.write(os.urandom(len(content)))
+    whole = memoryview(content)
     begun = time.perf_counter()
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | direct, 0o644)
     try:
         at = 0
         while at < nbytes:
-            place = at % max(1, len(content))
-            at += os.write(file, content[place : place + min(CHUNK, nbytes - at)])
+            place = at % len(whole)
+            at += os.write(file, whole[place : place + min(chunk, nbytes - at)])
         os.fsync(file)
     finally:
         os.close(file)
@@ -41,24 +43,10 @@ def write_direct(path: Path, nbytes: int) -> float | None:
     """The same without the page cache (O_DIRECT), to whole pages; None where the file system does
     not let us.
     """
-    content = mmap.mmap(-1, 2 * CHUNK)  # begins on a page, as O_DIRECT asks
-    content.write(os.urandom(2 * CHUNK))
-    whole, page = memoryview(content), mmap.PAGESIZE
-    begun = time.perf_counter()
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o644)
+        return write(path, nbytes // PAGE * PAGE, os.O_DIRECT, 2 * CHUNK)
     except (OSError, AttributeError):
         return None
-    try:
-        at, end = 0, nbytes // page * page
-        while at < end:
-            at += os.write(file, whole[: min(len(whole), end - at)])
-        os.fsync(file)
-    except OSError:
-        return None
-    finally:
-        os.close(file)
-    return time.perf_counter() - begun
 
 
 def read(path: Path) -> float:
@@ -112,46 +100,3 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
     else:
         folder.unlink(missing_ok=True)
-
-
-def settle() -> None:
-    """Wait until the disk has all that was written or removed so far, so that what follows does not
-    pay for it.
-    """
-    os.sync()
-
-
-def counters() -> dict[str, int]:
-    """Bytes of this process so far: `read_calls` and `write_calls` through system calls,
-    `read_disk` and `write_disk` of the disk.
-
-    Empty where the kernel does not say.
-    """
-    names = {
-        "rchar": "read_calls",
-        "wchar": "write_calls",
-        "read_bytes": "read_disk",
-        "write_bytes": "write_disk",
-    }
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-    except OSError:
-        return {}
-    found = dict(line.split(": ") for line in lines)
-    return {ours: int(found[theirs]) for theirs, ours in names.items()}
-
-
-def since(before: dict[str, int]) -> dict[str, int]:
-    """The counters less those of `before`."""
-    return {name: value - before[name] for name, value in counters().items() if name in before}
-
-
-def file_system(folder: Path) -> str:
-    """The type of the file system that the folder lies on, as the kernel calls it."""
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    except OSError:
-        return "unknown"
-    here = folder.resolve()
-    around = [m for m in mounts if here.is_relative_to(m[1])]
-    return max(around, key=lambda m: len(m[1]))[2] if around else "unknown"

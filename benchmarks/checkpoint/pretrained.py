@@ -1,5 +1,5 @@
-"""One rank of a turn that opens a Hugging Face folder as a sharded model:
-`python -m benchmarks.checkpoint.pretrained JOB.json RANK`.
+"""One rank of a turn that opens a Hugging Face folder as a sharded model, started by
+`launch.run_ranks`.
 
 The folder holds a Llama of about the size of the benchmark's GPT with random weights in fp32,
 written once for all turns.
@@ -20,35 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import probes
 from benchmarks.checkpoint import disk
 from benchmarks.checkpoint.settings import Turn
-from benchmarks.peers import probes
-from benchmarks.peers.worker import join_over_gloo, leave, read_job
 
-SHAPES: dict[str, dict[str, int]] = {
-    "gpt-110m": {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "vocab_size": 32_000,
-    },
-    "gpt-1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 16,
-        "vocab_size": 32_000,
-    },
-    "gpt-tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 512,
-    },
+SHAPES: dict[str, tuple[int, int, int, int, int]] = {
+    "gpt-110m": (768, 2048, 12, 12, 32_000),
+    "gpt-1b": (2048, 5632, 22, 16, 32_000),
+    "gpt-tiny": (64, 128, 2, 4, 512),
 }
-"""Llamas in place of the benchmark's GPTs of these names."""
+"""Llamas in place of the benchmark's GPTs of these names: width, feed-forward, layers, heads, words."""
 
 INTERVAL = 0.005
 """Seconds between two looks at this process's memory."""
@@ -58,8 +39,15 @@ def write_folder(folder: Path, name: str) -> int:
     """Make the folder; bytes of its weights."""
     transformers = importlib.import_module("transformers")
     torch.manual_seed(0)
+    width, forward, layers, heads, words = SHAPES[name]
     config = transformers.LlamaConfig(
-        **SHAPES[name], max_position_embeddings=256, tie_word_embeddings=False
+        hidden_size=width,
+        intermediate_size=forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        vocab_size=words,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     disk.flush(folder)
@@ -81,10 +69,7 @@ class Watch:
 
     @staticmethod
     def _now() -> float:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) / 1024
-        return 0.0
+        return probes.own_bytes() / 2**20
 
     def _look(self) -> None:
         while not self._stop.wait(INTERVAL):
@@ -192,26 +177,23 @@ def open_turn(turn: Turn, folder: Path, toy: Path) -> dict[str, Any]:
     dist.barrier()
     resettable, rest = probes.reset_peak(), probes.resident_mib()
     with Watch() as watch:
-        before, begun = disk.counters(), time.perf_counter()
+        before, begun = probes.moved_bytes(), time.perf_counter()
         model = opener.open(folder)
         mine = time.perf_counter() - begun
         dist.barrier()
         # With the slowest rank: a model is open when every rank has it
         seconds = time.perf_counter() - begun
     peak = probes.difference(probes.peak_resident_mib(), rest) if resettable else None
-    moved = disk.since(before)
+    moved = probes.moved_since(before)
     gc.collect()
     probes.give_back_free_heap()
     stays = probes.difference(probes.resident_mib(), rest)
-    found = {
-        "seconds": seconds,
-        "own_s": mine,
-        "peak_mib": peak,
-        "own_peak_mib": watch.peak - watch.rest,
-        "stays_mib": stays,
-        **moved,
-    }
-    return {**found, "loss": _loss(model)}
+    found = {"seconds": seconds, "own_s": mine, "peak_mib": peak, "stays_mib": stays, **moved}
+    return {**found, "own_peak_mib": watch.peak - watch.rest, "loss": _loss(model)}
+
+
+def prepare(job: dict[str, Any]) -> None:
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
@@ -225,15 +207,3 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
             "toy_bytes": write_folder(toy, "gpt-tiny"),
         }
     return {"rank": dist.get_rank(), **open_turn(Turn(**job["turn"]), folder, toy)}
-
-
-def main() -> None:
-    """Read the job, join the others through its file store, measure, leave."""
-    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-    job, path, rank = read_job()
-    join_over_gloo(path, rank)
-    leave(measure(job), path, rank)
-
-
-if __name__ == "__main__":
-    main()

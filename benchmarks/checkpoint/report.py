@@ -7,9 +7,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.checkpoint.settings import NOTES
-from benchmarks.harness import Cell, essence, shown
-
-Row = dict[str, Any]
+from benchmarks.harness import Cell, Row, essence, shown
 
 
 def _s(name: str) -> Cell:
@@ -21,8 +19,8 @@ def _mib(name: str) -> Cell:
 
 
 SAVES: dict[str, Cell] = {
-    "peer": shown("peer", "{}"),
-    "ranks": shown("ranks", "{}"),
+    "peer": shown("peer"),
+    "ranks": shown("ranks"),
     "GB": _s("folder_gb"),
     "returns s": _s("seconds"),
     "on disk s": _s("on_disk_s"),
@@ -33,11 +31,11 @@ SAVES: dict[str, Cell] = {
     "/ one writer's": _s("alone_rate"),
     "O_DIRECT GB/s": _s("direct_gb_s"),
     "host peak MiB": _mib("peak_mib"),
-    "n": shown("count", "{}"),
+    "n": shown("count"),
 }
 BEHIND: dict[str, Cell] = {
-    "peer": shown("peer", "{}"),
-    "way": shown("way", "{}"),
+    "peer": shown("peer"),
+    "way": shown("way"),
     "first stall s": shown("first_stall_s", "{:.3f}"),
     "later stall s": shown("stall_s", "{:.3f}"),
     "whole s": _s("whole_s"),
@@ -47,10 +45,10 @@ BEHIND: dict[str, Cell] = {
     "step beside s": _s("beside_s"),
     "lost s": _s("lost_s"),
     "copy MiB": _mib("copy_mib"),
-    "n": shown("count", "{}"),
+    "n": shown("count"),
 }
 LOADS: dict[str, Cell] = {
-    "peer": shown("peer", "{}"),
+    "peer": shown("peer"),
     "saved on -> loaded on": lambda row: f"{row['saved']} -> {row['ranks']}",
     "cold s": _s("cold_s"),
     "warm s": _s("warm_s"),
@@ -61,11 +59,11 @@ LOADS: dict[str, Cell] = {
     "host peak MiB": _mib("peak_mib"),
     "stays MiB": _mib("stays_mib"),
     "loss diff": shown("loss_difference", "{:.1e}"),
-    "n": shown("count", "{}"),
+    "n": shown("count"),
 }
 OPENED: dict[str, Cell] = {
-    "way": shown("way", "{}"),
-    "ranks": shown("ranks", "{}"),
+    "way": shown("way"),
+    "ranks": shown("ranks"),
     "s": _s("seconds"),
     "host peak MiB": _mib("peak_mib"),
     "of it own": _mib("own_peak_mib"),
@@ -74,7 +72,7 @@ OPENED: dict[str, Cell] = {
     "shard MiB": _mib("shard_mib"),
     "read GB": _s("read_gb"),
     "loss": shown("loss", "{:.5f}"),
-    "n": shown("count", "{}"),
+    "n": shown("count"),
 }
 LEGENDS = {
     "saves": (
@@ -129,7 +127,19 @@ def goals_table(goals: Sequence[Row]) -> str:
 def to_markdown(document: dict[str, Any]) -> str:
     """The whole report: machine, date, goals, tables, footnotes."""
     model = document["model"]
-    text = [
+    tables = []
+    for kind, columns in TABLES.items():
+        if document[kind]:
+            table = harness.markdown_table(columns, document[kind])
+            tables += [f"## {TITLES[kind]}", table, LEGENDS[kind]]
+    lines = [
+        f"- {r['turn']['kind']} {r['turn']['peer']}, round {r['round']}: {r['status']}:"
+        f" {essence(r['error'])}"
+        for r in document["runs"]
+        if r["status"] != "ok"
+    ]
+    lines += [f"- {peer}: not installed" for peer in document["missing"]]
+    return harness.page(
         harness.where(document, document["file_system"]),
         (
             f"{model['name']}, {model['parameters']:,} parameters in fp32 with AdamW"
@@ -137,27 +147,9 @@ def to_markdown(document: dict[str, Any]) -> str:
             f" {document['tokens']} tokens a rank and step."
         ),
         document["cached"],
-    ]
-    if document["goals"]:
-        text += ["## Goals", goals_table(document["goals"])]
-    for kind, columns in TABLES.items():
-        if document[kind]:
-            text += [
-                f"## {TITLES[kind]}",
-                harness.markdown_table(columns, document[kind]),
-                LEGENDS[kind],
-            ]
-    failed = [r for r in document["runs"] if r["status"] != "ok"]
-    lines = [
-        f"- {r['turn']['kind']} {r['turn']['peer']}, round {r['round']}: {r['status']}:"
-        f" {essence(r['error'])}"
-        for r in failed
-    ]
-    lines += [f"- {peer}: not installed" for peer in document["missing"]]
-    if lines:
-        text += ["## Not measured", "\n".join(lines)]
-    text += [
+        *(["## Goals", goals_table(document["goals"])] if document["goals"] else []),
+        *tables,
+        *(["## Not measured", "\n".join(lines)] if lines else []),
         "## How each is set up",
-        "\n".join(f"- {peer}: {note}." for peer, note in NOTES.items()),
-    ]
-    return "\n\n".join(part.rstrip() for part in text) + "\n"
+        "\n".join(f"- {line}" for line in harness.notes(NOTES)),
+    )

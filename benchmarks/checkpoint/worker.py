@@ -1,5 +1,4 @@
-"""One rank of a turn that saves or loads: `python -m benchmarks.checkpoint.worker JOB.json RANK`,
-started by `benchmarks.peers.launch`.
+"""One rank of a turn that saves or loads, started by `launch.run_ranks`.
 
 Every rank trains on the same batches, so that losses can be compared between runs on different
 numbers of ranks: the two steps after a save and the same two after a load must have the same
@@ -9,6 +8,7 @@ losses, the second of which depends on the optimizer's states.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks import probes
 from benchmarks.checkpoint import disk
 from benchmarks.checkpoint.adapters import Keeper, keeper
 from benchmarks.checkpoint.settings import Counts, Turn
-from benchmarks.peers import adapters, model, probes
+from benchmarks.peers import adapters, model
 from benchmarks.peers.settings import Setting
-from benchmarks.peers.worker import join_over_gloo, leave, read_job
 
 PROOF = 1000
 """The number of the first of the two steps that prove a load."""
@@ -95,7 +95,7 @@ class Bench:
         """
         if self.first:
             disk.remove(self.folder)
-            disk.settle()
+            os.sync()
 
     # -- a turn that saves -------------------------------------------------------------------------
 
@@ -105,11 +105,8 @@ class Bench:
         """
         for _ in range(self.counts.warmup):
             self.step()
-        behind = [
-            self._behind(way, number)
-            for way in self.keeper.behind
-            for number in range(self.counts.behind)
-        ]
+        numbers = range(self.counts.behind)
+        behind = [self._behind(way, number) for way in self.keeper.behind for number in numbers]
         saves = []
         for number in range(self.counts.saves):
             saves.append(self._save())
@@ -119,20 +116,15 @@ class Bench:
     def _save(self) -> dict[str, Any]:
         self.clear()
         rest = self.settle()
-        before, begun = disk.counters(), time.perf_counter()
+        before, begun = probes.moved_bytes(), time.perf_counter()
         self.keeper.save(self.folder)
         seconds = time.perf_counter() - begun
-        peak, moved = self.peak_above(rest), disk.since(before)
+        peak, moved = self.peak_above(rest), probes.moved_since(before)
         dist.barrier()
         flush = disk.flush(self.folder) if self.first else 0.0
         nbytes = self._agreed(disk.nbytes_of(self.folder) if self.first else 0)
-        return {
-            "seconds": seconds,
-            "flush_s": flush,
-            "folder_bytes": nbytes,
-            "peak_mib": peak,
-            **moved,
-        }
+        found = {"seconds": seconds, "flush_s": flush, "folder_bytes": nbytes, "peak_mib": peak}
+        return {**found, **moved}
 
     def _disk(self, nbytes: int, alone: bool) -> dict[str, Any]:
         """Seconds for as many bytes written and flushed, read, and written with O_DIRECT, by all
@@ -158,7 +150,7 @@ class Bench:
         disk.remove(path)
         dist.barrier()
         if self.first:
-            disk.settle()
+            os.sync()
         dist.barrier()
 
     def _behind(self, way: str, number: int) -> dict[str, Any]:
@@ -177,13 +169,9 @@ class Bench:
             start = time.perf_counter() - begun
             beside.append([start, start + self.step()])
         pending.wait()
-        found = {
-            "way": way,
-            "number": number,
-            "stall_s": stall,
-            "whole_s": pending.whole_at() - begun,
-        }
-        return {**found, "alone_s": alone, "beside": beside, "copy_mib": copy}
+        found = {"way": way, "number": number, "alone_s": alone, "beside": beside}
+        whole = pending.whole_at() - begun
+        return {**found, "stall_s": stall, "whole_s": whole, "copy_mib": copy}
 
     def _agreed(self, value: int, how: Any = dist.ReduceOp.MAX) -> int:
         """The largest (or smallest) value over ranks."""
@@ -202,10 +190,10 @@ class Bench:
 
     def _load(self) -> dict[str, Any]:
         rest = self.settle()
-        before, begun = disk.counters(), time.perf_counter()
+        before, begun = probes.moved_bytes(), time.perf_counter()
         self.keeper.load(self.folder)
         seconds = time.perf_counter() - begun
-        peak, moved = self.peak_above(rest), disk.since(before)
+        peak, moved = self.peak_above(rest), probes.moved_since(before)
         stays = probes.difference(probes.resident_mib(), rest)
         dist.barrier()
         return {"seconds": seconds, "peak_mib": peak, "stays_mib": stays, **moved}
@@ -215,23 +203,14 @@ def _batch(setting: Setting, step: int) -> list[adapters.Batch]:
     return [model.micro_batch(setting.model, setting.tokens, step, 0, 0, 1)]
 
 
+def prepare(job: dict[str, Any]) -> None:
+    adapters.prepare(job["turn"]["peer"])
+
+
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """What this rank measured in the job's turn; the process group is there."""
     turn = Turn(**job["turn"])
-    adapters.prepare(turn.peer)
     bench = Bench(turn, Setting(**job["setting"]), Counts(**job["counts"]), Path(job["folder"]))
     found = bench.save_turn() if turn.kind == "save" else bench.load_turn()
     bench.keeper.close()
     return {"rank": dist.get_rank(), **found}
-
-
-def main() -> None:
-    """Read the job, join the others through its file store, measure, leave."""
-    job, path, rank = read_job()
-    adapters.prepare(job["turn"]["peer"])
-    join_over_gloo(path, rank)
-    leave(measure(job), path, rank)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,267 @@
-"""`python -m benchmarks.convergence` or `python benchmarks/convergence`."""
+"""Does it learn as well? Fine-tuning, training from scratch and QLoRA with each part of ZeRO++
+alone and with all, beside plain stage 3.
 
+    python -m benchmarks.convergence                                        # every case, every side
+    python -m benchmarks.convergence --cases scratch --sides plain qgz      # some; the reference is always among them
+    python -m benchmarks.convergence --resume                               # go on: sides that have ended are kept
+
+Ranks stand in two pretended nodes on this machine, so that codecs and groups do what they would
+between nodes. All sides of a case start from the same weights and read the same samples in the same
+order; at the end all are asked for the loss of the same held-out text. A side is within if its loss
+differs from the reference's by no more than the case allows.
+
+The JSON, beside what every result has (`harness.about`):
+
+    "finished": bool, "notes": {side: what it is},
+    "cases": {name: {
+      "case": {...},                       # settings.Case, field by field
+      "rows": [{...}],                     # the table: rows.rows
+      "runs": [{                           # rows.Run: one a side
+        "side", "status", "error", "wall_s", "threads",
+        "curve": {"losses": [step], "held_out": [[step, loss]], "masters": loss | null, "step_s": [step],
+                  "parameters", "trained", "between_bytes", "held_out_samples"}
+      }]
+    }}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
 import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from benchmarks import harness, launch
+from benchmarks.convergence.rows import LAST, Run, missed, rows
+from benchmarks.convergence.settings import CASES, REFERENCE, SIDES, YARDSTICKS, Case, chosen
+from benchmarks.harness import DASH, Cell, Panel, Refused, Row, essence, shown
+
+SCHEMA = "onefold-convergence/1"
+CHANGED = (
+    "model", "tokenizer", "data", "precision", "steps", "seq", "micro_batch", "lr", "held_out",
+    "every", "ranks", "ranks_a_node", "lora",
+)  # fmt: skip
+"""Fields of a case that have an option of their name."""
+
+
+def _beside_reference(cell: Cell) -> Cell:
+    return lambda row: DASH if row["side"] == REFERENCE else cell(row)
+
+
+COLUMNS: dict[str, Cell] = {
+    "side": shown("side"),
+    "first": shown("first", "{:.4f}"),
+    "final": shown("final", "{:.4f}"),
+    "difference": _beside_reference(shown("difference", "{:+.2%}")),
+    "masters": shown("masters_difference", "{:+.2%}"),
+    "on the way": _beside_reference(shown("largest", "{:.2%}")),
+    "training": shown("trained", "{:.4f}"),
+    "bytes": shown("bytes_ratio", "{:.3f}"),
+    "step s": shown("step_s", "{:.2f}"),
+    "verdict": shown("verdict"),
+}
+LEGEND = (
+    "first, final: mean loss a token of the held-out text before and after training, as the side"
+    " computes it (encoded where it encodes). difference: the final one's to the reference's;"
+    " masters: the same of the weights that a checkpoint holds, computed with nothing encoded. on"
+    " the way: the largest difference of a held-out loss after a step. training: mean training"
+    f" loss of the last {LAST} steps. bytes: what a rank sends to the other node in a step, over"
+    " the reference's. step s: median of the steps, on a machine that had other work: compare"
+    " nothing by it."
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    changes = {
+        name: (None, f"{name} of every case chosen", type(getattr(CASES["smollm2"], name)))
+        for name in CHANGED
+    }
+    several = {"nargs": "+"}
+    return harness.parser(
+        "convergence",
+        __doc__,
+        threads=1,
+        timeout=21600.0,
+        resume=False,
+        json=False,
+        cases=(list(CASES), f"which of {', '.join(CASES)}"),
+        sides=(None, f"which of {', '.join(SIDES)}; without it the case's own", several),
+        **changes,
+    )
+
+
+def cases_of(options: argparse.Namespace) -> dict[str, Case]:
+    """The cases with the options' changes. Refuses a number that cannot be."""
+    changes = {name: value for name in CHANGED if (value := getattr(options, name)) is not None}
+    out = {}
+    for name in harness.chosen(options.cases, list(CASES), "cases"):
+        case = out[name] = replace(CASES[name], **changes)
+        counts = ("steps", "micro_batch", "held_out", "every", "ranks", "ranks_a_node")
+        small = [n for n in counts if getattr(case, n) < 1]
+        if small or case.seq < 2 or case.ranks % case.ranks_a_node:
+            told = (*small, "seq", "ranks", "ranks_a_node")
+            raise Refused(
+                "expected --steps, --micro-batch, --held-out, --every and --ranks of at least 1,"
+                " --seq of at least 2, and --ranks-a-node that divides --ranks; got"
+                f" {', '.join(f'{n}={getattr(case, n)}' for n in told)}."
+            )
+    return out
+
+
+def run_side(case: Case, side: str, threads: int, timeout: float) -> Run:
+    """Train one side in fresh processes."""
+    job = {"side": side, "case": case.to_json(), "timeout": timeout}
+    how: dict[str, Any] = {"threads": threads, "timeout": timeout}
+    found = launch.run_ranks("benchmarks.convergence.worker", job, case.ranks, **how)
+    curve = found["ranks"][0] if found["status"] == "ok" else {}
+    return Run(side, found["status"], curve, found.get("error", ""), found["wall_s"], threads)
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
+
+def setting(case: Case) -> str:
+    """What all sides of a case share, in words."""
+    nodes = case.ranks // case.ranks_a_node
+    return (
+        f"{case.steps} steps of {case.ranks} x {case.micro_batch} x {case.seq} tokens, {case.ranks}"
+        f" ranks in {nodes} pretended nodes, AdamW to {case.lr:g} and down by a cosine,"
+        f" {case.precision}, seed {case.seed}"
+    )
+
+
+def plain_table(found: Sequence[Row]) -> str:
+    """Aligned text; failures are explained under it."""
+    return harness.text_table(COLUMNS, found)
+
+
+def page(document: dict[str, Any]) -> str:
+    """The whole report: machine, date, a table a case, what the columns and sides are."""
+    text, used = [harness.where(document)], set()
+    for found in document["cases"].values():
+        case = Case.of(found["case"])
+        table = harness.markdown_table(COLUMNS, found["rows"])
+        text.append(f"**{case.title}**: {setting(case)}\n\n{table}")
+        used |= {row["side"] for row in found["rows"]}
+    return harness.page(*text, LEGEND, *harness.notes(document["notes"], used))
+
+
+def charts(cases: dict[str, Case], runs: dict[str, list[Run]]) -> list[list[Panel]]:
+    """Two panels a case: held-out losses, and their differences to the reference's in percent with
+    the limit.
+    """
+    found = []
+    for name, case in cases.items():
+        curves = {run.side: run.curve["held_out"] for run in runs[name] if run.status == "ok"}
+        if REFERENCE not in curves:
+            continue
+        theirs = [loss for _, loss in curves[REFERENCE]]
+        apart = {
+            side: [(n, 100 * (a / b - 1)) for (n, a), b in zip(points, theirs, strict=True)]
+            for side, points in curves.items()
+        }
+        title, limit = "difference to the reference, %, and the limit", 100 * case.limit
+        how: dict[str, Any] = {"dotted": YARDSTICKS, "across": "step"}
+        left = Panel("held-out loss", case.title, curves=curves, **how)
+        found.append([left, Panel("", title, curves=apart, levels=(-limit, limit), **how)])
+    return found
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+class Session:
+    """One command: what it runs, and what was found so far."""
+
+    def __init__(self, options: argparse.Namespace, run: Callable[..., Run]) -> None:
+        self.options, self.run = options, run
+        self.cases = cases_of(options)
+        self.wanted = {name: chosen(case, options.sides) for name, case in self.cases.items()}
+        self.runs: dict[str, list[Run]] = {name: [] for name in self.cases}
+        old = harness.earlier(options, SCHEMA) or {"cases": {}}
+        for name, found in old["cases"].items():
+            self._take_over(name, Case.of(found["case"]), [Run(**run) for run in found["runs"]])
+
+    def _take_over(self, name: str, case: Case, runs: list[Run]) -> None:
+        """What an earlier command of this name has found. Refuses a case that was another."""
+        if name in self.cases and case.shared != self.cases[name].shared:
+            mine, theirs = self.cases[name].shared, case.shared
+            differ = ", ".join(
+                f"{key} {theirs[key]} then and {mine[key]} now"
+                for key in mine
+                if mine[key] != theirs[key]
+            )
+            raise Refused(
+                f"{self.options.name}.json has case {name} with {differ}: choose another"
+                " --name, or leave --resume out, and it is written anew."
+            )
+        self.cases.setdefault(name, case)
+        self.runs[name] = [run for run in runs if run.status == "ok" or name not in self.wanted]
+
+    def turns(self) -> Iterator[None]:
+        """Run what is not there yet; each side's result is taken in as it ends."""
+        for name, sides in self.wanted.items():
+            there = {run.side for run in self.runs[name]}
+            for side in (side for side in sides if side not in there):
+                run = self.run(self.cases[name], side, self.options.threads, self.options.timeout)
+                self.runs[name].append(run)
+                text = essence(run.error)
+                if run.status == "ok":
+                    text = f"held out {run.final:.4f} in {run.wall_s:.0f} s"
+                harness.say(f"{name}  {side}: {run.status}  {text}")
+                yield
+
+    def write(self, *, finished: bool) -> dict[str, Any]:
+        """Results so far as JSON, Markdown and PNG."""
+        options = self.options
+        there = {name: self.cases[name] for name in CASES if self.runs.get(name)}
+        result = {
+            **harness.about(options, SCHEMA),
+            "finished": finished,
+            "notes": {name: side.note for name, side in SIDES.items()},
+            "cases": {
+                name: {
+                    "case": case.to_json(),
+                    "rows": rows(case, self.runs[name]),
+                    "runs": [asdict(run) for run in self.runs[name]],
+                }
+                for name, case in there.items()
+            },
+        }
+        harness.keep(options, result, page(result))
+        harness.plot(options.output / f"{options.name}.png", charts(there, self.runs), 11)
+        return result
+
+
+@harness.command
+def main(arguments: Sequence[str] | None = None, run: Callable[..., Run] = run_side) -> int:
+    """0 when every side ended within its limit, 1 when one did not, 2 for a wrong command line, 130
+    after Ctrl-C.
+    """
+    options = harness.parsed(parser(), arguments)
+    session = Session(options, run)
+    with harness.stoppable() as stop:
+        for _ in session.turns():
+            session.write(finished=False)
+    result = session.write(finished=stop.status == 0)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        for found in result["cases"].values():
+            case = Case.of(found["case"])
+            print(f"{case.title}: {setting(case)}\n\n{plain_table(found['rows'])}")
+    far = [
+        (name, side)
+        for name in session.cases
+        for side in missed(rows(session.cases[name], session.runs[name]))
+    ]
+    for name, side in far:
+        harness.say(f"{name}  {side}: failed, or not within its limit")
+    return stop.status or int(bool(far))
+
 
 if __name__ == "__main__":
-    root = str(Path(__file__).resolve().parents[2])
-    # Started as a folder: Python put the folder itself on the path, not the repository
-    if root not in sys.path:
-        sys.path[0:0] = [root]
-    from benchmarks.convergence.cli import main
-
     sys.exit(main())

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from benchmarks import harness
+
 REFERENCE = "plain"
 """The side that the others are compared with."""
 
@@ -142,13 +144,5 @@ CASES: dict[str, Case] = {
 
 
 def chosen(case: Case, names: Sequence[str] | None) -> list[str]:
-    """Sides to run in a case, in order, the reference first; None takes the case's own.
-
-    Raises:
-        ValueError: a name that is unknown.
-    """
-    for name in names or ():
-        if name not in SIDES:
-            raise ValueError(f"--sides {name}: expected some of {', '.join(SIDES)}.")
-    wanted = {REFERENCE, *(case.sides if names is None else names)}
-    return [name for name in SIDES if name in wanted]
+    """Sides to run in a case, in order, the reference first; None takes the case's own."""
+    return harness.chosen([REFERENCE, *(case.sides if names is None else names)], list(SIDES))

@@ -1,6 +1,4 @@
-"""One rank of one side: `python -m benchmarks.convergence.worker JOB.json RANK`, started by
-`benchmarks.peers.launch`.
-"""
+"""One rank of one side, started by `launch.run_ranks`."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from torch import nn
 
 import onefold
 from benchmarks.convergence.settings import SIDES, Case
-from benchmarks.peers.worker import join_over_gloo, leave, read_job
+from benchmarks.launch import join_over_gloo
 from onefold.comm import MOVES
 from onefold.data.order import DataOrder
 from onefold.data.samples import Data, eval_batches, held_out_batch, load_data
@@ -150,35 +148,29 @@ def train(case: Case, name: str, ranks: Ranks, patience: float) -> dict[str, Any
                 flush=True,
             )
     masters = loss_of_masters(model, data, case, ranks) if recipe.parameters.codec else None
-    figures = {
-        "parameters": whole,
-        "trained": trained,
-        "between_bytes": between / case.steps,
-        "held_out_samples": len(data.held_out),
-    }
     return {
         "rank": ranks.rank,
         "losses": losses,
         "held_out": held_out,
         "masters": masters,
         "step_s": seconds,
-        **figures,
+        "parameters": whole,
+        "trained": trained,
+        "between_bytes": between / case.steps,
+        "held_out_samples": len(data.held_out),
     }
 
 
-def main() -> None:
-    """Read the job, join the others through its file store, train, leave."""
-    job, path, rank = read_job()
-    case, patience = Case.of(job["setting"]), float(job["timeout"])
-    # As a launcher would say where nodes end
-    os.environ["LOCAL_WORLD_SIZE"] = str(case.ranks_a_node)
+def join(job: dict[str, Any]) -> None:
+    """As a launcher would say where nodes end."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(job["case"]["ranks_a_node"])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    wait = datetime.timedelta(seconds=patience)
-    join_over_gloo(path, rank, timeout=wait)
-    control = dist.new_group(backend="gloo", timeout=wait)
+    join_over_gloo(job, timeout=datetime.timedelta(seconds=job["timeout"]))
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Train the job's side on this rank."""
+    case, rank, patience = Case.of(job["case"]), job["rank"], float(job["timeout"])
+    control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=patience))
     ranks = Ranks(rank, case.ranks, rank, case.ranks, torch.device("cpu"), "gloo", control)
-    leave(train(case, job["side"], ranks, patience), path, rank)
-
-
-if __name__ == "__main__":
-    main()
+    return train(case, job["side"], ranks, patience)

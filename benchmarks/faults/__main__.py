@@ -1,4 +1,4 @@
-"""The drill: a run killed at random moments, and checkpoints injured at random.
+"""The drill of checkpoints: a run killed at random moments, and checkpoints injured at random.
 
     python -m benchmarks.faults [--kills 200] [--injuries 200] [--seed 0] [--name faults]
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from benchmarks import harness
@@ -19,46 +20,42 @@ from benchmarks.faults.injuries import drill
 from benchmarks.faults.kills import Drill
 from benchmarks.faults.ranks import context
 from benchmarks.faults.report import markdown
-from benchmarks.harness import RESULTS
 
 SCHEMA = "onefold-faults/1"
 
 
-def main() -> int:
-    parser = harness.parser("faults", __doc__, name="faults", output=RESULTS)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--injuries", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    args = harness.parsed(parser, None)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = harness.parser(
+        "faults",
+        __doc__,
+        kills=(200, "kills of a run"),
+        injuries=(200, "injuries of checkpoints"),
+        seed=(0, "of the moments and of the injuries"),
+    )
+    options = harness.parsed(parser, arguments)
     begun, fork = time.monotonic(), context()
 
     def tell(text: str) -> None:
         print(f"{time.monotonic() - begun:6.0f} s  {text}", flush=True)
 
-    kills = Drill(fork, args.kills, args.seed, tell)
+    kills = Drill(fork, options.kills, options.seed, tell)
     kills.go()
-    injuries = drill(fork, args.injuries, args.seed, tell)
+    injuries = drill(fork, options.injuries, options.seed, tell)
     found = {
-        **harness.about(args, SCHEMA),
+        **harness.about(options, SCHEMA),
         "seconds": time.monotonic() - begun,
         "kills": [asdict(k) for k in kills.kills],
         "runs": kills.runs,
         "injuries": [asdict(i) for i in injuries],
     }
-    harness.keep(args, found, markdown(found))
-    wrong = (
-        sum(bool(k.wrong) for k in kills.kills),
-        sum(map(bool, kills.runs)),
-        sum(bool(i.wrong) for i in injuries),
-    )
-    counts = zip(
-        (kills.kills, kills.runs, injuries),
-        ("kills", "runs to the end", "injuries"),
-        wrong,
-        strict=True,
-    )
-    print("; ".join(f"{len(all_of)} {what}, {bad} wrong" for all_of, what, bad in counts))
-    return 1 if any(wrong) else 0
+    harness.keep(options, found, markdown(found))
+    wrong = {
+        f"{len(kills.kills)} kills": sum(bool(k.wrong) for k in kills.kills),
+        f"{len(kills.runs)} runs to the end": sum(map(bool, kills.runs)),
+        f"{len(injuries)} injuries": sum(bool(i.wrong) for i in injuries),
+    }
+    print("; ".join(f"{what}, {bad} wrong" for what, bad in wrong.items()))
+    return int(any(wrong.values()))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.launch import environment
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -26,22 +27,11 @@ def context() -> Any:
     """A fork server of one thread a process, gloo on the loopback interface, this repository
     importable.
     """
-    paths = [str(ROOT), str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
-    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TORCH_CPP_LOG_LEVEL="ERROR")
-    if sys.platform.startswith("linux"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(environment(1))
+    os.environ.update(CUDA_VISIBLE_DEVICES="", TORCH_CPP_LOG_LEVEL="ERROR")
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(
-        [
-            "torch",
-            "torch.distributed",
-            "torch._dynamo",
-            "onefold",
-            "onefold.checkpoint",
-            "benchmarks.faults.run",
-        ]
-    )
+    needed = ("torch", "torch.distributed", "torch._dynamo", "onefold", "onefold.checkpoint")
+    found.set_forkserver_preload([*needed, "benchmarks.faults.run"])
     return found
 
 

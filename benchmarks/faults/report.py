@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import harness
 
 
+def _count(rows: list[Any], moment: str) -> str:
+    return str(sum(row["moment"] == moment for row in rows))
+
+
+KILLS: harness.Columns = {
+    "stage": lambda rows: str(rows[0]["stage"]),
+    "saves": lambda rows: "behind the training" if rows[0]["asynchronous"] else "in its way",
+    "killed at the start": lambda rows: _count(rows, "start"),
+    "in a step": lambda rows: _count(rows, "step"),
+    "in a save": lambda rows: _count(rows, "save"),
+    "wrong": lambda rows: str(sum(bool(row["wrong"]) for row in rows)),
+}
+INJURIES: harness.Columns = {
+    "injury": lambda rows: rows[0]["kind"],
+    "number": lambda rows: str(len(rows)),
+    "found and named": lambda rows: str(
+        sum(any(f.startswith(tuple(i["files"])) for f in i["found"]) for i in rows)
+    ),
+    "refused by a load": lambda rows: str(sum(set(i["loaded"]) == {"refused"} for i in rows)),
+    "loaded right": lambda rows: str(sum("right" in i["loaded"] for i in rows)),
+    "wrong": lambda rows: str(sum(bool(i["wrong"]) for i in rows)),
+}
+
+
+def _groups(found: list[dict[str, Any]], *names: str) -> list[list[dict[str, Any]]]:
+    """Those that are alike in these fields, together."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for one in found:
+        groups.setdefault(tuple(one[name] for name in names), []).append(one)
+    return list(groups.values())
+
+
 def markdown(found: Mapping[str, Any]) -> str:
     """The page for what `__main__` writes as JSON."""
     kills, injuries = found["kills"], found["injuries"]
-    lines = [
+    ordered = sorted(kills, key=lambda k: (k["stage"], k["asynchronous"]))
+    return harness.page(
         "# Kills and injuries",
-        "",
         f"{harness.where(found)}; {found['seconds']:.0f} s.",
-        "",
         (
             f"{len(kills)} kills of a run on 2 ranks, {sum(k['moment'] == 'save' for k in kills)}"
             f" of them while a checkpoint was being written; {len(found['runs'])} runs came to"
@@ -24,64 +54,31 @@ def markdown(found: Mapping[str, Any]) -> str:
             " losses and states of the run that nobody disturbed, bit for bit, from the newest"
             " checkpoint, and all that was left was whole."
         ),
-        "",
-    ]
-    table: list[list[Any]] = [
-        ["stage", "saves", "killed at the start", "in a step", "in a save", "wrong"]
-    ]
-    for stage in sorted({k["stage"] for k in kills}):
-        for behind in (False, True):
-            rows = [k for k in kills if k["stage"] == stage and k["asynchronous"] is behind]
-            if rows:
-                moments = Counter(k["moment"] for k in rows)
-                how = "behind the training" if behind else "in its way"
-                table.append(
-                    [
-                        stage,
-                        how,
-                        moments["start"],
-                        moments["step"],
-                        moments["save"],
-                        sum(bool(k["wrong"]) for k in rows),
-                    ]
-                )
-    lines += [
-        harness.markdown(table),
+        harness.markdown_table(KILLS, _groups(ordered, "stage", "asynchronous")),
         (
             f"{len(injuries)} injuries of whole checkpoints. Each was to be found by `verify` and"
             " named by file (a changed byte of a tensor also by tensor), and to be refused by a"
             " load on one rank and on two, or to load as what was saved."
         ),
-        "",
-    ]
-    table = [["injury", "number", "found and named", "refused by a load", "loaded right", "wrong"]]
-    for kind in dict.fromkeys(i["kind"] for i in injuries):
-        rows = [i for i in injuries if i["kind"] == kind]
-        named = sum(any(f.startswith(tuple(i["files"])) for f in i["found"]) for i in rows)
-        refused = sum(set(i["loaded"]) == {"refused"} for i in rows)
-        right = sum("right" in i["loaded"] for i in rows)
-        wrong = sum(bool(i["wrong"]) for i in rows)
-        table.append([kind, len(rows), named, refused, right, wrong])
-    rest = (
-        "A load reads what it needs: damage to config.json, or for one rank to the random state of"
-        " another, is found by `verify` alone."
+        harness.markdown_table(INJURIES, _groups(injuries, "kind")),
+        (
+            "A load reads what it needs: damage to config.json, or for one rank to the random state"
+            " of another, is found by `verify` alone."
+        ),
+        _wrong(found),
     )
-    lines += [harness.markdown(table), rest, *_wrong(found)]
-    return "\n".join(lines) + "\n"
 
 
-def _wrong(found: Mapping[str, Any]) -> list[str]:
-    rows: Sequence[str] = [
-        *(
-            f"kill of rank {k['first']} at stage {k['stage']}: {'; '.join(k['wrong'])}"
-            for k in found["kills"]
-            if k["wrong"]
-        ),
-        *(f"a run: {sentence}" for sentence in found["runs"] if sentence),
-        *(
-            f"{i['kind']} of {', '.join(i['files'])} ({i['what']}): {'; '.join(i['wrong'])}"
-            for i in found["injuries"]
-            if i["wrong"]
-        ),
+def _wrong(found: Mapping[str, Any]) -> str:
+    rows = [
+        f"kill of rank {k['first']} at stage {k['stage']}: {'; '.join(k['wrong'])}"
+        for k in found["kills"]
+        if k["wrong"]
     ]
-    return ["", "## Wrong", "", *(f"- {row}" for row in rows)] if rows else []
+    rows += [f"a run: {sentence}" for sentence in found["runs"] if sentence]
+    rows += [
+        f"{i['kind']} of {', '.join(i['files'])} ({i['what']}): {'; '.join(i['wrong'])}"
+        for i in found["injuries"]
+        if i["wrong"]
+    ]
+    return "\n".join(["## Wrong", "", *(f"- {row}" for row in rows)]) if rows else ""

@@ -12,11 +12,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import launch
+from benchmarks.harness import ROOT
+from benchmarks.launch import environment
 
 MIB = 1 << 20
 
@@ -37,18 +37,11 @@ class Copier:
         Raises:
             RuntimeError: the process ended.
         """
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.offload.disk",
-            str(folder),
-            str(mib),
-            str(chunk_mib),
-        ]
+        work = ["-m", "benchmarks.offload.disk", str(folder), str(mib), str(chunk_mib)]
         self._process = subprocess.Popen(
-            command,
-            cwd=launch.ROOT,
-            env=launch.environment(1),
+            [sys.executable, *work],
+            cwd=ROOT,
+            env=environment(1),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -106,11 +99,6 @@ def _fill(plain: Any) -> None:
         for file in plain.files:
             varied[:] = os.urandom(plain.chunk)
             os.pwrite(file, varied, at)
-
-
-def files_of(folders: Iterable[Path]) -> list[Path]:
-    """The files in these folders."""
-    return [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""The largest model of each side: one attempt,
-`python -m benchmarks.offload.largest JOB.json RANK`, started by
-`benchmarks/on_gpu/largest.py`.
+"""The largest model of each side: one attempt, started by `benchmarks/on_gpu/largest.py`.
 
 A GPT of wide blocks, each recomputed in the backward pass so that activations do not decide, is
 built in each library's own way of never having it whole on the device, and takes two steps. An
@@ -14,17 +12,15 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import launch, probes
 from benchmarks.offload import sides
-from benchmarks.offload.settings import PLAIN, SIDES
-from benchmarks.peers import probes
+from benchmarks.peers import adapters
 from benchmarks.peers.model import GPT, Shape
 from benchmarks.peers.settings import Setting
-from benchmarks.peers.worker import leave, read_job
 
 VOCABULARY, LENGTH = 32_768, 1024
 
@@ -63,30 +59,37 @@ def initialize(module: nn.Module) -> None:
 
 def build(name: str, setting: Setting, shape: Shape, disk: str | None, own_adam: bool) -> Any:
     """The side around a model that never was whole on the device, as far as its library allows."""
-    side = {**SIDES, **PLAIN}[name]
+    side = {**sides.SIDES, **sides.PLAIN}[name]
     if side.family in ("onefold", "fsdp2"):
         with torch.device("meta"):
             model = Large(shape)
-        return (
-            sides.Onefold(setting, model, side, disk)
-            if side.family == "onefold"
-            else sides.FSDP2(setting, model, initialize)
-        )
+        return sides.build(name, setting, model, disk, init=initialize)
     if side.family == "deepspeed" and side.stage == 3:
         deepspeed = importlib.import_module("deepspeed")
-        with deepspeed.zero.Init(config_dict_or_path=sides.deepspeed_config(setting, side)):
+        config = adapters.deepspeed_config(setting, **side.zero(setting.device))
+        with deepspeed.zero.Init(config_dict_or_path=config):
             model = Large(shape)
-        return sides.DeepSpeed(setting, model, side, own_adam)
+        return sides.build(name, setting, model, own_adam=own_adam)
     if side.family == "deepspeed":
         torch.set_default_dtype(torch.bfloat16)  # the library casts to it anyway
         model = Large(shape)
         torch.set_default_dtype(torch.float32)
-        return sides.DeepSpeed(setting, model, side, own_adam)
+        return sides.build(name, setting, model, own_adam=own_adam)
     with torch.device(setting.device):
         return sides.build(name, setting, Large(shape))
 
 
-def attempt(job: dict[str, Any]) -> dict[str, Any]:
+def prepare(job: dict[str, Any]) -> None:
+    adapters.prepare(job["side"], job["setting"]["device"])
+
+
+def join(job: dict[str, Any]) -> None:
+    """Plain PyTorch meets nobody."""
+    if job["side"] in sides.SIDES:
+        launch.join_on_devices(job, job["setting"]["device"])
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Build and take two steps: seconds of the second, MiB allocated on the GPU and resident at
     most.
     """
@@ -95,15 +98,9 @@ def attempt(job: dict[str, Any]) -> dict[str, Any]:
     shape = shape_of(job["layers"], job["width"])
     trainer = build(job["side"], setting, shape, job["disk"], job["own_adam"])
     source = torch.Generator().manual_seed(0)
-    words = torch.randint(
-        shape.vocab, (max(1, setting.tokens // shape.seq), shape.seq + 1), generator=source
-    )
-    batch = [
-        (
-            words[:, :-1].contiguous().to(setting.device),
-            words[:, 1:].contiguous().to(setting.device),
-        )
-    ]
+    samples = max(1, setting.tokens // shape.seq)
+    words = torch.randint(shape.vocab, (samples, shape.seq + 1), generator=source)
+    batch = [tuple(part.contiguous().to(setting.device) for part in (words[:, :-1], words[:, 1:]))]
     seconds = []
     for _ in range(2):
         begun = time.perf_counter()
@@ -116,23 +113,3 @@ def attempt(job: dict[str, Any]) -> dict[str, Any]:
         "device_mib": torch.cuda.max_memory_allocated() / 2**20 if cuda else None,
         "resident_mib": probes.peak_resident_mib(),
     }
-
-
-def main() -> None:
-    """Read the job, join, attempt, leave."""
-    job, path, rank = read_job()
-    setting = Setting(**job["setting"])
-    sides.prepare(job["side"], setting.device)
-    if SIDES.get(job["side"]) is not None:
-        backend = "nccl" if setting.device == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{path.with_name('store')}",
-            rank=rank,
-            world_size=setting.ranks,
-        )
-    leave(attempt(job), path, rank)
-
-
-if __name__ == "__main__":
-    main()

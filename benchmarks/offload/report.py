@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.harness import DASH, Cell, essence, markdown_table, range_of, shown
-from benchmarks.offload.settings import NOTES
-from benchmarks.offload.summary import Pair, Row
+from benchmarks.harness import DASH, Cell, Row, essence, markdown_table, range_of, shown
+from benchmarks.offload.sides import NOTES
 from benchmarks.peers.settings import Setting
 
 TIMES: dict[str, Cell] = {
-    "side": shown("side", "{}"),
+    "side": shown("side"),
     "step s": shown("step_s", "{:.3f}"),
     "× device": shown("ratio", "{:.2f}"),
     "range": range_of("ratio_low", "ratio_high"),
@@ -28,7 +27,7 @@ TIMES: dict[str, Cell] = {
     "loss diff": shown("loss_difference", "{:.1e}"),
 }
 DISKS: dict[str, Cell] = {
-    "side": shown("side", "{}"),
+    "side": shown("side"),
     "read MiB": shown("read_mib", "{:,.0f}"),
     "written MiB": shown("written_mib", "{:,.0f}"),
     "waited s": shown("waited_s", "{:.3f}"),
@@ -57,8 +56,6 @@ DISK_LEGEND = (
     " copy that reads and writes at a time. page cache: growth of the machine's in the timed steps;"
     " own files in it: of the run's files at the end."
 )
-
-
 PAIRS: dict[str, Cell] = {
     "ours": shown("ours"),
     "theirs": shown("theirs"),
@@ -78,6 +75,17 @@ LARGE: dict[str, Cell] = {
     "moved a step GB": shown("moved_bytes", "{:.1f}", 1e9),
     "page cache MiB": shown("page_cache_growth", "{:+,.0f}", 2**20),
 }
+SMOLLM2: dict[str, Cell] = {
+    "state rests": shown("place"),
+    "parameters": shown("numel", "{:.1f}M", 1e6),
+    "state GB": shown("numel", "{:.2f}", 1e9 / 16),
+    "tokens": shown("told_tokens"),
+    "steps": lambda run: str(len(run["losses"])) if "losses" in run else "failed",
+    "step s": shown("step_s", "{:.1f}"),
+    "above the interpreter MiB": shown("above_bytes", "{:,.0f}", 2**20),
+    "on disk GB": shown("disk_bytes", "{:.2f}", 1e9),
+    "moved a step GB": shown("moved_bytes", "{:.2f}", 1e9),
+}
 GOALS: dict[str, Cell] = {
     "goal": shown("goal"),
     "measured": shown("figure"),
@@ -85,91 +93,70 @@ GOALS: dict[str, Cell] = {
 }
 
 
-def comparison(setting: Setting, rows: Sequence[Row], pairs: Sequence[Pair]) -> str:
+def comparison(setting: Setting, rows: Sequence[Row], pairs: Sequence[Row]) -> str:
     """One setting: times and memory, the disk, ours beside theirs, what failed."""
-    parts = [f"**{setting.title}**\n", markdown_table(TIMES, rows)]
-    on_disk = [row for row in rows if row.read_mib is not None]
-    if on_disk:
-        parts.append(markdown_table(DISKS, on_disk))
-    if pairs:
-        parts.append(markdown_table(PAIRS, pairs, left=2))
-    parts += [f"{line}\n" for line in harness.failures(rows)]
-    return "\n".join(parts)
+    on_disk = [row for row in rows if row.get("read_mib") is not None]
+    return harness.page(
+        f"**{setting.title}**",
+        markdown_table(TIMES, rows),
+        markdown_table(DISKS, on_disk) if on_disk else "",
+        markdown_table(PAIRS, pairs, left=2) if pairs else "",
+        *harness.failures(rows),
+    )
 
 
 def large_table(large: dict[str, Any]) -> str:
     """The model too large, in words."""
+    title = "**A model too large for the memory it is given** (`examples/larger_than_memory.py`)"
     if large["status"] != "ok":
-        return f"**A model too large**\n\n{large['status']}: {essence(large['error'])}\n"
-    lines = [
-        "**A model too large for the memory it is given** (`examples/larger_than_memory.py`)\n",
-        markdown_table(LARGE, [large], left=0),
-        (
-            f"Losses: {', '.join(f'{loss:.4f}' for loss in large['losses'])}. Resident: the largest"
-            " sum over the ranks at one time, seen from outside every 50 ms; libraries and"
-            " interpreters are in it, shared pages once for each rank."
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+        return f"{title}\n\n{large['status']}: {essence(large['error'])}\n"
+    said = (
+        f"Losses: {_losses(large)}. Resident: the largest"
+        " sum over the ranks at one time, seen from outside every 50 ms; libraries and"
+        " interpreters are in it, shared pages once for each rank."
+    )
+    return harness.page(title, markdown_table(LARGE, [large], left=0), said)
+
+
+def _losses(found: dict[str, Any]) -> str:
+    return ", ".join(f"{loss:.4f}" for loss in found["losses"])
 
 
 def smollm2_table(found: dict[str, Any]) -> str:
     """SmolLM2 on one process."""
-    title = (
-        "**SmolLM2 on one process** (`examples/larger_than_memory.py --weights smollm2`, see"
-        " `alone.py`)\n"
-    )
+    title = "**SmolLM2 on one process** (`examples/larger_than_memory.py --weights smollm2`)"
     if found["status"] != "ok":
-        return f"{title}\n{found['status']}: {essence(found['error'])}\n"
-    columns: dict[str, Cell] = {
-        "state rests": lambda run: run["place"],
-        "parameters": lambda run: f"{found['parameters'] / 1e6:.1f}M",
-        "state GB": lambda run: f"{16 * found['parameters'] / 1e9:.2f}",
-        "tokens": lambda run: str(found["tokens"]),
-        "steps": lambda run: str(len(run["losses"])) if "losses" in run else "failed",
-        "step s": shown("step_s", "{:.1f}"),
-        "above the interpreter MiB": shown("above_bytes", "{:,.0f}", 2**20),
-        "on disk GB": shown("disk_bytes", "{:.2f}", 1e9),
-        "moved a step GB": shown("moved_bytes", "{:.2f}", 1e9),
-    }
-    runs = [{"place": "on the disk", **found}, {"place": "in memory", **(found["in_memory"] or {})}]
+        return f"{title}\n\n{found['status']}: {essence(found['error'])}\n"
     beside = found["in_memory"]
+    both = {"numel": found["parameters"], "told_tokens": found["tokens"]}
+    runs = [
+        {**found, **both, "place": "on the disk"},
+        {**(beside or {}), **both, "place": "in memory"},
+    ]
     same = ""
     if beside is not None:
-        same = (
-            " In memory they are the same, bit for bit."
-            if beside["losses"] == found["losses"]
-            else " In memory they differ."
-        )
-    said = ", ".join(f"{loss:.4f}" for loss in found["losses"])
-    above = (
-        "Above the interpreter: the most that the process had resident, as the kernel counts it,"
-        " beyond what it had behind its imports."
+        alike = beside["losses"] == found["losses"]
+        same = f" In memory they {'are the same, bit for bit' if alike else 'differ'}."
+    said = (
+        f"Losses: {_losses(found)}.{same} Above the interpreter: the most that the process had"
+        " resident, as the kernel counts it, beyond what it had behind its imports."
     )
-    return f"{title}\n{markdown_table(columns, runs)}\nLosses: {said}.{same} {above}\n"
+    return harness.page(title, markdown_table(SMOLLM2, runs), said)
 
 
 def to_markdown(document: dict[str, Any]) -> str:
     """The whole report: machine, date, goals, the tables, footnotes."""
-    parts = [
-        f"{harness.where(document, 'disk ' + document['disk']['file_system'])}\n",
+    large, smollm2 = document["large"], document["smollm2"]
+    return harness.page(
+        harness.where(document, f"disk {document['disk']['file_system']}"),
         markdown_table(GOALS, document["goals"], left=3),
-    ]
-    for c in document["comparisons"]:
-        parts.append(
-            comparison(
-                Setting(**c["setting"]),
-                [Row(**r) for r in c["rows"]],
-                [Pair(**p) for p in c["pairs"]],
-            )
-        )
-    if document["large"] is not None:
-        parts.append(large_table(document["large"]))
-    if document["smollm2"] is not None:
-        parts.append(smollm2_table(document["smollm2"]))
-    parts += [
-        f"{LEGEND}\n",
-        f"{DISK_LEGEND}\n",
-        "\n\n".join(f"{side}: {note}." for side, note in NOTES.items()) + "\n",
-    ]
-    return "\n".join(parts)
+        *(
+            comparison(Setting(**c["setting"]), c["rows"], c["pairs"])
+            for c in document["comparisons"]
+        ),
+        large_table(large) if large is not None else "",
+        smollm2_table(smollm2) if smollm2 is not None else "",
+        LEGEND,
+        DISK_LEGEND,
+        *harness.notes(NOTES),
+    )

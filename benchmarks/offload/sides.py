@@ -1,153 +1,156 @@
-"""How each side is built. What the peers of `benchmarks.peers` have in common with them is theirs;
-here is where state goes.
+"""What is measured: a library with its state in a certain place; how each is built, and how its
+optimizer's step is watched. Peers themselves are those of `benchmarks.peers`.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from benchmarks.offload.settings import CPU, PLAIN, SIDES, Side
-from benchmarks.peers import adapters, model
-from benchmarks.peers.adapters import LEARNING_RATE, WEIGHT_DECAY, adamw
+from benchmarks.peers import adapters
 from benchmarks.peers.settings import Setting
 
+DEVICE, CPU, NVME = "device", "cpu", "nvme"
 
-class Onefold(adapters.Onefold):
-    """`onefold.shard` with the tiers of a side."""
 
-    def __init__(self, setting: Setting, model: nn.Module, side: Side, disk: str | None) -> None:
-        super(adapters.Onefold, self).__init__(setting)  # the next one's would shard without tiers
-        self.onefold: Any = importlib.import_module("onefold")
-        self.autocast = False
-        recipe = self.onefold.Recipe.zero(
-            side.stage, precision=setting.precision, **side.recipe(disk)
-        )
-        built = all(not p.is_meta for p in model.parameters())
-        self.model = self.onefold.shard(model, recipe, device=None if built else setting.device)
-        self.optimizer = adamw(self.model.parameters())
+@dataclass(frozen=True)
+class Side:
+    """A library with its state in a certain place.
+
+    Attributes:
+        family: "onefold", "fsdp2", "deepspeed", or "plain" (PyTorch alone, on one rank).
+        stage: the ZeRO stage, where the family has stages.
+        optimizer, parameters: "device", "cpu" or "nvme": where masters and moments, and where
+            parameters rest.
+        behind: units are stepped behind the rest of the backward pass.
+    """
+
+    family: str
+    stage: int = 0
+    optimizer: str = DEVICE
+    parameters: str = DEVICE
+    behind: bool = False
 
     @property
-    def engine(self) -> Any:
-        return self.onefold.engine_of(self.model)
+    def on_disk(self) -> bool:
+        return NVME in (self.optimizer, self.parameters)
 
+    def recipe(self, disk: str | None) -> dict[str, Any]:
+        """The options of `Recipe.zero` beside stage and precision; `disk`: the folder for what
+        rests on NVMe.
+        """
+        out: dict[str, Any] = {}
+        if self.optimizer != DEVICE:
+            out["offload_optimizer"] = self.optimizer
+        if self.parameters != DEVICE:
+            out["offload_param"] = self.parameters
+        if self.on_disk:
+            out["nvme"] = disk
+        if self.behind:
+            out["step_in_backward"] = True
+        return out
 
-class FSDP2(adapters._TorchPeer):
-    """`fully_shard` with CPUOffloadPolicy, else as `adapters.FSDP2`."""
-
-    def __init__(
-        self, setting: Setting, model: nn.Module, init: Callable[[nn.Module], object] | None = None
-    ) -> None:
-        super().__init__(setting)
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-        self.autocast = False
-        dtype = torch.bfloat16 if setting.precision == "bf16" else None
-        how: dict[str, Any] = {
-            "mesh": init_device_mesh(setting.device, (setting.ranks,)),
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None
-            ),
-            "offload_policy": CPUOffloadPolicy(pin_memory=setting.device == "cuda"),
+    def zero(self, device: str) -> dict[str, Any]:
+        """The keys of DeepSpeed's `zero_optimization`; on a GPU with what its tutorial on
+        ZeRO-Offload adds.
+        """
+        cuda = device == "cuda"
+        out: dict[str, Any] = {
+            "stage": self.stage,
+            "offload_optimizer": {"device": self.optimizer, "pin_memory": cuda},
         }
-        for block in model.get_submodule("blocks").children():
-            fully_shard(block, **how)
-        fully_shard(model, **how)
-        if init is not None:  # it came on the meta device
-            model.to_empty(device="cpu")
-            model.apply(init)
-        self.model = model
-        self.optimizer = adamw(model.parameters())
+        if self.parameters == CPU:
+            out["offload_param"] = {"device": CPU, "pin_memory": cuda}
+        return out | ({"overlap_comm": True, "contiguous_gradients": True} if cuda else {})
 
 
-class DeepSpeed(adapters.DeepSpeed):
-    """DeepSpeed's ZeRO-Offload over torch's AdamW, or over its own."""
+SIDES: dict[str, Side] = {
+    "onefold-2": Side("onefold", 2),
+    "onefold-3": Side("onefold", 3),
+    "onefold-2-cpu": Side("onefold", 2, CPU),
+    "onefold-2-cpu-behind": Side("onefold", 2, CPU, behind=True),
+    "onefold-3-cpu": Side("onefold", 3, CPU),
+    "onefold-3-cpu-behind": Side("onefold", 3, CPU, behind=True),
+    "onefold-3-cpu-param": Side("onefold", 3, CPU, CPU),
+    "onefold-3-nvme": Side("onefold", 3, NVME),
+    "onefold-3-nvme-behind": Side("onefold", 3, NVME, behind=True),
+    "onefold-3-nvme-param": Side("onefold", 3, NVME, NVME),
+    "fsdp2": Side("fsdp2", 3),
+    "fsdp2-cpu": Side("fsdp2", 3, CPU, CPU),
+    "deepspeed-2-cpu": Side("deepspeed", 2, CPU),
+    "deepspeed-3-cpu": Side("deepspeed", 3, CPU),
+    "deepspeed-3-cpu-param": Side("deepspeed", 3, CPU, CPU),
+}
+"""Every side, in the order of a round."""
 
-    def __init__(self, setting: Setting, model: nn.Module, side: Side, own_adam: bool) -> None:
-        self.setting = setting
-        deepspeed = importlib.import_module("deepspeed")
-        if own_adam:
-            optimizer = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
-                model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, adamw_mode=True
-            )
-        else:
-            optimizer = adamw(model.parameters())
-        self.engine: Any = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=deepspeed_config(setting, side)
-        )[0]
+PLAIN = {"plain": Side("plain")}
+"""PyTorch alone: for one rank, on a GPU."""
+
+REFERENCE = "onefold-3"
+"""The side whose losses all others are compared with."""
+
+PAIRS: tuple[tuple[str, str], ...] = (
+    ("onefold-2-cpu", "deepspeed-2-cpu"),
+    ("onefold-2-cpu-behind", "deepspeed-2-cpu"),
+    ("onefold-3-cpu", "deepspeed-3-cpu"),
+    ("onefold-3-cpu-behind", "deepspeed-3-cpu"),
+    ("onefold-3-cpu-param", "deepspeed-3-cpu-param"),
+    ("onefold-3-cpu-param", "fsdp2-cpu"),
+    ("onefold-3", "fsdp2"),
+)
+"""Ours and theirs, with the same state in the same place."""
+
+NOTES: dict[str, str] = {
+    "onefold-N": "onefold.shard with Recipe.zero(N), everything on the device",
+    "-cpu": "offload_optimizer='cpu': masters, moments and gradients on the host",
+    "-nvme": "offload_optimizer='nvme': masters, moments and gradients on the disk",
+    "-param": "with offload_param on the same tier",
+    "-behind": "with step_in_backward=True: units are stepped behind the rest of the backward pass",
+    "fsdp2, fsdp2-cpu": (
+        "fully_shard of each block and the root, without and with CPUOffloadPolicy (which moves"
+        " parameters, gradients and states); memory is pinned beside a GPU, and cannot be on CPU"
+        " ranks"
+    ),
+    "deepspeed-N-cpu": (
+        "DeepSpeed ZeRO stage N with offload_optimizer cpu (-param: offload_param too) and"
+        " torch.optim.AdamW(fused=True), which zero_force_ds_cpu_optimizer=false allows. Its own"
+        " DeepSpeedCPUAdam is compiled at its first use, which a plain machine cannot;"
+        " --deepspeed-adam asks for it"
+    ),
+}
+"""How each side is set up, printed under the tables."""
 
 
-def deepspeed_config(setting: Setting, side: Side) -> dict[str, Any]:
-    """What `adapters.DeepSpeed` is given, and where state goes; on a GPU with what its tutorial on
-    ZeRO-Offload adds.
+def those(sides: list[str], setting: Setting) -> list[str]:
+    """The sides that mean anything here: nobody can clip what is stepped before the norm is
+    known.
     """
-    bf16 = setting.precision == "bf16"
-    zero: dict[str, Any] = {
-        "stage": side.stage,
-        "offload_optimizer": {"device": side.optimizer, "pin_memory": setting.device == "cuda"},
-    }
-    if side.parameters == CPU:
-        zero["offload_param"] = {"device": CPU, "pin_memory": setting.device == "cuda"}
-    if setting.device == "cuda":
-        zero |= {"overlap_comm": True, "contiguous_gradients": True}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": setting.accumulation,
-        "gradient_clipping": setting.clip,  # the default is 1.0 since 0.19, hence always said
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": bf16},
-        "steps_per_print": 10**9,
-    }
-    if bf16:
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return config
-
-
-def prepare(name: str, device: str = "cpu") -> None:
-    """Import what the side needs, before memory is measured."""
-    if device == "cuda":
-        os.environ["DS_ACCELERATOR"] = "cuda"
-    adapters.prepare("fsdp2" if name.startswith("fsdp2") else name)
+    return [side for side in sides if not (SIDES[side].behind and setting.clip)]
 
 
 def build(
-    name: str, setting: Setting, model: nn.Module, disk: str | None = None, own_adam: bool = False
+    name: str,
+    setting: Setting,
+    model: nn.Module,
+    disk: str | None = None,
+    own_adam: bool = False,
+    init: Callable[[nn.Module], object] | None = None,
 ) -> Any:
-    """The side around `model`, which holds whole fp32 weights on every rank; names of
-    `adapters.build` are its.
-
-    Raises ValueError for any further one.
+    """The side around `model`, which holds whole fp32 weights on every rank (or comes on the meta
+    device; FSDP2 is told by `init` how it gets values). Other names are those of `adapters.build`.
     """
     side = {**SIDES, **PLAIN}.get(name)
-    if side is None or side.optimizer == "device":
+    if side is None or (side.optimizer == DEVICE and init is None):
         return adapters.build(name, setting, model)
     if side.family == "onefold":
-        return Onefold(setting, model, side, disk)
+        return adapters.Onefold(setting, model, side.stage, **side.recipe(disk))
     if side.family == "fsdp2":
-        return FSDP2(setting, model)
-    return DeepSpeed(setting, model, side, own_adam)
-
-
-def touch(name: str, setting: Setting, disk: str | None = None, own_adam: bool = False) -> None:
-    """Let the side train a toy for a step, so that its code, lazy imports included, is resident
-    before anything is measured.
-    """
-    toy = replace(setting, model="gpt-tiny", tokens=32)
-    trainer = build(name, toy, model.build(toy.model, device=toy.device), disk, own_adam)
-    ids, labels = (
-        part.to(toy.device) for part in model.micro_batch(toy.model, toy.tokens, 0, 0, 0, toy.ranks)
-    )
-    trainer.step([(ids, labels)] * toy.accumulation)
+        return adapters.FSDP2(setting, model, offload=side.optimizer == CPU, init=init)
+    return adapters.DeepSpeed(setting, model, own_adam=own_adam, **side.zero(setting.device))
 
 
 class Watch:

@@ -1,5 +1,4 @@
-"""One rank of one side in one round: `python -m benchmarks.offload.worker JOB.json RANK`, started
-by `benchmarks.peers.launch`.
+"""One rank of one side in one round, started by `launch.run_ranks`.
 
 As in `benchmarks.peers.worker` libraries are imported and exercised on a toy first, the memory
 baseline is taken, and only then is the model built. Between timed steps the ranks wait while rank 0
@@ -16,16 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks import probes
 from benchmarks.offload import disk, sides
 from benchmarks.offload.planned import planned
-from benchmarks.offload.settings import SIDES
-from benchmarks.page_cache import cached_bytes, page_cache_bytes
-from benchmarks.peers import adapters, model, probes
+from benchmarks.peers import adapters, model
 from benchmarks.peers.settings import Setting
-from benchmarks.peers.worker import join_over_gloo, leave, read_job
 from onefold.runtime.parameters.interval import disable_torch_function
-
-MIB = 1 << 20
 
 
 def meet() -> None:
@@ -35,9 +30,7 @@ def meet() -> None:
 
 def engine_of(trainer: Any) -> Any:
     """Onefold's engine; None for other sides."""
-    return (
-        trainer.onefold.engine_of(trainer.model) if isinstance(trainer, adapters.Onefold) else None
-    )
+    return trainer.engine if isinstance(trainer, adapters.Onefold) else None
 
 
 def moments_by_tier(trainer: Any, engine: Any) -> dict[str, int]:
@@ -113,39 +106,30 @@ class Ledgers:
     def cached(self) -> int | None:
         """Bytes of this rank's files on the disk that lie in the page cache; None without any."""
         store = self.engine.transfers.open_store if self.engine is not None else None
-        return None if store is None else cached_bytes(disk.files_of(store.folders))
+        if store is None:
+            return None
+        folders = [path for folder in store.folders for path in sorted(folder.iterdir())]
+        return probes.cached_bytes(path for path in folders if path.is_file())
+
+
+def prepare(job: dict[str, Any]) -> None:
+    adapters.prepare(job["side"], job["setting"]["device"])
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Build, warm up, time. Memory in MiB beyond the baseline, seconds and bytes as lists of steps;
-    see `summary` for the names.
+    see `__main__` for the names.
     """
-    name, setting = job["side"], Setting(**job["setting"])
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    on_disk, how = (
-        SIDES[name].on_disk,
-        {
-            "disk": job["disk"],
-            "own_adam": job.get("own_adam", False),
-        },
-    )
-    sides.touch(name, setting, **how)
-    gc.collect()
-    copier = (
-        disk.Copier(Path(job["disk"]), job["copy_mib"], job["chunk_mib"])
-        if on_disk and rank == 0 and job["copy_mib"]
-        else None
-    )
+    name, setting, rank = job["side"], Setting(**job["setting"]), dist.get_rank()
+    on_disk, how = sides.SIDES[name].on_disk, {"disk": job["disk"], "own_adam": job["own_adam"]}
+    model.touch(lambda toy, whole: sides.build(name, toy, whole, **how), setting)
+    copier = None
+    if on_disk and rank == 0 and job["copy_mib"]:
+        copier = disk.Copier(Path(job["disk"]), job["copy_mib"], job["chunk_mib"])
     meet()
     probes.give_back_free_heap()
     resettable = probes.reset_peak()
     baseline = probes.resident_mib()
-
-    def batches(step: int) -> list[Any]:
-        return [
-            model.micro_batch(setting.model, setting.tokens, step, m, rank, setting.ranks)
-            for m in range(setting.accumulation)
-        ]
 
     def copied() -> None:
         meet()
@@ -158,19 +142,16 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     built = time.perf_counter() - begun
     ledgers = Ledgers(trainer)
     watch = sides.Watch(trainer, ledgers.counters)
-    losses = [trainer.step(batches(step)) for step in range(setting.warmup)]
+    losses = [trainer.step(model.batches(setting, step, rank)) for step in range(setting.warmup)]
     set_up_peak = probes.difference(probes.peak_resident_mib(), baseline)
     gc.collect()
     probes.give_back_free_heap()
-    data = [batches(setting.warmup + step) for step in range(setting.steps)]
+    data = [model.batches(setting, setting.warmup + step, rank) for step in range(setting.steps)]
     rates: list[dict[str, float]] = []
     steps: dict[str, list[Any]] = {
-        "step_s": [],
-        "optimizer_s": [],
-        "optimizer_disk": [],
-        "step_disk": [],
+        name: [] for name in ("step_s", "optimizer_s", "optimizer_disk", "step_disk")
     }
-    processor, files = 0.0, page_cache_bytes() if on_disk else 0
+    processor, files = 0.0, probes.page_cache_bytes() if on_disk else 0
     copied()
     if resettable:
         probes.reset_peak()
@@ -180,9 +161,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         losses.append(trainer.step(taken))
         steps["step_s"].append(time.perf_counter() - begun)
         processor += time.process_time() - busy
-        steps["step_disk"].append(
-            {key: value - before[key] for key, value in ledgers.counters().items()}
-        )
+        after = ledgers.counters()
+        steps["step_disk"].append({key: value - before[key] for key, value in after.items()})
         steps["optimizer_s"].append(watch.seconds)
         steps["optimizer_disk"].append(watch.counted)
         copied()
@@ -192,27 +172,24 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     probes.give_back_free_heap()
     rest = probes.difference(probes.resident_mib(), baseline)
     result = {
-        "rank": rank, "losses": losses, **steps, "cpu_s": processor, "build_s": built, "baseline_mib": baseline,
-        "set_up_peak_mib": set_up_peak, "peak_mib": peak, "peak_is_of_timed_steps": resettable, "rest_mib": rest,
-        "held": held, "moved": moved, "planned": planned(ledgers.engine) if held is not None else None,
-        "copies": rates, "file_cache_bytes": ledgers.cached(), "page_cache_growth": page_cache_bytes() - files if on_disk else None,
-    }  # fmt: skip
+        "rank": rank,
+        "losses": losses,
+        **steps,
+        "cpu_s": processor,
+        "build_s": built,
+        "baseline_mib": baseline,
+        "set_up_peak_mib": set_up_peak,
+        "peak_mib": peak,
+        "peak_is_of_timed_steps": resettable,
+        "rest_mib": rest,
+        "held": held,
+        "moved": moved,
+        "planned": planned(ledgers.engine) if held is not None else None,
+        "copies": rates,
+        "file_cache_bytes": ledgers.cached(),
+        "page_cache_growth": probes.page_cache_bytes() - files if on_disk else None,
+    }
     if copier is not None:
         copier.close()
     meet()  # a rank that returned would free what another may still be reading
     return result
-
-
-def main() -> None:
-    """Read the job, join the others through its file store, measure, leave."""
-    job, path, rank = read_job()
-    setting = Setting(**job["setting"])
-    sides.prepare(job["side"], setting.device)
-    join_over_gloo(path, rank)
-    result = measure(job)
-    gc.collect()  # `leave` ends the process at once: the files on the disk go with the engine, here
-    leave(result, path, rank)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Table
+from benchmarks.harness import DASH, Table, relative
 from benchmarks.on_gpu import turns_worker
-from benchmarks.on_gpu.run import STAGES, relative
+from benchmarks.on_gpu.run import STAGES
 from benchmarks.peers.settings import Setting
 
 GOAL = 1.02  # of plain PyTorch's step time and memory at world size 1
@@ -38,19 +38,9 @@ def compared(options: argparse.Namespace) -> dict[str, list[Comparison]]:
     def setting(
         ranks: int = 1, model: str = options.model, precision: str = "bf16", **more: Any
     ) -> Setting:
-        shared = {
-            "warmup": 1 if options.tiny else 3,
-            "steps": options.steps,
-            "threads": options.threads,
-            "device": options.device,
-        }
-        return Setting(
-            model=model,
-            tokens=options.tokens,
-            precision=precision,
-            ranks=ranks,
-            **{**shared, **more},
-        )
+        shared: dict[str, Any] = {"warmup": 1 if options.tiny else 3, "steps": options.steps}
+        shared |= {"threads": options.threads, "device": options.device, "tokens": options.tokens}
+        return Setting(model=model, precision=precision, ranks=ranks, **{**shared, **more})
 
     gpus = 2 if options.tiny else torch.cuda.device_count() if options.device == "cuda" else 0
     # gloo, which ranks on CPUs speak, has no sums of its own
@@ -71,27 +61,18 @@ def compared(options: argparse.Namespace) -> dict[str, list[Comparison]]:
     for precision, name in (case for case in cases if case[0] in options.precisions):
         title = f"{name}, {precision}, {options.tokens:,} tokens a rank"
         last = precision == "fp32" and name == options.model
+        one, many = setting(1, name, precision), setting(gpus, name, precision)
         if gpus > 1:
-            many = Comparison(
-                f"{gpus} ranks: {title}", setting(gpus, name, precision), together, "ddp"
-            )
-            found["fp32" if last else "ranks"].append(many)
-        one = Comparison(
-            f"World size 1: {title}", setting(1, name, precision), alone, "plain", GOAL
-        )
-        found["fp32" if last else "step"].append(one)
+            case = Comparison(f"{gpus} ranks: {title}", many, together, "ddp")
+            found["fp32" if last else "ranks"].append(case)
+        case = Comparison(f"World size 1: {title}", one, alone, "plain", GOAL)
+        found["fp32" if last else "step"].append(case)
     about = f"{options.model}, bf16, {options.tokens:,} tokens"
     several = setting(accumulation=2 if options.tiny else 4, steps=max(2, options.steps // 2))
     host = ("plain", "onefold-2-cpu", "onefold-2-cpu-behind", "onefold-3-cpu-param", "fsdp2-cpu")
     host += ("deepspeed-2-cpu", "deepspeed-3-cpu-param")
-    found["host"] = [
-        Comparison(
-            f"State on the host: {about}, {several.accumulation} micro-batches",
-            several,
-            host,
-            "plain",
-        )
-    ]
+    title = f"State on the host: {about}, {several.accumulation} micro-batches"
+    found["host"] = [Comparison(title, several, host, "plain")]
     tight = ("plain", "onefold-3", "onefold-3-activations", "onefold-3-tiles")
     found["memory"] = [
         Comparison(f"Activations on the host, weights in tiles: {about}", setting(), tight, "plain")
@@ -100,55 +81,41 @@ def compared(options: argparse.Namespace) -> dict[str, list[Comparison]]:
 
 
 def table(comparison: Comparison, turns: list[dict[str, Any]], absent: Sequence[str]) -> Table:
-    """A row of each side; "–" for what is not there yet."""
+    """A row of each side; DASH for what is not there yet."""
     by = comparison.to
-    columns = (
-        "side",
-        "step ms",
-        f"time × {by}",
-        "tokens/s",
-        "peak MiB",
-        f"peak × {by}",
-        "rest MiB",
-        "loss difference",
-        "rounds",
-    )
+    memory = ("peak MiB", f"peak × {by}", "rest MiB", "loss difference", "rounds")
+    columns = ("side", "step ms", f"time × {by}", "tokens/s", *memory)
     table = Table(comparison.title, columns)
     found = turns_worker.by_side(turns)
     base = found.get(by, {})
     for side in comparison.sides:
         mine = found.get(side)
         if mine is None or "error" in mine:
-            said = (
-                "not installed" if side in absent else "not reached" if mine is None else "failed"
-            )
-            table.rows.append([side, said, *["–"] * 7])
+            said = "not reached" if mine is None else "failed"
+            table.add(side, "not installed" if side in absent else said)
             continue
         slower = turns_worker.ratio(turns, side, by)
         if slower is None and "step_s" in base:
             slower = mine["step_s"] / base["step_s"]
-        larger = (
-            mine["peak_mib"] / base["peak_mib"]
-            if mine["peak_mib"] and base.get("peak_mib")
-            else None
-        )
+        peaks = mine["peak_mib"], base.get("peak_mib")
+        larger = peaks[0] / peaks[1] if all(peaks) else None
         goal = comparison.goal if side in STAGES else 0.0
-        table.rows.append([
+        table.add(
             side,
             f"{1000 * mine['step_s']:.1f}",
             _marked(slower, goal),
             f"{comparison.setting.tokens_a_step / mine['step_s']:,.0f}",
-            f"{mine['peak_mib']:,.0f}" if mine["peak_mib"] is not None else "–",
+            f"{mine['peak_mib']:,.0f}" if mine["peak_mib"] is not None else DASH,
             _marked(larger, goal),
-            f"{mine['rest_mib']:,.0f}" if mine["rest_mib"] is not None else "–",
-            f"{relative(mine['losses'], base['losses']):.1e}" if "losses" in base else "–",
+            f"{mine['rest_mib']:,.0f}" if mine["rest_mib"] is not None else DASH,
+            f"{relative(mine['losses'], base['losses']):.1e}" if "losses" in base else DASH,
             str(mine["rounds"]),
-        ])  # fmt: skip
+        )
     return table
 
 
 def _marked(multiple: float | None, goal: float) -> str:
     """A multiple; with "!" where it is over the goal."""
     if multiple is None:
-        return "–"
+        return DASH
     return f"{multiple:.3f}" + ("!" if goal and multiple > goal else "")

@@ -11,14 +11,11 @@ compute.
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.on_gpu.run import available, relative, run, side_of
+from benchmarks.harness import DASH, Table, middle, relative
+from benchmarks.on_gpu.run import available, run, state
 from benchmarks.peers.model import SHAPES, count_parameters
 from benchmarks.peers.settings import Setting
 
@@ -50,81 +47,64 @@ def flops(name: str, tokens: int) -> float:
     return tokens * (6.0 * count_parameters(name) + 6.0 * shape.layers * shape.width * shape.seq)
 
 
-def chapter(options: argparse.Namespace) -> tuple[harness.Table, list[dict[str, Any]]]:
+def chapter(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
     """Rounds alternate over the sides; the last round of each has its trace."""
     columns = (
         "side", "tokens a step", "step ms", "tokens/s", "TFLOP/s", "× plain", f"× {BASELINE}'s rate", "device MiB", "host MiB",
         "copies ms", "of it hidden", "exposed ms", "pinned", "idle ms", "loss difference",
     )  # fmt: skip
-    table = harness.Table(f"State off the device, one GPU: {options.model}, bf16", columns)
+    table = Table(f"State off the device, one GPU: {options.model}, bf16", columns)
     sides, absent = available(ON_ONE_GPU, options)
     outcomes = []
     for accumulation in options.accumulations:
         setting = Setting(
-            model=options.model, tokens=options.tokens, precision="bf16", ranks=1, accumulation=accumulation, warmup=3,
-            steps=max(3, options.steps // accumulation), threads=options.threads, device=options.device,
-        )  # fmt: skip
+            model=options.model,
+            tokens=options.tokens,
+            precision="bf16",
+            ranks=1,
+            accumulation=accumulation,
+            warmup=3,
+            steps=max(3, options.steps // accumulation),
+            threads=options.threads,
+            device=options.device,
+        )
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
         for number in range(options.rounds):
             for side in sides:
-                last = number == options.rounds - 1
-                trace = (
-                    str(options.output.resolve() / f"gpu-trace-{side}-{accumulation}.json.gz")
-                    if last
-                    else None
+                trace = f"gpu-trace-{side}-{accumulation}.json.gz"
+                kept = (
+                    str(options.output.resolve() / trace) if number + 1 == options.rounds else None
                 )
-                outcome = on_side(side, setting, options, trace=trace)
+                with state(options) as where:
+                    outcome = run(side, setting, options, trace=kept, **where)
                 outcomes.append(outcome)
                 if outcome["status"] == "ok":
                     found[side].append(outcome["ranks"][0])
-        table.rows += [_row(side, setting, found) for side in sides]
-        table.rows += [
-            [side, f"{setting.tokens_a_step:,}", "not installed", *["–"] * (len(columns) - 3)]
-            for side in absent
-        ]
+        for side in sides:
+            table.add(side, f"{setting.tokens_a_step:,}", *_row(side, setting, found))
+        for side in absent:
+            table.add(side, f"{setting.tokens_a_step:,}", "not installed")
     return table, outcomes
 
 
-def on_side(
-    side: str, setting: Setting, options: argparse.Namespace, **more: Any
-) -> dict[str, Any]:
-    """A turn of this chapter, with a folder on the disk of its own while it lasts."""
-    with tempfile.TemporaryDirectory(prefix="offload-", dir=options.disk) as place:
-        disk = str(Path(place).resolve()) if side_of(side).on_disk else None
-        python = options.deepspeed_python if side_of(side).family == "deepspeed" else sys.executable
-        return run(
-            side,
-            setting,
-            options,
-            python=python,
-            disk=disk,
-            own_adam=options.deepspeed_adam,
-            **more,
-        )
-
-
 def _row(side: str, setting: Setting, found: dict[str, list[dict[str, Any]]]) -> list[str]:
-    tokens = setting.tokens_a_step
-    mine = found[side]
+    """The cells of a side behind its name and its tokens."""
+    tokens, mine = setting.tokens_a_step, found[side]
     if not mine:
-        return [side, f"{tokens:,}", "failed", *["–"] * 12]
+        return ["failed"]
     step = _step(mine)
-    plain, baseline = (
-        _step(found[other]) if found.get(other) else None for other in ("plain", BASELINE)
-    )
+    plain, baseline = (_step(found[s]) if found.get(s) else None for s in ("plain", BASELINE))
     reference = found.get("plain") or mine
     seen = next((rank["trace"] for rank in reversed(mine) if rank.get("trace")), None)
-    host = [rank["host_mib"] for rank in mine if rank.get("host_mib") is not None]
+    host = middle(rank.get("host_mib") for rank in mine)
     return [
-        side,
-        f"{tokens:,}",
         f"{1000 * step:.1f}",
         f"{tokens / step:,.0f}",
         f"{flops(setting.model, tokens) / step / 1e12:.1f}",
-        f"{step / plain:.3f}" if plain else "–",
-        f"{baseline / step:.2f}" if baseline else "–",
+        f"{step / plain:.3f}" if plain else DASH,
+        f"{baseline / step:.2f}" if baseline else DASH,
         f"{median(rank['peak_mib'] for rank in mine):,.0f}",
-        f"{median(host):,.0f}" if host else "–",
+        f"{host:,.0f}" if host is not None else DASH,
         *_traced(seen),
         f"{relative(mine[0]['losses'][:6], reference[0]['losses'][:6]):.1e}",
     ]
@@ -139,12 +119,12 @@ def _traced(seen: dict[str, float] | None) -> list[str]:
     two steps that were traced, the mean.
     """
     if seen is None or not seen["comm_s"]:
-        return ["–"] * 4 + ([f"{500 * seen['idle_s']:.1f}"] if seen is not None else ["–"])
+        return [DASH] * 4 + ([f"{500 * seen['idle_s']:.1f}"] if seen is not None else [DASH])
     copies = seen["pinned_s"] + seen["pageable_s"]
     return [
         f"{500 * seen['comm_s']:.1f}",
         f"{seen['both_s'] / seen['comm_s']:.0%}",
         f"{500 * (seen['comm_s'] - seen['both_s']):.1f}",
-        f"{seen['pinned_s'] / copies:.0%}" if copies else "–",
+        f"{seen['pinned_s'] / copies:.0%}" if copies else DASH,
         f"{500 * seen['idle_s']:.1f}",
     ]

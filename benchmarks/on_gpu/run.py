@@ -1,18 +1,17 @@
-"""Which sides can run here; one of them in fresh processes; what is asked of its losses."""
+"""Which sides can run here, and one of them in fresh processes."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from statistics import fmean
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from benchmarks.offload.settings import PLAIN, SIDES, Side
-from benchmarks.peers import adapters, launch
+from benchmarks import harness, launch
+from benchmarks.offload.sides import PLAIN, SIDES, Side
 from benchmarks.peers.settings import Setting
-from onefold.doctor.chapters import relative
-
-__all__ = ["STAGES", "available", "mean_losses", "relative", "run", "side_of"]
 
 STAGES = ("onefold-0", "onefold-1", "onefold-2", "onefold-3")
 
@@ -21,33 +20,29 @@ def run(
     peer: str,
     setting: Setting,
     options: argparse.Namespace,
-    python: str = sys.executable,
+    module: str = "benchmarks.on_gpu.worker",
     **more: Any,
 ) -> dict[str, Any]:
     """One peer in fresh processes; the outcome of `launch.run_ranks` with what was asked for."""
-    job = {"peer": peer, "setting": setting.to_json(), **more}
+    about = {"peer": peer, "setting": setting.to_json()}
     outcome = launch.run_ranks(
-        "benchmarks.on_gpu.worker",
-        job,
+        module,
+        {**about, "side": peer, **more},
         setting.ranks,
         threads=setting.threads,
-        python=python,
+        python=launch.python_of(peer, options),
         timeout=options.timeout,
     )
-    print(
-        f"# {peer} {setting.precision} {setting.ranks} ranks: {outcome['status']} in"
-        f" {outcome['wall_s']:.0f} s",
-        file=sys.stderr,
-        flush=True,
-    )
-    return {"peer": peer, "setting": setting.to_json(), **outcome}
+    seconds = f"{outcome['status']} in {outcome['wall_s']:.0f} s"
+    harness.say(f"{peer} {setting.model} {setting.precision} {setting.ranks} ranks: {seconds}")
+    return {**about, "error": "", **outcome}
 
 
-def mean_losses(outcome: dict[str, Any]) -> list[float]:
-    """Loss of each step, the mean over ranks."""
-    return [
-        fmean(step) for step in zip(*(rank["losses"] for rank in outcome["ranks"]), strict=True)
-    ]
+@contextmanager
+def state(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What a job says of state off the device: a folder on the disk that lasts as long as this."""
+    with tempfile.TemporaryDirectory(prefix="offload-", dir=options.disk) as place:
+        yield {"disk": str(Path(place).resolve()), "own_adam": options.deepspeed_adam}
 
 
 def side_of(name: str) -> Side:
@@ -55,11 +50,7 @@ def side_of(name: str) -> Side:
     return {**SIDES, **PLAIN}[name]
 
 
-def available(names: tuple[str, ...], options: argparse.Namespace) -> tuple[list[str], list[str]]:
+def available(names: Sequence[str], options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """(sides that can run here, those whose library is not installed)"""
-    pythons = {"deepspeed": options.deepspeed_python, "onefold": sys.executable}
-    there = {p: launch.interpreter_has(python, p) for p, python in pythons.items()}
-    absent = [
-        name for name in names if (package := adapters.requirement(name)) and not there[package]
-    ]
-    return [name for name in names if name not in absent], absent
+    absent = launch.absent(names, options)
+    return [n for n in names if n not in absent], [n for n in names if n in absent]

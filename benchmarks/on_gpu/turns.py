@@ -1,4 +1,6 @@
-"""The chapters in which sides take turns in one process a rank: ranks, step, host, memory, fp32."""
+"""The chapters in which sides take turns in one process a rank: ranks, step, host, memory, fp32; and
+what is known by now of all chapters.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,48 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks import harness, launch
+from benchmarks.harness import Table
 from benchmarks.on_gpu import turns_worker
 from benchmarks.on_gpu.comparison import Comparison, table
-from benchmarks.on_gpu.report import Report
 from benchmarks.on_gpu.run import available
-from benchmarks.peers import launch
+
+SCHEMA = "onefold-gpu/1"
+
+
+class Report:
+    """What is known by now: written as gpu.json and gpu.md whenever something is added."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.deadline = time.monotonic() + options.seconds
+        self.tables: dict[str, Table] = {}
+        self.outcomes: dict[str, list[dict[str, Any]]] = {}
+        device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+        self.head = harness.about(options, SCHEMA)
+        self.head["machine"] |= {"gpu": device, "gpus": torch.cuda.device_count()}
+
+    def left(self) -> float:
+        """Seconds before everything should have ended."""
+        return self.deadline - time.monotonic()
+
+    def put(self, name: str, table: Table, outcomes: list[dict[str, Any]]) -> None:
+        """Another table, or the same with more rows."""
+        self.tables[name], self.outcomes[name] = table, outcomes
+        self.write()
+
+    def write(self, finished: bool = False) -> None:
+        """Both files, whole at any moment."""
+        tables = [
+            {"title": t.title, "columns": list(t.columns), "rows": t.rows}
+            for t in self.tables.values()
+        ]
+        result = {**self.head, "finished": finished, "tables": tables, "runs": self.outcomes}
+        parts = [table.markdown() for table in self.tables.values()]
+        title = f"# Onefold on {self.head['machine']['gpu']}"
+        harness.keep(self.options, result, harness.page(title, harness.where(self.head), *parts))
 
 
 def take_turns(
@@ -25,11 +64,13 @@ def take_turns(
     still loses its turns only.
     """
     here, absent = available(comparison.sides, options)
+    setting = comparison.setting.to_json()
     turns: list[dict[str, Any]] = []
     outcomes: list[dict[str, Any]] = []
 
     def show() -> None:
-        report.put(name, table(comparison, turns, absent), _outcomes(comparison, turns) + outcomes)
+        told = [{"peer": turn["side"], "setting": setting, "error": "", **turn} for turn in turns]
+        report.put(name, table(comparison, turns, absent), told + outcomes)
 
     # DeepSpeed patches what it finds of torch, and may have another interpreter: its sides have
     # processes of their own.
@@ -43,13 +84,10 @@ def take_turns(
             done = {turn["side"] for turn in turns}
             lost = next((side for side in waiting if side not in done), None)
             if lost is None:  # every side has turns of its first round
-                outcomes.append(
-                    {"peer": waiting[-1], "setting": comparison.setting.to_json(), **outcome}
-                )
+                outcomes.append({"peer": waiting[-1], "setting": setting, **outcome})
                 break
-            turns.append(
-                {"side": lost, "round": 0, "status": "failed", "error": outcome["error"][-600:]}
-            )
+            failed = {"side": lost, "round": 0, "status": "failed"}
+            turns.append({**failed, "error": outcome["error"][-600:]})
             waiting = waiting[waiting.index(lost) + 1 :]
             show()
     show()
@@ -67,24 +105,17 @@ def _run(
     """The sides in `waiting` in one process a rank, at most `limit` seconds: appends to `turns` what
     each turn found, and calls `show` every half second. The outcome of `launch.run_ranks`.
     """
-    deepspeed = waiting[0].startswith("deepspeed")
-    before = list(turns)
+    before, setting = list(turns), comparison.setting
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder, ThreadPoolExecutor(1) as pool:
         lines = Path(folder, "turns.jsonl")
-        job = {
-            "setting": comparison.setting.to_json(),
-            "sides": waiting,
-            "rounds": options.rounds,
-            "lines": str(lines),
-            "deepspeed": deepspeed,
-        }
+        job = {"setting": setting.to_json(), "sides": waiting, "rounds": options.rounds}
         running = pool.submit(
             launch.run_ranks,
             "benchmarks.on_gpu.turns_worker",
-            job,
-            comparison.setting.ranks,
-            threads=comparison.setting.threads,
-            python=options.deepspeed_python if deepspeed else sys.executable,
+            job | {"lines": str(lines)},
+            setting.ranks,
+            threads=setting.threads,
+            python=launch.python_of(waiting[0], options),
             timeout=limit,
         )
         while True:
@@ -95,9 +126,3 @@ def _run(
             if ended:
                 return running.result()
             time.sleep(0.5)
-
-
-def _outcomes(comparison: Comparison, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A run for each turn, as the other chapters give them."""
-    setting = comparison.setting.to_json()
-    return [{"peer": turn["side"], "setting": setting, "error": "", **turn} for turn in turns]

@@ -1,5 +1,4 @@
-"""One rank of sides that take turns: `python -m benchmarks.on_gpu.turns_worker JOB.json RANK`,
-started by `launch.run_ranks`.
+"""One rank of sides that take turns, started by `launch.run_ranks`.
 
 One process a rank takes every side of a comparison, builds it, times its steps and lets it go;
 rounds go through the sides forwards and backwards, so that what drifts (clocks, temperature) falls
@@ -12,18 +11,18 @@ import gc
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import harness
+from benchmarks import harness, launch, probes
+from benchmarks.harness import middle, of_ranks
 from benchmarks.offload import sides
-from benchmarks.peers import adapters, model, probes, worker
+from benchmarks.peers import adapters, model
 from benchmarks.peers.settings import Setting
 
 NATIVE = "onefold-3-native"
@@ -56,60 +55,44 @@ def build(side: str, setting: Setting, whole: nn.Module) -> Any:
     return adapters.Onefold(setting, whole, stage, **options)
 
 
+def prepare(job: dict[str, Any]) -> None:
+    if job["sides"][0].startswith("deepspeed"):
+        adapters.prepare("deepspeed", job["setting"]["device"])
+
+
+def join(job: dict[str, Any]) -> None:
+    launch.join_on_devices(job, job["setting"]["device"])
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Every side in every round; how many turns were taken."""
+    turns, count = Turns(Setting(**job["setting"]), job["rank"]), 0
+    model.touch(lambda toy, whole: build(job["sides"][0], toy, whole), turns.setting)
+    turns.let_go()
+    for number, side in harness.in_turns(job["sides"], job["rounds"]):
+        row = {"side": side, "round": number, **turns.turn(side)}
+        count += 1
+        if turns.rank == 0:
+            with Path(job["lines"]).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+    return {"turns": count}
+
+
 class Turns:
     """The turns of one rank."""
 
-    def __init__(self, job: dict[str, Any], setting: Setting, path: Path, rank: int) -> None:
-        self.job, self.setting, self.rank = job, setting, rank
+    def __init__(self, setting: Setting, rank: int) -> None:
+        self.setting, self.rank = setting, rank
         self.cuda = setting.device == "cuda"
-        self.backend = "gloo"
-        if self.cuda:
-            gpus = torch.cuda.device_count()
-            torch.cuda.set_device(rank % gpus)
-            self.backend = "nccl" if setting.ranks <= gpus else "gloo"
-        dist.init_process_group(
-            self.backend,
-            init_method=f"file://{path.with_name('store')}",
-            rank=rank,
-            world_size=setting.ranks,
-        )
-        if job.get("deepspeed"):
-            sides.prepare("deepspeed", setting.device)
-
-    def all(self) -> int:
-        """Every side in every round; how many turns were taken."""
-        names, count = list(self.job["sides"]), 0
-        self.touch(names[0])
-        for number, side in harness.in_turns(names, self.job["rounds"]):
-            self.note({"side": side, "round": number, **self.turn(side)})
-            count += 1
-        return count
-
-    def touch(self, side: str) -> None:
-        """One step of a toy: what a device allocates for good at its first product (workspaces) is
-        no side's.
-        """
-        toy = replace(self.setting, model="gpt-tiny", tokens=32, accumulation=1)
-        trainer = build(side, toy, model.build(toy.model, device=toy.device))
-        trainer.step(
-            [
-                tuple(
-                    part.to(toy.device)
-                    for part in model.micro_batch(toy.model, toy.tokens, 0, 0, 0, toy.ranks)
-                )
-            ]
-        )
-        del trainer
-        self.let_go()
 
     def turn(self, side: str) -> dict[str, Any]:
         """What one side did; {"status": "failed", ...} where it raised on a rank: all ranks say
         so.
         """
         found: dict[str, Any] = {}
+        error = ""
         try:
             found = self.measure(side)
-            error = ""
         except Exception as raised:
             error = f"{type(raised).__name__}: {str(raised)[:300]}"
         self.let_go()
@@ -119,17 +102,8 @@ class Turns:
         if errors:
             return {"status": "failed", "error": "; ".join(errors)}
         ranks = [f for _, f in every]
-        return {
-            **ranks[0],
-            "status": "ok",
-            "step_s": [max(seconds) for seconds in zip(*(f["step_s"] for f in ranks), strict=True)],
-            "peak_mib": max(
-                (f["peak_mib"] for f in ranks if f["peak_mib"] is not None), default=None
-            ),
-            "rest_mib": max(
-                (f["rest_mib"] for f in ranks if f["rest_mib"] is not None), default=None
-            ),
-        }
+        memory = {name: of_ranks(ranks, name) for name in ("peak_mib", "rest_mib")}
+        return {**ranks[0], "status": "ok", "step_s": harness.slowest(ranks, "step_s"), **memory}
 
     def measure(self, side: str) -> dict[str, Any]:
         """Build, warm up, time. Memory in MiB beyond what was there before the model: allocated
@@ -150,14 +124,14 @@ class Turns:
         seconds = [
             self.timed(lambda taken=taken: losses.append(trainer.step(taken))) for taken in data
         ]
-        peak = (
-            torch.cuda.max_memory_allocated() / 2**20 if self.cuda else probes.peak_resident_mib()
-        )
+        peak = probes.peak_resident_mib()
+        if self.cuda:
+            peak = torch.cuda.max_memory_allocated() / 2**20
         return {
             "losses": losses,
             "step_s": seconds,
             "built_s": built,
-            "backend": self.backend if setting.ranks > 1 else "none",
+            "backend": dist.get_backend() if setting.ranks > 1 else "none",
             "peak_mib": probes.difference(peak, before),
             "rest_mib": probes.difference(self.allocated(), before),
         }
@@ -177,12 +151,7 @@ class Turns:
 
     def batches(self, step: int) -> list[adapters.Batch]:
         """This rank's micro-batches of a step, on the device."""
-        s = self.setting
-        made = [
-            model.micro_batch(s.model, s.tokens, step, m, self.rank, s.ranks)
-            for m in range(s.accumulation)
-        ]
-        return [(ids.to(s.device), labels.to(s.device)) for ids, labels in made]
+        return model.batches(self.setting, step, self.rank)
 
     def allocated(self) -> float | None:
         """MiB."""
@@ -200,12 +169,6 @@ class Turns:
             torch.cuda.empty_cache()
         else:
             probes.give_back_free_heap()
-
-    def note(self, row: dict[str, Any]) -> None:
-        """A line of the job's file, at once."""
-        if self.rank == 0:
-            with Path(self.job["lines"]).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
 
 
 def read(lines: Path) -> list[dict[str, Any]]:
@@ -228,18 +191,9 @@ def by_side(turns: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if not good:
             out[side] = {"error": next(turn["error"] for turn in turns if turn["side"] == side)}
             continue
-        memory = {
-            name: (
-                median(values)
-                if (values := [turn[name] for turn in good if turn[name] is not None])
-                else None
-            )
-            for name in ("peak_mib", "rest_mib")
-        }
-        step = median(second for turn in good for second in turn["step_s"])
         out[side] = {
-            "step_s": step,
-            **memory,
+            "step_s": median(second for turn in good for second in turn["step_s"]),
+            **{name: middle(turn[name] for turn in good) for name in ("peak_mib", "rest_mib")},
             "rounds": len(good),
             "losses": good[0]["losses"],
             "backend": good[0]["backend"],
@@ -251,21 +205,7 @@ def ratio(turns: list[dict[str, Any]], side: str, to: str) -> float | None:
     """A side's step time as a multiple of another's: the median over rounds of what their turns of
     one round say.
     """
-    found = {
-        (turn["side"], turn["round"]): median(turn["step_s"])
-        for turn in turns
-        if turn["status"] == "ok"
-    }
+    good = [turn for turn in turns if turn["status"] == "ok"]
+    found = {(turn["side"], turn["round"]): median(turn["step_s"]) for turn in good}
     rounds = [number for name, number in found if name == side and (to, number) in found]
-    return median(found[side, number] / found[to, number] for number in rounds) if rounds else None
-
-
-def work() -> NoReturn:
-    """One rank."""
-    job, path, rank = worker.read_job()
-    setting = Setting(**job["setting"])
-    worker.leave({"turns": Turns(job, setting, path, rank).all()}, path, rank)
-
-
-if __name__ == "__main__":
-    work()
+    return middle(found[side, number] / found[to, number] for number in rounds)

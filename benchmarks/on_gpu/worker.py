@@ -1,6 +1,4 @@
-"""One rank of a side: `python -m benchmarks.on_gpu.worker JOB.json RANK`, started by
-`launch.run_ranks`.
-"""
+"""One rank of a side, started by `launch.run_ranks`."""
 
 from __future__ import annotations
 
@@ -8,81 +6,73 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import launch, probes
 from benchmarks.offload import sides
 from benchmarks.offload.traced import profile
 from benchmarks.offload.worker import Ledgers
-from benchmarks.peers import adapters, model, probes, worker
+from benchmarks.peers import adapters, model
 from benchmarks.peers.settings import Setting
 from benchmarks.wires import sides as in_groups
 
 
-def join(setting: Setting, path: Path, rank: int) -> str:
-    """Take a GPU and join the other ranks; answers the backend: NCCL with a GPU each, else gloo."""
-    backend = "gloo"
-    if setting.device == "cuda":
-        gpus = torch.cuda.device_count()
-        torch.cuda.set_device(rank % gpus)
-        backend = "nccl" if setting.ranks <= gpus else "gloo"
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{path.with_name('store')}",
-        rank=rank,
-        world_size=setting.ranks,
-    )
-    return backend
+def prepare(job: dict[str, Any]) -> None:
+    adapters.prepare(job["peer"], job["setting"]["device"])
 
 
-def synchronize(setting: Setting) -> None:
-    """Wait for the GPU, if there is one."""
-    if setting.device == "cuda":
-        torch.cuda.synchronize()
+def join(job: dict[str, Any]) -> None:
+    """Plain PyTorch meets nobody; `ranks_a_node` says where nodes end, as a launcher would."""
+    if "ranks_a_node" in job:
+        os.environ["LOCAL_WORLD_SIZE"] = str(job["ranks_a_node"])
+    if job["peer"] != "plain":
+        launch.join_on_devices(job, job["setting"]["device"])
 
 
-def measure(job: dict[str, Any], setting: Setting, path: Path, rank: int) -> dict[str, Any]:
+def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Train, and time or profile; memory in MiB allocated on the GPU (resident on a CPU), peak over
     the timed steps.
     """
-    peer, whole_batch, cuda = job["peer"], job.get("whole_batch_of", 0), setting.device == "cuda"
-    how = {"disk": job.get("disk"), "own_adam": job.get("own_adam", False)}
-    sides.prepare(peer, setting.device)
-    if "ranks_a_node" in job:
-        # As a launcher would say where nodes end
-        os.environ["LOCAL_WORLD_SIZE"] = str(job["ranks_a_node"])
-    backend = "none" if peer == "plain" else join(setting, path, rank)
+    peer, setting, rank = job["peer"], Setting(**job["setting"]), job["rank"]
+    whole_batch, cuda = job.get("whole_batch_of", 0), setting.device == "cuda"
+
+    def build(given: Setting, whole: torch.nn.Module) -> Any:
+        if "ranks_a_node" in job:
+            changes = job.get("changes", {})
+            return in_groups.build(peer, given, whole, job["ranks_a_node"], **changes)
+        return sides.build(peer, given, whole, job.get("disk"), job.get("own_adam", False))
+
+    def synchronize() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+
     if "ranks_a_node" not in job:  # there memory is not what is asked
-        sides.touch(peer, setting, **how)
-    synchronize(setting)
+        model.touch(build, setting)
+    synchronize()
     on_host = probes.resident_mib()
     baseline = torch.cuda.memory_allocated() / 2**20 if cuda else on_host
     whole = model.build(setting.model, device=setting.device)
     numel = sum(p.numel() for p in whole.parameters())
-    if "ranks_a_node" in job:
-        trainer = in_groups.build(
-            peer, setting, whole, job["ranks_a_node"], **job.get("changes", {})
-        )
-    else:
-        trainer = sides.build(peer, setting, whole, **how)
+    trainer = build(setting, whole)
     ledgers = Ledgers(trainer)
 
     def batches(step: int) -> list[adapters.Batch]:
-        ranks = whole_batch or setting.ranks
+        if not whole_batch:
+            return model.batches(setting, step, rank)
         # A single process takes every rank's part, one after another
-        taken = range(ranks) if whole_batch else [rank]
         made = [
-            model.micro_batch(setting.model, setting.tokens, step, m, r, ranks)
+            model.micro_batch(setting.model, setting.tokens, step, m, r, whole_batch)
             for m in range(setting.accumulation)
-            for r in taken
+            for r in range(whole_batch)
         ]
         return [(ids.to(setting.device), labels.to(setting.device)) for ids, labels in made]
 
     losses = [trainer.step(batches(step)) for step in range(setting.warmup)]
     data = [batches(setting.warmup + step) for step in range(setting.steps)]
-    synchronize(setting)
+    synchronize()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     probes.reset_peak()
@@ -91,12 +81,12 @@ def measure(job: dict[str, Any], setting: Setting, path: Path, rank: int) -> dic
     for taken in data:
         start = time.perf_counter()
         losses.append(trainer.step(taken))
-        synchronize(setting)
+        synchronize()
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else probes.peak_resident_mib()
     result = {
         "rank": rank,
-        "backend": backend,
+        "backend": dist.get_backend() if dist.is_initialized() else "none",
         "losses": losses,
         "step_s": seconds,
         "peak_mib": probes.difference(peak, baseline),
@@ -107,15 +97,12 @@ def measure(job: dict[str, Any], setting: Setting, path: Path, rank: int) -> dic
         "numel": numel,
     }
     if "ranks_a_node" in job:
-        result["between_bytes"] = trainer.onefold.engine_of(trainer.model).traffic.by_link()[
-            "between"
-        ]
+        result["between_bytes"] = trainer.engine.traffic.by_link()["between"]
     if peer.startswith("onefold"):
         result["observed"] = observed(trainer, data[-1])
     if job.get("trace"):
-        result["trace"] = profile(
-            trainer, data[-2:], setting, Path(job["trace"]) if rank == 0 else None
-        )
+        kept = Path(job["trace"]) if rank == 0 else None
+        result["trace"] = profile(trainer, data[-2:], setting, kept)
     return result
 
 
@@ -130,19 +117,5 @@ def observed(trainer: Any, taken: Sequence[adapters.Batch]) -> dict[str, Any]:
         loss = trainer.step(taken)
     row = meter.step(loss=torch.tensor(loss, device=taken[0][0].device))
     account = measured(trainer.model, trainer.optimizer, seen)
-    return {
-        "account": account.to_json(),
-        "machine": reconciled(trainer.model, account).to_json(),
-        "row": row,
-    }
-
-
-def work() -> NoReturn:
-    """One rank."""
-    job, path, rank = worker.read_job()
-    setting = Setting(**job["setting"])
-    worker.leave(measure(job, setting, path, rank), path, rank)
-
-
-if __name__ == "__main__":
-    work()
+    machine = reconciled(trainer.model, account)
+    return {"account": account.to_json(), "machine": machine.to_json(), "row": row}

@@ -12,7 +12,8 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.launch import requirement
+from benchmarks.peers.model import Batch
 from benchmarks.peers.settings import Setting
 
-Batch = tuple[Tensor, Tensor]
 LEARNING_RATE = 3e-4
 WEIGHT_DECAY = 0.1
 
@@ -139,56 +141,81 @@ class FSDP2(_TorchPeer):
     """`fully_shard` on each block, then on the root: the set-up of its tutorial. Reduces every
     micro-batch.
 
-    `hybrid`: (groups, ranks in each) shards inside a group and replicates across; empty shards over
-    all ranks.
+    Args:
+        hybrid: (groups, ranks in each) shards inside a group and replicates across; empty shards
+            over all ranks. offload: with CPUOffloadPolicy. init: gives a model of the meta device
+            its values.
     """
 
-    def __init__(self, setting: Setting, model: nn.Module, hybrid: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        model: nn.Module,
+        hybrid: tuple[int, ...] = (),
+        *,
+        offload: bool = False,
+        init: Callable[[nn.Module], object] | None = None,
+    ) -> None:
         super().__init__(setting)
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         self.autocast = False
-        names = ("replicate", "shard")[-len(hybrid or (setting.ranks,)) :]
-        mesh = init_device_mesh(setting.device, hybrid or (setting.ranks,), mesh_dim_names=names)
+        sizes = hybrid or (setting.ranks,)
+        names = ("replicate", "shard")[-len(sizes) :]
         dtype = torch.bfloat16 if setting.precision == "bf16" else None
-        policy = MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None
-        )
-        blocks = model.get_submodule("blocks")
-        for block in blocks.children():
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        wide = torch.float32 if dtype else None
+        how: dict[str, Any] = {
+            "mesh": init_device_mesh(setting.device, sizes, mesh_dim_names=names),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide),
+        }
+        if offload:
+            how["offload_policy"] = CPUOffloadPolicy(pin_memory=setting.device == "cuda")
+        for block in model.get_submodule("blocks").children():
+            fully_shard(block, **how)
+        fully_shard(model, **how)
+        if init is not None:
+            model.to_empty(device="cpu")
+            model.apply(init)
         self.model = model
         self.optimizer = adamw(model.parameters())
 
 
-class DeepSpeed:
-    """DeepSpeed's engine over a torch optimizer; it divides the loss by the micro-batches and clips
-    by itself.
+def deepspeed_config(setting: Setting, **zero: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration; `zero` are the keys of its `zero_optimization`."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": setting.accumulation,
+        "gradient_clipping": setting.clip,  # the default is 1.0 since 0.19, hence always said
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": setting.precision == "bf16"},
+        "steps_per_print": 10**9,
+    }
+    if setting.precision == "bf16":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
 
-    `zero` are further keys of its `zero_optimization`.
+
+class DeepSpeed:
+    """DeepSpeed's engine over torch's AdamW, or over its own; it divides the loss by the
+    micro-batches and clips by itself. `zero` are keys of its `zero_optimization`.
     """
 
-    def __init__(self, setting: Setting, model: nn.Module, stage: int, **zero: Any) -> None:
+    def __init__(
+        self, setting: Setting, model: nn.Module, *, own_adam: bool = False, **zero: Any
+    ) -> None:
         self.setting = setting
-        bf16 = setting.precision == "bf16"
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": setting.accumulation,
-            "gradient_clipping": setting.clip,  # the default is 1.0 since 0.19, hence always said
-            "zero_optimization": {"stage": stage, **zero},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "bf16": {"enabled": bf16},
-            "steps_per_print": 10**9,
-        }
-        if bf16:
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
         deepspeed = importlib.import_module("deepspeed")
-        self.engine: Any = deepspeed.initialize(
-            model=model, optimizer=adamw(model.parameters()), config=config
-        )[0]
+        if own_adam:
+            made = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+            how = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "adamw_mode": True}
+            optimizer = made(model.parameters(), **how)
+        else:
+            optimizer = adamw(model.parameters())
+        config = deepspeed_config(setting, **zero)
+        self.engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def ledger_bytes(self) -> int | None:
         return None
@@ -212,10 +239,18 @@ class Onefold(_TorchPeer):
         super().__init__(setting)
         self.onefold: Any = importlib.import_module("onefold")
         self.autocast = False
+        built = all(not p.is_meta for p in model.parameters())
         self.model = self.onefold.shard(
-            model, self.onefold.Recipe.zero(stage, precision=setting.precision, **recipe)
+            model,
+            self.onefold.Recipe.zero(stage, precision=setting.precision, **recipe),
+            device=None if built else setting.device,
         )
         self.optimizer = adamw(self.model.parameters())
+
+    @property
+    def engine(self) -> Any:
+        """Onefold's engine."""
+        return self.onefold.engine_of(self.model)
 
     def between_boundaries(self) -> contextlib.AbstractContextManager[Any]:
         context: contextlib.AbstractContextManager[Any] = self.onefold.no_sync(self.model)
@@ -225,54 +260,45 @@ class Onefold(_TorchPeer):
         self.onefold.clip_grad_norm_(self.model, self.setting.clip)
 
     def ledger_bytes(self) -> int | None:
-        return int(self.onefold.engine_of(self.model).traffic.total())
+        return int(self.engine.traffic.total())
 
 
-def requirement(peer: str) -> str | None:
-    """The package that the peer needs beside torch, None for torch's own."""
-    family = peer.partition("-")[0]
-    return family if family in ("deepspeed", "onefold") else None
-
-
-def prepare(peer: str) -> None:
+def prepare(peer: str, device: str = "cpu") -> None:
     """Import what the peer needs, before memory is measured: the size of a library is not the size
     of its state.
     """
-    if requirement(peer) == "deepspeed":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    package = requirement(peer)
+    if package == "deepspeed":
+        os.environ.setdefault("DS_ACCELERATOR", device)
         # Its ninja stands beside the interpreter, which need not be on the PATH when no environment
         # is activated.
-        os.environ["PATH"] = (
-            str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", "")
-        )
-    package = requirement(peer)
+        beside = str(Path(sys.executable).parent)
+        os.environ["PATH"] = os.pathsep.join([beside, os.environ.get("PATH", "")])
     if package:
         importlib.import_module(package)
-    if peer == "fsdp2":
+    if peer.startswith("fsdp2"):
         importlib.import_module("torch.distributed.fsdp")
     if peer == "zero-optimizer":
         importlib.import_module("torch.distributed.optim")
 
 
+PEERS: dict[str, Callable[..., Peer]] = {
+    "plain": Plain,  # PyTorch alone
+    "ddp": DDP,
+    "ddp-bf16-wire": partial(DDP, compress=True),
+    "zero-optimizer": ZeroOptimizer,
+    "fsdp2": FSDP2,
+    **{f"deepspeed-{stage}": partial(DeepSpeed, stage=stage) for stage in (1, 2, 3)},
+    **{f"onefold-{stage}": partial(Onefold, stage=stage) for stage in (0, 1, 2, 3)},
+}
+
+
 def build(peer: str, setting: Setting, model: nn.Module) -> Peer:
     """The peer around `model`, which holds whole fp32 weights on every rank.
 
-    "plain" is PyTorch alone; the other names are those of `settings.PEERS`. Raises ValueError for
-    any further one.
+    Raises:
+        ValueError: a name that is not in `PEERS`.
     """
-    family, _, stage = peer.rpartition("-")
-    if family == "deepspeed":
-        return DeepSpeed(setting, model, int(stage))
-    if family == "onefold":
-        return Onefold(setting, model, int(stage))
-    if peer == "plain":
-        return Plain(setting, model)
-    if peer == "ddp":
-        return DDP(setting, model)
-    if peer == "ddp-bf16-wire":
-        return DDP(setting, model, compress=True)
-    if peer == "zero-optimizer":
-        return ZeroOptimizer(setting, model)
-    if peer == "fsdp2":
-        return FSDP2(setting, model)
-    raise ValueError(f"There is no peer {peer!r}; `settings.PEERS` lists them.")
+    if peer not in PEERS:
+        raise ValueError(f"There is no peer {peer!r}; choose one of {', '.join(PEERS)}.")
+    return PEERS[peer](setting, model)

@@ -4,11 +4,18 @@ tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from benchmarks.peers.settings import Setting
+
+Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -125,8 +132,7 @@ def micro_batch(
     stands and no more.
 
     Token frequencies follow Zipf's law (log-uniform ids), so that there is something to learn and
-    the losses of a few
-    steps move: peers whose losses agree then agree on something.
+    the losses of a few steps move: peers whose losses agree then agree on something.
     """
     shape = SHAPES[name]
     seq = min(shape.seq, tokens)
@@ -134,3 +140,23 @@ def micro_batch(
     uniform = torch.rand(max(1, tokens // seq), seq + 1, generator=source, dtype=torch.float64)
     ids = (shape.vocab**uniform).long().sub_(1).clamp_(0, shape.vocab - 1)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def batches(setting: Setting, step: int, rank: int) -> list[Batch]:
+    """A rank's micro-batches of a step, on the setting's device."""
+    made = [
+        micro_batch(setting.model, setting.tokens, step, micro, rank, setting.ranks)
+        for micro in range(setting.accumulation)
+    ]
+    return [(ids.to(setting.device), labels.to(setting.device)) for ids, labels in made]
+
+
+def touch(build_side: Callable[[Setting, nn.Module], Any], setting: Setting) -> None:
+    """Let a side train a toy for a step, so that its code, lazy imports included, and what a device
+    allocates for good at its first product are there before anything is measured.
+    """
+    toy = replace(setting, model="gpt-tiny", tokens=32)
+    trainer = build_side(toy, build(toy.model, device=toy.device))
+    trainer.step(batches(toy, 0, 0))
+    del trainer
+    gc.collect()

@@ -49,6 +49,9 @@ NOTES: dict[str, str] = {
 REFERENCE = "ddp"
 """The peer that ratios and loss differences refer to."""
 
+LOSSES_COMPARED = 6
+"""Steps whose losses are compared: later ones differ by what rounding has grown to, in equal libraries too."""
+
 SIZES: dict[str, int] = {"communication": 256, "compute": 2048}
 """Tokens a rank and micro-batch: 256 leave the wire the bottleneck of a 110M-parameter model, 2,048 the arithmetic."""
 
@@ -76,15 +79,9 @@ class Setting:
     threads: int = 1
     device: str = "cpu"
 
-    @property
-    def key(self) -> str:
-        """A name that tells settings of one report apart."""
-        clip = f"-clip{self.clip:g}" if self.clip else ""
-        return f"{self.model}-{self.size}{self.tokens}-{self.precision}-{self.ranks}ranks-acc{self.accumulation}{clip}"
-
-    def applies(self, peer: str) -> bool:
-        """Whether the peer means anything here: one that compresses to bf16 is left out of fp32."""
-        return self.precision == "bf16" or peer != "ddp-bf16-wire"
+    def those(self, peers: Sequence[str]) -> list[str]:
+        """The peers that mean anything here: one that compresses to bf16 is left out of fp32."""
+        return [p for p in peers if self.precision == "bf16" or p != "ddp-bf16-wire"]
 
     @property
     def title(self) -> str:
@@ -107,21 +104,19 @@ class Setting:
 
 
 def matrix(
-    *,
-    model: str,
     sizes: Sequence[str],
     precisions: Sequence[str],
     ranks: Sequence[int],
     accumulations: Sequence[int],
-    tokens: int | None,
-    warmup: int,
-    steps: int,
-    clip: float,
-    threads: int,
+    *,
+    tokens: int | None = None,
+    warmup: int = 2,
+    steps: int = 4,
     full: bool = True,
+    **shared: Any,
 ) -> list[Setting]:
     """Every combination or, unless `full`, those that differ from the first of each in at most one
-    respect.
+    respect. `shared` are the same for all.
 
     Cheap settings come first. `tokens` replaces the tokens that a size stands for. A step that is
     compute-bound or of several micro-batches is long and steady, so half of `warmup` and `steps` do
@@ -135,7 +130,6 @@ def matrix(
         size, count, precision, micro = combination
         long = size == "compute" or micro > 1
         setting = Setting(
-            model=model,
             size=size,
             tokens=tokens or SIZES[size],
             precision=precision,
@@ -143,8 +137,7 @@ def matrix(
             accumulation=micro,
             warmup=max(1, warmup // 2) if long and warmup else warmup,
             steps=max(2, steps // 2) if long else steps,
-            clip=clip,
-            threads=threads,
+            **shared,
         )
         found.append(setting)
     return found

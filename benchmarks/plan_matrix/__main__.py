@@ -1,5 +1,5 @@
 """The proof of the plan: every setting planned, then trained on real ranks, and both put side by
-side.
+side, line by line.
 
     python -m benchmarks.plan_matrix [--quick] [--rounds 7] [--ranks 1 2 4] [--architectures gpt2
     llama mixtral] [--name plan_matrix]
@@ -16,11 +16,11 @@ Writes benchmarks/results/NAME.json and NAME.md; ends with status 1 if anything 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.harness import RESULTS
-from benchmarks.peers.launch import run_ranks
+from benchmarks.launch import run_ranks
 from benchmarks.plan_matrix.pace import HIDDEN, TOKENS, expected
 from benchmarks.plan_matrix.planning import judge, orders, predict
 from benchmarks.plan_matrix.report import markdown
@@ -39,15 +39,10 @@ def measured(
         RuntimeError: a rank failed.
     """
     first = settings[0][0]
-    job = {
-        "setting": {"ranks": first.ranks, "threads": threads},
-        "rounds": rounds,
-        "usual": usual(first.ranks),
-        "settings": [[c.to_json() for c in part] for part in settings],
-    }
-    ran = run_ranks(
-        "benchmarks.plan_matrix.worker", job, first.ranks, threads=threads, timeout=timeout
-    )
+    job = {"rounds": rounds, "usual": usual(first.ranks)}
+    job["settings"] = [[c.to_json() for c in part] for part in settings]
+    how: Any = {"threads": threads, "timeout": timeout}
+    ran = run_ranks("benchmarks.plan_matrix.worker", job, first.ranks, **how)
     if ran["status"] != "ok":
         raise RuntimeError(f"{first} and {sum(map(len, settings)) - 1} more: {ran['error']}")
     return [
@@ -85,33 +80,25 @@ def rows_of(part: list[Cell], rounds: int, threads: int, timeout: float) -> list
             seconds = group_seconds(ranks)
             judged = [judge(cell, account, one, seconds) for one in ranks]
             judged[0]["paces"] = ranks[0]["paces"]
-            rows.append(
-                judged[0]
-                | {"wrong": list(dict.fromkeys(w for row in judged for w in row["wrong"]))}
-            )
-            print(
-                f"{'wrong' if rows[-1]['wrong'] else 'ok':6}{cell}{''.join(f'; {w}' for w in rows[-1]['wrong'])}",
-                flush=True,
-            )
+            wrong = list(dict.fromkeys(w for row in judged for w in row["wrong"]))
+            rows.append(judged[0] | {"wrong": wrong})
+            said = "; ".join([str(cell), *wrong])
+            print(f"{'wrong' if wrong else 'ok':6}{said}", flush=True)
     return rows
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser(
         "plan_matrix",
         __doc__,
         rounds=7,
         threads=1,
         timeout=1800.0,
-        name="plan_matrix",
-        output=RESULTS,
+        quick=(False, "a part of it, and nothing is timed"),
+        ranks=([1, 2, 4], "how many ranks"),
+        architectures=(list(ARCHITECTURES), "which models", ARCHITECTURES),
     )
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument(
-        "--architectures", nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES
-    )
-    args = harness.parsed(parser, None)
+    args = harness.parsed(parser, arguments)
     few: dict[str, Any] = {"precisions": ["bf16"], "accumulations": [4]} if args.quick else {}
     rows: list[dict[str, Any]] = []
     for architecture in args.architectures:

@@ -74,37 +74,19 @@ def build(architecture: str) -> nn.Module:
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
     common = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 0, "eos_token_id": 1}
-    decoder = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-    }
+    decoder = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    decoder |= {"tie_word_embeddings": False, **common}
     if architecture == "gpt2":
-        own = {
-            "n_embd": 192,
-            "n_layer": 6,
-            "n_head": 4,
-            "n_positions": 256,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-        }
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**own, **common))
+        size = {"n_embd": 192, "n_layer": 6, "n_head": 4, "n_positions": 256}
+        drops = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **drops, **common))
     if architecture == "llama":
-        own = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6}
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**own, **decoder, **common))
+        size = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **decoder))
     if architecture == "mixtral":
-        own = {
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 4,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        }
-        return transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(**own, **decoder, **common)
-        )
+        size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+        size |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**size, **decoder))
     raise ValueError(f"architecture {architecture!r}: expected one of {', '.join(ARCHITECTURES)}.")
 
 

@@ -1,25 +1,22 @@
-"""One rank of a part of the matrix: `python -m benchmarks.plan_matrix.worker JOB.json RANK`,
-started by `benchmarks.peers.launch`.
-"""
+"""One rank of a part of the matrix, started by `launch.run_ranks`."""
 
 from __future__ import annotations
 
-from benchmarks.peers.worker import join_over_gloo, leave, read_job
-from benchmarks.plan_matrix.measuring import measure
+from typing import Any
+
+from benchmarks.launch import join_over_gloo
+from benchmarks.plan_matrix import measuring
 from benchmarks.plan_matrix.settings import Cell
 
 
-def main() -> None:
-    """Join the others, measure one setting after another, leave."""
-    job, path, rank = read_job()
-    if job["setting"]["ranks"] > 1:
-        join_over_gloo(path, rank)
-    seen = [
-        measure([Cell(**cell) for cell in part], job["rounds"], job["usual"])
-        for part in job["settings"]
-    ]
-    leave({"rank": rank, "settings": seen}, path, rank)
+def join(job: dict[str, Any]) -> None:
+    """One rank alone meets nobody."""
+    if job["ranks"] > 1:
+        join_over_gloo(job)
 
 
-if __name__ == "__main__":
-    main()
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """One setting after another."""
+    parts = [[Cell(**cell) for cell in part] for part in job["settings"]]
+    seen = [measuring.measure(part, job["rounds"], job["usual"]) for part in parts]
+    return {"rank": job["rank"], "settings": seen}

@@ -84,26 +84,14 @@ def work(
         weights = formulas.zeropp_bytes(numel, quantized_gradients=False)
         copy = 2 * numel * (machine.local - 1) / machine.local
         gathers = weights["between"] - 2 * numel
-        local = machine.local
+        local, nodes = machine.local, machine.nodes
+        summed = wanted["inside"] - weights["inside"]
+        between = (wanted["between"] - gathers) / local
         moves = [
             Traffic.ring("all-gather", gathers, calls, machine),
             Traffic("all-gather", copy, 0.0, calls, local - 1, local),
-            Traffic(
-                "reduce-scatter",
-                wanted["inside"] - weights["inside"],
-                0.0,
-                calls,
-                local - 1,
-                local,
-            ),
-            Traffic(
-                "reduce-scatter",
-                0.0,
-                (wanted["between"] - gathers) / local,
-                calls,
-                machine.nodes - 1,
-                machine.nodes,
-            ),
+            Traffic("reduce-scatter", summed, 0.0, calls, local - 1, local),
+            Traffic("reduce-scatter", 0.0, between, calls, nodes - 1, nodes),
         ]
     else:
         once = formulas.wire_bytes(numel, "ddp", machine.ranks) / 2
@@ -123,97 +111,54 @@ def blocks_of(numel: float) -> int:
     return len(ModelShape.of_size(int(numel)).units) - 1
 
 
-def _deepspeed(link_share: float) -> Software:
-    return Software(link_share=link_share, overlap=DEEPSPEED_OVERLAP)
+def _deepspeed(
+    name: str, gpu: str, per_node: int, link: str, link_share: float, fitted_on: str
+) -> System:
+    """ZeRO-3 of DeepSpeed: the share of the nominal link that it got is fitted."""
+    software, precision = Software(link_share=link_share, overlap=DEEPSPEED_OVERLAP), "fp16"
+    how = (software, DEEPSPEED_MESSAGES, precision, "link_share", fitted_on)
+    return System(name, gpu, per_node, link, *how)
+
+
+def _other(
+    name: str,
+    gpu: str,
+    per_node: int,
+    link: str,
+    kernel_share: float,
+    fitted_on: str,
+    precision: str = "fp16",
+) -> System:
+    """A system whose share of the peak in kernels is fitted."""
+    software = Software(kernel_share=kernel_share)
+    return System(name, gpu, per_node, link, software, 1, precision, "kernel_share", fitted_on)
 
 
 SYSTEMS: Mapping[str, System] = {
-    "azure": System(
-        name="DeepSpeed ZeRO-3 on Azure, 2022",
-        gpu="a100-80",
-        per_node=8,
-        link="8x200g",
-        software=_deepspeed(0.64),
-        messages=DEEPSPEED_MESSAGES,
-        precision="fp16",
-        fitted="link_share",
-        fitted_on="175B at 1,024 tokens, all rows but micro-batch 1 and 16 on 128 and 1,024 GPUs",
+    "azure": _deepspeed(
+        "DeepSpeed ZeRO-3 on Azure, 2022", "a100-80", 8, "8x200g", 0.64,
+        "175B at 1,024 tokens, all rows but micro-batch 1 and 16 on 128 and 1,024 GPUs",
     ),
-    "megatron-zero3": System(
-        name="ZeRO-3 as Megatron-LM compared with it, 2021",
-        gpu="a100-80",
-        per_node=8,
-        link="8x200g",
-        software=_deepspeed(0.17),
-        messages=DEEPSPEED_MESSAGES,
-        precision="fp16",
-        fitted="link_share",
-        fitted_on="174.6B on 768 GPUs",
+    "megatron-zero3": _deepspeed(
+        "ZeRO-3 as Megatron-LM compared with it, 2021", "a100-80", 8, "8x200g", 0.17, "174.6B on 768 GPUs",
     ),
-    "zero++": System(
-        name="ZeRO-3 and ZeRO++ on 384 V100, 2023",
-        gpu="v100-32",
-        per_node=16,
-        link="100g",
-        software=_deepspeed(1.0),
-        messages=DEEPSPEED_MESSAGES,
-        precision="fp16",
-        fitted="link_share",
-        fitted_on="both columns of all rows but 138B at 100 Gbit/s and 1,024 tokens",
+    "zero++": _deepspeed(
+        "ZeRO-3 and ZeRO++ on 384 V100, 2023", "v100-32", 16, "100g", 1.0,
+        "both columns of all rows but 138B at 100 Gbit/s and 1,024 tokens",
     ),
-    "zero-2": System(
-        name="ZeRO-2 on DGX-2, 2020",
-        gpu="v100-32",
-        per_node=16,
-        link="dgx-2",
-        software=Software(kernel_share=0.69),
-        messages=1,
-        precision="fp16",
-        fitted="kernel_share",
-        fitted_on="6B (Fig. 4, without model parallelism)",
+    "zero-2": _other(
+        "ZeRO-2 on DGX-2, 2020", "v100-32", 16, "dgx-2", 0.69, "6B (Fig. 4, without model parallelism)"
     ),
-    "zero-offload": System(
-        name="ZeRO-Offload on one V100, 2021",
-        gpu="v100-32",
-        per_node=16,
-        link="dgx-2",
-        software=Software(kernel_share=0.59),
-        messages=1,
-        precision="fp16",
-        fitted="kernel_share",
-        fitted_on="10B (Fig. 8)",
+    "zero-offload": _other(
+        "ZeRO-Offload on one V100, 2021", "v100-32", 16, "dgx-2", 0.59, "10B (Fig. 8)"
     ),
-    "zero-infinity": System(
-        name="ZeRO-Infinity on one DGX-2, 2021",
-        gpu="v100-32",
-        per_node=16,
-        link="dgx-2",
-        software=Software(kernel_share=0.66),
-        messages=1,
-        precision="fp16",
-        fitted="kernel_share",
-        fitted_on="10B, everything on the GPUs (Fig. 5c)",
+    "zero-infinity": _other(
+        "ZeRO-Infinity on one DGX-2, 2021", "v100-32", 16, "dgx-2", 0.66, "10B, everything on the GPUs (Fig. 5c)"
     ),
-    "fsdp": System(
-        name="PyTorch FSDP, 2023",
-        gpu="a100-80",
-        per_node=8,
-        link="2000g",
-        software=Software(kernel_share=0.67),
-        messages=1,
-        precision="bf16",
-        fitted="kernel_share",
-        fitted_on="GPT-175B, batch 1 on 128 GPUs",
+    "fsdp": _other(
+        "PyTorch FSDP, 2023", "a100-80", 8, "2000g", 0.67, "GPT-175B, batch 1 on 128 GPUs", "bf16"
     ),
-    "torchtitan": System(
-        name="torchtitan with torch.compile, 2024",
-        gpu="h100-96",
-        per_node=8,
-        link="8x400g",
-        software=Software(kernel_share=0.53),
-        messages=1,
-        precision="bf16",
-        fitted="kernel_share",
-        fitted_on="Llama 3.1 8B, FSDP and compile, 8 GPUs",
+    "torchtitan": _other(
+        "torchtitan with torch.compile, 2024", "h100-96", 8, "8x400g", 0.53, "Llama 3.1 8B, FSDP and compile, 8 GPUs", "bf16"
     ),
-}
+}  # fmt: skip

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
 
 DATA = Path(__file__).parents[1] / "data"
+GB, GIB, TIB, BILLION, TERA = 1e9, 2**30, 2**40, 1e9, 1e12
 Row = dict[str, str]
+Rows = list[Row]
 
 
 @dataclass(frozen=True)
@@ -39,17 +44,51 @@ class Table:
     source: str
     files: tuple[str, ...]
     says: str
-    lines: list[Line] = field(default_factory=list)
+    lines: list[Line]
+
+    @property
+    def free(self) -> list[Line]:
+        """Lines that no constant was fitted to."""
+        return [line for line in self.lines if not line.fitted]
 
 
-def read(name: str) -> list[Row]:
+MAKERS: dict[str, list[Callable[[], Table]]] = {}
+"""module -> what makes its tables, in order."""
+
+
+def table(title: str, kind: str, source: str, *files: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a table of a function that takes the rows of `files` and yields the fields of `Line`s.
+    Its docstring is what the page says of the table.
+    """
+
+    def made(lines: Callable[..., Iterable[tuple[Any, ...]]]) -> Callable[[], Table]:
+        def make() -> Table:
+            found = [
+                Line(what, predicted, float(published), *more)
+                for what, predicted, published, *more in lines(*map(read, files))
+            ]
+            return Table(title, kind, source, files, " ".join((lines.__doc__ or "").split()), found)
+
+        MAKERS.setdefault(lines.__module__, []).append(make)
+        return make
+
+    return made
+
+
+def read(name: str, folder: Path = DATA) -> Rows:
     """The rows of data/NAME.csv."""
-    with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+    with (folder / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
-def figures(rows: Iterable[Row], key: str) -> list[float]:
-    return [float(row[key]) for row in rows]
+def ints(row: Row, *names: str) -> list[int]:
+    """Cells as whole numbers."""
+    return [int(row[name]) for name in names]
+
+
+def facts(rows: Rows, system: str = "") -> dict[str, str]:
+    """item -> value, of one system where the rows have several."""
+    return {r["item"]: r["value"] for r in rows if r.get("system", "").startswith(system)}
 
 
 def number(value: float) -> str:
@@ -65,31 +104,22 @@ def within(lines: Iterable[Line], share: float) -> int:
 
 def markdown(table: Table) -> str:
     """A section: what it compares, where it is from, the lines."""
-    free = [line for line in table.lines if not line.fitted]
-    worst = max(free, key=lambda line: abs(line.ratio - 1), default=None)
+    free = table.free
     summary = f"{len(free)} figures not fitted"
-    if worst:
+    if free:
+        worst = max(free, key=lambda line: abs(line.ratio - 1))
         summary += (
             f", {within(free, 0.05)} within 5 %, {within(free, 0.25)} within 25 %; farthest:"
             f" {worst.what}, ratio {worst.ratio:.2f}"
         )
-    head = [
-        f"### {table.title}",
-        "",
-        (
-            f"{table.says} Source: {table.source}; data:"
-            f" {', '.join(f'`{f}.csv`' for f in table.files)}. {summary}."
-        ),
-        "",
-        "| what | predicted | published | unit | ratio |",
-        "|---|---|---|---|---|",
-    ]
-    rows = [
-        f"| {line.what} | {number(line.predicted)} | {number(line.published)} | {line.unit} "
-        f"| {line.ratio:.3f}{' (fitted)' if line.fitted else ''} |"
-        for line in table.lines
-    ]
-    return "\n".join([*head, *rows, ""])
-
-
-Maker = Callable[[], Table]
+    data = ", ".join(f"`{file}.csv`" for file in table.files)
+    columns: harness.Columns = {
+        "what": lambda line: line.what,
+        "predicted": lambda line: number(line.predicted),
+        "published": lambda line: number(line.published),
+        "unit": lambda line: line.unit,
+        "ratio": lambda line: f"{line.ratio:.3f}{' (fitted)' if line.fitted else ''}",
+    }
+    about = f"{table.says} Source: {table.source}; data: {data}. {summary}."
+    lines = harness.markdown_table(columns, table.lines, left=5)
+    return f"### {table.title}\n\n{about}\n\n{lines}"

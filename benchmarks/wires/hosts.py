@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.wires.settings import Link
+from benchmarks.wires.sides import Link
 
 INTERFACE = "wire"
 ADDRESS = "WIRES_ADDRESS"
@@ -201,20 +201,8 @@ def joined(link: Link) -> Iterator[tuple[Host, Host]]:
             pair.append(Host(number))
             stack.callback(pair[-1].close)
         first, second = pair
-        ends = [
-            "ip",
-            "link",
-            "add",
-            INTERFACE,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            INTERFACE,
-            "netns",
-            str(second.pid),
-        ]
-        first.set(*ends)
+        ends = f"ip link add {INTERFACE} type veth peer name {INTERFACE} netns {second.pid}"
+        first.set(*ends.split())
         for host in pair:
             # No IPv6 announcements among the counted bytes
             host.set("ip", "link", "set", INTERFACE, "addrgenmode", "none")

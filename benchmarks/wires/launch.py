@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.launch import ROOT, environment, wait
+from benchmarks.harness import ROOT, Run
+from benchmarks.launch import environment, wait
 from benchmarks.peers.settings import Setting
 from benchmarks.wires.hosts import ADDRESS, INTERFACE, Host, HostError, joined
-from benchmarks.wires.settings import HOSTS, Link
-from benchmarks.wires.summary import Run
+from benchmarks.wires.sides import HOSTS, Link
 
 PORT = 29500
 """Where the first host's torchrun waits for the other: a new host has every port free."""
@@ -38,51 +38,26 @@ def run_side(
         HostError: there can be no hosts (any more).
     """
     started, ranks_a_host = time.monotonic(), setting.ranks // HOSTS
-    job = {
-        "side": name,
-        "setting": setting.to_json(),
-        "ranks_a_host": ranks_a_host,
-        "timeout": timeout,
-    }
+    about = {"side": name, "setting": setting.to_json(), "timeout": timeout}
     with tempfile.TemporaryDirectory(prefix="wires-") as folder, joined(link) as pair:
         path = Path(folder, "job.json")
-        path.write_text(json.dumps(job))
+        path.write_text(json.dumps({**about, "ranks_a_host": ranks_a_host}))
         agents = [
             _agent(host, pair[0], path, ranks_a_host, setting.threads, python) for host in pair
         ]
         failed = wait(agents, started + timeout)
-        written = [
-            file
-            for rank in range(setting.ranks)
-            if (file := path.with_name(f"rank{rank}.json")).exists()
-        ]
+        files = [path.with_name(f"rank{rank}.json") for rank in range(setting.ranks)]
         wall = time.monotonic() - started
-        if len(written) == setting.ranks:
-            return Run(
-                name,
-                link.to_json(),
-                number,
-                "ok",
-                [json.loads(file.read_text()) for file in written],
-                wall_s=wall,
-            )
+        if all(file.exists() for file in files):
+            ranks = [json.loads(file.read_text()) for file in files]
+            return Run(name, number, "ok", ranks, wall_s=wall)
         # The first is not a consequence
         failures = sorted(path.parent.glob("rank*.failed"), key=lambda file: file.stat().st_mtime)
-        told = [
-            file.read_text(errors="replace")
-            for file in failures or [path.with_name(f"host{failed or 0}.log")]
-        ]
-    said = without_places(told[0]).strip()[-1500:]
+        told = failures[0] if failures else path.with_name(f"host{failed or 0}.log")
+        said = without_places(told.read_text(errors="replace")).strip()[-1500:]
     if failed is None:
-        return Run(
-            name,
-            link.to_json(),
-            number,
-            "timeout",
-            error=f"not finished after {timeout:g} s; last said: {said}",
-            wall_s=wall,
-        )
-    return Run(name, link.to_json(), number, "failed", error=said, wall_s=wall)
+        said = f"not finished after {timeout:g} s; last said: {said}"
+    return Run(name, number, "timeout" if failed is None else "failed", error=said, wall_s=wall)
 
 
 def without_places(text: str) -> str:
@@ -96,34 +71,24 @@ def _agent(
     host: Host, first: Host, job: Path, ranks: int, threads: int, python: str
 ) -> subprocess.Popen[bytes]:
     """torchrun on one host; its rendezvous is on the first."""
-    command = [
-        *(
-            python,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            str(HOSTS),
-            "--nproc-per-node",
-            str(ranks),
-            "--max-restarts",
-            "0",
-        ),
-        *(
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-id",
-            "wires",
-            "--rdzv-endpoint",
-            f"{first.address}:{PORT}",
-        ),
+    how: dict[str, object] = {
+        "nnodes": HOSTS,
+        "nproc-per-node": ranks,
+        "max-restarts": 0,
+        "rdzv-backend": "c10d",
+        "rdzv-id": "wires",
+        "rdzv-endpoint": f"{first.address}:{PORT}",
         # Names resolve to nothing here
-        *("--rdzv-conf", f"is_host={int(host is first)}", "--local-addr", host.address),
-        *("--monitor-interval", "0.1", "-m", "benchmarks.wires.worker", str(job)),
-    ]
+        "rdzv-conf": f"is_host={int(host is first)}",
+        "local-addr": host.address,
+        "monitor-interval": 0.1,
+    }
+    options = [word for name, value in how.items() for word in (f"--{name}", str(value))]
+    work = ["-m", "benchmarks.wires.worker", str(job)]
     more = {"GLOO_SOCKET_IFNAME": INTERFACE, ADDRESS: host.address}
     with job.with_name(f"host{host.number}.log").open("wb") as log:
         return host.start(
-            command,
+            [python, "-m", "torch.distributed.run", *options, *work],
             folder=ROOT,
             environment=environment(threads) | more,
             stdin=subprocess.DEVNULL,
@@ -139,19 +104,15 @@ def measured(link: Link, seconds: float = 0.5) -> dict[str, Any]:
     Raises:
         HostError: there can be no hosts, or the stream did not get through.
     """
-    script = str(Path(__file__).with_name("stream.py"))
-    how: dict[str, Any] = {
-        "folder": ROOT,
-        "environment": environment(1),
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-    }
+    script = [sys.executable, str(Path(__file__).with_name("stream.py"))]
+    how: dict[str, Any] = {"folder": ROOT, "environment": environment(1)}
+    how |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
     with joined(link) as (first, second):
-        receiver = first.start([sys.executable, script, "receive"], **how)
+        receiver = first.start([*script, "receive"], **how)
         assert receiver.stdout is not None
         if receiver.stdout.readline() != b"ready\n":
             raise HostError("the plain stream that measures the link did not start.")
-        sender = second.start([sys.executable, script, "send", first.address, str(seconds)], **how)
+        sender = second.start([*script, "send", first.address, str(seconds)], **how)
         try:
             told = [process.communicate(timeout=30 + seconds)[0] for process in (sender, receiver)]
             return {"bit_s": float(told[1]), "round_trip_ms": float(told[0])}

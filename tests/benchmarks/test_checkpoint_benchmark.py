@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.checkpoint import cli, disk, report, summary
-from benchmarks.checkpoint.rows import Run
+from benchmarks.checkpoint import __main__ as checkpoint
+from benchmarks.checkpoint import disk, report, rows
 from benchmarks.checkpoint.settings import PEERS, WAYS, Turn, peers_turns
+from benchmarks.harness import Run
 from fork_server import on_the_fork_server
 
+from benchmarks import probes
 from ranks import run_ranks
 
 
@@ -38,9 +40,9 @@ def smallest(folder: Path, peer: str, *more: str) -> dict[str, Any]:
         "--name",
         peer,
     ]
-    assert cli.main([*arguments, *more], on_the_fork_server) == 0
+    assert checkpoint.main([*arguments, *more], on_the_fork_server) == 0
     document: dict[str, Any] = json.loads((folder / "out" / f"{peer}.json").read_text())
-    assert document["schema"] == summary.SCHEMA and document["finished"] is True
+    assert document["schema"] == checkpoint.SCHEMA and document["finished"] is True
     assert str(folder) not in document["command"] and "--folder PATH" in document["command"]
     assert [p.name for p in folder.iterdir()] == ["out"], "a folder of checkpoints was left behind"
     for row in document["behind"]:
@@ -109,9 +111,9 @@ def test_every_way_to_open_a_hugging_face_folder_gives_the_same_model(tmp_path: 
         Run(Turn("pretrained", way, 1, 1), 1, "ok", [{"rank": 0, **result}])
         for way, result in found.items()
     ]
-    rows = summary.open_rows(runs, nbytes)
-    assert [row.way for row in rows] == list(WAYS) and all(
-        row.shard_mib == nbytes / 2**20 for row in rows
+    found_rows = rows.open_rows(runs, nbytes)
+    assert [row["way"] for row in found_rows] == list(WAYS) and all(
+        row["shard_mib"] == nbytes / 2**20 for row in found_rows
     )
 
 
@@ -141,12 +143,14 @@ def test_a_rate_is_that_of_the_slowest_rank_beside_the_disk_of_the_same_moment()
             "proof": [2.0, 1.0],
         },
     ]
-    (row,) = summary.save_rows([Run(Turn("save", "onefold-3", 2, 2), 1, "ok", ranks)])
-    assert (row.seconds, row.on_disk_s) == (3.0, 3.5)
-    assert row.rate == pytest.approx((1.6 / 2 + 4 / 5) / 2) and row.rate_low == pytest.approx(0.8)
-    assert row.alone_rate == pytest.approx(4 / 2)
-    (goal,) = summary.goals([row], [], [], ranks=2, cores=2)
-    assert goal.met and goal.value == row.rate
+    (row,) = rows.save_rows([Run(Turn("save", "onefold-3", 2, 2), 1, "ok", ranks)])
+    assert (row["seconds"], row["on_disk_s"]) == (3.0, 3.5)
+    assert row["rate"] == pytest.approx((1.6 / 2 + 4 / 5) / 2) and row["rate_low"] == pytest.approx(
+        0.8
+    )
+    assert row["alone_rate"] == pytest.approx(4 / 2)
+    (goal,) = rows.goals([row], [], [], ranks=2, cores=2)
+    assert goal["met"] and goal["value"] == row["rate"]
 
 
 def made_up_behind(number: int, stall: float, whole: float) -> dict[str, Any]:
@@ -162,16 +166,16 @@ def test_the_first_stall_stands_apart_and_a_save_costs_its_stall_and_the_delay_o
         Run(Turn("save", peer, 1, 1), 1, "ok", [{"behind": b, "saves": []}])
         for peer, b in (("onefold-1", saves), ("fsdp2", theirs))
     ]
-    rows = [
-        summary._behind_row(
-            run.turn.peer, "default", 1, [[save] for save in run.ranks[0]["behind"]]
-        )
+    found = [
+        {"peer": run.side.peer, **rows.behind([[save] for save in run.ranks[0]["behind"]])}
         for run in runs
     ]
-    assert (rows[0].first_stall_s, rows[0].stall_s, rows[0].whole_s) == (0.5, 0.1, 2.5)
-    assert rows[0].first_share == pytest.approx(0.25) and rows[0].stall_share == pytest.approx(0.04)
-    assert rows[0].lost_s == pytest.approx(0.1 + 0.5 + 0.0)
-    met = {goal.what: goal.met for goal in summary.goals([], rows, [], ranks=1, cores=2)}
+    assert (found[0]["first_stall_s"], found[0]["stall_s"], found[0]["whole_s"]) == (0.5, 0.1, 2.5)
+    assert found[0]["first_share"] == pytest.approx(0.25) and found[0][
+        "stall_share"
+    ] == pytest.approx(0.04)
+    assert found[0]["lost_s"] == pytest.approx(0.1 + 0.5 + 0.0)
+    met = {goal["what"]: goal["met"] for goal in rows.goals([], found, [], ranks=1, cores=2)}
     assert list(met.values()) == [False, True, False, True], met
 
 
@@ -211,7 +215,7 @@ def test_a_turn_that_failed_is_named_and_the_others_keep_their_rows() -> None:
             "--output",
             place,
         ]
-        assert cli.main([*arguments, f"--deepspeed-python={sys.executable}"], failing) == 1
+        assert checkpoint.main([*arguments, f"--deepspeed-python={sys.executable}"], failing) == 1
         text = Path(place, "checkpoint.md").read_text()
         assert "onefold-3, round 1: failed: " in text and "boom" in text
         assert sys.executable not in Path(place, "checkpoint.json").read_text()
@@ -222,11 +226,11 @@ def test_the_disk_is_written_to_the_byte_and_known_by_its_file_system(tmp_path: 
     assert disk.write(path, disk.CHUNK + 12_345) > 0
     assert disk.nbytes_of(tmp_path) == disk.CHUNK + 12_345
     disk.evict(tmp_path)
-    before = disk.counters()
+    before = probes.moved_bytes()
     assert disk.read(path) > 0
     if before:
-        assert disk.since(before)["read_calls"] >= disk.CHUNK + 12_345
-    assert disk.file_system(tmp_path) in Path("/proc/self/mounts").read_text()
+        assert probes.moved_since(before)["read_calls"] >= disk.CHUNK + 12_345
+    assert probes.file_system(tmp_path) in Path("/proc/self/mounts").read_text()
     disk.remove(path)
     assert disk.files(tmp_path) == []
     direct = disk.write_direct(path, disk.CHUNK + 12_345)
@@ -234,9 +238,9 @@ def test_the_disk_is_written_to_the_byte_and_known_by_its_file_system(tmp_path: 
 
 
 def test_a_wrong_command_line_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--ranks", "0"]) == 2
+    assert checkpoint.main(["--ranks", "0"]) == 2
     assert "--ranks" in capsys.readouterr().err
-    assert cli.main(["--deepspeed-python", "no-such-python"]) == 2
+    assert checkpoint.main(["--deepspeed-python", "no-such-python"]) == 2
     assert "no-such-python" in capsys.readouterr().err
     assert set(PEERS) == {"onefold-3", "onefold-1", "fsdp2", "deepspeed-3", "deepspeed-1"}
     assert report.goals_table([]).count("\n") == 2

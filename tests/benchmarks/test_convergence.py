@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.convergence import cli, report, summary
+from benchmarks.convergence import __main__ as command
+from benchmarks.convergence.rows import Run, missed, rows
 from benchmarks.convergence.settings import CASES, SIDES, Case, chosen
-from benchmarks.convergence.summary import Run
 
 from ranks import run_ranks
 
@@ -104,8 +104,8 @@ def test_a_verdict_follows_from_the_last_held_out_loss() -> None:
         made_up("hpz", 5.0, 3.0, 1.979),
         Run("all", "failed", error="Traceback\nValueError: boom\n"),
     ]
-    rows = {row.side: row for row in summary.summarize(case, runs)}
-    assert list(rows) == [
+    found = {row["side"]: row for row in rows(case, runs)}
+    assert list(found) == [
         "plain",
         "qwz",
         "hpz",
@@ -113,35 +113,32 @@ def test_a_verdict_follows_from_the_last_held_out_loss() -> None:
         "all",
         "other-order",
     ], "in the order of SIDES"
-    qwz = rows["qwz"]
-    assert (qwz.first, qwz.final, qwz.bytes_ratio, qwz.trained, qwz.step_s) == (
+    qwz = found["qwz"]
+    assert (qwz["first"], qwz["final"], qwz["bytes_ratio"], qwz["trained"], qwz["step_s"]) == (
         5.1,
         2.019,
         0.5,
         1.5,
         0.2,
     )
-    assert (qwz.difference, qwz.masters_difference, qwz.largest) == pytest.approx(
+    assert (qwz["difference"], qwz["masters_difference"], qwz["largest"]) == pytest.approx(
         (0.0095, 0.005, 0.1)
     )
-    verdicts = {side: row.verdict for side, row in rows.items()}
+    verdicts = {side: row["verdict"] for side, row in found.items()}
     assert verdicts["qwz"] == "within 1%" and verdicts["qgz"] == verdicts["hpz"] == "NOT within 1%"
     assert (
         verdicts["all"] == "failed"
         and verdicts["other-order"] == "a yardstick"
         and "fell by 60.0%" in verdicts["plain"]
     )
-    assert summary.missed(list(rows.values())) == ["hpz", "qgz", "all"]
-    assert "all: failed: ValueError: boom" in report.plain_table(list(rows.values()))
-    idle = summary.summarize(case, [made_up("plain", 5.0, 4.9), made_up("qwz", 5.0, 4.9)])
-    assert all("shows nothing" in row.verdict for row in idle) and summary.missed(idle) == [
+    assert missed(list(found.values())) == ["hpz", "qgz", "all"]
+    assert "all: failed: ValueError: boom" in command.plain_table(list(found.values()))
+    idle = rows(case, [made_up("plain", 5.0, 4.9), made_up("qwz", 5.0, 4.9)])
+    assert all("shows nothing" in row["verdict"] for row in idle) and missed(idle) == [
         "plain",
         "qwz",
     ]
-    assert (
-        summary.summarize(case, [made_up("qwz", 5.0, 4.0)])[0].verdict
-        == "no reference to compare with"
-    )
+    assert rows(case, [made_up("qwz", 5.0, 4.0)])[0]["verdict"] == "no reference to compare with"
 
 
 def test_sides_that_have_ended_are_kept_and_the_reference_is_always_there(
@@ -156,19 +153,19 @@ def test_sides_that_have_ended_are_kept_and_the_reference_is_always_there(
         return made_up(side, 5.0, 2.0 + 0.001 * len(ran))
 
     asked = ["--cases", "scratch", "--sides", "qgz", "hpz", "--output", str(tmp_path)]
-    assert cli.main(asked, run) == 130 and ran == ["plain", "hpz", "qgz"]
+    assert command.main(asked, run) == 130 and ran == ["plain", "hpz", "qgz"]
     assert json.loads((tmp_path / "convergence.json").read_text())["finished"] is False
     assert (
-        cli.main([*asked, "--resume", "--steps", "7"], run) == 2
+        command.main([*asked, "--resume", "--steps", "7"], run) == 2
         and "steps 500 then and 7 now" in capsys.readouterr().err
     )
-    assert cli.main([*asked, "--resume"], run) == 0 and ran == ["plain", "hpz", "qgz", "qgz"]
-    assert cli.main(["--cases", "qlora", "--resume", "--output", str(tmp_path)], run) == 0 and ran[
-        4:
-    ] == list(CASES["qlora"].sides)
+    assert command.main([*asked, "--resume"], run) == 0 and ran == ["plain", "hpz", "qgz", "qgz"]
+    assert command.main(
+        ["--cases", "qlora", "--resume", "--output", str(tmp_path)], run
+    ) == 0 and ran[4:] == list(CASES["qlora"].sides)
     document = json.loads((tmp_path / "convergence.json").read_text())
     assert (
-        document["schema"] == summary.SCHEMA
+        document["schema"] == command.SCHEMA
         and document["finished"] is True
         and str(tmp_path) not in json.dumps(document)
     )
@@ -191,7 +188,7 @@ def test_sides_that_have_ended_are_kept_and_the_reference_is_always_there(
 def test_a_wrong_command_line_is_told_what_to_write(
     asked: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(asked) == 2
+    assert command.main(asked) == 2
     assert said in capsys.readouterr().err
 
 

@@ -15,16 +15,14 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-from benchmarks.offload.settings import PLAIN, SIDES
-from benchmarks.on_gpu import chapters, first, turns_worker
+from benchmarks.offload.sides import PLAIN, SIDES
+from benchmarks.on_gpu import chapters, turns_worker
 from benchmarks.on_gpu.comparison import GOAL, Comparison, compared
 from benchmarks.on_gpu.comparison import table as table_of
-from benchmarks.on_gpu.report import SCHEMA, Report
-from benchmarks.on_gpu.turns import take_turns
-from benchmarks.peers import launch
+from benchmarks.on_gpu.turns import SCHEMA, Report, take_turns
 from benchmarks.peers.settings import PEERS, Setting
 
-from benchmarks import gpu, harness
+from benchmarks import gpu, harness, launch
 from ranks import absolute_path
 
 
@@ -46,7 +44,7 @@ def tiny(output: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chapter", [c for c in gpu.USUAL if c not in first.CHAPTERS])
+@pytest.mark.parametrize("chapter", [c for c in gpu.USUAL if c not in chapters.CHAPTERS])
 def test_every_row_of_the_usual_run_has_its_tiny_counterpart(chapter: str, tmp_path: Path) -> None:
     found = tiny(tmp_path, "--only", chapter)
     text = (tmp_path / "gpu.md").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.on_gpu import first
+from benchmarks.on_gpu import chapters as gpu_chapters
 from test_gpu_benchmark import options_of, tiny
 
 from benchmarks import gpu
@@ -25,7 +25,7 @@ def test_a_chapter_joins_the_report_of_the_others(tmp_path: Path) -> None:
 
 
 def test_the_first_hour_stands_before_the_comparisons_in_its_order() -> None:
-    assert gpu.USUAL[:8] == ("check", *first.CHAPTERS) and "ranks" in gpu.USUAL[8:]
+    assert gpu.USUAL[:8] == ("check", *gpu_chapters.CHAPTERS) and "ranks" in gpu.USUAL[8:]
 
 
 def test_a_chapter_runs_as_long_as_the_whole_run_allows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_a_chapter_runs_as_long_as_the_whole_run_allows(monkeypatch: pytest.Monk
     monkeypatch.setattr(chapters, "run_ranks", run)
     options = options_of("--device", "cpu", "--steps", "8")
     options.tiny, begun = True, time.monotonic()
-    table, outcomes = first.chapter("block", options, 100.0)
+    table, outcomes = gpu_chapters.of_the_first_hour("block", options, 100.0)
     assert [row[2] for row in table.rows] == [FAILED, FAILED]
     assert [(o["peer"], o["status"], o["error"]) for o in outcomes] == [
         ("block, 16 tokens", FAILED, "rank 0 raised"),

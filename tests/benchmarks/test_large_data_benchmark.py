@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from benchmarks.harness import RESULTS
 
-from benchmarks import large_data
+from benchmarks import large_data, probes
 
 MIB = 1 << 20
 
@@ -25,19 +25,19 @@ def test_the_text_has_the_size_that_is_asked_for_and_no_line_twice(tmp_path: Pat
 
 
 def test_memory_of_a_process_is_its_own_and_its_children_are_found() -> None:
-    before = large_data.own_bytes(os.getpid())
+    before = probes.own_bytes(os.getpid())
     held = torch.ones(64 * MIB, dtype=torch.uint8)
-    assert 60 * MIB < large_data.own_bytes(os.getpid()) - before < 80 * MIB
+    assert 60 * MIB < probes.own_bytes(os.getpid()) - before < 80 * MIB
     del held
     nested = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     child = subprocess.Popen([sys.executable, "-c", nested], stdin=subprocess.PIPE)
     try:
-        while len(large_data.family(child.pid)) < 2:
+        while len(probes.family(child.pid)) < 2:
             assert child.poll() is None
-        assert set(large_data.family(child.pid)) < set(large_data.family(os.getpid()))
+        assert set(probes.family(child.pid)) < set(probes.family(os.getpid()))
     finally:
         child.communicate(b"\n", timeout=300)
-    assert large_data.own_bytes(child.pid) == 0 and large_data.family(child.pid) == [child.pid]
+    assert probes.own_bytes(child.pid) == 0 and probes.family(child.pid) == [child.pid]
 
 
 def test_gigabytes_of_text_took_the_memory_of_megabytes() -> None:

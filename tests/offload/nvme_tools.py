@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from benchmarks.page_cache import cached_bytes
+from benchmarks.probes import cached_bytes
 
 from onefold.offload.nvme import PAGE, Nvme, page_buffer
 from onefold.offload.nvme.files import DATA, LOCK, MARK
