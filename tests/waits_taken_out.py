@@ -88,10 +88,10 @@ WAITS = {
     ("*", "wait_stream"), ("*", "wait_event"), ("*", "synchronize"), ("*", "record_stream"), ("*", "set_stream"),
     ("*", "wait"), ("*", "wait_for"), ("*", "order"), ("*", "_order_after_copies"), ("*", "settle"), ("*", "result"), ("*", "comes"),
     ("self", "_reach"), ("stepper", "join"), ("_in_backward", "join"), ("self", "join"),
-    ("*", "about_to_write"), ("*", "before_write"), ("*", "gradients_are_down"), ("transfers", "risen"), ("self", "risen"),
+    ("*", "about_to_write"), ("*", "wait_before_write"), ("*", "gradients_are_down"), ("transfers", "risen"), ("self", "risen"),
 }  # fmt: skip
 #: Functions.
-FUNCTIONS = {"copying", "before_write", "reached"}
+FUNCTIONS = {"copying", "wait_before_write", "reached"}
 #: Functions and methods that return a context in which work goes to another stream or device.
 CONTEXTS = {"use_stream", "_Using", "guard", "device_index", "on_copy_stream", "on_stream"}
 #: Packages whose waits are not those of a training step on a device.

@@ -66,7 +66,7 @@ class TwoRanks:
     def meet(self, subject: str) -> Any:
         return self.engine, self.engine.group
 
-    def before_write(self) -> None:
+    def wait_before_write(self) -> None:
         """Nothing is copying the addresses."""
 
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 # |                                                  | `agree_and_finish` (runtime/backward)|                                    |
 # | NCCL: in `loss.item()` or the like               | NCCL's watchdog: it ends the process | 2T + 30 s                          |
 #
-# Whoever notices writes its note, waits `GRACE` seconds for those of the others, and raises. On NCCL
-# it aborts its communicators first, so that nothing on the device waits any longer.
+# Whoever notices writes its note, waits up to `GRACE` seconds for those of the others, aborts its
+# communicators of NCCL so that nothing on the device waits any longer, and raises.
 #
 # [Note: NCCL's patience] The device waits for NCCL, not the host, and NCCL's watchdog would end the
 # process before the host has said which rank is missing. A native communicator therefore has twice

@@ -23,9 +23,12 @@ One step of an offloaded unit, by the calls that move its bytes:
 
     Reducer._bring_down ► bring_down / add_gradient ── on transfers.down ──► .grad on the host
                           gradients_are_down: the host waits at the end of the backward pass
-    optimizer.step()    ► offload/step.py step_apart ► step_flat ► stepped ► new masters on the host
-    the next gather     ► put ► follow ► copy_up ──── on transfers.up ────► the interval that is sent
-                          Gatherer.wait ► CopyStream.order: the computing stream waits for it
+    optimizer.step()    ► offload/step.py step_apart ► step_flat ► new masters on the host
+                          ► follow ► copy_up ──────── on transfers.up ────► the interval that is sent
+                          (NVMe: each chunk ► stepped ► copy_up)
+    the next gather     ► put: `follow` again if code has written to the masters since; the copy
+                          into the gather's buffer
+                          Gatherer.wait ► CopyStream.order: the computing stream waits for both
 
 [Note: who moves what]
 - Down: the reducer copies a unit's summed gradient down as soon as it has it. The device adds those
@@ -364,7 +367,7 @@ class HostStorage(OffloadStorage):
             self._versions = versions
             self.stepped(0, self.numel, self.shown)
 
-    def before_write(self) -> None:
+    def wait_before_write(self) -> None:
         self.transfers.up.wait()
 
     def stepped(self, start: int, stop: int, master: torch.Tensor) -> None:

@@ -263,7 +263,7 @@ class MasterAccess:
             copying()
         self._transfers.up.wait()  # copies up may still read masters on the host
 
-    def before_write(self, flat: Flat, seen: bool = False) -> None:
+    def wait_before_write(self, flat: Flat, seen: bool = False) -> None:
         """Wait for copies of the masters of `flat` that are under way. Called before code outside a
         step writes to them, or (`seen`) takes a view that it may write to. The host waits if the
         masters are in its memory, or if a save is copying them.
@@ -273,7 +273,7 @@ class MasterAccess:
         if self.copying is not None and not seen:
             self.about_to_write()
         else:
-            flat.storage.before_write()
+            flat.storage.wait_before_write()
 
     def after_pass(self) -> None:
         """At the end of a pass, wait for the copies up if code holds a plain view of masters: it may

@@ -331,7 +331,7 @@ class Storage(ABC):
     def follow(self) -> None:
         """Bring what gathers read up to date, if masters were written to."""
 
-    def before_write(self) -> None:
+    def wait_before_write(self) -> None:
         """Wait for copies of the masters that are under way. Called before code outside a step
         writes to them.
         """

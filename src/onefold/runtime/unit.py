@@ -84,6 +84,12 @@ class Leases:
     | in a backward pass (`Unit.needed_in_backward`)          | `in_use`, `saved`, `gradients`; if it has frozen    |
     |                                                         | parameters, `recomputing` and `by_hand` too         |
     | at the end of a backward pass                           | `in_use`                                            |
+
+    A checkpointed unit in a backward pass: `gradients` (if it is trained) from the beginning;
+    `in_use` and `recomputing` while it is recomputed; then `gradients` until the last one has come,
+    which releases it. What a recomputation saves has no handles, so it takes no `saved`; a frozen
+    unit, which no gradient comes for, is held by `recomputing` until the next recomputation
+    (`Gatherer._sweep`).
     """
 
     __slots__ = (

@@ -84,11 +84,11 @@ class Owners:
             )
         return engine, flat.owners_group
 
-    def before_write(self) -> None:
-        """See `MasterAccess.before_write`."""
+    def wait_before_write(self) -> None:
+        """See `MasterAccess.wait_before_write`."""
         engine, flat = self._engine(), self._flat()
         if engine is not None and flat is not None:
-            engine.masters.before_write(flat)
+            engine.masters.wait_before_write(flat)
 
 
 class IntervalSpec:

@@ -30,7 +30,7 @@ from onefold.runtime.parameters.operators import compute
 from onefold.runtime.parameters.outside import compute_outside
 from onefold.runtime.parameters.schema import Does, Operator, operator_of, words
 from onefold.runtime.parameters.values import (
-    before_write,
+    wait_before_write,
     dropped_grad,
     give_data,
     give_grad,
@@ -378,7 +378,7 @@ def _between_passes(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     if params and not (seen or op.asks or op.name in _OWN or op.name in _HOOKS):
         _refuse_storageless(func, params)
     for t in among if seen or writes else ():
-        _before_write(t, seen)
+        _wait_before_write(t, seen)
     if seen and isinstance(first, ShardedParameter):
         return _given_out(op, func, first)
     if op.name in ("dtype", "device", "is_complex") and _asked_by(_ELSEWHERE):
@@ -426,12 +426,12 @@ def _given_out(op: Operator, func: Any, param: ShardedParameter) -> Any:
 dispatched_by[0] = dispatch
 
 
-def _before_write(t: torch.Tensor, seen: bool) -> None:
-    """See `MasterAccess.before_write`."""
+def _wait_before_write(t: torch.Tensor, seen: bool) -> None:
+    """See `MasterAccess.wait_before_write`."""
     if isinstance(t, ShardedParameter):
-        before_write(t, seen)
+        wait_before_write(t, seen)
     elif not seen and (spec := spec_of(t)) is not None:
-        spec.owners.before_write()
+        spec.owners.wait_before_write()
 
 
 def _as_declared(value: Any) -> Any:

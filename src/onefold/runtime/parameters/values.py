@@ -163,11 +163,11 @@ def _elsewhere() -> StoragelessError:
 # Reads and writes of `.grad` and `.data` of a sharded parameter by code outside the engine.
 
 
-def before_write(param: Any, seen: bool) -> None:
-    """See `MasterAccess.before_write`."""
+def wait_before_write(param: Any, seen: bool) -> None:
+    """See `MasterAccess.wait_before_write`."""
     entry = entry_of(param)
     if entry is not None and (engine := entry.engine()) is not None:
-        engine.masters.before_write(entry.flat, seen)
+        engine.masters.wait_before_write(entry.flat, seen)
 
 
 def seen_grad(param: Any) -> torch.Tensor | None:
@@ -253,7 +253,7 @@ def give_data(param: Any, value: torch.Tensor) -> None:
             " .half(), .cuda(), assigning .data). Do that before shard(), or give shard() a device"
             " and the recipe a precision."
         )
-    before_write(param, seen=False)
+    wait_before_write(param, seen=False)
     spec = spec_of(param)
     with torch.no_grad():
         local = value if spec is None else _local_of(value, spec, "`.data`")

@@ -342,7 +342,7 @@ def _write_masters(call: str, param: nn.Parameter, entry: Entry, value: Tensor) 
         raise NotImplementedError(
             f"{call}: parameter {entry.slot.name!r} is stored encoded, and is not written to."
         )
-    engine.masters.before_write(entry.flat)
+    engine.masters.wait_before_write(entry.flat)
     parts = MasterParts()
     _write(call, parts.target(entry), value)
     parts.finish()
