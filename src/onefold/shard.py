@@ -49,8 +49,8 @@ from onefold.runtime.state import dicts as state_dicts
 from onefold.runtime.state import start as state_start
 from onefold.runtime.state.start import (
     compare_ranks,
-    fetch,
     device_notes,
+    fetch,
     flat_notes,
     has_meta,
     idle_notes,
