@@ -482,9 +482,9 @@ class Communicators:
                     else {"use_local_synchronization": True}
                 )
                 if backend == "nccl":
-                    options["pg_options"] = dist.ProcessGroupNCCL.Options(
-                        is_high_priority_stream=True
-                    )
+                    asked = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+                    asked._timeout = patience  # torch warns of another one than `timeout`
+                    options["pg_options"] = asked
                 made = dist.new_group(self.ranks, backend=backend, timeout=patience, **options)
         except RuntimeError as error:
             raise self.alone(time.perf_counter() - start, where, error) from None
