@@ -8,6 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ class Options:
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
         self.config = {"min_ctas": 4}
+        self._timeout = timedelta(minutes=10)
 
 
 @pytest.fixture
@@ -57,6 +59,7 @@ def test_new_communicators_of_nccl_run_on_streams_of_high_priority(
     for backend in ("nccl", "xccl", "gloo"):
         group.make(backend)
     assert made[0]["pg_options"].is_high_priority_stream
+    assert made[0]["pg_options"]._timeout == made[0]["timeout"], "torch warns where they differ"
     assert not any("pg_options" in call for call in made[1:])
 
 

@@ -30,7 +30,8 @@ def configured(backend: str | None, config: str) -> Any:
 @pytest.mark.parametrize(
     ("backend", "config", "device", "expected"),
     [
-        # init_process_group() without a backend, and a mesh of "cuda"
+        # init_process_group() without a backend, and a mesh of "cuda"; before torch 2.13
+        (None, "cuda:nccl", GPU, "nccl"),
         (None, "cpu:gloo,cuda:nccl", GPU, "nccl"),
         (None, "cpu:gloo,cuda:nccl", CPU, "gloo"),
         (None, "cpu:gloo,xpu:xccl", torch.device("xpu", 1), "xccl"),
@@ -69,7 +70,15 @@ def test_the_backend_is_the_one_of_the_devices_type(
             GPU,
             ["cuda:0", "gloo for cpu", "init_process_group('cpu:gloo,cuda:nccl')"],
         ),
-        ("nccl", "cuda:nccl", CPU, ["is on cpu", "nccl for cuda", "init_process_group('gloo')"]),
+        *(
+            (
+                backend,
+                "cuda:nccl",
+                CPU,
+                ["is on cpu", "nccl for cuda): give shard(..., device='cuda') to train there, or"],
+            )
+            for backend in (None, "nccl")
+        ),
     ],
 )
 def test_a_group_without_a_backend_for_the_device_is_refused_in_a_sentence(

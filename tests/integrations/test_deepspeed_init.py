@@ -541,3 +541,21 @@ def test_trls_digest_of_a_divided_model_is_that_of_the_whole_one() -> None:
     pytest.importorskip("trl")
     for whole, made, other in run_ranks(2, digests, server="libraries"):
         assert whole == made != other
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("cuda:nccl", "cuda"),  # by name, and of init_process_group() without a backend
+        ("cpu:gloo,cuda:nccl", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cpu"),
+    ],
+)
+def test_values_on_the_host_go_by_the_device_where_the_group_has_no_backend_for_the_host(
+    config: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(divided, "available", lambda: True)
+    monkeypatch.setattr(divided, "default_device", lambda: torch.device("cuda", 0))
+    assert divided._wire(torch.device("cpu")).type == expected
+    assert divided._wire(torch.device("cuda", 0)).type == "cuda"

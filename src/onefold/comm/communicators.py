@@ -101,8 +101,9 @@ def members(given: Any) -> tuple[Any, list[int]]:
 def backend_of(process_group: Any, device: torch.device) -> str:
     """Return the backend that moves tensors of `device` in this group: 'gloo', 'nccl', ...
 
-    A group that was made without naming a backend has one for each type of device, chosen by torch.
-    If 'gloo' was named, it moves tensors of any device, through the host.
+    A group that was made without naming a backend has that of the machine's accelerator (torch
+    2.13), or one for each type of device (before). If 'gloo' was named, it moves tensors of any
+    device, through the host.
 
     Raises:
         ValueError: the group has no backend for such tensors.
@@ -117,9 +118,12 @@ def backend_of(process_group: Any, device: torch.device) -> str:
         return "gloo"
     has = ", ".join(f"{name} for {kind}" for kind, name in backends.items())
     wanted = f"cpu:gloo,{device.type}:{backend_name(device)}" if device.type != "cpu" else "gloo"
+    there = next(iter(backends), "cpu")
+    # Who has forgotten to move the model to its device does not want to train on the CPU
+    moved = f"give shard(..., device={there!r}) to train there, or " if there != "cpu" else ""
     raise ValueError(
         f"the model is on {device}, and the process group has no backend for {device.type!r}"
-        f" tensors (it has {has or 'none'}): start it with"
+        f" tensors (it has {has or 'none'}): {moved}start it with"
         f" torch.distributed.init_process_group({wanted!r}), or give shard() another group or"
         " device."
     )
@@ -477,9 +481,9 @@ class Communicators:
                     else {"use_local_synchronization": True}
                 )
                 if backend == "nccl":
-                    options["pg_options"] = dist.ProcessGroupNCCL.Options(
-                        is_high_priority_stream=True
-                    )
+                    asked = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+                    asked._timeout = patience  # torch warns of another one than `timeout`
+                    options["pg_options"] = asked
                 made = dist.new_group(self.ranks, backend=backend, timeout=patience, **options)
         except RuntimeError as error:
             raise self.alone(time.perf_counter() - start, where, error) from None

@@ -250,7 +250,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def _wire(device: torch.device) -> torch.device:
     """Return the device from which the backend can send a tensor on `device`."""
-    if device.type == "cpu" and available() and dist.get_backend() == "nccl":
+    # "cuda:nccl", also of a group that was made without naming a backend
+    kinds = [part.partition(":")[0] for part in dist.get_backend_config().split(",")]
+    if device.type == "cpu" and "cpu" not in kinds and available():
         return default_device()
     return device
 
