@@ -30,7 +30,6 @@ from onefold.runtime.parameters.operators import compute
 from onefold.runtime.parameters.outside import compute_outside
 from onefold.runtime.parameters.schema import Does, Operator, operator_of, words
 from onefold.runtime.parameters.values import (
-    wait_before_write,
     dropped_grad,
     give_data,
     give_grad,
@@ -39,6 +38,7 @@ from onefold.runtime.parameters.values import (
     seen_grad,
     seen_storageless,
     storageless_error,
+    wait_before_write,
 )
 from onefold.runtime.resources import MasterAccess, Progress
 
