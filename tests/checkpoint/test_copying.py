@@ -162,3 +162,33 @@ def test_a_background_save_pins_in_the_background_and_keeps_its_stream(tmp_path:
     assert sum(nbytes for nbytes, calling in pinned if calling) < whole // 10, pinned
     assert len([nbytes for nbytes, _ in pinned if nbytes >= whole]) == 1, f"pinned again: {pinned}"
     assert len(streams) == 1
+
+
+@virtual.alone
+def waits_of_a_call(root: str) -> None:
+    import onefold
+    from onefold.runtime import stepper
+
+    stepper.FUSED_ON = frozenset(("virtual",))
+    dist.destroy_process_group()
+    model: Any = onefold.shard(
+        TinyGPT(), onefold.Recipe.zero(3, precision="bf16"), device="virtual"
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    counts = [state["step"] for state in optimizer.state.values()]
+    assert len(counts) > 10 and {count.device.type for count in counts} == {"virtual"}
+    before = len(virtual.synchronizations())
+    saving = onefold.save_async(f"{root}/a", model=model, optimizer=optimizer)
+    waits = [str(wait) for wait in virtual.synchronizations()[before:] if "values.py" in str(wait)]
+    assert not waits, waits[:2]
+    saving.wait()
+    optimizer.step()
+    onefold.load(f"{root}/a", model=model, optimizer=optimizer)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+
+
+def test_counts_of_steps_on_the_device_come_to_the_host_in_one_copy(tmp_path: Path) -> None:
+    waits_of_a_call(str(tmp_path))

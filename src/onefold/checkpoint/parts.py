@@ -125,7 +125,7 @@ def collect(
             ]  # fmt: skip
         out.values["scalars"] = {
             name: {key: encode(v, f"{key!r} of parameter {name!r}") for key, v in scalars.items()}
-            for name, scalars in states.scalars.items()
+            for name, scalars in brought(states.scalars).items()
         }
         if optimizers:
             for item, lost in per_rank.lost_here(engine).items():
@@ -173,6 +173,29 @@ def _collect_first(
             out.values[name] = encode(state_of(things[name], name), name)
     if things["extra"] is not None:
         out.values["extra"] = encode(things["extra"], "extra", out.keep)
+
+
+def brought(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return `scalars` with all numbers on the host. A fused optimizer has a count of steps for each
+    parameter on the device; the host waits for one copy, not for each of them.
+    """
+    out = {name: dict(state) for name, state in scalars.items()}
+    there: dict[tuple[torch.device, torch.dtype], list[tuple[str, str, torch.Tensor]]] = {}
+    for name, state in out.items():
+        for key, value in state.items():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.device.type not in ("cpu", "meta")
+                and value.numel() == 1
+                and value.layout is torch.strided
+            ):
+                kind = value.device, value.dtype
+                there.setdefault(kind, []).append((name, key, value))
+    for found in there.values():
+        numbers = torch.stack([value.detach().reshape(()) for *_, value in found]).cpu()
+        for (name, key, value), number in zip(found, numbers.unbind(), strict=True):
+            out[name][key] = number.clone().view(value.shape)
+    return out
 
 
 class States:
