@@ -67,10 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = harness.parsed(parser, arguments)
     job = {name: getattr(options, name) for name in ("model", "precision", "tokens", "rounds")}
-    ran = launch.run_ranks("benchmarks.generating", job, options.ranks, timeout=7200.0)
-    if ran["status"] != "ok":
-        raise RuntimeError(ran["error"])
-    found = ran["ranks"][0]
+    found, *_ = launch.all_ranks("benchmarks.generating", job, options.ranks, timeout=7200.0)
     print(
         f"{options.model}, {options.ranks} ranks, {options.precision}, {options.tokens} tokens,"
         f" best of {options.rounds} rounds"

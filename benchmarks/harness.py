@@ -389,20 +389,22 @@ def rows_of(
     missing: Iterable[str] = (),
     key: str = "side",
 ) -> list[Row]:
-    """A row for each side in the order in which they ran: name, status, what `row(side, good runs)`
-    says, and the error of one of which no run ended well; `missing` sides are not installed.
+    """A row for each side in the order in which they ran: name, status, rounds, what
+    `row(side, good runs)` says, and the error of one of which no run ended well; `missing` sides are
+    not installed.
     """
     rows: list[Row] = []
     for side in dict.fromkeys(run.side for run in runs):
         mine = [run for run in runs if run.side == side]
         good = [run for run in mine if run.status == "ok"]
         if good:
-            rows.append({key: side, "status": "ok", **row(side, good), "error": ""})
+            found = {key: side, "status": "ok", "rounds": len(good), **row(side, good)}
+            rows.append({**found, "error": ""})
         else:
             rows.append({key: side, "status": mine[-1].status, "error": mine[-1].error})
     rows += [{key: side, "status": "not installed", "error": ""} for side in missing]
     fields = dict.fromkeys(name for row in rows for name in row)
-    return [{**fields, **row} for row in rows]
+    return [{**fields, "rounds": 0, **row} for row in rows]
 
 
 # -- results ---------------------------------------------------------------------------------------

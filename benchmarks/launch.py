@@ -123,6 +123,15 @@ def run_ranks(
         return {"status": "failed", "error": error, "wall_s": wall}
 
 
+def all_ranks(module: str, job: dict[str, Any], ranks: int, **how: Any) -> list[dict[str, Any]]:
+    """What each rank's `module.measure(job)` returned; raises RuntimeError unless all ended well."""
+    found = run_ranks(module, job, ranks, **how)
+    if found["status"] != "ok":
+        raise RuntimeError(f"{module} on {ranks} ranks, {job}: {found['error']}")
+    told: list[dict[str, Any]] = found["ranks"]
+    return told
+
+
 def start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
     """A process that ends with us. Standard input is a pipe that only this process holds open: it
     closes with us, and the rank leaves.

@@ -121,11 +121,7 @@ def files_of(side: str, source: Path) -> dict[str, list[str]]:
     """{phase: the files that rank 0 enters}, Onefold's from `source`."""
     with tempfile.TemporaryDirectory() as folder:
         job = {"side": side, "folder": folder}
-        found = launch.run_ranks("benchmarks.phases", job, 2, timeout=300, source=source)
-    if found["status"] != "ok":
-        raise RuntimeError(f"{side} of {source} failed: {found['error']}")
-    said: dict[str, list[str]] = found["ranks"][0]
-    return said
+        return launch.all_ranks("benchmarks.phases", job, 2, timeout=300, source=source)[0]
 
 
 def import_seconds(statement: str, source: Path) -> float:

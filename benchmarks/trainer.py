@@ -117,13 +117,11 @@ def measured(options: Any, sides: Sequence[str]) -> list[list[dict[str, Any]]]:
             kind = kind_of(side)
             python = options.deepspeed_python if kind == "deepspeed" else sys.executable
             asked, how = {**job, "side": side, "kind": kind}, {"timeout": options.timeout}
-            found = launch.run_ranks("benchmarks.trainer_sides", asked, 2, python=python, **how)
-            if found["status"] != "ok":
-                raise RuntimeError(f"{side}: {found['error']}")
+            found = launch.all_ranks("benchmarks.trainer_sides", asked, 2, python=python, **how)
             load = os.getloadavg()[0]
-            for own, seen in zip(runs, found["ranks"], strict=True):
+            for own, seen in zip(runs, found, strict=True):
                 own.append({"round": number, "side": side, "load": load, **seen})
-            step = median(found["ranks"][0]["step_s"])
+            step = median(found[0]["step_s"])
             harness.say(f"round {number}  {side}: {1e3 * step:.1f} ms, load {load:.1f}")
     return runs
 

@@ -34,7 +34,6 @@ def rows(setting: Setting, runs: Sequence[Run], missing: Sequence[str] = ()) -> 
         device = harness.by_round(runs, f"onefold-{SIDES[side].stage}")
         ratio, low, high = harness.spread(harness.ratios(good, device))
         return {
-            "rounds": len(good),
             "step_s": step,
             "ratio": ratio,
             "ratio_low": low,

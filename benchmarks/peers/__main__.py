@@ -136,7 +136,6 @@ def rows(setting: Setting, runs: Sequence[Run], missing: Sequence[str] = ()) -> 
             for name in ("cpu_s", "sent_bytes", "ledger_bytes")
         }
         return {
-            "rounds": len(good),
             "step_s": step,
             "ratio": ratio,
             "ratio_low": low,

