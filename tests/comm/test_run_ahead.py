@@ -120,9 +120,9 @@ def bounded() -> bool:
     return onefold.engine_of(model).group.run_ahead is not None
 
 
-def beside_a_peer_that_hangs(stage: int, phase: str, frozen: bool) -> tuple[str, int]:
-    """(the error on rank 0, how many blocks it had come to); rank 1 does not take part in the third
-    step, or in its backward pass. `frozen`: all blocks but the first, which nothing reduces.
+def beside_a_peer_that_hangs(stage: int, phase: str, frozen: bool, at: int) -> tuple[str, int]:
+    """(the error on rank 0, how many blocks it had come to); rank 1 does not take part in step
+    `at`, or in its backward pass. `frozen`: all blocks but the first, which nothing reduces.
     """
     virtual.start(seed=0)
     standin.register("cpu", "virtual")
@@ -143,8 +143,8 @@ def beside_a_peer_that_hangs(stage: int, phase: str, frozen: bool) -> tuple[str,
     for block in model:
         block.register_forward_hook(comes)
     said = ""
-    for step in range(3):
-        hangs = dist.get_rank() == 1 and step == 2
+    for step in range(at + 1):
+        hangs = dist.get_rank() == 1 and step == at
         come.clear()
         if hangs and phase == "forward":
             break
@@ -161,18 +161,19 @@ def beside_a_peer_that_hangs(stage: int, phase: str, frozen: bool) -> tuple[str,
 
 @pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
 @pytest.mark.parametrize(
-    ("stage", "phase", "move", "frozen"),
+    ("stage", "phase", "move", "frozen", "at"),
     [
-        (3, "forward", "all-gather", False),
-        (3, "backward", "(all-gather|reduce-scatter)", False),
-        (3, "backward", "all-gather", True),
-        (2, "backward", "reduce-scatter", False),
+        (3, "forward", "all-gather", False, 2),
+        (3, "forward", "all-gather", False, 0),
+        (3, "backward", "(all-gather|reduce-scatter)", False, 2),
+        (3, "backward", "all-gather", True, 2),
+        (2, "backward", "reduce-scatter", False, 2),
     ],
 )
 def test_a_peer_that_hangs_is_named_in_the_middle_of_the_pass(
-    stage: int, phase: str, move: str, frozen: bool
+    stage: int, phase: str, move: str, frozen: bool, at: int
 ) -> None:
-    (said, come), _ = run_ranks(2, beside_a_peer_that_hangs, stage, phase, frozen)
-    assert re.search(rf"gave up waiting in {move} of unit '\d+' \({phase}, step 2\)", said), said
+    (said, come), _ = run_ranks(2, beside_a_peer_that_hangs, stage, phase, frozen, at)
+    assert re.search(rf"gave up waiting in {move} of unit '\d+' \({phase}, step {at}\)", said), said
     assert "rank 1: not waiting in any collective" in said, said
-    assert 0 < come < BLOCKS - 2, come
+    assert come == 0 if at == 0 else 0 < come < BLOCKS - 2, come

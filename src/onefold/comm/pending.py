@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 # | gloo: waiting for a message                      | `Peers.wait`                         | at once if the peer's process has  |
 # |                                                  |                                      | ended, else T                      |
 # | gloo: launching a message                        | `Peers.launching`                    | at once                            |
-# | NCCL: two units past the move that the device    | `RunAhead.comes`                     | T                                  |
-# | waits for                                        |                                      |                                    |
+# | NCCL: two units past the move that the device    | `RunAhead.comes`; in the first two   | T                                  |
+# | waits for                                        | passes, after each unit: `settle`    |                                    |
 # | NCCL: at the end of a backward pass              | the exchange over gloo in            | at once, or T                      |
 # |                                                  | `agree_and_finish` (runtime/backward)|                                    |
 # | NCCL: in `loss.item()` or the like               | NCCL's watchdog: it ends the process | 2T + 30 s                          |
@@ -354,6 +354,16 @@ class RunAhead:
         while len(self._marks) > AHEAD:
             self._reach(*self._marks[0])
             self._marks.popleft()
+
+    def settle(self) -> None:
+        """Wait until the device has done all that is queued: before the host reads a number of it.
+
+        Raises:
+            StallError: as `comes`.
+        """
+        if not self._gave_up and not capturing(self.device):
+            waits = [wait for _, of_mark in self._marks for wait in of_mark] + self._waits
+            self._reach(current_stream(self.device).record_event(), waits)
 
     def _reach(self, mark: Any, waits: list[_Wait]) -> None:
         if mark.query():

@@ -35,7 +35,7 @@ from onefold.runtime.parameters.parameter import ForwardDepth, disable_torch_fun
 from onefold.runtime.parameters.values import ForwardPass, WriteCounters
 from onefold.runtime.pending_gradients import follow_trainable
 from onefold.runtime.reduce import Reducer
-from onefold.runtime.refresh import Copies, keep_writes, refresh
+from onefold.runtime.refresh import FIRST, Copies, keep_writes, refresh
 from onefold.runtime.resources import Activations, Resources, Spans
 from onefold.runtime.uninitialized import Uninitialized
 from onefold.runtime.unit import State, Unit
@@ -171,6 +171,9 @@ class Forward:
 
     def _keep_writes(self, unit: Unit) -> None:
         if unit.state is State.GATHERED:
+            # The host is about to compare values, and would wait for a missing rank without a limit
+            if self.run_ahead is not None and any(flat.compared < FIRST for flat in unit.flats):
+                self.run_ahead.settle()
             with torch.no_grad():
                 keep_writes(unit)
 
