@@ -652,12 +652,13 @@ def where(document: Mapping[str, Any], *more: str) -> str:
     return f"Measured {document['date']} on {', '.join(on)}; {named}. `{document['command']}`"
 
 
-def write_page(module: str, doc: str | None, path: Path, text: str) -> int:
+def write_page(module: str, doc: str | None, path: Path, page: Callable[[], str]) -> int:
     """The command of a page of docs/ that follows from code: writes it, or with --check answers 1
     if it is another.
     """
     check = (False, "write nothing; fail if the page is not what the code says")
-    if not parser(module, doc, results=False, check=check).parse_args().check:
+    given, text = parser(module, doc, results=False, check=check).parse_args(), page()
+    if not given.check:
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path.name}: {len(text.splitlines())} lines")
         return 0

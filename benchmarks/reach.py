@@ -180,7 +180,7 @@ that has to leave. "tiles" gathers weights {TILE} at a time.
 
 
 def main() -> int:
-    return harness.write_page("reach", __doc__, PAGE, page())
+    return harness.write_page("reach", __doc__, PAGE, page)
 
 
 if __name__ == "__main__":

@@ -11,5 +11,5 @@ from benchmarks.validation.page import page
 
 if __name__ == "__main__":
     sys.exit(
-        harness.write_page("validation", __doc__, harness.ROOT / "docs" / "validation.md", page())
+        harness.write_page("validation", __doc__, harness.ROOT / "docs" / "validation.md", page)
     )
