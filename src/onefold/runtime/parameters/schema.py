@@ -58,6 +58,8 @@ EXCEPTIONS: dict[str, Does] = {
     "data__set__": Does.SET_DATA,
     # It writes to the rows of this rank's batch
     "embedding_renorm_": Does.REFUSED,
+    # Its elements could be read without a function of torch
+    "storage": Does.REFUSED,
     # The ranks must agree on its flag
     "_amp_foreach_non_finite_check_and_unscale_": Does.UNSCALE,
 }
