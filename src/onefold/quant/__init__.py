@@ -25,9 +25,9 @@ A new codec needs, in this order:
 |                                                         | ledger use only that                |
 | a kernel, if torch's operations are too slow            | kernels.py, triton_kernels.py       |
 
-The tests of tests/quant and tests/recipe/test_options.py, and `onefold doctor`, run over `CODECS` and
-over these two types. A row in docs/precision.md says what it is for, and a recipe in
-tests/runtime/test_wire_codecs.py trains with it.
+The tests of tests/quant (codec_intervals.py) and tests/recipe/test_options.py run over `CODECS` and
+over these two types; `onefold doctor` compares kernels with torch, for codecs that have one. A row in
+docs/precision.md says what it is for, and a recipe in tests/runtime/test_wire_codecs.py trains with it.
 Moments of optimizers are separate: recipe/moments.py has their `Format`s, and `MomentPacking` here
 packs them.
 """

@@ -15,8 +15,8 @@ CODECS: dict[str, type[Codec]] = {kind.name: kind for kind in (Plain, Int8, Int4
 
 
 def codec(name: str, **fields: Any) -> Codec:
-    """Return the codec 'plain', 'int8', 'int4', 'fp8' or 'nf4'. `fields` are its options: block,
-    slab; dtype for 'plain'.
+    """Return the codec of that name in `CODECS`. `fields` are its options: block, slab; dtype for
+    'plain'.
 
     Raises:
         ValueError: no codec has this name or field.
