@@ -58,7 +58,7 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
             parameter.requires_grad_("blocks.1" not in name)
     model = onefold.shard(model, trial.recipe(folder), device=device)
     onefold.engine_of(model).transfers.sums.chunk = 4096  # several chunks of so small a model
-    store: Any = onefold.engine_of(model).activations.store
+    store: Any = getattr(onefold.engine_of(model).activations, "store", None)
     if store is not None:  # of so small a model nothing would go down
         store.smallest, store.window, store.ahead = 256, 8192, 8192
     fused = True if "fused" in trial.how else None

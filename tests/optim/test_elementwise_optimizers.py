@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from onefold.optim.step_hooks import refuse_unless_elementwise
+from onefold.optim.verdict import refuse_unless_elementwise
 from ranks import run_ranks
 from trials import STAGES, MLPCase, compare_case, fresh, train_reference, train_sharded
 

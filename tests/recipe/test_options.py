@@ -49,7 +49,9 @@ def another(option: Option) -> Any:
         return OTHER[option.name]
     if option.type is bool:
         return not option.default
-    return next(choice for choice in choices_of(option.type) if choice != option.default)
+    choices = choices_of(option.type)
+    assert choices, f"{option.name}: give OTHER a value that is not the default"
+    return next(choice for choice in choices if choice != option.default)
 
 
 # -- the signature and the fields -------------------------------------------------------------------
@@ -257,13 +259,13 @@ def test_an_option_of_the_table_alone_is_missed(
         check()
 
 
-if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 def test_options_name_the_codecs_that_there_are() -> None:
     from onefold.quant import CODECS
     from onefold.recipe.checks import _FROZEN_CODECS, _WIRE_CODECS
 
     assert {*_FROZEN_CODECS, *_WIRE_CODECS, "plain"} == set(CODECS)
     assert set(_WIRE_CODECS) >= {"int8", "fp8", "int4"}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

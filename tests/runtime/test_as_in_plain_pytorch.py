@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from models import TinyMLP
-from onefold.optim.step_hooks import refuse_unless_elementwise
+from onefold.optim.verdict import refuse_unless_elementwise
 from ranks import run_ranks
 
 

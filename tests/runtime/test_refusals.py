@@ -52,6 +52,14 @@ def shard_around(stage: int) -> None:
     sharded(stage, Around(sharded(stage)))
 
 
+def shard_a_tensor_parallel_one(stage: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded(stage, parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel()))
+
+
 def shard_a_part(stage: int) -> None:
     sharded(stage, sharded(stage).blocks)
 
@@ -223,6 +231,7 @@ Action = Callable[[int], None]
 #: what was done, the stages at which it is refused, what the sentence must say
 ANOTHER_MODEL: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
     (shard_around, STAGES, ("'part'", "another sharded model", "once")),
+    (shard_a_tensor_parallel_one, STAGES, ("is a DTensor (S(0))", "without parallelize_module")),
     (shard_a_part, STAGES, ("another sharded model", "once")),
     (share_a_module, STAGES, ("'blocks.1", "another sharded model", "once")),
     (share_a_parameter, STAGES, ("'blocks.1.up'", "another sharded model", "once")),

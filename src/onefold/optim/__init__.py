@@ -4,7 +4,8 @@ step intervals. It does not depend on the forward pass.
 | question                                                         | files                    |
 |------------------------------------------------------------------|--------------------------|
 | How are gradients clipped, and losses scaled?                    | `clip`                   |
-| What happens before and after a step? Which optimizers may step? | `step_hooks`             |
+| What happens before and after a step?                            | `step_hooks`             |
+| Which optimizers may step parts of parameters?                   | `verdict`                |
 | How are states read and written, wherever they are?              | `state_parts`            |
 | What do `state_dict()` and `load_state_dict()` do?               | `state_dicts`            |
 | What does `optimizer.state` show between steps?                  | `faced_states`, `fresh`  |
@@ -15,11 +16,8 @@ States become wholes, and wholes become states, by the moves of runtime/parts.py
 
 from onefold.optim.clip import GradScaler, clip_grad_norm
 from onefold.optim.state_dicts import held_elsewhere, load_local_state_dict, local_state_dict
-from onefold.optim.step_hooks import (
-    install_step_hooks,
-    refuse_unless_elementwise,
-    remove_step_hooks,
-)
+from onefold.optim.step_hooks import install_step_hooks, remove_step_hooks
+from onefold.optim.verdict import refuse_unless_elementwise
 
 __all__ = [
     "GradScaler",

@@ -188,7 +188,7 @@ def _at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
 
 
 def rests_encoded(p: Parameter, recipe: Recipe) -> bool:
-    """Return whether a frozen weight is stored encoded, by the rule of runtime/unit.py."""
+    """Return whether a frozen weight is stored encoded, by the rule of runtime/units.py."""
     frozen = recipe.frozen is not None and not p.trainable and len(p.shape) >= 2
     return frozen and p.torch_dtype in LOW and not p.looked_up
 

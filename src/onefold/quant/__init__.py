@@ -24,10 +24,11 @@ A new codec needs, in this order:
 | its bytes on the wire and in memory                     | `encoded_bytes`: the plan and the   |
 |                                                         | ledger use only that                |
 | a kernel, if torch's operations are too slow            | kernels.py, triton_kernels.py       |
+| its bound, bits and finest step                         | tests/quant/test_codecs.py          |
 
 The tests of tests/quant (codec_intervals.py) and tests/recipe/test_options.py run over `CODECS` and
-over these two types; `onefold doctor` compares kernels with torch, for codecs that have one. A row in
-docs/precision.md says what it is for, and a recipe in tests/runtime/test_wire_codecs.py trains with it.
+over these two types; `onefold doctor` compares kernels with torch, for codecs that have one. docs/slow-links.md
+says what it is for, and a recipe in tests/runtime/test_wire_codecs.py trains with it.
 Moments of optimizers are separate: recipe/moments.py has their `Format`s, and `MomentPacking` here
 packs them.
 """

@@ -11,14 +11,15 @@ number of the last write to its masters (`epoch`) and of the last that its resid
 with the masters as they are. Only the units that stay gathered until their backward pass, or that
 `keep_gathered` keeps, must notice a write.
 
-| who writes                         | raises                       | noticed by                            | a late backward pass                |
-|------------------------------------|------------------------------|---------------------------------------|-------------------------------------|
-| an optimizer's step                | the count, and `last_write`  | the hook after the step; here, at the | is refused (`WriteCounters` in      |
-|                                    | of entries with a gradient   | next forward pass                     | parameters/values.py)               |
-| the engine, a load                 | the count, all `last_write`s | `all_written`                         | is refused                          |
-| code, in place or through `.data`  | torch's version counters     | `Copies._look_at`, at the next pass;  | is not: the copy that it reads has  |
-|                                    |                              | of kept units, `Gatherer._writes`     | the old values, as `.data` promises |
-| a module, in its forward pass      | counters of the whole        | `keep_writes`, when it returns        | is as in plain PyTorch              |
+| who writes                    | raises                       | noticed by                          | a late backward pass          |
+|-------------------------------|------------------------------|-------------------------------------|-------------------------------|
+| an optimizer's step           | the count, and `last_write`  | the hook after the step; here, at   | is refused (`WriteCounters`   |
+|                               | of entries with a gradient   | the next forward pass               | in parameters/values.py)      |
+| the engine, a load            | the count, all `last_write`s | `all_written`                       | is refused                    |
+| code, also through `.data`    | torch's version counters     | `Copies._look_at`, at the next pass;| is not: what it reads has the |
+|                               |                              | of kept units, `Gatherer._writes`   | old values, or as `.data` of  |
+|                               |                              |                                     | plain PyTorch the new ones    |
+| a module, in its forward pass | counters of the whole        | `keep_writes`, when it returns      | is as in plain PyTorch        |
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -74,6 +75,7 @@ def refuse_arguments(
                 f"module {name!r} inside this model belongs to another sharded model already: shard"
                 " the whole model once, alone."
             )
+    _refuse_dtensors(module)
     if left_out := sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ())):
         raise ValueError(
             f"this module asks DDP to leave out {', '.join(map(repr, left_out[:3]))}"
@@ -82,6 +84,18 @@ def refuse_arguments(
             " attribute if they are to be as the others, or hold what each rank keeps for itself"
             " outside the module."
         )
+
+
+def _refuse_dtensors(module: nn.Module) -> None:
+    tensors: Any = sys.modules.get("torch.distributed.tensor")  # not imported: there is none
+    for name, param in module.named_parameters() if tensors is not None else ():
+        if isinstance(param, tensors.DTensor):
+            placed = ", ".join(map(str, param.placements))
+            raise ValueError(
+                f"parameter {name!r} is a DTensor ({placed}), as tensor parallelism and FSDP2 make"
+                " them: shard() divides plain parameters among the ranks of one data-parallel"
+                " group. Call it on the model without parallelize_module or fully_shard."
+            )
 
 
 def refuse_max_norm(module: nn.Module, alone: bool) -> None:
