@@ -91,6 +91,9 @@ class Handmade:
     def new_stream(self, name: str) -> Any:
         return _Stream(self)
 
+    def new_lock(self) -> Any:
+        return threading.RLock()
+
     @contextlib.contextmanager
     def use_stream(self, stream: Any) -> Iterator[None]:
         yield
