@@ -15,7 +15,6 @@ from torch import nn
 from onefold.comm import Group
 from onefold.comm.codec import Codec
 from onefold.comm.communicators import members, note_exit
-from onefold.comm.wire import FAKE
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
 from onefold.offload.preflight import preflight
@@ -349,7 +348,7 @@ def capabilities() -> Capabilities:
             return (BackendAllReduce if flat.whole_master else BackendReduce)(flat, at, shared)
         if group.native:
             return RowsReduce(flat, at, shared)
-        return (SimulatedReduce if group.wire is FAKE else PairwiseReduce)(flat, at, shared)
+        return (SimulatedReduce if group.stands_for_all else PairwiseReduce)(flat, at, shared)
 
     def activations(
         units: list[Unit], shared: Resources, gathered: dict[int, tuple[Unit, Flat]]

@@ -64,7 +64,7 @@ class Together:
         self._engine = weakref.ref(engine)
         self.rank, self.size = engine.group.number, engine.group.size
         self.ranks = sorted(engine.group.ranks)
-        if self.size > 1 and engine.group.alone:
+        if engine.group.stands_for_all:
             raise CheckpointError(
                 "this model is sharded over a process group of the fake backend, whose other ranks do"
                 " not exist: there is nothing to save or load."

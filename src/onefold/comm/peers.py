@@ -105,11 +105,16 @@ class Peers:
         return self.size > 1 and self.wire.native
 
     @property
+    def stands_for_all(self) -> bool:
+        """Whether the other ranks are not there (torch's "fake" backend): nothing of theirs arrives."""
+        return self.wire is FAKE
+
+    @property
     def alone(self) -> bool:
-        """Whether no other rank answers: there is none, or this one stands for all (torch's "fake"
-        backend), and what the others would say is what it says itself.
+        """Whether no other rank answers: there is none, or this one stands for all, and what the
+        others would say is what it says itself.
         """
-        return self.size == 1 or self.wire is FAKE
+        return self.size == 1 or self.stands_for_all
 
     def give_up(self) -> None:
         """Abort the native communicators, when a rank has failed to arrive."""

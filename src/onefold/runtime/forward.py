@@ -170,7 +170,8 @@ class Forward:
             return output
 
     def _keep_writes(self, unit: Unit) -> None:
-        if unit.state is State.GATHERED:
+        # What is gathered from ranks that are not there is no value to compare with
+        if unit.state is State.GATHERED and not self.resources.group.stands_for_all:
             # The host is about to compare values, and would wait for a missing rank without a limit
             if self.run_ahead is not None and any(flat.compared < FIRST for flat in unit.flats):
                 self.run_ahead.settle()

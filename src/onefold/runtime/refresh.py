@@ -34,7 +34,6 @@ from onefold.memory import GATHERED, nbytes_of, storage_of
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime.flat import Entry, Flat, point
 from onefold.runtime.gather import Gatherer
-from onefold.runtime.parameters.interval import dispatches
 from onefold.runtime.parameters.values import WriteCounters, written
 from onefold.runtime.resources import Progress
 from onefold.runtime.storage import refuse_written
@@ -278,8 +277,6 @@ def keep_writes(unit: Unit) -> None:
 
 
 def _keep(flat: Flat, full: torch.Tensor, written: list[Entry]) -> None:
-    if dispatches(type(full)):  # a fake tensor has no values
-        return
     if flat.before_data:
         written = [*written, *flat.written_by_data()]
     if not flat.gather.exact:

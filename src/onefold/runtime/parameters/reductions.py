@@ -112,9 +112,11 @@ def _extreme(name: str, spec: IntervalSpec, x: torch.Tensor) -> torch.Tensor:
     if x.numel():
         mine = x.min() if least else x.max()
     else:  # the neutral element
-        limits = torch.tensor((-math.inf, math.inf) if inexact else (0, 1))
+        limits = torch.tensor((-math.inf, math.inf) if inexact else (0, 1), device="cpu")
         if not inexact and x.dtype != torch.bool:
-            limits = torch.tensor((torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max))
+            limits = torch.tensor(
+                (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max), device="cpu"
+            )
         mine = limits[int(least)].to(x.device, x.dtype)
     wide = torch.float64 if inexact else torch.int64
     every = spec.exchange(mine.to(wide).reshape(1), name)

@@ -40,7 +40,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two modules that ranks can import, and a folder of its own for temporary files."""
     for name, text in {"said_by_ranks": MODULE, "said_alone": ALONE}.items():
         (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    )
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
 
