@@ -124,7 +124,8 @@ def test_what_the_engine_is_made_of_does_not_name_it() -> None:
     wrong = []
     for module in parts:
         path = ROOT / "src" / Path(*module.split("."))
-        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        file = path.with_suffix(".py")  # a folder of that name may be left from before
+        file = file if file.is_file() else path / "__init__.py"
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "onefold.runtime.engine":
                 wrong.append(module)

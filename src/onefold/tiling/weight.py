@@ -101,7 +101,7 @@ def whole_of(tiles: Sequence[Any], shape: Sequence[int], writable: bool = False)
         found = infos(weights, {})
         name = f"{found[0].name!r} and further" if found else "of a model that is not sharded"
         if not (writable or _computing()) and torch._C._current_graph_task_id() != -1:
-            _refuse_gradient(whole)
+            _refuse_gradient()
         if writable or not _computing():
             raise ShardedParameterError(
                 f"a weight in tiles ({name}) was {'to be written to' if writable else 'used'} as a"
@@ -201,9 +201,10 @@ class WholeWeight(torch.Tensor):
         return f"a weight of shape {tuple(self.shape)} in {len(self._tiles)} tiles"
 
 
-def _refuse_gradient(weight: Tensor | None) -> None:
-    """Raise ShardedParameterError: code has computed with the memory of `weight`, not by functions of
-    torch, and its gradient would stay on `weight`. Or a Function's backward pass reads it.
+def _refuse_gradient(*_: Tensor) -> None:
+    """Raise ShardedParameterError: code other than torch's has computed with the weight, whose
+    gradient would not reach the tiles. Called as a hook of the gradient, or when the backward pass of
+    a Function reads the weight.
     """
     raise ShardedParameterError(
         "a weight in tiles was given to an autograd Function, whose gradient cannot reach the tiles."
