@@ -10,12 +10,13 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch
 import torch.distributed as dist
-from wire import elements_of, formula, train_steps
+from wire import counted_sends, elements_of, formula, train_steps
 
 from models import TinyMLP, features_of
 from ranks import run_ranks
@@ -32,17 +33,17 @@ def loopback_bytes() -> int:
     raise RuntimeError("there is no interface lo")
 
 
-def sent_again() -> int:
-    """Segments that TCP has sent twice here, since an answer came too late."""
+def segments() -> dict[str, int]:
+    """TCP's segments here: all that were sent, and those sent again since an answer came late."""
     names, values = (
         line.split()
         for line in Path("/proc/self/net/snmp").read_text().splitlines()
         if line.startswith("Tcp:")
     )
-    return int(values[names.index("RetransSegs")])
+    return {name: int(values[names.index(name)]) for name in ("OutSegs", "RetransSegs")}
 
 
-def carried(stage: int, micro_batches: int) -> dict[str, int]:
+def carried(stage: int, micro_batches: int) -> dict[str, Any]:
     import onefold
 
     model = onefold.shard(TinyMLP(16, 256, 6, 16), onefold.Recipe.zero(stage, stall_timeout=30.0))
@@ -52,18 +53,21 @@ def carried(stage: int, micro_batches: int) -> dict[str, int]:
     train_steps(model, optimizer, batches[: 2 * micro_batches], micro_batches)
     dist.barrier()
     time.sleep(0.2)
-    before, twice = loopback_bytes(), sent_again()
+    bytes_before, segments_before = loopback_bytes(), segments()
     dist.barrier()
-    train_steps(model, optimizer, batches, micro_batches)
+    with counted_sends() as given:
+        train_steps(model, optimizer, batches, micro_batches)
     dist.barrier()
     time.sleep(0.2)
-    sent, twice = loopback_bytes() - before, sent_again() - twice
+    sent, after = loopback_bytes() - bytes_before, segments()
     numel, turn = elements_of(onefold.engine_of(model).units)
     return {
         "sent": sent,
-        "segments_sent_twice": twice,
         "expected": STEPS * 2 * formula(stage, numel, 2, micro_batches, turn=turn),
         "numel": numel,
+        # What explains a difference: bytes that this rank gave away, and TCP's segments.
+        "given": {"payload": given.payload, "control": given.control, "others": given.others},
+        "segments": {name: count - segments_before[name] for name, count in after.items()},
     }
 
 

@@ -290,17 +290,20 @@ def test_the_loopback_interface_carries_the_bytes_of_the_formula(
     stage: int, micro_batches: int
 ) -> None:
     program = str(Path(__file__).parent / "loopback.py")
+    runs = []
     for _ in range(3):
         done = own_network([sys.executable, program, str(stage), str(micro_batches)])
         assert done.returncode == 0, done.stderr[-3000:]
-        seen = json.loads(done.stdout.splitlines()[-1])
-        ratio = seen["sent"] / seen["expected"]
-        # Where others take the cores, an answer may come so late that TCP sends again. Bytes that
-        # the engine sends come in each of the runs.
-        if 1.0 <= ratio <= 1.08 and not seen["segments_sent_twice"]:
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+        given = runs[-1]["given"]
+        assert 2 * given["payload"] == runs[-1]["expected"], f"given to torch.distributed: {runs}"
+        assert not given["others"], f"a collective that this test does not count: {runs}"
+        if runs[-1]["sent"] <= 1.08 * runs[-1]["expected"]:
             break
-    # Headers and acknowledgements of a 64 KiB loopback packet (of smaller ones where other processes
-    # take the cores), barriers, and a control message a backward.
+    # Headers and acknowledgements of a 64 KiB loopback packet (of smaller ones where other
+    # processes take the cores), barriers, and a control message a backward. TCP sends again where
+    # an answer comes late, now and then half of everything; bytes of the engine come in each run.
+    ratio = min(seen["sent"] / seen["expected"] for seen in runs)
     assert 1.0 <= ratio <= 1.08, (
-        f"stage {stage}: the interface carried {ratio:.4f} of the formula: {seen}"
+        f"stage {stage}: the interface carried {ratio:.4f} of the formula: {runs}"
     )
