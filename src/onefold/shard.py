@@ -15,6 +15,7 @@ from torch import nn
 from onefold.comm import Group
 from onefold.comm.codec import Codec
 from onefold.comm.communicators import members, note_exit
+from onefold.comm.mesh import Mesh, mesh_of, one_axis
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
 from onefold.offload.preflight import preflight
@@ -54,10 +55,12 @@ from onefold.runtime.state.start import (
     flat_notes,
     has_meta,
     idle_notes,
+    mark_partial,
     materialize,
     modules_of,
     precision_notes,
     rank_0_needs_values,
+    refuse_missing_boxes,
     refuse_arguments,
     refuse_max_norm,
     tie,
@@ -79,6 +82,9 @@ def shard(
     recipe: Recipe,
     *,
     group: Any = None,
+    mesh: Any = None,
+    data: Sequence[str] | str | None = None,
+    partial: Sequence[str] | Callable[[str], bool] | None = None,
     units: Sequence[str | type] | None = None,
     init: Callable[[nn.Module], object] | None = None,
     device: torch.device | str | None = None,
@@ -98,6 +104,14 @@ def shard(
         recipe: for instance `Recipe.zero(stage=3)`.
         group: a ProcessGroup or a one-dimensional DeviceMesh; None for all ranks, or for a single
             process.
+        mesh: in place of `group`, a DeviceMesh of several axes: all ranks that run this module. So
+            the model may have DTensors among its parameters, as `parallelize_module` makes them.
+        data: the axes of the mesh whose ranks compute with different samples or tokens (data,
+            context and expert parallelism); along the others (tensor parallelism) they are the
+            same.
+        partial: names of plain parameters (or a function of the name) of which ranks with the same
+            data have parts of the gradient, to be added up. Others have the same gradient there. A
+            DTensor's gradient says it by itself.
         units: names or classes of the modules that become units; None finds the repeated block.
         init: a function that initializes one module in place (called for modules on the meta
             device).
@@ -110,12 +124,15 @@ def shard(
     Raises:
         ValueError: an argument is invalid; the message says what to change.
     """
-    refuse_arguments(module, recipe, units, init)
+    refuse_arguments(module, recipe, units, init, group, mesh, data)
     if recipe.block:
         require_torchao(f"moments={recipe.moments!r}")
     held = held_elsewhere(module)  # whether parameters have other references, as from an optimizer
     accept_again(module)
-    alone = (group.size if isinstance(group, Group) else len(members(group)[1])) == 1
+    ranks = _ranks(group, mesh, data)
+    if not isinstance(group, Group) and mesh is not None:
+        group = ranks
+    alone = ranks.axes.size == 1
     where = _device(module, device, alone or recipe.tile is not None)
     wanted = units if units is not None else recipe.units
     incoming = _open(weights, module, where, init)
@@ -124,7 +141,7 @@ def shard(
     # Cut weights above recipe.tile into tiles; undone if anything below raises
     with Cut(module, recipe) as cut:
         engine, specs, uninitialized = _laid_out(
-            module, recipe, group, wanted, init, where, incoming, alone
+            module, recipe, group, ranks, partial, wanted, init, where, incoming
         )
     from_rank_0(engine.resources, list(module.buffers()), "state")
     engine.buffers.find(module)
@@ -136,7 +153,13 @@ def shard(
         for note in (*_notes(engine, specs, cut, device), *engine.uninitialized.notes()):
             logging.getLogger("onefold").warning(note)
     register(module, engine)
-    engine.given = (group, wanted, init)
+    engine.given = {
+        "group": group if mesh is None else None,
+        "mesh": None if mesh is None else ranks,
+        "partial": partial,
+        "units": wanted,
+        "init": init,
+    }
     engine.finalizer = weakref.finalize(module, _close, engine)
     note_exit()
     if incoming is not None:
@@ -147,6 +170,16 @@ def shard(
     return module
 
 
+def _ranks(group: Any, mesh: Any, data: Sequence[str] | str | None) -> Mesh:
+    """Return the ranks that `shard()` is called on, by their axes."""
+    if mesh is not None:
+        return mesh_of(mesh, data)
+    if isinstance(group, Group):  # of the call before, see onefold.unsharded
+        return one_axis(sorted(group.ranks))
+    given, numbers = members(group)
+    return one_axis(numbers, given)
+
+
 Missing = list[tuple[str, nn.Module, str]]  # (name in the model, module, attribute)
 
 
@@ -154,11 +187,12 @@ def _laid_out(
     module: nn.Module,
     recipe: Recipe,
     group: Any,
+    ranks: Mesh,
+    partial: Sequence[str] | Callable[[str], bool] | None,
     wanted: Sequence[str | type] | None,
     init: Callable[[nn.Module], object] | None,
     where: torch.device,
     incoming: Weights | None,
-    alone: bool,
 ) -> tuple[Engine, list[UnitSpec], Missing]:
     """Return the engine of the model, whose units have their flat buffers and values; what they
     were made of; and what has no value yet.
@@ -166,6 +200,8 @@ def _laid_out(
     names, init = with_tiles(module, incoming.names if incoming else set()), initializing(init)
     specs = find_units(module, wanted)
     missing: Missing = []
+    alone = ranks.axes.size == 1
+    mark_partial(specs, partial, ranks)
     refuse_max_norm(module, alone)
     # With offloading, units are materialized and offloaded one by one, never all at once
     stays = recipe.parameters.tier is Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE
@@ -174,12 +210,13 @@ def _laid_out(
             missing += materialize(spec, specs, where, init, module, True, names, memory=True)
         tie(specs)
         specs = find_units(module, wanted)
-    engine = Engine(specs, recipe, group, where, capabilities())
+    engine = Engine(specs, recipe, group, where, capabilities(), ranks)
     compare_ranks(engine, recipe, specs, incoming is not None)
     preflight(engine)
     if incoming is not None:
         incoming.settle(engine)
     values = rank_0_needs_values(engine, module)
+    refuse_missing_boxes(engine, specs, values)
     for spec, unit in zip(specs, engine.units, strict=True):
         fetch(found.param for found in spec.found)
         missing += materialize(spec, specs, where, init, module, values, names)

@@ -99,7 +99,7 @@ def _shard_again(engine: Engine, module: nn.Module) -> None:
     )
     if moved:
         group.close()
-    shard(module, engine.recipe, group=given[0] if moved else group, units=given[1], init=given[2])
+    shard(module, engine.recipe, **(given if moved else given | {"group": group}))
     again = engine_of(module)
     again.given, again.progress.step_count = given, step
     again.progress.follower = engine.progress.follower

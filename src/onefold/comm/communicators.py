@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from onefold.comm.mesh import Mesh
 from onefold.comm.pending import StallError
 from onefold.device import backend_name, device_count
 from onefold.layout import Topology
@@ -57,6 +58,8 @@ def members(given: Any) -> tuple[Any, list[int]]:
         ValueError: `given` is not a process group or a mesh, there are no process groups, or this
             rank is not in it.
     """
+    if isinstance(given, Mesh):
+        return given.group, sorted(given.ranks)
     if not (dist.is_available() and dist.is_initialized()):
         if given is not None:
             raise ValueError(
@@ -73,8 +76,8 @@ def members(given: Any) -> tuple[Any, list[int]]:
         if getattr(given, "ndim", 1) != 1:
             raise ValueError(
                 f"group is a DeviceMesh of {given.ndim} dimensions {given.mesh_dim_names or ''}:"
-                " expected a one-dimensional one, such as mesh['data'] of a mesh with named"
-                " dimensions."
+                " expected a one-dimensional one. Give several axes as mesh=..., with data=(...) for"
+                " those that carry different data."
             )
         if getattr(given, "get_coordinate", list)() is None:
             raise ValueError(outside.format(f" {given!r}"))

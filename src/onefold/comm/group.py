@@ -1,16 +1,21 @@
-"""`Group`: the ranks of one data-parallel axis, and its two levels. Their collectives are in
-comm/moves.py, the waiting in comm/peers.py.
+"""`Group`: the ranks that a model is sharded over, their two levels, and parts of them. Their
+collectives are in comm/moves.py, the waiting in comm/peers.py.
 
 [Note: two levels] Ranks may be arranged in groups (layout/flat.py); by default the ranks of
 each node are a group if there are several nodes. This rank then has a group on each level:
 `intra_group` and `inter_group`. A gather over all ranks runs between groups first, then inside
 them. So each byte enters a node once.
+
+[Note: parts] On a mesh of several axes, a flat buffer belongs to some of the ranks (layout/holders.py).
+These are a `Part` of the group over all of them, with levels of its own. All ranks of the mesh agree
+on what was used, on norms and on failures; parameters and gradients travel among the ranks of a part.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -42,7 +47,7 @@ from onefold.layout import Topology
 
 
 class Group(Moves):
-    """The ranks of one axis. The engine has communicators of its own for gathers and for
+    """The ranks that a model is sharded over. The engine has communicators of its own for gathers and for
     reductions, so that neither queues behind the other.
 
     Args:
@@ -90,6 +95,7 @@ class Group(Moves):
         )
         self.run_ahead: RunAhead | None = None
         self._counts: dict[tuple[str, int], int] = {}
+        self._parts: dict[tuple[int, ...], Group] = {}
         # Checksums of the launches on the communicators of gathers and of reductions
         self._launched = [0, 0]
         process_group, numbers = members(process_group)
@@ -118,6 +124,7 @@ class Group(Moves):
             if per_node is None or device.type != "cpu":
                 hosts = self._compare_places()
                 per_node = hosts if per_node is None else per_node
+        self._inner, self._per_node = inner, per_node
         self.topology = Topology(self.size, inner_of(inner, numbers, per_node))
         self.flat_note = flat_note(inner, numbers, per_node, self.topology)
         order = self.topology.order  # each position's number in the communicators
@@ -156,6 +163,19 @@ class Group(Moves):
         have one rank each.
         """
         return self._inter_group or self
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Group:
+        """Return the group of this rank's part. Collective over all ranks, the first time.
+
+        Args:
+            groups: a division of all global ranks, each part in ascending order.
+        """
+        mine = next(tuple(ranks) for ranks in groups if self.ranks[self.rank] in ranks)
+        if len(mine) == self.size:
+            return self
+        if mine not in self._parts:
+            self._parts[mine] = Part(self, groups)
+        return self._parts[mine]
 
     def _agreed(self, per_node: int | None) -> int | None:
         """Return `per_node` if it is the same on all ranks, else None. With unequal nodes, some
@@ -209,9 +229,10 @@ class Group(Moves):
             None,
             None,
         )
-        for level in levels:
+        for level in (*levels, *self._parts.values()):
             if level is not None:
                 level.close()
+        self._parts.clear()
         self.chains.clear()
         self.run_ahead = None  # it refers to this group
         # The last reference closes the sockets
@@ -219,10 +240,9 @@ class Group(Moves):
         self.communicators.close()
 
     def give_up(self) -> None:
-        """Abort the native communicators of all levels, when a rank has failed to arrive."""
-        for level in (self._intra_group, self._inter_group):
-            if level is not None:
-                level.communicators.give_up()
+        """Abort the native communicators of all levels and parts, when a rank has failed to arrive."""
+        for group in self.below():
+            group.communicators.give_up()
         super().give_up()
 
 
@@ -245,7 +265,9 @@ class Level(Group):
             whole.ledger,
             whole.wire,
         )
-        self._counts, self._launched = {}, [0, 0]
+        self._counts, self._launched, self._parts = {}, [0, 0], {}
+        self._salt = whole._salt
+        self._sized = self._sized and whole._sized
         self.chains, self.relay, self.summing = whole.chains, whole.relay, whole.summing
         self.run_ahead = whole.run_ahead
         self.ranks, self.nodes = (
@@ -293,3 +315,35 @@ class Level(Group):
     @broken.setter
     def broken(self, error: StallError | None) -> None:
         self.whole.broken = error
+
+
+class Part(Level):
+    """Some ranks of a mesh, with levels of their own. See [Note: parts]."""
+
+    _level = 0
+
+    def __init__(self, whole: Group, groups: Sequence[Sequence[int]]) -> None:
+        """`groups` divide the global ranks of `whole`. Collective over `whole`."""
+        self._sized = False
+        inner, per_node = whole._inner, whole._per_node
+        self._inner, self._per_node = inner, per_node
+        position = {rank: p for p, rank in enumerate(whole.ranks)}
+        # By position in `whole`: the positions of its part, in the order of the part's own positions
+        places: dict[int, list[int]] = {}
+        for ranks in groups:
+            topology = Topology(len(ranks), inner_of(inner, ranks, per_node))
+            there = [position[ranks[i]] for i in topology.order]
+            places |= dict.fromkeys(there, there)
+        super().__init__(whole, places.__getitem__)
+        self.number = sorted(self.ranks).index(self.ranks[self.rank])
+        self._salt = zlib.crc32(self.name.encode()) & 0xFFF
+        self.topology = Topology(self.size, inner_of(inner, sorted(self.ranks), per_node))
+        self.flat_over_nodes = flat_over(self.nodes, self.topology)
+        self.flat_note = ""
+        levels = self.topology.intra_group, self.topology.inter_group
+        self._intra_group, self._inter_group = (
+            None if len(part(self.rank)) == self.size else Level(self, part) for part in levels
+        )
+
+    def give_up(self) -> None:
+        self.whole.give_up()

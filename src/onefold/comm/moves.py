@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +45,14 @@ class Moves(Messages):
 
     _intra_group: Group | None
     _inter_group: Group | None
+    _parts: dict[tuple[int, ...], Group]
+
+    def below(self) -> Iterator[Group]:
+        """Yield the groups made of this one: its levels, its parts, and their levels."""
+        for group in (self._intra_group, self._inter_group, *self._parts.values()):
+            if group is not None:
+                yield group
+                yield from group.below()
 
     # -- gathers -----------------------------------------------------------------------------------
 
@@ -245,14 +253,7 @@ class Moves(Messages):
         """Return a checksum of all launches on the native communicators so far, in order. It is the
         same on all ranks unless they diverged. See [Note: order instead of tags].
         """
-        found = [
-            self._launched,
-            *(
-                level._launched
-                for level in (self._intra_group, self._inter_group)
-                if level is not None
-            ),
-        ]
+        found = [self._launched, *(group._launched for group in self.below())]
         return zlib.crc32(repr(found).encode()).to_bytes(4, "little")
 
     def out_of_order(self, context: CollectiveContext) -> StallError:

@@ -61,6 +61,11 @@ class Peers:
     # A bit of the tags: 0 for messages among all ranks, 1 for messages on a level. The two levels
     # need no bit of their own: no two ranks are together on both levels
     _level: ClassVar[int] = 0
+    # Goes into the counts in tags: messages among some ranks of a mesh are never taken for messages
+    # among all of them
+    _salt: int = 0
+    # Whether lengths go into checksums of launches. Parts of a mesh have buffers of different lengths
+    _sized: bool = True
 
     timeout: float
     device: torch.device
@@ -218,6 +223,7 @@ class Peers:
     def note_launch(
         self, which: int, move: str, number: int, about: int | tuple[int, int] = 0
     ) -> None:
+        about = about if self._sized else 0
         self._launched[which] = zlib.crc32(
             f"{move} {number} {about}".encode(), self._launched[which]
         )
@@ -254,6 +260,7 @@ class Peers:
         count = self._counts[move, number] = self._counts.get((move, number), 0) + 1
         if addresses is not None:
             count ^= hash(addresses)
+        count ^= self._salt
         return self._level << 30 | _KINDS[move] << 27 | (number & 0x7FFF) << 12 | (count & 0xFFF)
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext, Group
+from onefold.comm.mesh import Mesh
 from onefold.device import chunk_for
 from onefold.layout import round_up
 from onefold.memory import GRADIENTS, MemoryLedger, Pool
@@ -32,6 +33,7 @@ from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import NATIVE
 from onefold.runtime.backward import Backward, agree_on_failure
+from onefold.runtime.boxes import find_boxes
 from onefold.runtime.buffers import Buffers, Structure, check_in_place
 from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.flat import Entry, Flat
@@ -64,6 +66,7 @@ class Engine:
 
     Attributes:
         recipe: what it executes. units: its units, the root first. progress: the step and the pass.
+        mesh: the axes of the ranks. group: all ranks of the mesh.
         decides_sums: the recipe leaves to Onefold who adds gradients up (`Recipe.with_sums`).
         traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's
             device.
@@ -78,6 +81,7 @@ class Engine:
         process_group: Any,
         device: torch.device,
         capabilities: Capabilities,
+        mesh: Mesh,
     ) -> None:
         self.device, self.capabilities = device, capabilities
         # onefold.unsharded gives the group of the previous engine: its communicators are reused.
@@ -87,6 +91,7 @@ class Engine:
             if again
             else Group(process_group, device, recipe.stall_timeout, recipe.group)
         )
+        self.mesh = mesh
         self.rank, self.world_size = self.group.number, self.group.size
         if recipe.reduce == NATIVE and self.world_size > 1 and self.group.backend == "gloo":
             if not again:
@@ -129,7 +134,8 @@ class Engine:
             self.masters,
             self.progress,
         )
-        self.units = bind(specs, self.resources, self, offloaded)
+        holders = find_boxes(specs, self.group, mesh)
+        self.units = bind(specs, self.resources, self, offloaded, holders)
         self.entries = [e for u in self.units for e in u.entries]
         self.unit_of: dict[int, Unit] = {}
         for unit in self.units:
@@ -146,10 +152,10 @@ class Engine:
         self.buffers = Buffers(recipe)
         # What was on the meta device and has no value yet; empty once everything is loaded
         self.uninitialized = Uninitialized(self.group, self.progress)
-        # For onefold.unsharded: the hooks on modules, the other arguments of shard() (group, units,
-        # init), and the finalizer that closes the engine.
+        # For onefold.unsharded: the hooks on modules, the other arguments of shard(), and the
+        # finalizer that closes the engine.
         self.handles: list[Any] = []
-        self.given: tuple[Any, Any, Any] = (None, None, None)
+        self.given: dict[str, Any] = {}
         self.finalizer: Any = None
         # Waits for background work (a save), so that its failure is known
         self.settle: Callable[[], None] | None = None
@@ -308,7 +314,7 @@ class Engine:
         """Whether the engine has let go of everything."""
         return self.progress.closed
 
-    def use(self, entry: Entry, keeps: bool = False) -> nn.Parameter:
+    def use(self, entry: Entry, keeps: bool = False) -> torch.Tensor:
         """Return the whole parameter for code in a forward pass whose unit does not own it. See
         `Forward.use`.
         """

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from onefold.comm import Group
 from onefold.layout import LOW, Dtypes, ShardSpec, Slot, Tiers, overlap
+from onefold.layout.holders import Holders
 from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.differentiate import CALLS, in_autograd
 from onefold.runtime.gather_paths import Gather, group_hops
@@ -186,6 +187,7 @@ class Entry:
         "__weakref__",
         "accumulates",
         "active",
+        "box",
         "compute",
         "declared",
         "engine",
@@ -200,6 +202,7 @@ class Entry:
         "only_place",
         "param",
         "part",
+        "parts",
         "pending_grad",
         "places",
         "post_hooks",
@@ -230,6 +233,10 @@ class Entry:
         # The common case: one module refers to it, and is not a recurrent layer with its own list
         self.only_place = self.places[0][:2] if one else None
         self.flat, self.engine = flat, weakref.ref(engine)
+        # What this rank holds of a DTensor; None for a plain parameter
+        self.box = found.box
+        # What its gradient is multiplied with before the sum, see `Holders`
+        self.parts = flat.ranks.copies if found.partial else 1
         self.param = found.param
         self.compute: nn.Parameter = found.param
         self.released: torch.Tensor | None = None
@@ -247,6 +254,19 @@ class Entry:
         self.pending_grad: torch.Tensor | None = None
         self.number = 0  # among all entries of the engine
         self.last_write = 0  # the last write to its master, see runtime/parameters/values.py
+
+    def seen(self) -> torch.Tensor:
+        """Return what code in a pass sees of the whole parameter: a DTensor over it, if the
+        parameter is one.
+        """
+        return self.compute if self.box is None else self.box.wrap(self)
+
+    def is_seen(self, value: Any) -> bool:
+        """Whether `value` is what `seen` has returned."""
+        if self.box is None:
+            return value is self.compute
+        known = getattr(value, "__dict__", {}).get("_onefold_entry")
+        return known is not None and known() is self and value is not self.param
 
     def accounted(self, position: int | None = None) -> tuple[int, int]:
         """Return the elements, counted from the first, that this rank (or that at `position`)
@@ -326,16 +346,20 @@ class Flat:
         index: int,
         resources: Resources,
         engine: OwningEngine,
+        ranks: Holders,
         tiers: Tiers | None = None,
         encoded: bool = False,
     ) -> None:
-        recipe, group, made = resources.recipe, resources.group, resources.capabilities
+        recipe, made = resources.recipe, resources.capabilities
+        group = resources.group.part(ranks.groups)
         self.frozen_low = dtypes.master in LOW and dtypes.master != recipe.optimizer.dtype
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
+        #: Which ranks hold it, among all of the mesh, and those of this rank's box
+        self.ranks = ranks
         self.group, self.rank, self.size = group, group.rank, group.size
         #: All sizes of this buffer; the plan adds up the same ones
         self.spec = spec = ShardSpec.of(
-            [(f.names[0], f.param.shape) for f in found],
+            [(f.names[0], f.local.shape) for f in found],
             dtypes,
             recipe,
             group.topology,
@@ -344,7 +368,10 @@ class Flat:
             trainable=found[0].param.requires_grad,
             stored=encoded,
             tiers=tiers,
-            in_place=all(f.param.dtype == dtypes.compute and not f.param.is_meta for f in found),
+            in_place=all(
+                f.param.dtype == dtypes.compute and not f.param.is_meta and f.box is None
+                for f in found
+            ),
             native=group.native,
         )
         self.layout = spec.layout
@@ -355,15 +382,19 @@ class Flat:
             Entry(f, s, i, self, engine)
             for i, (f, s) in enumerate(zip(found, self.layout.slots, strict=True))
         ]
-        self.tiled = any(f.part.numel != f.param.numel() for f in found)
+        self.tiled = any(f.part.numel != f.local.numel() for f in found)
+        self.boxed = any(f.box is not None for f in found)
+        #: Whether some gradient is multiplied before the sum (`Entry.parts`)
+        self.has_parts = any(entry.parts != 1 for entry in self.entries)
         self.whole_master, self.resident = spec.whole_master, spec.resident
         # This rank's addresses: its part among all ranks, its part among the ranks of its group
         # (the same without groups), and what its optimizer owns
         self.interval, self.shard, self.owned = spec.interval, spec.shard, spec.owned
         self.hops = group_hops(spec, group)
-        # The mean's factor where each rank applies it to its own gradient; see [Note: the mean over
-        # ranks] in runtime/reduce_paths.py
-        self.early_scale = 1.0 / group.size if dtypes.wire == dtypes.sums else 1.0
+        # What each rank multiplies its own gradient with, and whether the sums are divided by the
+        # ranks that they were made of; see [Note: the mean over ranks] in runtime/reduce_paths.py
+        self.scales_late = dtypes.wire != dtypes.sums
+        self.early_scale = ranks.scale_of_mean if self.scales_late else ranks.scale
         # The hop that sends sums on to the other ranks that hold them too; None if none do
         self.broadcast_back = self.hops[-1] if spec.broadcast_back else None
         self.storage: Storage = made.storage(self, tiers, encoded, resources)
@@ -576,11 +607,15 @@ class Flat:
                     entry.compute.__class__ = Released
                 elif type(entry.compute) is not Released:  # a fake tensor keeps its class
                     point(entry.compute, entry.released)
+                if entry.box is not None:
+                    entry.box.release(entry.compute)
             return
         for entry, view in zip(self.entries, self.views(buffer), strict=True):
             if type(entry.compute) is Released:
                 entry.compute.__class__ = Whole  # type: ignore[assignment]
             point(entry.compute, view)
+            if entry.box is not None:
+                entry.box.point(view)
 
     def data_is_read(self, entry: Entry) -> None:
         """Note that code has got `.data` of the whole of `entry`, through which it may write.
@@ -615,6 +650,13 @@ class Flat:
             if recurrent is not None and (module := recurrent()) is not None:
                 weights: Any = module._flat_weights
                 weights[module._flat_weights_names.index(attribute)] = param
+
+    def swap_back(self, entry: Entry) -> None:
+        """Put the optimizer's parameter in all places that show the whole."""
+        for parameters, attribute, _ in entry.places:
+            if entry.is_seen(there := parameters.get(attribute)):
+                self.swap(entry, entry.param, instead_of=there)
+                return
 
     # -- trainable parts ---------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from onefold.memory import storage_of
 from onefold.runtime.backward import Backward
+from onefold.runtime.boxes import local_of
 from onefold.runtime.buffers import Buffers, Structure, check_in_place, check_not_wrapped
 from onefold.runtime.differentiate import (
     TRANSFORMS,
@@ -262,7 +263,7 @@ class Forward:
         if recorded is not None:
             self.gather.release_when_gone(recorded)
 
-    def use(self, entry: Entry, keeps: bool = False) -> nn.Parameter:
+    def use(self, entry: Entry, keeps: bool = False) -> torch.Tensor:
         """Return the whole parameter for code in a forward pass whose unit does not own it. See
         runtime/parameters/parameter.py.
 
@@ -287,7 +288,7 @@ class Forward:
             unit.leases.borrowed = True
             if not recompute:
                 self._borrowed[unit.index].kept = True
-        return entry.compute
+        return entry.seen()
 
     def _kept_by_hand(self) -> list[Unit]:
         """Return the units to gather when the backward pass begins. See [Note: kept by hand]."""
@@ -351,6 +352,7 @@ def copied_out(output: Any, buffers: Mapping[int, Any]) -> Any:
     """
 
     def gathered(t: torch.Tensor) -> bool:
+        t = local_of(t)
         return t.layout is torch.strided and storage_of(t) in buffers
 
     if not buffers or not any(gathered(t) for t in tensors_in(output)):
@@ -405,7 +407,7 @@ def swap_in(unit: Unit) -> None:
         flat.swapped_in = True
         for entry in flat.entries:
             if (place := entry.only_place) is not None and place[0].get(place[1]) is entry.param:
-                put(place[0], place[1], entry.compute)
+                put(place[0], place[1], entry.seen())
                 continue
             others = [
                 t
@@ -414,7 +416,7 @@ def swap_in(unit: Unit) -> None:
             ]
             if others:
                 _look_at(entry, others)
-            flat.swap(entry, entry.compute, instead_of=entry.param if others else None)
+            flat.swap(entry, entry.seen(), instead_of=entry.param if others else None)
 
 
 def swap_out(unit: Unit) -> None:
@@ -423,8 +425,8 @@ def swap_out(unit: Unit) -> None:
         flat.swapped_in = False
         for entry in flat.entries:
             if (place := entry.only_place) is None:
-                flat.swap(entry, entry.param, instead_of=entry.compute)
-            elif place[0].get(place[1]) is entry.compute:
+                flat.swap_back(entry)
+            elif entry.is_seen(place[0].get(place[1])):
                 put(place[0], place[1], entry.param)
 
 

@@ -16,6 +16,7 @@ import torch
 from onefold.memory import GATHERED, storage_of
 from onefold.memory.pool import TierError
 from onefold.runtime import differentiate
+from onefold.runtime.boxes import local_of
 from onefold.runtime.differentiate import tensors_in
 from onefold.runtime.flat import Flat
 from onefold.runtime.gather_paths import StreamContext
@@ -86,6 +87,7 @@ class Gatherer:
         # Where torch.autocast may cast gathered parameters, see runtime/saved_tensors.py
         fp32 = any(f.dtypes.compute == torch.float32 for u in self.sharded for f in u.flats)
         self.casts = CachedCasts(resources.device) if fp32 else None
+        self.boxed = any(f.boxed for u in self.sharded for f in u.flats)
         self._hooks: Any = None
         self.reached = 0  # how often a backward pass has reached the output of a unit
         # Units that stay gathered between passes without gradients (runtime/state/start.py)
@@ -447,7 +449,7 @@ class Gatherer:
         if self._keeps_for_backward:
             return
         self.released_early = True
-        if not any(storage_of(t) in self.by_storage for t in tensors_in(output)):
+        if not any(storage_of(local_of(t)) in self.by_storage for t in tensors_in(output)):
             self.release(unit)
         # Else `end_forward` releases it: code of the pass may still read the output
 

@@ -24,6 +24,11 @@ callers know no tiers, tiles or formats.
 | `OptimizerParts`  | optim/state_parts.py      | states of an optimizer: also packed, in 16 bits, on NVMe             |
 | `AverageParts`    | ema.py                    | averages of weights                                                  |
 
+A parameter may be a box of a global tensor (runtime/boxes.py). Its holders make their box whole on
+their first rank, and these exchange boxes with rank 0:
+
+    rank 0's global tensor   ◄──── boxes ────►   the first rank of each box's holders   ◄──── as above ────►   parts
+
 | caller                                                       | moves                          |
 |--------------------------------------------------------------|--------------------------------|
 | `full_state_dict`, `EMA.state_dict`, `optimizer.state_dict`  | `to_first`                     |
@@ -53,6 +58,7 @@ import torch
 from onefold.comm import CollectiveContext, StallError
 from onefold.layout import overlap
 from onefold.recipe.moments import BLOCK
+from onefold.runtime.boxes import Box
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather_paths import state_context
 from onefold.runtime.parameters.interval import disable_torch_function
@@ -91,7 +97,14 @@ class StateItem:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.entries[0].part.shape
+        """The shape of the whole; of a box, that of the global tensor."""
+        return tuple(self.box.shape) if self.box is not None else self.entries[0].part.shape
+
+    @property
+    def box(self) -> Box | None:
+        """What this rank's holders hold of it, if they hold a part only."""
+        box = self.entries[0].box
+        return box if box is not None and box.divided else None
 
     def tile(self, whole: torch.Tensor, entry: Entry) -> torch.Tensor:
         """Return the elements of `entry`, [numel], in a whole tensor."""
@@ -244,9 +257,9 @@ def to_first(
     Args:
         everywhere: return it on every rank. Only if every rank holds all elements.
     """
-    group, whole = resources.group, None
+    group, whole = item.entries[0].flat.group, None
     if everywhere or group.rank == 0:
-        whole = torch.zeros(item.shape, dtype=item.dtype, device="cpu")
+        whole = torch.zeros(item.entries[0].part.shape, dtype=item.dtype, device="cpu")
     for entry in item.entries:
         out, here = item.tile(whole, entry) if whole is not None else None, parts.held(entry, 0)
         for x, y in _chunks(entry):
@@ -270,7 +283,11 @@ def to_first(
             for (a, b), (_, part) in zip(landing, recvs, strict=True):
                 assert out is not None
                 out[a:b].copy_(part)
-    return whole
+    if item.box is None:
+        return whole
+    if everywhere:
+        raise RuntimeError(f"{item.name!r} is divided along several axes: no rank holds all of it")
+    return _boxes_to_first(resources, item, item.box, whole)
 
 
 def from_first(
@@ -279,7 +296,16 @@ def from_first(
     """Write rank 0's `whole` (any shape and device; None on other ranks) into the parts of all
     ranks. Collective.
     """
-    group = resources.group
+    if item.box is not None:
+        whole = boxes_from_first(resources, item, item.box, whole)
+    within_holders(resources, parts, item, whole)
+
+
+def within_holders(
+    resources: Resources, parts: HeldParts, item: StateItem, whole: torch.Tensor | None
+) -> None:
+    """Do the same from the first rank of the holders, whose `whole` is their box of the item."""
+    group = item.entries[0].flat.group
     for entry in item.entries:
         mine = item.tile(whole, entry) if group.rank == 0 and whole is not None else None
         for x, y in _chunks(entry):
@@ -331,10 +357,11 @@ def whole_masters(resources: Resources, flat: Flat) -> torch.Tensor:
 def scatter_masters(
     resources: Resources, flat: Flat, full: torch.Tensor | None, master: torch.Tensor
 ) -> None:
-    """Send each rank its part of rank 0's `full` ([numel], master precision; None elsewhere), into
-    `master`, [owned]: the reverse of `whole_masters`, in one exchange. Collective.
+    """Send each rank its part of `full` ([numel], master precision), which the first of its holders
+    has (None elsewhere), into `master`, [owned]: the reverse of `whole_masters`, in one exchange.
+    Collective.
     """
-    group, context = resources.group, state_context(resources, flat.unit_name)
+    group, context = flat.group, state_context(resources, flat.unit_name)
     with torch.no_grad():
         if group.rank == 0:
             assert full is not None
@@ -415,7 +442,68 @@ def _exchange(
     recvs: list[tuple[int, torch.Tensor]],
 ) -> None:
     context = state_context(resources, entry.flat.unit_name)
-    resources.group.exchange(sends, recvs, context, entry.flat.index, move="state").wait()
+    entry.flat.group.exchange(sends, recvs, context, entry.flat.index, move="state").wait()
+
+
+# -- boxes -----------------------------------------------------------------------------------------
+
+
+def _firsts(resources: Resources, box: Box) -> list[int]:
+    """Return the position, among all ranks of the mesh, of the first rank of each box's holders.
+    Rank 0 is one of them.
+    """
+    ranks = resources.group.ranks
+    return [min(map(ranks.index, group)) for group in box.kind.holders.groups]
+
+
+def _boxes_to_first(
+    resources: Resources, item: StateItem, box: Box, local: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return the global tensor in rank 0's host memory, from each box that the first rank of its
+    holders has (`local`). None on other ranks. Collective.
+    """
+    group, entry = resources.group, item.entries[0]
+    context = state_context(resources, entry.flat.unit_name)
+    if local is None:
+        return None
+    if group.rank != 0:
+        sends = [(0, local.reshape(-1).to(resources.device))]
+        group.exchange(sends, [], context, entry.flat.index, move="state").wait()
+        return None
+    whole = torch.zeros(item.shape, dtype=item.dtype, device="cpu")
+    box.cut(whole, group.ranks[0]).copy_(local)
+    for peer in _firsts(resources, box):
+        if peer:
+            region = box.region(group.ranks[peer])
+            part = _room(resources, item, region.numel)
+            group.exchange([], [(peer, part)], context, entry.flat.index, move="state").wait()
+            whole[region.slices].copy_(part.view(region.shape))
+    return whole
+
+
+def boxes_from_first(
+    resources: Resources, item: StateItem, box: Box, whole: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return this rank's box of rank 0's global tensor, on the first rank of its holders; None on
+    other ranks. Collective.
+    """
+    group, entry = resources.group, item.entries[0]
+    context = state_context(resources, entry.flat.unit_name)
+    if group.rank == 0:
+        assert whole is not None
+        whole = whole.reshape(item.shape)
+        for peer in _firsts(resources, box):
+            if peer:
+                part = box.cut(whole, group.ranks[peer]).reshape(-1)
+                part = part.to(resources.device, item.dtype).contiguous()
+                group.exchange([(peer, part)], [], context, entry.flat.index, move="state").wait()
+        return box.cut(whole, group.ranks[0])
+    if entry.flat.group.rank != 0:
+        return None
+    region = box.region(group.ranks[group.rank])
+    mine = _room(resources, item, region.numel)
+    group.exchange([], [(0, mine)], context, entry.flat.index, move="state").wait()
+    return mine.view(region.shape)
 
 
 # -- moves on one rank -----------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def whole_local_gradient(entry: Entry, weight: float = 1.0) -> torch.Tensor | No
         return None
     with disable_torch_function(), torch.no_grad():
         part = flat.grads[run][entry.slot.start - run[0] : entry.slot.end - run[0]]
-        return part.view(entry.slot.shape) / (flat.early_scale * weight)
+        return part.view(entry.slot.shape) / (flat.early_scale * entry.parts * weight)
 
 
 def take_pending(reduce: Reducer) -> None:

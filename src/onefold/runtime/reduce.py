@@ -206,7 +206,9 @@ class Reducer:
             or len(set(entries)) < len(entries)
         ):
             return False
-        if self.multiplied and any(entry.number in self.multiplied for entry in entries):
+        if flat.has_parts or (
+            self.multiplied and any(entry.number in self.multiplied for entry in entries)
+        ):
             return False
         if any(
             grad is None or grad.layout is not torch.strided or grad.dtype != buffer.dtype
@@ -284,7 +286,7 @@ class Reducer:
                 earlier = flat.grads[run][entry.slot.start - run[0] : entry.slot.end - run[0]].view(
                     entry.slot.shape
                 )
-                earlier = earlier / (flat.early_scale * self.progress.weight)
+                earlier = earlier / (flat.early_scale * entry.parts * self.progress.weight)
         changed = gradient_hooks.run(entry, hooks, earlier)
         if changed or (earlier is not None and get_grad(entry.compute) is None):
             entry.filled = False  # the gradient on the parameter includes the earlier one
@@ -315,7 +317,7 @@ class Reducer:
             self.pool.give(buffer)
             buffer = flat.grads[run] = wide
         view = buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].view(entry.slot.shape)
-        scale = flat.early_scale * self.progress.weight * factor
+        scale = flat.early_scale * entry.parts * self.progress.weight * factor
         if entry.filled:
             view.add_(grad, alpha=scale)
         elif scale != 1:

@@ -26,7 +26,8 @@ all-reduce sends as many bytes as the formula says, and stages 1 to 3 get the sa
 accumulation dtype, each rank scales its own gradients while it copies them into the buffer
 (`Flat.early_scale`), at no cost. If they travel in 16 bits, scaling early would waste the range of
 the dtype. Then the sums are scaled (`Reduce.late_scale`): on each hop by the number of ranks that
-it adds up.
+it adds up. Only where that is not the number to divide by (experts, layout/holders.py), the rest is
+early.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ class Reduce(ABC):
         """The mean's factor if this hop applies it to its sums, else 1. See [Note: the mean over
         ranks].
         """
-        return 1.0 / self.group.size if self.group.size > 1 and self.flat.early_scale == 1 else 1.0
+        return 1.0 / self.group.size if self.group.size > 1 and self.flat.scales_late else 1.0
 
     def target(self, r: Reduction) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (memory for the sums over `result_range`, the part of it that this rank sums)."""
@@ -593,7 +594,7 @@ class BackendReduce(RowsReduce):
         into = self.pool.take(cut.own, sent.dtype, REDUCTION, r.unit.name)
         sending.receive_buffer = into
         sending.take_total()
-        mean = self.flat.early_scale == 1
+        mean = self.flat.scales_late
         pending = self.group.reduce_scatter(
             sent, cut, into, context, self.flat.index, context.move, mean, r.run
         )
@@ -612,7 +613,7 @@ class BackendAllReduce(Reduce):
         self.memory.add(GRADIENTS, nbytes_of(total))
         sending.total = total
         sending.pending = self.flat.group.all_reduce(
-            total, context, self.flat.index, self.flat.early_scale == 1, r.run
+            total, context, self.flat.index, self.flat.scales_late, r.run
         )
         return sending
 

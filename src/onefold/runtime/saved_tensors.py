@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
 from onefold.memory import storage_of
+from onefold.runtime.boxes import dtensor_over, is_dtensor, local_of
 from onefold.runtime.differentiate import (
     is_checkpoint,
     keep_from_compiler,
@@ -316,6 +317,21 @@ class Handle:
         return full.as_strided(self.size, self.stride, self.offset)
 
 
+class BoxHandle(Handle):
+    """What autograd keeps instead of a DTensor over a view of a gathered buffer."""
+
+    __slots__ = ("spec",)
+
+    def __init__(
+        self, gatherer: Gatherer, unit: Unit, flat: Flat, local: torch.Tensor, spec: Any
+    ) -> None:
+        super().__init__(gatherer, unit, flat, local)
+        self.spec = spec
+
+    def read(self) -> torch.Tensor:
+        return dtensor_over(super().read(), self.spec)
+
+
 class CastHandle(Handle):
     """What autograd keeps instead of a view, [cast_size], of a cast of a view into a gathered
     buffer. It is cast again when it is read.
@@ -348,11 +364,17 @@ def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_ho
     by_storage = gather.by_storage
     recomputed = is_checkpoint(outer_pack) and not recomputed_alike
     casts = None if recomputed else gather.casts
+    boxed = gather.boxed
 
     def pack(t: torch.Tensor) -> Any:
         hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
         if hit is not None and t.dtype == hit[1].dtypes.compute and not recomputed:
             return Handle(gather, *hit, t)
+        if boxed and not recomputed and is_dtensor(t):
+            local = local_of(t)
+            hit = by_storage.get(storage_of(local))
+            if hit is not None and t.dtype == hit[1].dtypes.compute:
+                return BoxHandle(gather, *hit, local, t._spec)  # type: ignore[attr-defined]
         if casts is not None and t.dtype in CASTS and t.layout is torch.strided and in_autocast():
             cast = cast_of(t)
             if cast is not None and (of := by_storage.get(storage_of(cast.source))) is not None:

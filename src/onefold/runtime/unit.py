@@ -29,6 +29,7 @@ from torch import nn
 from onefold.comm import Pending
 from onefold.device import Ticket
 from onefold.layout import LOW, Dtypes, Tiers, grouped_as
+from onefold.layout.holders import Holders
 from onefold.runtime.flat import Entry, Flat, declared_dtype
 from onefold.runtime.units import Found, UnitSpec, WeightTile, rests_encoded
 
@@ -237,36 +238,42 @@ def bind(
     resources: Resources,
     engine: OwningEngine,
     offloaded: Collection[int],
+    holders: Holders,
 ) -> list[Unit]:
     """Build the units of `specs`. A unit has one flat buffer for each kind of its parameters: of
     one dtype, trained or frozen, stored encoded or not, with gradients of one dtype on the wire
-    (`_onefold_wire` of a parameter names another than the recipe's).
+    (`_onefold_wire` of a parameter names another than the recipe's), held by the same ranks.
 
     Each unit reserves eight numbers for its flat buffers. Further ones are numbered after those of
     all units.
 
     Args:
         engine: the one that parameters ask. offloaded: the indices of the units whose state is
-            offloaded.
+            offloaded. holders: of the parameters that are no boxes.
     """
     recipe, more = resources.recipe, itertools.count(8 * len(specs) + 1)
     units = []
     for index, spec in enumerate(specs):
-        kinds: dict[tuple[torch.dtype, bool, bool, torch.dtype | None], list[Found]] = {}
+        kinds: dict[
+            tuple[torch.dtype, bool, bool, torch.dtype | None, Holders], list[Found]
+        ] = {}
         for found in spec.found:
             like = grouped_as(declared_dtype(found.param), recipe)
             trainable = found.param.requires_grad
             wire = found.param.__dict__.get("_onefold_wire") if trainable and like in LOW else None
-            kind = like, trainable, rests_encoded(found, recipe), wire
+            held_by = holders if found.box is None else found.box.kind.holders
+            kind = like, trainable, rests_encoded(found, recipe), wire, held_by
             kinds.setdefault(kind, []).append(found)
         flats = []
-        for i, ((_, trainable, encoded, wire), of_kind) in enumerate(kinds.items()):
+        for i, ((_, trainable, encoded, wire, held_by), of_kind) in enumerate(kinds.items()):
             dtypes = Dtypes.of(declared_dtype(of_kind[0].param), trainable, recipe)
             if wire is not None and recipe.gradients.wire is None:
                 dtypes = dataclasses.replace(dtypes, wire=wire)
             number = 8 * index + i if i < 8 else next(more)
             tiers = Tiers.of(trainable, recipe) if index in offloaded and not encoded else None
             name = spec.name or "(root)"
-            flats.append(Flat(name, of_kind, dtypes, number, resources, engine, tiers, encoded))
+            flats.append(
+                Flat(name, of_kind, dtypes, number, resources, engine, held_by, tiers, encoded)
+            )
         units.append(Unit(spec.name, index, spec.module, flats))
     return units

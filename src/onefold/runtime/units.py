@@ -30,6 +30,7 @@ from torch import nn
 from onefold.layout import LOW, Part
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import bytes_an_element
+from onefold.runtime.boxes import Box, local_of
 
 
 @dataclass
@@ -37,13 +38,22 @@ class Found:
     """A parameter with every place that refers to it.
 
     `places` are (module, attribute), `place_names` the dotted name of each place, `names` every
-    name in `state_dict()` (a module that is in two lists has one place and two names).
+    name in `state_dict()` (a module that is in two lists has one place and two names). `box`: what
+    this rank holds of it, if it is a DTensor. `partial`: ranks with the same data have parts of its
+    gradient.
     """
 
     param: nn.Parameter
     names: list[str] = field(default_factory=list)
     place_names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    box: Box | None = None
+    partial: bool = False
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What this rank holds of it."""
+        return local_of(self.param)
 
     @property
     def part(self) -> Part:
@@ -54,7 +64,7 @@ class Found:
         return (
             module.part(self.names)
             if isinstance(module, WeightTile)
-            else Part(tuple(self.names), tuple(self.param.shape))
+            else Part(tuple(self.names), tuple(self.local.shape))
         )
 
 

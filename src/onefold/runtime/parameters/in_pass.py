@@ -59,7 +59,7 @@ class ModuleParameters(dict[str, Any]):
         entry = found() if found is not None else None
         if (
             entry is not None
-            and value is entry.compute
+            and entry.is_seen(value)
             and not entry.flat.swapped_in
             and any(place[0] is self and place[1] == name for place in entry.places)
         ):
@@ -112,14 +112,14 @@ def _in_function_of(engine: OwningEngine) -> bool:
 lent: list[tuple[OwningEngine, Unit]] = []
 
 
-def _lend(engine: OwningEngine, entry: Any) -> nn.Parameter:
+def _lend(engine: OwningEngine, entry: Any) -> torch.Tensor:
     unit = engine.begin_outside(entry)
     if all(u is not unit for _, u in lent):
         lent.append((engine, unit))
         unit.leases.lent = True
     engine.gather_outside(unit)
-    compute: nn.Parameter = entry.compute
-    return compute
+    seen: torch.Tensor = entry.seen()
+    return seen
 
 
 def take_back() -> None:

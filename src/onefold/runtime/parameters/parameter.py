@@ -83,7 +83,7 @@ class OwningEngine(Protocol):
         """Whether a forward or backward pass of the model is under way."""
         ...
 
-    def use(self, entry: Entry, keeps: bool = False) -> nn.Parameter:
+    def use(self, entry: Entry, keeps: bool = False) -> torch.Tensor:
         """Return the whole parameter, for code in a forward pass outside the unit that owns it.
         `keeps`: it stays whole until the pass ends.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import math
 import sys
@@ -13,12 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from onefold.comm import CollectiveContext
+from onefold.comm import CollectiveContext, Group
+from onefold.comm.mesh import Mesh
 from onefold.device import default_device, device_count
 from onefold.memory import GATHERED
 from onefold.recipe import Recipe
 from onefold.recipe.options import OPTIONS
 from onefold.recipe.rows import FLAT, GROUP, NATIVE
+from onefold.runtime.boxes import is_dtensor, local_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.hooks import is_sharded
@@ -26,10 +29,11 @@ from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch
 from onefold.runtime.parts import (
     MasterParts,
     StateItem,
-    from_first,
+    boxes_from_first,
     rewrite_masters,
     scatter_masters,
     whole_masters,
+    within_holders,
 )
 from onefold.runtime.uninitialized import is_marked, mark, value_of
 from onefold.runtime.unit import Unit
@@ -49,6 +53,9 @@ def refuse_arguments(
     recipe: Recipe,
     units: Sequence[str | type] | None,
     init: Callable[[nn.Module], object] | None,
+    group: Any = None,
+    mesh: Any = None,
+    data: Any = None,
 ) -> None:
     """Raise ValueError for arguments of `shard()` that are invalid by themselves."""
     if not isinstance(module, nn.Module):
@@ -57,6 +64,16 @@ def refuse_arguments(
     if init is not None and not callable(init):
         raise ValueError(
             f"init={init!r}: expected a function that initializes one module in place, or None."
+        )
+    if mesh is not None and group is not None and not isinstance(group, Group):
+        raise ValueError(
+            "shard() was given both group=... and mesh=...: a mesh names all ranks that run this"
+            " module, so leave group out."
+        )
+    if mesh is None and data is not None:
+        raise ValueError(
+            f"data={data!r} names axes of a mesh, and shard() was given none: give mesh=..., the"
+            " DeviceMesh of all ranks that run this module."
         )
     if not isinstance(recipe, Recipe):
         raise ValueError(
@@ -75,7 +92,7 @@ def refuse_arguments(
                 f"module {name!r} inside this model belongs to another sharded model already: shard"
                 " the whole model once, alone."
             )
-    _refuse_dtensors(module)
+    _refuse_dtensors(module, mesh)
     if left_out := sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ())):
         raise ValueError(
             f"this module asks DDP to leave out {', '.join(map(repr, left_out[:3]))}"
@@ -86,16 +103,59 @@ def refuse_arguments(
         )
 
 
-def _refuse_dtensors(module: nn.Module) -> None:
-    tensors: Any = sys.modules.get("torch.distributed.tensor")  # not imported: there is none
-    for name, param in module.named_parameters() if tensors is not None else ():
-        if isinstance(param, tensors.DTensor):
-            placed = ", ".join(map(str, param.placements))
+def _refuse_dtensors(module: nn.Module, mesh: Any) -> None:
+    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for name, inner in module.named_modules():
+        if fsdp and isinstance(inner, fsdp):
             raise ValueError(
-                f"parameter {name!r} is a DTensor ({placed}), as tensor parallelism and FSDP2 make"
-                " them: shard() divides plain parameters among the ranks of one data-parallel"
-                " group. Call it on the model without parallelize_module or fully_shard."
+                f"module {name or '(the model)'!r} was given to fully_shard, which divides the same"
+                " parameters as shard() does. Leave fully_shard out."
             )
+    for name, param in module.named_parameters() if mesh is None else ():
+        if is_dtensor(param):
+            placed: Any = param
+            raise ValueError(
+                f"parameter {name!r} is a DTensor ({', '.join(map(str, placed.placements))}), as"
+                " tensor and expert parallelism make them. Give shard() the mesh=... of all ranks"
+                " that run this module, and data=(...), the names of its axes that carry different"
+                " data."
+            )
+
+
+def mark_partial(
+    specs: Iterable[UnitSpec], partial: Sequence[str] | Callable[[str], bool] | None, ranks: Mesh
+) -> None:
+    """Set `Found.partial` by the argument of `shard()`.
+
+    Raises:
+        ValueError: a name is no parameter's, a DTensor's, or ranks have no axis to add over.
+    """
+    if partial is None:
+        return
+    found = {name: f for spec in specs for f in spec.found for name in f.names}
+    if callable(partial):
+        chosen = [name for name in found if partial(name)]
+    else:
+        chosen = [partial] if isinstance(partial, str) else list(partial)
+        if unknown := [name for name in chosen if name not in found]:
+            near = difflib.get_close_matches(unknown[0], found, 3)
+            raise ValueError(
+                f"partial names {unknown[0]!r}, which is no parameter of this model."
+                f" {'Did you mean ' + ' or '.join(map(repr, near)) + '?' if near else ''}".rstrip()
+            )
+    if chosen and not ranks.several:
+        raise ValueError(
+            f"partial names {chosen[0]!r}, and no two ranks have the same data: every axis of"
+            f" {ranks.describe()} is among data. Name in data only the axes that carry different"
+            " data."
+        )
+    for name in chosen:
+        if is_dtensor(found[name].param):
+            raise ValueError(
+                f"partial names {name!r}, which is a DTensor: its gradient says by itself whether"
+                " it is partial. Leave it out."
+            )
+        found[name].partial = True
 
 
 def refuse_max_norm(module: nn.Module, alone: bool) -> None:
@@ -373,8 +433,9 @@ def _apart(joint: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
 
 
 def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
-    """Build the unit's flat buffers from rank 0's weights. Parameters named in `incoming` are filled
-    with NaN until they are loaded.
+    """Build the unit's flat buffers from rank 0's weights; from those of the first holder of each
+    box, where ranks hold boxes. Parameters named in `incoming` are filled with NaN until they are
+    loaded.
     """
     for flat in unit.flats:
         if flat.unsharded:
@@ -386,35 +447,60 @@ def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
                 parts, dtype = MasterParts((flat, master)), flat.dtypes.master
                 for entry in flat.entries:
                     if entry.slot.name not in incoming:
-                        whole = _source(entry).detach() if engine.rank == 0 else None
                         item = StateItem((entry,), "", dtype, start=entry.part.first)
-                        from_first(engine.resources, parts, item, whole)
+                        source = _source(engine, entry, dtype)
+                        within_holders(engine.resources, parts, item, source)
                     elif master.is_floating_point() and not flat.storage.encoded:
                         # See [Note: marks of what is uninitialized] in runtime/uninitialized.py
                         a, b = flat.local(entry)
                         master[a - flat.owned[0] : b - flat.owned[0]].fill_(math.nan)
                 return
             full = None
-            if engine.rank == 0:
-                full = torch.zeros(
-                    flat.layout.numel, dtype=flat.dtypes.master, device=engine.device
-                )
+            if flat.rank == 0:
+                dtype = flat.dtypes.master
+                full = torch.zeros(flat.layout.numel, dtype=dtype, device=engine.device)
                 for entry in flat.entries:
-                    source = _source(entry)
-                    flat.view(full, entry).copy_(source.detach())
+                    source = _source(engine, entry, dtype)
+                    assert source is not None
+                    flat.view(full, entry).copy_(source)
             scatter_masters(engine.resources, flat, full, master)
 
         with disable_torch_function(), torch.no_grad():
             flat.build(fill, engine.device)
 
 
-def _source(entry: Entry) -> torch.Tensor:
-    """Return rank 0's value of a parameter that is about to be laid out."""
+def _source(engine: Engine, entry: Entry, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the value of a parameter that is about to be laid out, on the first rank of its
+    holders; None on other ranks. Collective over these first ranks if the value is a global tensor
+    on rank 0, as `materialize` makes them.
+    """
+    if entry.flat.rank != 0:
+        return None
     parameters, attribute, _ = entry.places[0]
     source = value_of(entry)
     source = parameters[attribute] if source is None else source  # None: it has no elements
     assert source is not None
-    return source
+    if entry.box is None or not entry.box.divided or is_dtensor(source):
+        return local_of(source.detach())
+    item = StateItem((entry,), "", dtype)
+    return boxes_from_first(engine.resources, item, entry.box, source.detach())
+
+
+def refuse_missing_boxes(engine: Engine, specs: Iterable[UnitSpec], values: bool) -> None:
+    """Raise ValueError on every rank if a rank has a box on the meta device that no other rank has
+    the values of. Collective. `values`: rank 0's model is on the meta device.
+    """
+    boxes = [f for spec in specs for f in spec.found if f.box is not None]
+    if not any(f.box.divided for f in boxes):  # type: ignore[union-attr]
+        return
+    missing = [f.names[0] for f in boxes if f.param.is_meta] if not values else []
+    if engine.group.any_of(bytes([bool(missing)]), _START)[0]:
+        name = f" (here {missing[0]!r})" if missing else ""
+        raise ValueError(
+            f"rank 0's model has values, and some rank's DTensors are on the meta device{name}:"
+            " rank 0 has only its own part of them. Build the model on the meta device on every"
+            " rank, or on none."
+        )
 
 
 # -- from the meta device --------------------------------------------------------------------------
@@ -501,7 +587,15 @@ def materialize(
 
 
 def _empty(like: nn.Parameter, device: torch.device) -> nn.Parameter:
-    param = nn.Parameter(torch.empty_like(like, device=device), requires_grad=like.requires_grad)
+    """Return a parameter with memory. In place of a DTensor it is plain and of the global shape: it
+    is initialized as in one process, and each rank takes its box.
+    """
+    memory = (
+        torch.empty(like.shape, dtype=like.dtype, device=device)
+        if is_dtensor(like)
+        else torch.empty_like(like, device=device)
+    )
+    param = nn.Parameter(memory, requires_grad=like.requires_grad)
     # The same dicts, so that the handles that the user holds still remove hooks
     param._backward_hooks = like._backward_hooks
     if like._post_accumulate_grad_hooks is not None:

@@ -1,0 +1,88 @@
+"""The ranks that `shard()` is called on: those of a process group, or of a mesh of several axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from onefold.layout.holders import Axes
+
+#: Outer replicas of a hybrid division, as torchtitan and transformers name that axis.
+REPLICATE = "dp_replicate"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks by their coordinates.
+
+    Attributes:
+        axes: the axes, and which of them carry different data.
+        ranks: the global rank of each number in the mesh, the last axis fastest.
+        group: the process group of these ranks; None for the default group, or if there is none.
+    """
+
+    axes: Axes
+    ranks: tuple[int, ...]
+    group: Any = None
+
+    @property
+    def data_of(self) -> dict[int, tuple[int, ...]]:
+        """The data coordinate of each global rank."""
+        return dict(zip(self.ranks, self.axes.along(self.axes.data), strict=True))
+
+    @property
+    def several(self) -> bool:
+        """Whether ranks along some axis compute with the same data."""
+        return self.axes.data_size < self.axes.size
+
+    def describe(self) -> str:
+        """Return the axes in words: "dp 2 × tp 4"."""
+        return " × ".join(f"{n} {s}" for n, s in zip(self.axes.names, self.axes.sizes, strict=True))
+
+
+def mesh_of(mesh: Any, data: Sequence[str] | str | None) -> Mesh:
+    """Return the ranks of a DeviceMesh, by the arguments of `shard()`.
+
+    Raises:
+        ValueError: `mesh` is no DeviceMesh with names, this rank is not in it, or `data` does not
+            name axes of it.
+    """
+    if isinstance(mesh, Mesh):  # of the call before, see onefold.unsharded
+        return mesh
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise ValueError(
+            f"mesh={mesh!r}: expected a DeviceMesh, such as"
+            " init_device_mesh('cuda', (4, 2), mesh_dim_names=('dp', 'tp'))."
+        )
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"the mesh of shape {tuple(mesh.shape)} has no names: give it some"
+            " (mesh_dim_names=('dp', 'tp')), so that `data` can name the axes that carry different"
+            " data."
+        )
+    rank, found = dist.get_rank(), tuple(mesh.mesh.flatten().tolist())
+    if rank not in found or mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {rank} is not in the given mesh (ranks {', '.join(map(str, found))}): only its"
+            " members call shard()."
+        )
+    names = tuple(mesh.mesh_dim_names)
+    if data is None and len(names) > 1:
+        raise ValueError(
+            f"the mesh has the axes {', '.join(map(repr, names))}: give data=(...) the names of"
+            " those whose ranks compute with different samples or tokens, such as"
+            f" data=({names[0]!r},). The others (tensor parallelism) are then known to compute with"
+            " the same."
+        )
+    chosen = names if data is None else (data,) if isinstance(data, str) else tuple(data)
+    axes = Axes(names, tuple(mesh.shape), chosen)
+    every = len(found) == dist.get_world_size()
+    return Mesh(axes, found, None if every else mesh.get_group() if len(names) == 1 else None)
+
+
+def one_axis(ranks: Sequence[int], group: Any = None) -> Mesh:
+    """Return a mesh of one data axis."""
+    return Mesh(Axes(("data",), (len(ranks),), ("data",)), tuple(ranks), group)

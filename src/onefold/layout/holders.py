@@ -1,0 +1,211 @@
+"""Which ranks hold the same elements, where other axes than data divide parameters too.
+
+Every parameter is a *box* of a global tensor: all of it, or a part if tensor or expert parallelism
+divides it. The ranks whose boxes are the same are its *holders*. They share one flat buffer, which
+is divided among them as among the ranks of a single data axis.
+
+Eight ranks, 2 experts' halves (`ep`, a data axis) × 2 data ranks × 2 of tensor parallelism, by
+number:
+
+                                    ep 0                      ep 1                 holders   copies
+                              dp 0        dp 1          dp 0        dp 1
+    rank                      0   1       2   3         4   5       6   7
+    Shard over tp (a box a tp)a   b       a   b         a   b       a   b          0 2 4 6, 1 3 5 7   1
+    plain, or Replicate       a   a       a   a         a   a       a   a          0 ... 7            2
+    Shard over ep (experts)   a   a       a   a         b   b       b   b          0 1 2 3, 4 5 6 7   2
+    Shard over ep and tp      a   b       a   b         c   d       c   d          0 2, 1 3, 4 6, ... 1
+
+A gradient is the mean over all data coordinates (`data` of them) of what each contributes. A rank
+contributes its part of the sum. Ranks of one group with the same data coordinate are *copies*: they
+hold the same gradient, each of them whole, so the sum over the holders counts it as often. Hence
+
+    gradient = sum over the holders / (data × copies)
+
+also for experts: what a rank of their holders has is the sum over the tokens that all data ranks
+sent to it. A *partial* gradient is one that the copies have parts of; it is multiplied by `copies`
+before it is summed (`Entry.parts` in runtime/flat.py).
+
+Pure: no processes, no tensors. The plan counts by the same functions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A mesh of ranks: the names and sizes of its axes, the slowest first, and which of them carry
+    different data.
+
+    Raises:
+        ValueError: an axis is named twice or has no name, a data axis is not in the mesh, or none
+            is named.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    data: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for what, names in (("the mesh has", self.names), ("data names", self.data)):
+            twice = [name for name, count in Counter(names).items() if count > 1]
+            if twice:
+                raise ValueError(f"{what} the axis {twice[0]!r} twice: each axis has one name.")
+        if unknown := [name for name in self.data if name not in self.names]:
+            raise ValueError(
+                f"data names {', '.join(map(repr, unknown))}, and the mesh has the axes"
+                f" {', '.join(map(repr, self.names))}. Give data the axes whose ranks compute with"
+                " different samples or tokens, by the mesh's names."
+            )
+        if not self.data:
+            raise ValueError(
+                f"data names no axis of the mesh ({', '.join(map(repr, self.names))}): give data the"
+                " axes whose ranks compute with different samples or tokens. An axis of one rank"
+                " will do."
+            )
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.sizes)
+
+    @property
+    def data_size(self) -> int:
+        """The number of data coordinates: ranks that compute with different samples or tokens."""
+        return prod(size for name, size in zip(self.names, self.sizes, strict=True) if self.carries(name))
+
+    def carries(self, name: str) -> bool:
+        """Whether ranks along this axis compute with different data."""
+        return name in self.data
+
+    @cached_property
+    def coordinates(self) -> tuple[tuple[int, ...], ...]:
+        """The coordinates of each rank, by its number in the mesh."""
+        return tuple(product(*map(range, self.sizes)))
+
+    def along(self, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return each rank's coordinates along some axes, by its number."""
+        kept = [i for i, name in enumerate(self.names) if name in names]
+        return tuple(tuple(at[i] for i in kept) for at in self.coordinates)
+
+    def holders(self, divided: Sequence[str]) -> Holders:
+        """Return the holders of a parameter that is divided along the axes `divided`."""
+        return Holders.of(
+            dict(enumerate(self.along(divided))), dict(enumerate(self.along(self.data)))
+        )
+
+
+@dataclass(frozen=True)
+class Holders:
+    """How the ranks of a mesh hold one parameter.
+
+    Attributes:
+        groups: the ranks that hold the same box, in ascending order, for each box. Every rank is in
+            one group, and all groups have the same size.
+        copies: ranks of a group with the same data coordinate.
+        data: the number of data coordinates of the whole mesh.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    copies: int
+    data: int
+
+    @classmethod
+    def of(
+        cls, boxes: Mapping[int, Hashable], coordinates: Mapping[int, Hashable]
+    ) -> Holders:
+        """Return the holders by the box, and by the data coordinate, of each rank.
+
+        Raises:
+            ValueError: boxes have different numbers of holders, or the ranks of a box lie unevenly
+                over the data coordinates.
+        """
+        by_box: dict[Hashable, list[int]] = {}
+        for rank in sorted(boxes):
+            by_box.setdefault(boxes[rank], []).append(rank)
+        groups = tuple(map(tuple, by_box.values()))
+        sizes = {len(group) for group in groups}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"the parts of a parameter are held by different numbers of ranks:"
+                f" {', '.join(map(str, sorted(groups, key=len)))}. Every part must be held by"
+                " equally many ranks of the mesh."
+            )
+        counts = {
+            count for group in groups for count in Counter(coordinates[r] for r in group).values()
+        }
+        if len(counts) > 1:
+            raise ValueError(
+                f"a part of a parameter is held by ranks {groups[0]}, which lie unevenly over the"
+                " data axes. Give `data` all axes along which ranks compute with different data."
+            )
+        return cls(groups, counts.pop(), len(set(coordinates.values())))
+
+    @property
+    def size(self) -> int:
+        """The number of holders of each box."""
+        return len(self.groups[0])
+
+    @property
+    def scale(self) -> float:
+        """What a sum over the holders is multiplied with to be the mean over the data coordinates."""
+        return 1.0 / (self.data * self.copies)
+
+    @property
+    def scale_of_mean(self) -> float:
+        """What a mean over the holders is multiplied with to be that over the data coordinates."""
+        return self.size / (self.data * self.copies)
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the same box as `rank`, which is one of them."""
+        return next(group for group in self.groups if rank in group)
+
+
+# -- boxes -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One division of a tensor: `dim` is cut into `parts`, of which this is number `index`."""
+
+    dim: int
+    parts: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a global tensor: its first element in each dimension, and its sizes."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box in the global tensor, as an index."""
+        return tuple(
+            slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=True)
+        )
+
+
+def region_of(shape: Sequence[int], cuts: Sequence[Cut]) -> Region:
+    """Return the box that is left of a tensor of `shape` after some cuts, in order. A dimension is
+    cut as by `torch.chunk`: into parts of equal length, the last of which may be shorter or empty.
+    """
+    offset, size = [0] * len(shape), list(shape)
+    for cut in cuts:
+        each = -(-size[cut.dim] // cut.parts)
+        first = min(cut.index * each, size[cut.dim])
+        offset[cut.dim] += first
+        size[cut.dim] = min(each, size[cut.dim] - first)
+    return Region(tuple(offset), tuple(size))

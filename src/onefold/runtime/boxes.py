@@ -1,0 +1,291 @@
+"""Parameters that are boxes of global tensors: DTensors, as tensor and expert parallelism make them.
+
+The engine works on this rank's local part as on any plain parameter. Only its module sees a DTensor,
+and only in a pass:
+
+    entry.compute        plain, [local shape]     a view of the gathered buffer; the leaf that gets the gradient
+        │ `Box.wrap`, in the graph                ▲ `_AsDTensor.backward`: the local part of the gradient
+        ▼                                         │
+    module.weight        DTensor, [global shape]  over the same memory
+
+[Note: gradients of DTensors] A gradient may come with other placements than its parameter has. In
+each dimension of the parameter's mesh:
+
+| parameter | gradient  | becomes                                                                      |
+|-----------|-----------|------------------------------------------------------------------------------|
+| Shard     | the same  | its local part                                                               |
+| Shard     | other     | redistributed to the same (a row-wise embedding's gradient arrives whole)    |
+| Replicate | Replicate | its local part: every rank has the same                                      |
+| Replicate | Partial   | its local part, multiplied by the ranks of the dimension: the sum over the   |
+|           |           | holders counts each part once and divides by the copies (layout/holders.py)  |
+| Replicate | Shard     | redistributed to Replicate                                                   |
+
+So a partial gradient is summed over `tp` in the same message as over the data axes.
+
+[Note: wrappers follow their buffer] A DTensor refers to its local tensor, and code may keep one
+longer than its unit is gathered: a closure, the arguments of a checkpoint. So an entry knows the
+wrappers that are alive. When its unit is released, they lose their memory (a meta tensor takes its
+place: to compute with it raises); when it is gathered again, they get it back. Nothing that is
+gathered stays alive through a wrapper.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onefold.comm import CollectiveContext, Group
+from onefold.comm.mesh import Mesh
+from onefold.comm.peers import alike, both
+from onefold.layout.holders import Cut, Holders, Region, region_of
+
+if TYPE_CHECKING:
+    from onefold.runtime.flat import Entry
+    from onefold.runtime.units import UnitSpec
+
+_START = CollectiveContext("control", "(start)", 0, "state")
+
+
+@dataclass(frozen=True)
+class BoxKind:
+    """What DTensors of one device mesh and the same placements have in common.
+
+    Attributes:
+        mesh: their DeviceMesh. placements: one for each of its dimensions.
+        coordinates: of every global rank in its own such mesh.
+        holders: the ranks that hold the same boxes.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    coordinates: dict[int, tuple[int, ...]]
+    holders: Holders
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks hold different parts."""
+        return len(self.holders.groups) > 1
+
+    def describe(self) -> str:
+        """Return the placements in words: "Shard(dim=0) over tp"."""
+        names = self.mesh.mesh_dim_names or [f"axis {i}" for i in range(self.mesh.ndim)]
+        return ", ".join(f"{p} over {n}" for p, n in zip(self.placements, names, strict=True))
+
+
+class Box:
+    """The box of one parameter.
+
+    Attributes:
+        kind: see `BoxKind`. shape, stride: of the global tensor.
+    """
+
+    def __init__(self, kind: BoxKind, shape: torch.Size, stride: tuple[int, ...]) -> None:
+        self.kind, self.shape, self.stride = kind, shape, stride
+        self._wrappers: list[weakref.ref[Any]] = []
+
+    @property
+    def divided(self) -> bool:
+        return self.kind.divided
+
+    def region(self, rank: int) -> Region:
+        """Return what a global rank holds of the global tensor."""
+        at = self.kind.coordinates[rank]
+        return region_of(
+            self.shape,
+            [
+                Cut(p.dim, self.kind.mesh.size(i), at[i])
+                for i, p in enumerate(self.kind.placements)
+                if p.is_shard()
+            ],
+        )
+
+    def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the part of a global tensor that a rank holds, as a view."""
+        return whole[self.region(rank).slices]
+
+    def spec(self, dtype: torch.dtype) -> Any:
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        meta = TensorMeta(self.shape, self.stride, dtype)
+        return DTensorSpec(self.kind.mesh, self.kind.placements, tensor_meta=meta)
+
+    # -- in a pass ---------------------------------------------------------------------------------
+
+    def wrap(self, entry: Entry) -> torch.Tensor:
+        """Return a DTensor over the whole local parameter, whose gradient reaches it. See [Note:
+        wrappers follow their buffer].
+        """
+        made = as_dtensor(entry.compute, self)
+        made.__dict__["_onefold_entry"] = weakref.ref(entry)
+        self._wrappers = [ref for ref in self._wrappers if ref() is not None]
+        self._wrappers.append(weakref.ref(made))
+        return made
+
+    def point(self, local: torch.Tensor) -> None:
+        """Give the wrappers that are alive other memory."""
+        if not self._wrappers:
+            return
+        self._wrappers = [ref for ref in self._wrappers if ref() is not None]
+        for ref in self._wrappers:
+            if (wrapper := ref()) is not None:
+                wrapper._local_tensor = local
+
+    def release(self, like: torch.Tensor) -> None:
+        """Take the memory from the wrappers that are alive. `like` has the local shape."""
+        if self._wrappers:
+            self.point(torch.empty_like(like, device="meta"))
+
+
+class _AsDTensor(torch.autograd.Function):
+    """See [Note: gradients of DTensors]."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, box: Box) -> torch.Tensor:  # type: ignore[override]
+        from torch.distributed.tensor import DTensor
+
+        ctx.box = box
+        ctx.set_materialize_grads(False)
+        plain = local.view_as(local)
+        made: torch.Tensor = DTensor(plain, box.spec(local.dtype), requires_grad=local.requires_grad)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return None if grad is None else local_gradient(grad, ctx.box), None
+
+
+def dtensor_over(local: torch.Tensor, spec: Any) -> torch.Tensor:
+    """Return a DTensor over `local`, outside the graph."""
+    from torch.distributed.tensor import DTensor
+
+    made: torch.Tensor = DTensor(local, spec, requires_grad=False)
+    return made
+
+
+def as_dtensor(local: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return a DTensor over `local`, in the graph if gradients are recorded."""
+    made: torch.Tensor = _AsDTensor.apply(local, box)  # type: ignore[no-untyped-call]
+    return made
+
+
+def local_gradient(grad: Any, box: Box) -> torch.Tensor:
+    """Return this rank's part of a gradient, by the table of [Note: gradients of DTensors]."""
+    from torch.distributed.tensor import Replicate
+
+    wanted, factor = [], 1
+    for i, (own, came) in enumerate(zip(box.kind.placements, grad.placements, strict=True)):
+        if own.is_shard():
+            wanted.append(own)
+        elif came.is_partial("sum"):
+            wanted.append(came)
+            factor *= box.kind.mesh.size(i)
+        else:
+            wanted.append(Replicate())
+    if tuple(wanted) != tuple(grad.placements):
+        grad = grad.redistribute(placements=wanted)
+    local: torch.Tensor = grad._local_tensor
+    if type(local).__name__ == "AsyncCollectiveTensor":  # a collective under way
+        local = local.wait()  # type: ignore[attr-defined]
+    return local * factor if factor != 1 else local
+
+
+# -- at the start ----------------------------------------------------------------------------------
+
+
+def is_dtensor(t: Any) -> bool:
+    tensors: Any = sys.modules.get("torch.distributed.tensor")  # not imported: there is none
+    return tensors is not None and isinstance(t, tensors.DTensor)
+
+
+def local_of(t: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, over the same memory; any other tensor itself."""
+    return t._local_tensor if is_dtensor(t) else t  # type: ignore[attr-defined]
+
+
+def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
+    """Set `Found.box` of the parameters that are DTensors. Returns the holders of all others: every
+    rank of the mesh. Collective.
+
+    Raises:
+        ValueError: on every rank that sees it: a DTensor lies on other ranks than the mesh, its
+            placements cannot be divided further, or ranks have different ones.
+    """
+    found = [found for spec in specs for found in spec.found]
+    boxed = [f for f in found if is_dtensor(f.param)]
+    whole = Holders.of(dict.fromkeys(mesh.ranks), mesh.data_of)
+    kinds: dict[Any, list[Any]] = {}
+    for f in boxed:
+        param: Any = f.param
+        _refuse(f.names[0], param, mesh)
+        kinds.setdefault((param.device_mesh, param.placements), []).append(f)
+    said = [
+        (f.names[0], tuple(map(str, f.param.placements)), tuple(f.param.device_mesh.shape))
+        for f in boxed
+    ]
+    context = CollectiveContext("control", "(axes)", 0, "state")
+    if not alike(group.any_of(both(_digest(said)), context)):
+        raise ValueError(
+            "ranks of the mesh have different DTensors among their parameters, other placements of"
+            " them, or device meshes of other shapes. Every rank must parallelize the same model by"
+            " the same plan."
+        )
+    for (device_mesh, placements), of_kind in kinds.items():
+        mine = tuple(device_mesh.get_coordinate())
+        payload = torch.frombuffer(
+            bytearray(struct.pack(f"<{len(mine)}i", *mine)), dtype=torch.uint8
+        )
+        told = group.exchange_control(payload, context)
+        coordinates = {
+            group.ranks[p]: struct.unpack(f"<{len(mine)}i", bytes(t.tolist()))
+            for p, t in enumerate(told)
+        }
+        keys = {
+            rank: tuple(c for c, p in zip(at, placements, strict=True) if p.is_shard())
+            for rank, at in coordinates.items()
+        }
+        try:
+            holders = Holders.of(keys, mesh.data_of)
+        except ValueError as error:
+            raise ValueError(f"parameter {of_kind[0].names[0]!r}: {error}") from None
+        kind = BoxKind(device_mesh, tuple(placements), coordinates, holders)
+        for f in of_kind:
+            f.box = Box(kind, f.param.shape, tuple(f.param.stride()))
+    return whole
+
+
+def _digest(said: Any) -> bytes:
+    import hashlib
+
+    return hashlib.sha256(repr(said).encode()).digest()[:8]
+
+
+def _refuse(name: str, param: Any, mesh: Mesh) -> None:
+    outside = sorted(set(param.device_mesh.mesh.flatten().tolist()) - set(mesh.ranks))
+    if outside:
+        raise ValueError(
+            f"parameter {name!r} is a DTensor over ranks that the given mesh lacks"
+            f" ({', '.join(map(str, outside[:8]))}). Give shard() the mesh of all ranks that run this"
+            " module: all axes but that of the pipeline."
+        )
+    for placement in param.placements:
+        kind = type(placement).__name__
+        if kind not in ("Shard", "Replicate"):
+            raise ValueError(
+                f"parameter {name!r} is placed as {placement}: shard() divides what is Shard or"
+                f" Replicate. {_CURES.get(kind, '')}".rstrip()
+            )
+
+
+_CURES = {
+    "Partial": "Redistribute it to Replicate() first.",
+    "_StridedShard": (
+        "Strided parts (packed weights such as gate_up_proj) are not whole rows: keep the two halves"
+        " as weights of their own, or redistribute it to Shard."
+    ),
+}
