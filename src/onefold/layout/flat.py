@@ -188,18 +188,20 @@ class FlatLayout:
         ranks: int,
         sector: int = 0,
         block: int = 0,
+        rooms: Sequence[int] | None = None,
     ) -> FlatLayout:
         """Lay out `(name, shape)` pairs in order for `ranks` ranks. Intervals are multiples of
         `sector` elements if that costs little padding.
 
         `block`: the length, in elements, of blocks that must each be on one rank, counted from each
-        parameter's beginning; 0 if there are none.
+        parameter's beginning; 0 if there are none. `rooms`: elements to leave for each parameter,
+        if that is more than it has: ranks that hold unequal parts of tensors have equal layouts.
         """
         slots, end, unit = [], 0, max(ALIGNMENT, block)
-        for name, shape in parameters:
+        for i, (name, shape) in enumerate(parameters):
             slot = Slot(name, tuple(int(n) for n in shape), round_up(end, unit))
             slots.append(slot)
-            end = slot.end
+            end = slot.end if rooms is None else slot.start + rooms[i]
         wished = [q for q in (sector, BLOCK) if q and round_up(end, ranks * q) - end <= end // 200]
         quantum = wished[0] if wished else unit
         return cls(tuple(slots), round_up(end, ranks * quantum), ranks, quantum, block)

@@ -243,6 +243,7 @@ class ShardSpec:
         tiers: Tiers | None = None,
         in_place: bool = False,
         native: bool = False,
+        rooms: Sequence[int] | None = None,
     ) -> ShardSpec:
         """Return the spec of parameters of one unit that share a dtype, by a recipe.
 
@@ -253,6 +254,7 @@ class ShardSpec:
             in_place: all of them have memory, in the dtypes of `dtypes`, so that a single rank can
                 leave them in place.
             native: reductions are the backend's own operations (NCCL), not pairwise messages.
+            rooms: as in `FlatLayout.of`.
         """
         ranks, low = topology.size, dtypes.compute in LOW
         same = dtypes.compute == dtypes.master
@@ -274,6 +276,7 @@ class ShardSpec:
                 ranks,
                 SECTOR if tiers is not None and tiers.on_disk else 0,
                 max(recipe.block, at_rest),
+                None if rooms is None else tuple(rooms),
             ),
             dtypes=dtypes,
             topology=topology,
@@ -588,6 +591,10 @@ def padded_bytes(codec: Encoding, numel: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _laid_out(
-    parameters: tuple[tuple[str, tuple[int, ...]], ...], ranks: int, sector: int, block: int
+    parameters: tuple[tuple[str, tuple[int, ...]], ...],
+    ranks: int,
+    sector: int,
+    block: int,
+    rooms: tuple[int, ...] | None = None,
 ) -> FlatLayout:
-    return FlatLayout.of(parameters, ranks, sector, block)
+    return FlatLayout.of(parameters, ranks, sector, block, rooms)

@@ -36,6 +36,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,7 +96,9 @@ class Box:
 
     def region(self, rank: int) -> Region:
         """Return what a global rank holds of the global tensor."""
-        at = self.kind.coordinates[rank]
+        return self._region(self.kind.coordinates[rank])
+
+    def _region(self, at: Sequence[int]) -> Region:
         return region_of(
             self.shape,
             [
@@ -104,6 +107,27 @@ class Box:
                 if p.is_shard()
             ],
         )
+
+    @cached_property
+    def here(self) -> Region:
+        """What this rank holds of the global tensor."""
+        return self._region(self.kind.mesh.get_coordinate())
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the global tensor, from each rank's box of it. Collective over the box's own mesh,
+        by DTensor.
+        """
+        whole: torch.Tensor = dtensor_over(local, self.spec(local.dtype)).full_tensor()  # type: ignore[attr-defined]
+        return whole
+
+    def firsts(self, ranks: Sequence[int]) -> list[int]:
+        """Return the place, in `ranks`, of one holder of each box: the one that is first there."""
+        return [min(map(ranks.index, group)) for group in self.kind.holders.groups]
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest part that any rank holds: the first ranks have it."""
+        return self._region([0] * self.kind.mesh.ndim).numel
 
     def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the part of a global tensor that a rank holds, as a view."""

@@ -373,6 +373,7 @@ class Flat:
                 for f in found
             ),
             native=group.native,
+            rooms=[f.room for f in found] if any(f.box is not None for f in found) else None,
         )
         self.layout = spec.layout
         # With one rank and one dtype there is nothing to divide, gather or cast: the parameters
@@ -402,8 +403,11 @@ class Flat:
         self.reduces: tuple[Reduce, ...] = tuple(
             made.reduce(self, at, resources) for at in range(len(self.hops))
         )
+        #: Whether its parameters are parts of global tensors (all of them: their holders differ)
+        self.in_boxes = any(f.box is not None and f.box.divided for f in found)
         # Which rank has which part of the parameters; None if every rank has the whole.
-        self.owners = Owners(self, engine) if self.owned != (0, self.layout.numel) else None
+        part = self.owned != (0, self.layout.numel) or self.in_boxes
+        self.owners = Owners(self, engine) if part else None
         # Sums inside the group that wait for the boundary, by run
         self.held: dict[tuple[int, int], torch.Tensor] = {}
         self.master: torch.Tensor
@@ -504,7 +508,11 @@ class Flat:
         seen["_onefold_bare"] = own if dispatches(own) else nn.Parameter
         seen["_onefold_class"] = entry.param.__class__ = over(faced_class(kind), own)
         if self.owners is not None:
-            seen["_onefold_spec"] = IntervalSpec(self.owners, slot.name, slot.start, slot.shape)
+            box = entry.box if self.in_boxes else None
+            shape = slot.shape if box is None else box.shape
+            seen["_onefold_spec"] = IntervalSpec(
+                self.owners, slot.name, slot.start, shape, box=box
+            )
         self.swap(entry, entry.param)
 
     def forget(self) -> None:
@@ -525,9 +533,9 @@ class Flat:
 
     def shaped(self, part: torch.Tensor, entry: Entry) -> torch.Tensor:
         """Return this rank's elements of `entry` as its optimizer sees them: in their logical shape
-        if it owns all of them.
+        if it owns all of them, and they are all there is.
         """
-        return part.view(entry.slot.shape) if self.whole_master else part
+        return part.view(entry.slot.shape) if self.whole_master and not self.in_boxes else part
 
     @property
     def reduce_move(self) -> str:

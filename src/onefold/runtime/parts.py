@@ -448,14 +448,6 @@ def _exchange(
 # -- boxes -----------------------------------------------------------------------------------------
 
 
-def _firsts(resources: Resources, box: Box) -> list[int]:
-    """Return the position, among all ranks of the mesh, of the first rank of each box's holders.
-    Rank 0 is one of them.
-    """
-    ranks = resources.group.ranks
-    return [min(map(ranks.index, group)) for group in box.kind.holders.groups]
-
-
 def _boxes_to_first(
     resources: Resources, item: StateItem, box: Box, local: torch.Tensor | None
 ) -> torch.Tensor | None:
@@ -472,7 +464,7 @@ def _boxes_to_first(
         return None
     whole = torch.zeros(item.shape, dtype=item.dtype, device="cpu")
     box.cut(whole, group.ranks[0]).copy_(local)
-    for peer in _firsts(resources, box):
+    for peer in box.firsts(group.ranks):
         if peer:
             region = box.region(group.ranks[peer])
             part = _room(resources, item, region.numel)
@@ -492,7 +484,7 @@ def boxes_from_first(
     if group.rank == 0:
         assert whole is not None
         whole = whole.reshape(item.shape)
-        for peer in _firsts(resources, box):
+        for peer in box.firsts(group.ranks):
             if peer:
                 part = box.cut(whole, group.ranks[peer]).reshape(-1)
                 part = part.to(resources.device, item.dtype).contiguous()

@@ -27,9 +27,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
+from onefold.comm import Group
 from onefold.memory import GATHERED, nbytes_of, storage_of
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime.flat import Entry, Flat, point
@@ -196,28 +198,29 @@ def _small(gather: Gatherer, units: list[Unit]) -> list[Unit]:
 
 
 def _launch_together(gather: Gatherer, units: list[Unit]) -> None:
-    fulls, places, numbers = [], [], []
+    # One message for each group of owners: on a mesh, the flat buffers of a unit may have several
+    by_group: dict[Group, list[tuple[Unit, Flat]]] = {}
     for unit in units:
         unit.move(State.GATHERING, gather.progress.step_count)
-        place = gather.progress.context("all-gather", unit.name)
         for flat in unit.flats:
-            if not flat.stale:
-                continue
+            if flat.stale:
+                by_group.setdefault(flat.owners_group, []).append((unit, flat))
+    for group, stale in by_group.items():
+        fulls, places = [], []
+        for unit, flat in stale:
             flat.copied = flat.epoch
             full = gather.buffer_of(unit, flat)
             gather.put(flat, full)
             fulls.append(full)
-            places.append(place)
-            numbers.append(flat.index)
-    # A number made of the units: ranks that send other units together cannot match this message
-    number = zlib.crc32(repr(numbers).encode())
-    nbytes = sum(nbytes_of(full) for full in fulls)
-    gather.memory.add(GATHERED, nbytes)
-    group = units[0].flats[0].owners_group
-    pending = group.all_gather_together(fulls, places, number)
-    pending.then(lambda: gather.memory.add(GATHERED, -nbytes))
-    for unit in units:
-        unit.pending.append(pending)
+            places.append(gather.progress.context("all-gather", unit.name))
+        # A number made of the units: ranks that send other units together cannot match this message
+        number = zlib.crc32(repr([flat.index for _, flat in stale]).encode())
+        nbytes = sum(nbytes_of(full) for full in fulls)
+        gather.memory.add(GATHERED, nbytes)
+        pending = group.all_gather_together(fulls, places, number)
+        pending.then(partial(gather.memory.add, GATHERED, -nbytes))
+        for unit in dict.fromkeys(unit for unit, _ in stale):
+            unit.pending.append(pending)
 
 
 # -- what a forward pass writes to its parameters --------------------------------------------------

@@ -56,6 +56,11 @@ class Found:
         return local_of(self.param)
 
     @property
+    def room(self) -> int:
+        """Elements of the largest part that any rank holds of it."""
+        return self.param.numel() if self.box is None else self.box.largest
+
+    @property
     def part(self) -> Part:
         """The part that it is of the parameter as users know it: all of it, or some rows if it is a
         tile.

@@ -36,6 +36,7 @@ from onefold.comm import CollectiveContext, Group
 from onefold.layout import overlap
 
 if TYPE_CHECKING:
+    from onefold.runtime.boxes import Box
     from onefold.runtime.flat import Entry, Flat
     from onefold.runtime.parameters.parameter import OwningEngine
 
@@ -52,11 +53,12 @@ class Owners:
 
     Attributes:
         bounds: the addresses `(start, stop)` of each rank, by its position in `flat.owners_group`,
-            whose ranks together own every address once.
+            whose ranks together own every address once; of one rank, if each owns every address.
         position: this rank's position in that group.
+        alone: each rank owns every address.
     """
 
-    __slots__ = ("_engine", "_flat", "bounds", "index", "position")
+    __slots__ = ("_engine", "_flat", "alone", "bounds", "index", "position")
 
     def __init__(self, flat: Flat, engine: OwningEngine) -> None:
         group, everybody = flat.owners_group, flat.group
@@ -65,8 +67,9 @@ class Owners:
             if group is everybody
             else everybody.topology.intra_group(everybody.rank)
         )
-        self.bounds = tuple(flat.owned_by(p) for p in positions)
-        self.position, self.index = group.rank, flat.index
+        self.alone = flat.whole_master
+        self.bounds = tuple(flat.owned_by(p) for p in ([0] if self.alone else positions))
+        self.position, self.index = 0 if self.alone else group.rank, flat.index
         self._engine, self._flat = weakref.ref(engine), weakref.ref(flat)
 
     def meet(self, subject: str) -> tuple[OwningEngine, Group]:
@@ -100,11 +103,13 @@ class IntervalSpec:
         unreduced: True for a gradient kept under no_sync: it is a part of this rank's own gradient,
             not of the sum over ranks.
         role: what it is of the parameter: "" for its values, "grad", or an optimizer state's key.
+        box: the box that its holders have of the whole, [start, stop) being elements of it; None if
+            they have all of it.
     """
 
     __slots__ = (
-        "_roles", "_stand_in", "_token", "first", "name", "numel", "owners", "role", "shape", "start", "stop",
-        "unreduced",
+        "_held", "_roles", "_stand_in", "_token", "box", "first", "name", "numel", "owners", "role", "shape",
+        "start", "stop", "unreduced",
     )  # fmt: skip
 
     def __init__(
@@ -115,18 +120,21 @@ class IntervalSpec:
         shape: Any,
         unreduced: bool = False,
         role: str = "",
+        box: Box | None = None,
     ) -> None:
         self.owners, self.name, self.first, self.unreduced = owners, name, first, unreduced
-        self.role = role
+        self.role, self.box = role, box
         self._roles: dict[str, IntervalSpec] | None = None
         self._token = b""
         self._stand_in: torch.Tensor | None = None
         self.shape, self.numel = torch.Size(shape), prod(shape)
+        # Elements that this rank's holders have
+        self._held = self.numel if box is None else box.here.numel
         a, b = self._at(owners.position)
         self.start, self.stop = a, b
 
     def _at(self, position: int) -> tuple[int, int]:
-        a, b = overlap((self.first, self.first + self.numel), self.owners.bounds[position])
+        a, b = overlap((self.first, self.first + self._held), self.owners.bounds[position])
         return a - self.first, b - self.first
 
     def same_cut(self, other: IntervalSpec) -> bool:
@@ -135,8 +143,18 @@ class IntervalSpec:
         return (
             self.first == other.first
             and self.numel == other.numel
+            and self._cut == other._cut
             and (mine is theirs or mine.bounds == theirs.bounds)
         )
+
+    @property
+    def _cut(self) -> Any:
+        return None if self.box is None else (self.box.kind, self.box.shape)
+
+    def piece(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's elements, [stop - start], of a tensor of `shape`."""
+        held = whole if self.box is None else whole[self.box.here.slices]
+        return held.reshape(-1)[self.start : self.stop]
 
     def within(self, offset: int, shape: Any) -> IntervalSpec:
         """Return the spec of a tensor of `shape` that begins `offset` elements into this one."""
@@ -151,7 +169,7 @@ class IntervalSpec:
         found = self._roles.get(role)
         if found is None:
             found = IntervalSpec(
-                self.owners, self.name, self.first, self.shape, self.unreduced, role
+                self.owners, self.name, self.first, self.shape, self.unreduced, role, self.box
             )
             self._roles[role] = found
         return found
@@ -183,7 +201,9 @@ class IntervalSpec:
         `local` has this rank's elements. `what` names the operation, for messages.
         """
         engine, group, context = self._begin("state", what)
-        full = torch.empty(self.numel, dtype=local.dtype, device=engine.device)
+        if self.owners.alone:
+            return self._of_boxes(local).to(local.device)
+        full = torch.empty(self._held, dtype=local.dtype, device=engine.device)
         raw, parts = full.view(torch.uint8), [self._at(p) for p in range(group.size)]
         width = local.element_size()
         with torch.no_grad():
@@ -198,7 +218,15 @@ class IntervalSpec:
             group.exchange(
                 sends, recvs, context, self.owners.index, move="state", addresses=asked
             ).wait()
-        return full.view(self.shape).to(local.device)
+        return self._of_boxes(full).to(local.device)
+
+    def _of_boxes(self, held: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor from what each rank's holders have of it. Collective over the
+        ranks that have its boxes.
+        """
+        if self.box is None:
+            return held.view(self.shape)
+        return self.box.gather(held.view(self.box.here.shape))
 
     def exchange(
         self, values: torch.Tensor, what: str, others: Sequence[IntervalSpec] = ()
@@ -216,7 +244,15 @@ class IntervalSpec:
             digest = zlib.crc32(spec._token or spec._make_token(), digest)
         more = f" and of {len(others)} others" if others else ""
         asked = f"{what} of {self.said}{more}"
-        return group.gather_asked(values.to(engine.device), digest, asked, context)
+        values = values.to(engine.device)
+        if not self.owners.alone:
+            values = group.gather_asked(values, digest, asked, context)
+        if self.box is None:
+            return values
+        # One row, or the rows of one group of owners, for each box
+        values = values if not self.owners.alone else values[None]
+        every = engine.group.gather_asked(values, digest, asked, context)
+        return every[self.box.firsts(engine.group.ranks)].flatten(0, 1)
 
     def _begin(self, move: str, what: str) -> tuple[OwningEngine, Group, CollectiveContext]:
         """Return the engine, the group, and what the ledger and messages say of a collective."""

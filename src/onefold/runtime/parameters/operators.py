@@ -164,7 +164,7 @@ def _made_like(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         return dress(func(*args, **kwargs), spec)
     like = torch.empty(spec.shape, dtype=args[0].dtype, device=args[0].device)
     drawn = func(like, *args[1:], **kwargs)
-    return dress(drawn.reshape(-1)[spec.start : spec.stop].clone(), spec)
+    return dress(spec.piece(drawn).clone(), spec)
 
 
 def _new(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ def _draw(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     with torch.no_grad():
         whole = torch.empty(spec.shape, dtype=target.dtype, device=target.device)
         func(whole, *args[1:], **kwargs)
-        target.copy_(whole.reshape(-1)[spec.start : spec.stop])
+        target.copy_(spec.piece(whole))
     return target
 
 
@@ -286,8 +286,8 @@ def slice_of(t: torch.Tensor, spec: IntervalSpec) -> torch.Tensor:
     if t.numel() == 1:
         return t.reshape(1) if t.dim() else t
     t = t.expand(spec.shape)
-    if t.is_contiguous():
-        return t.reshape(-1)[spec.start : spec.stop]
+    if spec.box is not None or t.is_contiguous():
+        return spec.piece(t)
     if spec.start == spec.stop:
         return t.new_empty(0)
     row = spec.numel // spec.shape[0]  # copy only the rows that this rank has elements of
@@ -375,6 +375,12 @@ def _cut(op: Operator, seen: torch.Tensor, source: torch.Tensor) -> Any:
     spec: Any = spec_of(source)
     if not seen.is_contiguous() or seen.dtype != source.dtype:
         raise refusal(op, source)
+    if spec.box is not None:
+        if seen.shape != spec.shape or seen.storage_offset():
+            raise refusal(op, source)
+        out = dress(source.detach(), spec)
+        note_given_out(out, source)
+        return out
     into = spec.within(seen.storage_offset() if seen.numel() else 0, seen.shape)
     first = into.first - spec.first + into.start - spec.start if into.stop > into.start else 0
     part = source.detach()[first : first + into.stop - into.start]
@@ -503,7 +509,7 @@ def write_whole(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         func(*swapped[0], **swapped[1])
         if whole.shape != spec.shape:
             raise refusal(op, (args, kwargs))
-        target.copy_(whole.reshape(-1)[spec.start : spec.stop])
+        target.copy_(spec.piece(whole))
     return target
 
 

@@ -161,8 +161,9 @@ class ShardInfo:
 
     Attributes:
         name: its name in the model.
-        shape: its logical shape.
-        interval: `(start, stop)`, the elements of the flattened parameter that this rank holds.
+        shape: its logical shape; that of the global tensor for a DTensor.
+        interval: `(start, stop)`, the elements of the flattened parameter (of this rank's part of
+            a DTensor) that this rank holds.
         dtype: the dtype in which the model computes with it (the parameter itself is kept in master
             precision).
         sharded: False where every rank holds the whole parameter (stage 0, where the forward pass
@@ -173,11 +174,9 @@ class ShardInfo:
 
     def __init__(self, entry: Entry, interval: tuple[int, int]) -> None:
         self._entry = weakref.ref(entry)
-        self.name, self.shape, self.interval = (
-            entry.slot.name,
-            torch.Size(entry.slot.shape),
-            interval,
-        )
+        self.name, self.interval = entry.slot.name, interval
+        self._box = box = entry.box
+        self.shape = torch.Size(entry.slot.shape) if box is None else box.shape
         self.dtype = entry.compute.dtype
         self.sharded = not entry.flat.whole_master
         self.in_place = entry.flat.storage.in_place
@@ -196,7 +195,7 @@ class ShardInfo:
         engine = entry.engine() if entry is not None else None
         if entry is None or engine is None:
             raise RuntimeError(f"the model of parameter {self.name!r} is gone.")
-        return engine.whole(entry)
+        return engine.whole(entry) if self._box is None else self._box.gather(engine.whole(entry))
 
     def __repr__(self) -> str:
         return (

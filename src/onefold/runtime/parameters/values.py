@@ -195,7 +195,7 @@ def seen_grad(param: Any) -> torch.Tensor | None:
         return grad
     pending = entry.pending_grad if entry is not None else None
     if pending is not None and pending is grad:
-        spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, True, "grad")
+        spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, True, "grad", spec.box)
         return dress(grad.detach(), spec)
     return dress(grad.detach(), spec.of("grad"))
 
