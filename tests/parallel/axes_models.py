@@ -104,7 +104,8 @@ class Case:
 
     Attributes:
         plan: "plain" leaves activations whole between layers, "sequence" divides them, "loss" keeps
-            the logits divided up to the loss. "none" leaves the model as it is.
+            the logits divided up to the loss. "layers" divides feed-forward layers, embedding and
+            head only. "none" leaves the model as it is.
         frozen: names (or their beginnings) that are not trained.
         options: of `Recipe.zero`.
     """
@@ -132,6 +133,7 @@ def built(case: Case) -> nn.Module:
         return TinyGPT(
             vocabulary=VOCABULARY,
             width=WIDTH,
+            length=LENGTH + 1,
             checkpointing="non-reentrant" if case.checkpointing else "none",
         )
     model = TinyLlama(hidden=case.hidden, checkpointing=case.checkpointing)
@@ -172,6 +174,15 @@ def plan_of(case: Case) -> dict[str, Any]:
         f"{mlp}.w1": ColwiseParallel(),
         f"{mlp}.w3": ColwiseParallel(),
     }
+    if case.plan == "layers":
+        return {
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
+            # As DTensors: torch takes local outputs for parts of equal length
+            f"{mlp}.w1": ColwiseParallel(use_local_output=False),
+            f"{mlp}.w3": ColwiseParallel(use_local_output=False),
+            f"{mlp}.w2": RowwiseParallel(),
+            "output": ColwiseParallel(output_layouts=Replicate()),
+        }
     if case.plan == "plain":
         return {
             "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
@@ -208,6 +219,16 @@ def batches_of(case: Case, dp: int) -> list[Tensor]:
     ]
 
 
+def initialize(module: nn.Module) -> None:
+    """Initialize one module by the shapes of its parameters alone."""
+    for param in module.parameters(recurse=False):
+        drawn = torch.randn(
+            param.shape, generator=torch.Generator().manual_seed(param.numel() + param.ndim)
+        )
+        with torch.no_grad():
+            param.copy_(1.0 + 0.1 * drawn if param.ndim == 1 else 0.1 * drawn)
+
+
 def freeze(model: nn.Module, case: Case) -> None:
     for name, param in model.named_parameters():
         if case.frozen and name.startswith(case.frozen):
@@ -236,9 +257,8 @@ def trained(stage: int, case: Case) -> dict[str, Any]:
     mesh = mesh_of_case(case)
     model = parallelized(case, mesh)
     recipe = onefold.Recipe.zero(stage, stall_timeout=30.0, **case.options)
-    if case.meta:
-        torch.manual_seed(0)
-    model = onefold.shard(model, recipe, mesh=mesh, data="dp")
+    init = initialize if case.meta else None
+    model = onefold.shard(model, recipe, mesh=mesh, data="dp", init=init)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = onefold.GradScaler(model, init_scale=2.0**10) if case.scaler else None
     losses, norms = [], []
@@ -280,6 +300,8 @@ def trained(stage: int, case: Case) -> dict[str, Any]:
 def in_one_process(case: Case) -> dict[str, Any]:
     """The same training on all data ranks' batches together."""
     model = built(case)
+    if case.meta:
+        model.apply(initialize)
     if case.tied:
         model.output.weight = model.tok_embeddings.weight
     freeze(model, case)

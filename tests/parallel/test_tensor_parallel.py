@@ -20,7 +20,7 @@ CASES = {
     "GPT": Case(model="gpt"),
     "tensor parallel alone": Case(dp=1),
     "three data ranks": Case(dp=3),
-    "uneven parts": Case(dp=1, tp=3, hidden=41, plan="none-of-the-heads"),
+    "uneven parts": Case(dp=1, tp=3, hidden=41, plan="layers"),
     "accumulation": Case(micro_batches=3),
     "accumulation, sequence parallel": Case(micro_batches=2, plan="sequence"),
     "checkpointing": Case(checkpointing=True),
@@ -68,7 +68,9 @@ def test_every_stage_trains_as_one_process(name: str) -> None:
             difference = (weights[key] - value).abs().max().item()
             assert difference < 2e-5, f"{name}, stage {stage}: {key} differs by {difference}"
         bits = [ranks[0]["norms"], [seen["losses"] for seen in ranks]]
-        first = first or (bits, weights)
+        # Stages 2 and 3 reduce in every micro-batch, and so add up in another order
+        if first is None or (stage == 2 and case.micro_batches > 1):
+            first = bits, weights
         assert bits == first[0], f"{name}: stage {stage} has other bits than stage 0"
         for key, value in weights.items():
             assert torch.equal(value, first[1][key]), f"{name}: {key} at stage {stage}"

@@ -462,14 +462,14 @@ def _boxes_to_first(
         sends = [(0, local.reshape(-1).to(resources.device))]
         group.exchange(sends, [], context, entry.flat.index, move="state").wait()
         return None
+    # One exchange for all: messages of one rank to several others are counted together
+    regions = {p: box.region(group.ranks[p]) for p in box.firsts(group.ranks) if p}
+    recvs = [(p, _room(resources, item, region.numel)) for p, region in regions.items()]
+    group.exchange([], recvs, context, entry.flat.index, move="state").wait()
     whole = torch.zeros(item.shape, dtype=item.dtype, device="cpu")
     box.cut(whole, group.ranks[0]).copy_(local)
-    for peer in box.firsts(group.ranks):
-        if peer:
-            region = box.region(group.ranks[peer])
-            part = _room(resources, item, region.numel)
-            group.exchange([], [(peer, part)], context, entry.flat.index, move="state").wait()
-            whole[region.slices].copy_(part.view(region.shape))
+    for (_, part), region in zip(recvs, regions.values(), strict=True):
+        whole[region.slices].copy_(part.view(region.shape))
     return whole
 
 
@@ -484,11 +484,12 @@ def boxes_from_first(
     if group.rank == 0:
         assert whole is not None
         whole = whole.reshape(item.shape)
-        for peer in box.firsts(group.ranks):
-            if peer:
-                part = box.cut(whole, group.ranks[peer]).reshape(-1)
-                part = part.to(resources.device, item.dtype).contiguous()
-                group.exchange([(peer, part)], [], context, entry.flat.index, move="state").wait()
+        sends = [
+            (p, box.cut(whole, group.ranks[p]).reshape(-1).to(resources.device, item.dtype))
+            for p in box.firsts(group.ranks)
+            if p
+        ]
+        group.exchange(sends, [], context, entry.flat.index, move="state").wait()
         return box.cut(whole, group.ranks[0])
     if entry.flat.group.rank != 0:
         return None
