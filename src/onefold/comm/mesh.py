@@ -22,11 +22,13 @@ class Mesh:
         axes: the axes, and which of them carry different data.
         ranks: the global rank of each number in the mesh, the last axis fastest.
         group: the process group of these ranks; None for the default group, or if there is none.
+        plain: `shard()` was given no mesh: one data axis.
     """
 
     axes: Axes
     ranks: tuple[int, ...]
     group: Any = None
+    plain: bool = False
 
     @property
     def data_of(self) -> dict[int, tuple[int, ...]]:
@@ -85,4 +87,4 @@ def mesh_of(mesh: Any, data: Sequence[str] | str | None) -> Mesh:
 
 def one_axis(ranks: Sequence[int], group: Any = None) -> Mesh:
     """Return a mesh of one data axis."""
-    return Mesh(Axes(("data",), (len(ranks),), ("data",)), tuple(ranks), group)
+    return Mesh(Axes(("data",), (len(ranks),), ("data",)), tuple(ranks), group, plain=True)

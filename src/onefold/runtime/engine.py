@@ -38,6 +38,7 @@ from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.forward import Forward
 from onefold.runtime.gather import Gatherer
+from onefold.runtime.marks import Marks
 from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
 from onefold.runtime.parameters.values import WriteCounters
 from onefold.runtime.parts import whole_masters
@@ -185,6 +186,8 @@ class Engine:
             self.write_counters,
             self.backward_event,
         )
+        if self.mesh.several:
+            self.reduce.marks = Marks(self.entries, self.resources, self.mesh)
         self.copies = Copies(
             self.units, self.entries, self.progress, self.gather, self.write_counters
         )
