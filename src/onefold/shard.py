@@ -19,7 +19,13 @@ from onefold.comm.mesh import Mesh, mesh_of, one_axis
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
 from onefold.offload.preflight import preflight
-from onefold.optim import clip_grad_norm, held_elsewhere, install_step_hooks, remove_step_hooks
+from onefold.optim import (
+    across_stages,
+    clip_grad_norm,
+    held_elsewhere,
+    install_step_hooks,
+    remove_step_hooks,
+)
 from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import bytes_of
@@ -260,15 +266,34 @@ def _notes(
     ]
 
 
-def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(
+    module: nn.Module | Sequence[nn.Module],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    group: Any = None,
+) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`. Collective. Returns the
-    norm before scaling, on every rank.
+    norm before scaling, on every rank. Each element counts once, whatever axes of a mesh it is
+    divided or replicated over.
+
+    Args:
+        module: the model; or a list of the stages of a pipeline that this rank has, each sharded by
+            itself. Then the norm is over all stages of all ranks, and every rank must call it.
+        group: with a list, the process group of the ranks of all stages; None for all ranks.
 
     Raises:
         ValueError: `max_norm` is not a number from 0 up (infinity only measures), or `norm_type` is
             not a number above 0.
     """
-    return clip_grad_norm(engine_of(module), max_norm, norm_type)
+    if isinstance(module, nn.Module):
+        return clip_grad_norm([engine_of(module)], max_norm, norm_type)
+    engines = [engine_of(stage) for stage in module]
+    if not engines:
+        raise ValueError(
+            "clip_grad_norm_() was given no stage: give the list of those on this rank."
+        )
+    return clip_grad_norm(engines, max_norm, norm_type, across_stages(engines, group))
 
 
 @contextlib.contextmanager
