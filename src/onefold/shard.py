@@ -69,7 +69,9 @@ from onefold.runtime.state.start import (
     refuse_arguments,
     refuse_max_norm,
     refuse_missing_boxes,
+    refuse_uneven_groups,
     tie,
+    with_replicas,
 )
 from onefold.runtime.stepper import Stepper
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
@@ -114,7 +116,8 @@ def shard(
             the model may have DTensors among its parameters, as `parallelize_module` makes them.
         data: the axes of the mesh whose ranks compute with different samples or tokens (data,
             context and expert parallelism); along the others (tensor parallelism) they are the
-            same.
+            same. An axis `dp_replicate` among them gives hybrid sharding: state is divided inside
+            each replica.
         partial: names of plain parameters (or a function of the name) of which ranks with the same
             data have parts of the gradient, to be added up. Others have the same gradient there. A
             DTensor's gradient says it by itself.
@@ -133,9 +136,10 @@ def shard(
     refuse_arguments(module, recipe, units, init, group, mesh, data)
     if recipe.block:
         require_torchao(f"moments={recipe.moments!r}")
+    ranks = _ranks(group, mesh, data)
+    recipe = with_replicas(recipe, ranks)
     held = held_elsewhere(module)  # whether parameters have other references, as from an optimizer
     accept_again(module)
-    ranks = _ranks(group, mesh, data)
     if not isinstance(group, Group) and mesh is not None:
         group = ranks
     alone = ranks.axes.size == 1
@@ -223,6 +227,7 @@ def _laid_out(
         incoming.settle(engine)
     values = rank_0_needs_values(engine, module)
     refuse_missing_boxes(engine, specs, values)
+    refuse_uneven_groups(engine)
     for spec, unit in zip(specs, engine.units, strict=True):
         fetch(found.param for found in spec.found)
         missing += materialize(spec, specs, where, init, module, values, names)

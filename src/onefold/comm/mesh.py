@@ -40,6 +40,24 @@ class Mesh:
         """Whether ranks along some axis compute with the same data."""
         return self.axes.data_size < self.axes.size
 
+    def ranks_of(self, inner: int, ranks: Sequence[int]) -> int:
+        """Return how many of `ranks` (all of the mesh, or the holders of a box) are in a group of
+        `inner` data ranks.
+
+        Raises:
+            ValueError: these are not neighbours among `ranks`: the axes stand in another order.
+        """
+        data_of = self.data_of
+        places = {at: i for i, at in enumerate(sorted({data_of[rank] for rank in ranks}))}
+        blocks = [places[data_of[rank]] // inner for rank in sorted(ranks)]
+        if blocks != sorted(blocks) or len(set(map(blocks.count, blocks))) > 1:
+            raise ValueError(
+                f"groups of {inner} data ranks are not neighbours in a mesh {self.describe()} with"
+                f" data={self.axes.data}. Name the axes from the slowest link to the fastest: replicas"
+                " first, tensor parallelism last; and choose groups that divide the data ranks."
+            )
+        return blocks.count(0)
+
     def describe(self) -> str:
         """Return the axes in words: "dp 2 × tp 4"."""
         return " × ".join(f"{n} {s}" for n, s in zip(self.axes.names, self.axes.sizes, strict=True))
