@@ -226,7 +226,7 @@ def _laid_out(
     if incoming is not None:
         incoming.settle(engine)
     values = rank_0_needs_values(engine, module)
-    refuse_missing_boxes(engine, specs, values)
+    refuse_missing_boxes(engine, values)
     refuse_uneven_groups(engine)
     for spec, unit in zip(specs, engine.units, strict=True):
         fetch(found.param for found in spec.found)

@@ -285,7 +285,7 @@ class Outline:
                     params.append(Param([number], [], tuple(p.shape)))
                     continue
                 found[id(engine)] = engine
-                param = Param([number], [entry], tuple(entry.part.shape), entry.part.names[0])
+                param = Param([number], [entry], tuple(entry.shape), entry.part.names[0])
                 if entry.part.numel == entry.slot.numel:
                     params.append(param)
                     continue

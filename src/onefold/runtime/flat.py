@@ -255,6 +255,11 @@ class Entry:
         self.number = 0  # among all entries of the engine
         self.last_write = 0  # the last write to its master, see runtime/parameters/values.py
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter as users and checkpoints know it."""
+        return self.part.shape if self.box is None else tuple(self.box.shape)
+
     def seen(self) -> torch.Tensor:
         """Return what code in a pass sees of the whole parameter: a DTensor over it, if the
         parameter is one.

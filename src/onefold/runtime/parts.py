@@ -98,7 +98,7 @@ class StateItem:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole; of a box, that of the global tensor."""
-        return tuple(self.box.shape) if self.box is not None else self.entries[0].part.shape
+        return self.entries[0].shape
 
     @property
     def box(self) -> Box | None:
