@@ -312,7 +312,7 @@ class Entry:
 #     stages 1, 2         replicated   sharded       [shard], one interval        resident; master is a slice of it when dtypes agree
 #     stage 3             sharded      sharded       [shard], one interval        exists only between gather and release
 #
-# `divided`: this rank's masters are an interval, not the whole. `shared`: other ranks step the same
+# `divided`: this rank's masters are an interval, or a box, not the whole. `shared`: other ranks step the same
 # elements.
 #
 #     masters are                                        `divided`   `shared`
@@ -444,7 +444,7 @@ class Flat:
     @property
     def divided(self) -> bool:
         """Optimizers of different ranks step different elements."""
-        return not self.whole_master
+        return not self.whole_master or self.in_boxes
 
     @property
     def shared(self) -> bool:
