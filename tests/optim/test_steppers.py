@@ -50,11 +50,18 @@ def matrix() -> nn.Parameter:
 
 
 def test_each_group_of_an_optimizer_has_a_verdict_of_its_own() -> None:
-    for default in UPDATES:
-        groups = [{"params": [matrix()], "looks_at": name} for name in UPDATES]
+    for default in ("element", "parameter"):
+        groups = [{"params": [matrix()], "looks_at": name} for name in ("parameter", "element")]
         optimizer = Looking([*groups, {"params": [matrix()]}], looks_at=default)
-        found = [verdict_of(optimizer, number).update for number in range(4)]
-        assert found == [*UPDATES.values(), UPDATES[default]], default
+        found = [verdict_of(optimizer, number).update for number in range(3)]
+        assert found == [WHOLE, ELEMENTWISE, UPDATES[default]], default
+
+
+def test_a_group_that_looks_at_the_others_refuses_them_all_also_when_it_comes_later() -> None:
+    optimizer = Looking([{"params": [matrix()]}, {"params": [matrix()], "looks_at": "parameter"}])
+    assert [verdict_of(optimizer, number).update for number in (0, 1)] == [ELEMENTWISE, WHOLE]
+    optimizer.add_param_group({"params": [matrix()], "looks_at": "all"})
+    assert {verdict_of(optimizer, number).update for number in range(3)} == {REFUSED}
 
 
 def test_an_option_that_no_trial_can_be_told_leaves_the_verdict_on_the_defaults() -> None:
@@ -73,6 +80,18 @@ def test_a_group_that_cannot_be_tried_has_the_verdict_on_the_defaults() -> None:
     for default, update in UPDATES.items():
         optimizer = Picky([{"params": [matrix()], "rows": 4}], looks_at=default)
         assert verdict_of(optimizer, 0).update == update
+
+
+def test_a_group_that_fails_on_one_shape_is_not_excused_by_an_error_on_another() -> None:
+    class Small(Looking):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                if "small" in group and any(p.numel() > 400 for p in group["params"]):
+                    raise ValueError("too large")
+            return super().step(closure)
+
+    group = {"params": [matrix()], "small": True, "looks_at": "parameter"}
+    assert verdict_of(Small([group]), 0).update == WHOLE
 
 
 def test_a_refused_group_is_named_by_its_options_and_a_refused_optimizer_is_not() -> None:

@@ -34,10 +34,8 @@ from onefold.runtime.stepper import GroupVerdict, not_elementwise
 _ELEMENTWISE = GroupVerdict(ELEMENTWISE)
 #: From the best to the worst.
 _ORDER = (ELEMENTWISE, WHOLE, REFUSED)
-#: By the group's number.
-_verdicts: weakref.WeakKeyDictionary[Optimizer, dict[int, GroupVerdict]] = (
-    weakref.WeakKeyDictionary()
-)
+#: In the order of the groups.
+_verdicts: weakref.WeakKeyDictionary[Optimizer, list[GroupVerdict]] = weakref.WeakKeyDictionary()
 #: {class: {everything that a trial depends on: its verdict}}. A second optimizer of the same kind
 #: in this process needs no trial.
 _tried: weakref.WeakKeyDictionary[type, dict[Any, GroupVerdict | None]] = (
@@ -46,16 +44,23 @@ _tried: weakref.WeakKeyDictionary[type, dict[Any, GroupVerdict | None]] = (
 
 
 def verdict_of(optimizer: Optimizer, group: int) -> GroupVerdict:
-    """Return what the update of a parameter group looks at. Verdicts are cached."""
-    known = _verdicts.setdefault(optimizer, {})
-    if group not in known:
-        known[group] = _Trials(optimizer).verdict_of(optimizer.param_groups[group])
+    """Return what the update of a parameter group looks at. Verdicts are cached.
+
+    If one group is refused, all are: its update may look at the parameters of the others.
+    """
+    known = _verdicts.get(optimizer)
+    if known is None or len(known) < len(optimizer.param_groups):
+        trials = _Trials(optimizer)
+        known = [trials.verdict_of(each) for each in optimizer.param_groups]
+        refused = next((v for v in known if v.update == REFUSED), None)
+        known = known if refused is None else [refused] * len(known)
+        _verdicts[optimizer] = known
     return known[group]
 
 
 def tell_verdict(optimizer: Optimizer, verdict: GroupVerdict) -> None:
     """Let `verdict` stand for all groups without a trial, which needs real values."""
-    _verdicts[optimizer] = dict.fromkeys(range(len(optimizer.param_groups)), verdict)
+    _verdicts[optimizer] = [verdict] * len(optimizer.param_groups)
 
 
 def refuse_unless_elementwise(optimizer: Optimizer) -> None:
@@ -123,17 +128,17 @@ class _Trials:
     def _worst(
         self, shapes: Sequence[tuple[int, ...]], options: dict[str, Any]
     ) -> GroupVerdict | None:
-        """Return the worst verdict over tensors of these shapes; None: the optimizer cannot be tried
-        with such options.
+        """Return the worst verdict over tensors of these shapes; None: it would be element-wise, but the
+        optimizer cannot be tried with such options on all of them.
         """
-        found = _ELEMENTWISE
+        found, failed = _ELEMENTWISE, False
         for shape in shapes:
             verdict = self._one(shape, options)
             if verdict is None:
-                return None
-            if _ORDER.index(verdict.update) > _ORDER.index(found.update):
+                failed = True
+            elif _ORDER.index(verdict.update) > _ORDER.index(found.update):
                 found = GroupVerdict(verdict.update, found.reason or verdict.reason)
-        return found
+        return None if failed and found.update == ELEMENTWISE else found
 
     def _one(self, shape: tuple[int, ...], options: dict[str, Any]) -> GroupVerdict | None:
         # For weight decay only zero or not matters. Its value does not change the kind of update.
