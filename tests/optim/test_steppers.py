@@ -167,6 +167,30 @@ def test_two_groups_of_one_optimizer_may_have_two_steppers(stage: int) -> None:
     assert second["given"] == sorted(weights * 2)
 
 
+def moved_to_another_group(stage: int) -> list[list[str]]:
+    """What a stepper of whole parameters is given, before and after a swap of two parameters."""
+    model, matrices, _ = sharded(stage)
+    engine, whole = onefold.engine_of(model), TakesWhole()
+    engine.stepper = Steppers([whole, *engine.stepper.apart])
+    optimizer = Looking(
+        [{"params": matrices[:1], "looks_at": "parameter"}, {"params": matrices[1:]}]
+    )
+    given = []
+    for _ in range(2):
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        given.append(whole.given)
+        whole.given = []
+        first, second = optimizer.param_groups
+        first["params"], second["params"] = second["params"], first["params"]
+    return given
+
+
+def test_a_parameter_that_moves_to_another_group_has_the_stepper_of_that_group() -> None:
+    assert run_ranks(2, moved_to_another_group, 3) == [[["0.weight"], ["1.weight"]]] * 2
+
+
 def refused_before_anything(stage: int) -> tuple[str, int, bool]:
     """An optimizer whose second group nobody can step, with a closure."""
     model, matrices, vectors = sharded(stage)

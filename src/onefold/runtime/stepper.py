@@ -25,6 +25,7 @@ verdicts, and so different steppers.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,15 @@ class OwnStep(Stepper):
         """Nothing to do: the optimizer's own step follows."""
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """What `Steppers.choose` has returned for these entries, in groups of these parameters (ids)."""
+
+    groups: list[list[int]]
+    entries: list[Entry]
+    chosen: dict[Stepper, list[Entry]]
+
+
 class Steppers:
     """The steppers of one engine, in the order in which they are asked. See [Note: which stepper]."""
 
@@ -134,6 +144,8 @@ class Steppers:
         self.apart = tuple(apart)
         self._in_order = (*self.apart, OwnStep())
         self._early = next((s for s in self.apart if s.in_backward), None)
+        # What the last step of an optimizer asked, and the answer
+        self._chosen: weakref.WeakKeyDictionary[Optimizer, _Choice] = weakref.WeakKeyDictionary()
 
     # -- at optimizer.step() -----------------------------------------------------------------------
 
@@ -144,7 +156,7 @@ class Steppers:
     def choose(
         self,
         optimizer: Optimizer,
-        entries: Sequence[Entry],
+        entries: list[Entry],
         verdict_of: Callable[[Optimizer, int], GroupVerdict],
     ) -> dict[Stepper, list[Entry]]:
         """Return what is stepped before the optimizer's own step, by stepper, in the order of the
@@ -157,15 +169,21 @@ class Steppers:
         Raises:
             ValueError: the stepper of some of the shards cannot take the optimizer, or a group.
         """
+        groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        last = self._chosen.get(optimizer)
+        if last is not None and last.groups == groups and last.entries == entries:
+            return last.chosen
         chosen: dict[Stepper, list[Entry]] = {s: [] for s in self._in_order}
-        groups = groups_of(optimizer)
+        group_of = groups_of(optimizer)
         known: dict[tuple[int, int], list[Entry]] = {}
         for entry in entries:
-            key = entry.flat.index, groups[id(entry.param)]
+            key = entry.flat.index, group_of[id(entry.param)]
             if key not in known:
                 known[key] = chosen[self._stepper_of(optimizer, entry.flat, key[1], verdict_of)]
             known[key].append(entry)
-        return {s: chosen[s] for s in self.apart if chosen[s] or s.collective}
+        apart = {s: chosen[s] for s in self.apart if chosen[s] or s.collective}
+        self._chosen[optimizer] = _Choice(groups, entries, apart)
+        return apart
 
     def _stepper_of(
         self,
