@@ -184,11 +184,11 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     with disable_torch_function():
         for engine in found:
             engine.optimizer_is_stepping()
-        for engine, chosen in apart.items():
-            if chosen:
+        for engine, by_stepper in apart.items():
+            if by_stepper:
                 with torch.no_grad():
-                    engine.stepper.step(optimizer, chosen)
-                gone = [e.param for entries in chosen.values() for e in entries]
+                    engine.stepper.step(optimizer, by_stepper)
+                gone = [e.param for entries in by_stepper.values() for e in entries]
                 _aside.setdefault(optimizer, []).extend((p, p.grad) for p in gone)
                 for param in gone:
                     param.grad = None
