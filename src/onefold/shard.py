@@ -73,7 +73,7 @@ from onefold.runtime.state.start import (
     tie,
     with_replicas,
 )
-from onefold.runtime.stepper import Stepper
+from onefold.runtime.stepper import Stepper, Steppers
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
 from onefold.runtime.uninitialized import is_marked, without_value
 from onefold.runtime.unit import Unit
@@ -156,7 +156,7 @@ def shard(
     from_rank_0(engine.resources, list(module.buffers()), "state")
     engine.buffers.find(module)
     _note_uninitialized(engine, uninitialized, specs, module)
-    engine.start(_stepper(engine))
+    engine.start(_steppers(engine))
     _install_hooks(engine, specs, module)
     install_step_hooks(engine, held)
     if engine.rank == 0:
@@ -503,10 +503,17 @@ def _device(module: nn.Module, device: torch.device | str | None, at_once: bool)
     return with_index(devices.pop()) if devices else default_device()
 
 
-def _stepper(engine: Engine) -> Stepper:
-    from onefold.offload.stepper import OffloadStepper
+def _steppers(engine: Engine) -> Steppers:
+    """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py."""
+    from onefold.quant.stepper import LowBitStepper
 
-    return OffloadStepper(engine)
+    apart: list[Stepper] = [LowBitStepper(engine)]
+    if engine.offloaded_flats:
+        from onefold.offload.stepper import OffloadStepper
+
+        # First: before anything is stepped, the ranks agree that no disk has failed
+        apart.insert(0, OffloadStepper(engine))
+    return Steppers(apart)
 
 
 def _close(engine: Engine) -> None:

@@ -54,7 +54,7 @@ from onefold.runtime.refresh import Copies
 from onefold.runtime.residuals import Residuals
 from onefold.runtime.resources import Capabilities, MasterAccess, Progress, Resources, Span, Spans
 from onefold.runtime.schedule import Schedule
-from onefold.runtime.stepper import Stepper
+from onefold.runtime.stepper import Steppers
 from onefold.runtime.storage import Transfers
 from onefold.runtime.uninitialized import Uninitialized
 from onefold.runtime.unit import State, Unit, bind
@@ -162,9 +162,9 @@ class Engine:
         # Waits for background work (a save), so that its failure is known
         self.settle: Callable[[], None] | None = None
 
-    def start(self, stepper: Stepper) -> None:
-        """Create the parts that work on the bound units. `stepper` steps the shards that the user's
-        optimizer does not step by itself.
+    def start(self, stepper: Steppers) -> None:
+        """Create the parts that work on the bound units. `stepper`: who steps the shards, and
+        when.
         """
         self.stepper = stepper
         self.reduce: Reducer  # created below: it needs the gatherer, which calls it in turn
