@@ -43,6 +43,9 @@ import triton.language as tl
 
 from onefold.comm.launching import launch
 from onefold.comm.triton_floats import bits, narrow, wide
+from onefold.quant.fp8 import Fp8
+from onefold.quant.integers import Int4, Int8
+from onefold.quant.nf4 import Nf4
 from onefold.quant.numbers import MAGIC, SMALLEST_NORMAL, SMALLEST_STEP, borders, pairs
 from onefold.quant.rounding import DRAW_STEP, HASH_FACTORS, HASH_SHIFTS, HIGH_FACTOR, Stochastic
 from onefold.quant.scales import CUT, MOST, NEAREST, SMALLEST, UP, reach
@@ -51,8 +54,7 @@ if TYPE_CHECKING:
     from onefold.quant.blockwise import Blockwise
 
 ELEMENTS = 4096  # of one program
-_KINDS = {"int8": 0, "int4": 1, "fp8": 2, "nf4": 3}
-_INT8, _INT4, _FP8, _NF4 = (tl.constexpr(kind) for kind in _KINDS.values())
+_INT8, _INT4, _FP8, _NF4 = (tl.constexpr(kind.kernel) for kind in (Int8, Int4, Fp8, Nf4))
 _MAGIC = tl.constexpr(MAGIC)
 _MAGIC_BITS = tl.constexpr(0x4B400000)
 _ABSOLUTE, _INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
@@ -152,15 +154,14 @@ def _between(rows: torch.Tensor) -> int:
 
 def _table(codec: Blockwise, into: torch.Tensor) -> torch.Tensor:
     """Return the levels of nf4, in pairs; any tensor for other codecs."""
-    return pairs(into.device).view(torch.float32) if codec.name == "nf4" else into
+    return pairs(into.device).view(torch.float32) if codec.kernel == Nf4.kernel else into
 
 
 def _shape(codec: Blockwise) -> dict[str, Any]:
-    width = codec.block // codec.packed
     return {
-        "KIND": _KINDS[codec.name],
+        "KIND": codec.kernel,
         "BLOCK": codec.block,
-        "WIDTH": width,
+        "WIDTH": codec.payload_bytes(codec.block),
         "ROWS": max(ELEMENTS // codec.block, 1),
     }
 
