@@ -311,14 +311,10 @@ def capabilities() -> Capabilities:
             from onefold.quant.encoded_storage import EncodedStorage
 
             return EncodedStorage(flat, named(shared.recipe.frozen or ""))
-        if tiers is not None and tiers.optimizer is Tier.NVME:
-            from onefold.offload.nvme_storage import NvmeStorage
-
-            return NvmeStorage(flat, tiers, shared)
         if tiers is not None:
-            from onefold.offload.storage import HostStorage
+            from onefold.offload.tiers import STORAGES
 
-            return HostStorage(flat, tiers, shared)
+            return STORAGES[tiers.optimizer](flat, tiers, shared)
         return InPlaceStorage(flat) if flat.unsharded else DeviceStorage(flat)
 
     def gather(flat: Flat, shared: Resources) -> Gather:
@@ -374,7 +370,8 @@ def capabilities() -> Capabilities:
             from onefold.offload.heap import give_large_blocks_back
 
             give_large_blocks_back()
-        return Nvme(recipe.nvme, name=f"rank{rank}", threads=recipe.nvme_threads)
+        folders = recipe.folders_of(recipe.disk)
+        return Nvme(folders, name=f"rank{rank}", threads=recipe.nvme_threads)
 
     return Capabilities(storage, gather, reduce, activations, named, store)
 

@@ -128,7 +128,9 @@ def test_the_mean_of_rounded_values_is_the_value(name):
     for value in values:
         mine = got[source == value]
         # The gap between the two neighbours that it is rounded to
-        spread = 2 * float(PROMISES[name].off(torch.tensor(abs(value)).double(), torch.tensor(scale)))
+        spread = 2 * float(
+            PROMISES[name].off(torch.tensor(abs(value)).double(), torch.tensor(scale))
+        )
         allowed = spread * 2.0**-17 + hoeffding(spread, mine.numel(), 5) + abs(value) * 2.0**-20
         assert abs(float(mine.mean()) - value) <= allowed, (
             name,

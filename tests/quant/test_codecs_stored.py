@@ -32,11 +32,9 @@ def test_what_is_stored_decodes_into_any_dtype_and_from_wherever_it_was_moved():
             one, other = torch.empty(1000, dtype=dtype), torch.empty(1000, dtype=dtype)
             stored.decode(one)
             moved.decode(other)
-            assert (
-                torch.equal(one, other)
-                and float((one - source).norm() / source.norm())
-                < 0.01 + (0.0 if name == "plain" else PROMISES[name].lost[1])
-            ), (name, dtype)
+            assert torch.equal(one, other) and float(
+                (one - source).norm() / source.norm()
+            ) < 0.01 + (0.0 if name == "plain" else PROMISES[name].lost[1]), (name, dtype)
 
 
 def test_stored_weights_weigh_a_quarter_of_16_bits_with_4_bits_and_half_with_8():

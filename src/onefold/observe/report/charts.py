@@ -12,7 +12,7 @@ from typing import Any
 
 from onefold.comm import MOVES
 from onefold.observe.chrome import lanes
-from onefold.observe.memory import DEVICE, HOST, MOVED, NVME
+from onefold.observe.memory import DEVICE, MOVED
 from onefold.observe.report.figures import (
     COLOURS,
     Figure,
@@ -27,6 +27,7 @@ from onefold.observe.report.tables import Metrics
 from onefold.observe.runfile import RankObserved
 from onefold.observe.trace import Move, Recording, merged
 from onefold.plan.schema import ENGINE, MOMENTS, Account
+from onefold.recipe import Tier
 
 #: The most levels of memory that are drawn; a screen cannot show more.
 LEVELS = 1500
@@ -187,7 +188,7 @@ def _lines(step: Recording, plan: Account | None, tier: str) -> list[tuple[str, 
     if plan is None:
         return []
     if tier != DEVICE:
-        planned = {HOST: plan.host, NVME: plan.nvme}[tier]
+        planned = plan.by_tier[Tier(tier)]
         return [("plan", planned, "dash")] if planned else []
     out = [(*planned_peak(plan, step), "dash")] if plan.peak else []
     return (
