@@ -370,8 +370,10 @@ def capabilities() -> Capabilities:
             from onefold.offload.heap import give_large_blocks_back
 
             give_large_blocks_back()
-        folders = recipe.folders_of(recipe.disk)
-        return Nvme(folders, name=f"rank{rank}", threads=recipe.nvme_threads)
+        tier = recipe.disk
+        assert tier is not None, "nothing of the recipe is in files"
+        folders, name = recipe.folders_of(tier), f"rank{rank}"
+        return Nvme(folders, name=name, threads=recipe.nvme_threads, tier=tier)
 
     return Capabilities(storage, gather, reduce, activations, named, store)
 

@@ -88,6 +88,8 @@ def trained(folder: str) -> dict[str, Any]:
         seen = {tier: row[tier] for tier in ("host", "nvme", "remote")}
         return [loss.item() for loss in losses], {"row": seen, "weights": weights}
 
+    with pytest.raises(RuntimeError) as missing:
+        run("e", **STATES, remote=f"{folder}/missing")
     near, there = run("a", **ON_NVME, nvme=folder), run("b", **STATES, remote=folder)
     again, moved = run("c", "b", **STATES, remote=folder), run("d", "a")
     return {
@@ -98,6 +100,7 @@ def trained(folder: str) -> dict[str, Any]:
             for name, value in near[1]["weights"].items()
             if not torch.equal(value, there[1]["weights"][name])
         ],
+        "missing": str(missing.value),
         "rows": [near[1]["row"], there[1]["row"]],
     }
 
@@ -111,7 +114,8 @@ def planned() -> dict[str, Any]:
     from onefold.plan.hardware import machine
     from onefold.simulation.simulate import simulate
 
-    job: dict[str, Any] = dict(seq=1024, precision="bf16", micro_batch=1, largest=False, stage=3)
+    job: dict[str, Any] = {"seq": 1024, "precision": "bf16", "micro_batch": 1, "largest": False}
+    job["stage"] = 3
     gpus = machine(8, gpu="a100-80")
     on = {"remote": {**STATES, "remote": "/far"}, "nvme": {**ON_NVME, "nvme": "/near"}}
     plans = {tier: onefold.plan("gpt2", gpus, **job, **given) for tier, given in on.items()}
@@ -158,7 +162,11 @@ def test_recipes_check_a_new_tier_by_its_facts(package: Path) -> None:
 def test_a_model_trains_on_a_new_tier_with_the_bits_of_nvme(package: Path, tmp_path: Path) -> None:
     found = run_there(package, trained, str(tmp_path))
     assert found["losses"][0] == found["losses"][1] and found["different"] == []
-    assert found["later losses"][0] == found["later losses"][1], "its checkpoint loads on the device"
+    assert found["later losses"][0] == found["later losses"][1], (
+        "its checkpoint loads on the device"
+    )
+    assert "missing for states remotely is not there" in found["missing"]
+    assert "another one in remote=" in found["missing"]
     near, there = found["rows"]
     assert there["remote"] == near["nvme"] > 0 == there["nvme"] == near["remote"]
     assert there["host"] == near["host"]

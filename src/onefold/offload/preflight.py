@@ -75,9 +75,10 @@ def preflight(engine: Engine) -> None:
             folders,
             mine * ranks,
             f"the state of {ranks} rank{'s' if ranks > 1 else ''} {tier.where}",
+            tier,
         )
         if engine.rank == 0 and _has_room(folders):
-            for disk in measure(folders, _SAMPLE, seconds=0.25):
+            for disk in measure(folders, _SAMPLE, seconds=0.25, tier=tier):
                 logging.getLogger("onefold").info(
                     "%s %s: %.0f MB/s written, %.0f MB/s read%s; the run takes %.2f GB of %.1f GB free (with Adam's two moments).",
                     tier.title, disk.path, disk.write / 1e6, disk.read / 1e6, "" if disk.direct else " (no direct access here: buffered)",
