@@ -109,10 +109,11 @@ def planned() -> dict[str, Any]:
     import dataclasses
 
     import onefold
+    import timed
     from onefold import Tier
     from onefold.plan import tables
     from onefold.plan.hardware import machine
-    from onefold.simulation.simulate import simulate
+    from onefold.simulation.timeline import READ, WRITTEN
 
     job: dict[str, Any] = {"seq": 1024, "precision": "bf16", "micro_batch": 1, "largest": False}
     job["stage"] = 3
@@ -123,15 +124,16 @@ def planned() -> dict[str, Any]:
     full = dataclasses.replace(gpus, host=gpus.host.with_room(Tier.REMOTE, 1.0))
     table = tables.tiers_table(plans["remote"].recommended)  # type: ignore[arg-type]
     assert table is not None
-    steps = {
-        tier: simulate("gpt2", plan.recipe, 8, seq=1024, machine=gpus).timeline
-        for tier, plan in plans.items()
-    }
+    # By hand NVMe reads or writes a block's part in a second
+    steps = {tier: timed.run(disk=1.0, **given) for tier, given in on.items()}
+    each = steps["remote"]
     return {
         "held": {t: {k.value: n for k, n in a.by_tier.items()} for t, a in accounts.items()},
         "moved": {tier: account.moved for tier, account in accounts.items()},
         "disk": {tier: account.tiers["disk"] for tier, account in accounts.items()},
-        "simulated": {tier: step.busy["disk"] for tier, step in steps.items()},  # type: ignore[union-attr]
+        "simulated": {tier: step.busy["disk"] for tier, step in steps.items()},
+        "read": sum(span.nbytes for span in timed.of(each, READ)),
+        "written": sum(span.nbytes for span in timed.of(each, WRITTEN)),
         "folders": plans["remote"].recipe.remote,
         "no folder": refusal(lambda: onefold.plan("gpt2", gpus, **job, **STATES).recipe),
         "full": onefold.plan("gpt2", full, **job, **on["remote"]).why_not,
@@ -178,7 +180,9 @@ def test_the_plan_counts_a_new_tier_at_its_own_speed(package: Path) -> None:
     assert there["remote"] == near["nvme"] > 0 == there["nvme"] == near["remote"]
     assert there["host"] == near["host"] and found["moved"]["remote"] == found["moved"]["nvme"]
     assert found["disk"]["remote"] > 2 * found["disk"]["nvme"]
-    assert found["simulated"]["remote"] > 2 * found["simulated"]["nvme"]
+    seconds = found["read"] / (1e9 / 2) + found["written"] / (5e8 / 2)
+    assert found["simulated"]["remote"] == pytest.approx(seconds)
+    assert found["simulated"]["nvme"] > 10 * seconds
     assert found["folders"] == ["/far"] and "give remote='/path/on/the/disk'" in found["no folder"]
     assert "of Remote" in found["full"]
     assert found["columns"] == ["", "device", "host", "NVMe", "Remote"]
