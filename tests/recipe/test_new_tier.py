@@ -5,6 +5,7 @@ with it, the plan counts it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def recipes() -> dict[str, Any]:
     from onefold.recipe.options import OPTIONS
 
     found = Recipe.zero(3, remote="/far", **STATES)
+    there = replace(found.gradients, tier=found.optimizer.tier)
     rows = (found.parameters, found.gradients, found.optimizer)
     zero = {
         "no folder": STATES,
@@ -57,6 +59,7 @@ def recipes() -> dict[str, Any]:
         "help": OPTIONS["offload_optimizer"].help,
         "notes": Recipe.zero(3, remote="/far", nvme="/near", chunk=65536, **STATES).notes,
         "unused": Recipe.zero(3, remote="/far").notes,
+        "row by row": refusal(lambda: found.replace(gradients=there)),
         "refused": {
             name: refusal(lambda given=given: Recipe.zero(3, **given))  # type: ignore[misc]
             for name, given in zero.items()
@@ -106,8 +109,6 @@ def trained(folder: str) -> dict[str, Any]:
 
 
 def planned() -> dict[str, Any]:
-    import dataclasses
-
     import onefold
     import timed
     from onefold import Tier
@@ -121,7 +122,7 @@ def planned() -> dict[str, Any]:
     on = {"remote": {**STATES, "remote": "/far"}, "nvme": {**ON_NVME, "nvme": "/near"}}
     plans = {tier: onefold.plan("gpt2", gpus, **job, **given) for tier, given in on.items()}
     accounts = {tier: plan.recommended.account for tier, plan in plans.items()}  # type: ignore[union-attr]
-    full = dataclasses.replace(gpus, host=gpus.host.with_room(Tier.REMOTE, 1.0))
+    full = replace(gpus, host=gpus.host.with_room(Tier.REMOTE, 1.0))
     table = tables.tiers_table(plans["remote"].recommended)  # type: ignore[arg-type]
     assert table is not None
     # By hand NVMe reads or writes a block's part in a second
@@ -155,6 +156,10 @@ def test_recipes_check_a_new_tier_by_its_facts(package: Path) -> None:
     assert found["notes"] == ["nvme=('/near',) has no effect where no state is stored on NVMe."]
     assert found["unused"] == ["remote=('/far',) has no effect where no state is stored remotely."]
     said = found["refused"]
+    assert (
+        "gradients row is stored on 'remote', which holds parameters and optimizer only"
+        in found["row by row"]
+    )
     assert "keeps state remotely but names no folder: give remote='/path" in said["no folder"]
     assert "expected 'cpu', 'nvme', or None" in said["gradients"]
     assert "give offload_optimizer='remote' too" in said["parameters alone"]

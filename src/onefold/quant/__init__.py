@@ -10,7 +10,7 @@ A new codec needs, in this order:
 | its name, and a line of the table                       | registry.py                         |
 | its name in recipes (the wire, frozen weights, or both) | `WireCodec`, `FrozenCodec` in       |
 |                                                         | recipe/options.py; `make options`   |
-| a kernel, if torch's operations are too slow            | `kernel` of its class, and          |
+| a kernel, if torch's operations are too slow            | `has_kernel` of its class, and      |
 |                                                         | triton_kernels.py                   |
 | its error, bits and finest step                         | tests/quant/codec_intervals.py      |
 

@@ -54,8 +54,8 @@ class Blockwise(Codec):
     #: (elements, bytes): so many neighbours are packed into so many bytes. `elements` divides 16, so
     #: that they are of one block.
     packed: ClassVar[tuple[int, int]] = (1, 1)
-    #: The number of the codec in the kernels (triton_kernels.py); None: torch's operations do it all.
-    kernel: ClassVar[int | None] = None
+    #: Whether triton_kernels.py has kernels for it. Else torch's operations do it all.
+    has_kernel: ClassVar[bool] = False
 
     block: int = 256
 

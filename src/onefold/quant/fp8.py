@@ -34,7 +34,7 @@ class Fp8(Blockwise):
     name: ClassVar[str] = "fp8"
     stochastic: ClassVar[bool] = True
     top: ClassVar[float] = 448.0
-    kernel: ClassVar[int | None] = 2
+    has_kernel: ClassVar[bool] = True
 
     def numbers(self) -> torch.Tensor:
         return numbers_of_bytes().nan_to_num()

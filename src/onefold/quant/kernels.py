@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def serve(codec: Blockwise, floats: torch.Tensor) -> bool:
     """Return whether kernels process the whole blocks of this interval."""
-    return codec.kernel is not None and floats.numel() >= codec.block and served(floats)
+    return codec.has_kernel and floats.numel() >= codec.block and served(floats)
 
 
 def encode(

@@ -48,7 +48,7 @@ class Nf4(Blockwise):
     name: ClassVar[str] = "nf4"
     top: ClassVar[float] = 1.0
     packed: ClassVar[tuple[int, int]] = (2, 1)
-    kernel: ClassVar[int | None] = 3
+    has_kernel: ClassVar[bool] = True
 
     block: int = 64
 

@@ -28,7 +28,7 @@ from onefold.quant.plain import Plain
 CODECS: dict[str, type[Codec]] = {kind.name: kind for kind in (Plain, Int8, Int4, Fp8, Nf4)}
 #: The names of those that have kernels.
 WITH_KERNELS = tuple(
-    name for name, kind in CODECS.items() if issubclass(kind, Blockwise) and kind.kernel is not None
+    name for name, kind in CODECS.items() if issubclass(kind, Blockwise) and kind.has_kernel
 )
 
 

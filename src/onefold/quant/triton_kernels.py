@@ -43,9 +43,6 @@ import triton.language as tl
 
 from onefold.comm.launching import launch
 from onefold.comm.triton_floats import bits, narrow, wide
-from onefold.quant.fp8 import Fp8
-from onefold.quant.integers import Int4, Int8
-from onefold.quant.nf4 import Nf4
 from onefold.quant.numbers import MAGIC, SMALLEST_NORMAL, SMALLEST_STEP, borders, pairs
 from onefold.quant.rounding import DRAW_STEP, HASH_FACTORS, HASH_SHIFTS, HIGH_FACTOR, Stochastic
 from onefold.quant.scales import CUT, MOST, NEAREST, SMALLEST, UP, reach
@@ -54,7 +51,9 @@ if TYPE_CHECKING:
     from onefold.quant.blockwise import Blockwise
 
 ELEMENTS = 4096  # of one program
-_INT8, _INT4, _FP8, _NF4 = (tl.constexpr(kind.kernel) for kind in (Int8, Int4, Fp8, Nf4))
+#: The codecs with kernels (`Blockwise.has_kernel`) by name.
+_KINDS = {"int8": 0, "int4": 1, "fp8": 2, "nf4": 3}
+_INT8, _INT4, _FP8, _NF4 = (tl.constexpr(kind) for kind in _KINDS.values())
 _MAGIC = tl.constexpr(MAGIC)
 _MAGIC_BITS = tl.constexpr(0x4B400000)
 _ABSOLUTE, _INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
@@ -154,12 +153,12 @@ def _between(rows: torch.Tensor) -> int:
 
 def _table(codec: Blockwise, into: torch.Tensor) -> torch.Tensor:
     """Return the levels of nf4, in pairs; any tensor for other codecs."""
-    return pairs(into.device).view(torch.float32) if codec.kernel == Nf4.kernel else into
+    return pairs(into.device).view(torch.float32) if codec.name == "nf4" else into
 
 
 def _shape(codec: Blockwise) -> dict[str, Any]:
     return {
-        "KIND": codec.kernel,
+        "KIND": _KINDS[codec.name],
         "BLOCK": codec.block,
         "WIDTH": codec.payload_bytes(codec.block),
         "ROWS": max(ELEMENTS // codec.block, 1),

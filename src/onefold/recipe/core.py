@@ -190,11 +190,11 @@ class Recipe(EngineOptions):
                 )
             if name != "parameters":
                 check_dtype(f"{name}.dtype", getattr(self, name).dtype)
-        for name in _FIELDS & OPTIONS.keys():
-            value = getattr(self, name)
+        for option in (OPTIONS[name] for name in _FIELDS & OPTIONS.keys()):
+            value = getattr(self, option.name)
             # A recipe has () for no folders, `zero` takes None
-            none = OPTIONS[name].repeated and not value
-            object.__setattr__(self, name, OPTIONS[name].read(None if none else value))
+            none = option.repeated and not value
+            object.__setattr__(self, option.name, option.read(None if none else value))
         if self.reduce_at is None:
             object.__setattr__(self, "reduce_at", _usual_time(self.gradients.placement))
         check_recipe(self)

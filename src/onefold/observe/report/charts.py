@@ -27,7 +27,6 @@ from onefold.observe.report.tables import Metrics
 from onefold.observe.runfile import RankObserved
 from onefold.observe.trace import Move, Recording, merged
 from onefold.plan.schema import ENGINE, MOMENTS, Account
-from onefold.recipe import Tier
 
 #: The most levels of memory that are drawn; a screen cannot show more.
 LEVELS = 1500
@@ -188,7 +187,7 @@ def _lines(step: Recording, plan: Account | None, tier: str) -> list[tuple[str, 
     if plan is None:
         return []
     if tier != DEVICE:
-        planned = plan.by_tier[Tier(tier)]
+        planned = {there.value: nbytes for there, nbytes in plan.by_tier.items()}[tier]
         return [("plan", planned, "dash")] if planned else []
     out = [(*planned_peak(plan, step), "dash")] if plan.peak else []
     return (
