@@ -378,14 +378,10 @@ def capabilities() -> Capabilities:
             from onefold.quant.encoded_storage import EncodedStorage
 
             return EncodedStorage(flat, named(shared.recipe.frozen or ""))
-        if tiers is not None and tiers.optimizer is Tier.NVME:
-            from onefold.offload.nvme_storage import NvmeStorage
-
-            return NvmeStorage(flat, tiers, shared)
         if tiers is not None:
-            from onefold.offload.storage import HostStorage
+            from onefold.offload.tiers import STORAGES
 
-            return HostStorage(flat, tiers, shared)
+            return STORAGES[tiers.optimizer](flat, tiers, shared)
         return InPlaceStorage(flat) if flat.unsharded else DeviceStorage(flat)
 
     def gather(flat: Flat, shared: Resources) -> Gather:
@@ -441,7 +437,10 @@ def capabilities() -> Capabilities:
             from onefold.offload.heap import give_large_blocks_back
 
             give_large_blocks_back()
-        return Nvme(recipe.nvme, name=f"rank{rank}", threads=recipe.nvme_threads)
+        tier = recipe.disk
+        assert tier is not None, "nothing of the recipe is in files"
+        folders, name = recipe.folders_of(tier), f"rank{rank}"
+        return Nvme(folders, name=name, threads=recipe.nvme_threads, tier=tier)
 
     return Capabilities(storage, gather, reduce, activations, named, store)
 

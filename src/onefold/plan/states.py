@@ -55,7 +55,7 @@ from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, Topology, grouped_as
 from onefold.memory import MASTERS, MOMENTS, PARAMETERS, RESIDUALS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
-from onefold.recipe import Recipe, Tier
+from onefold.recipe import Recipe
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.optimizers import PLANNED
 from onefold.recipe.rows import GROUP
@@ -321,8 +321,7 @@ def adds_on_device(flat: ShardSpec, again: bool) -> bool:
     """
     if flat.tiers is None:
         return False
-    on_host = flat.tiers.gradients is not Tier.NVME
-    return (again and on_host) or flat.landed != flat.dtypes.master
+    return (again and not flat.tiers.gradients.on_disk) or flat.landed != flat.dtypes.master
 
 
 def sums_chunk(units: Sequence[UnitPlan]) -> int:
