@@ -17,9 +17,9 @@ Ratios are medians of the rounds' own ratios. Writes benchmarks/results/NAME.jso
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -150,25 +150,23 @@ def measured(cell: Cell, source: Path, count: int) -> dict[str, Any]:
 # -- all of them -----------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@harness.command(
+    "host_time",
+    __doc__,
+    rounds=5,
+    steps=30,
+    against=[],
+    sides=(
+        list(SIDES),
+        f"those that end in {INDUCTOR} have their blocks compiled",
+        [*SIDES, *COMPILED_SIDES],
+        {"nargs": "*"},
+    ),
+    blocks=([48, 96], "blocks of the model"),
+    fake=([8, 64, 1024], "ranks over torch's fake backend; none: leave it out", {"nargs": "*"}),
+)
+def main(options: argparse.Namespace) -> int:
     """0 if every side was measured and all sources had the same losses over gloo."""
-    some = {"nargs": "*"}
-    parser = harness.parser(
-        "host_time",
-        __doc__,
-        rounds=5,
-        steps=30,
-        against=[],
-        sides=(
-            list(SIDES),
-            f"those that end in {INDUCTOR} have their blocks compiled",
-            [*SIDES, *COMPILED_SIDES],
-            some,
-        ),
-        blocks=([48, 96], "blocks of the model"),
-        fake=([8, 64, 1024], "ranks over torch's fake backend; none: leave it out", some),
-    )
-    options = harness.parsed(parser, arguments)
     sources = harness.sources(options)
     cells = [
         Cell(side, blocks, ranks, name)
@@ -183,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [_row(cell, runs) for cell in cells]
     for row in rows:
         print(_line(row))
-    harness.keep(options, {**harness.about(options, SCHEMA), "rows": rows})
+    harness.keep(options, SCHEMA, rows=rows)
     losses: dict[Cell, set[float]] = {}
     for cell in cells:
         if cell.world == "gloo":  # what the fake backend brings is undefined

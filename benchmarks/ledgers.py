@@ -10,17 +10,19 @@ benchmarks/results/NAME.json.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from statistics import median, quantiles
 from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks import harness, launch
-from benchmarks.harness import shown
+from benchmarks import harness, launch, pages
+from benchmarks.pages import shown
 from benchmarks.peers import adapters, model
 from benchmarks.peers.settings import Setting
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
@@ -177,22 +179,19 @@ def summarized(setting: Setting, ranks: Sequence[Mapping[str, Any]]) -> dict[str
     }
 
 
-def main(
-    arguments: Sequence[str] | None = None, run: Callable[..., dict[str, Any]] = launch.run_ranks
-) -> int:
+@harness.command(
+    "ledgers",
+    __doc__,
+    models=(list(MODELS), "which GPTs", MODELS),
+    pairs=(0, "pairs of steps (0: as many as suit each model)"),
+)
+def main(options: argparse.Namespace, run: Callable[..., dict[str, Any]] = launch.run_ranks) -> int:
     """0 if every model was measured, else 1. `run` starts the ranks; see `launch.run_ranks`."""
-    parser = harness.parser(
-        "ledgers",
-        __doc__,
-        models=(list(MODELS), "which GPTs", MODELS),
-        pairs=(0, "pairs of steps (0: as many as suit each model)"),
-    )
-    options = harness.parsed(parser, arguments)
     rows, failed = [], False
     for name in options.models:
         tokens, pairs = MODELS[name]
         setting = Setting(model=name, tokens=tokens, ranks=2)
-        job = {"setting": setting.to_json(), "pairs": options.pairs or pairs}
+        job = {"setting": asdict(setting), "pairs": options.pairs or pairs}
         outcome = run(
             "benchmarks.ledgers", job, setting.ranks, threads=setting.threads, timeout=1200.0
         )
@@ -201,12 +200,12 @@ def main(
             failed = True
             continue
         rows.append(summarized(setting, outcome["ranks"]))
-    harness.keep(options, {**harness.about(options, SCHEMA), "goal": GOAL, "rows": rows})
-    print(harness.markdown_table(COLUMNS, rows))
+    harness.keep(options, SCHEMA, goal=GOAL, rows=rows)
+    pages.show(pages.table(COLUMNS, rows))
     return int(failed)
 
 
-COLUMNS: dict[str, harness.Cell] = {
+COLUMNS: dict[str, pages.Cell] = {
     "model": lambda r: f"{r['model']}, {r['tokens']} tokens a rank",
     "step with": shown("with_s", "{:.2f} ms", 1e-3),
     "without": shown("without_s", "{:.2f} ms", 1e-3),

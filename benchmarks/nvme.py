@@ -17,18 +17,19 @@ Writes benchmarks/results/nvme.json.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from benchmarks import harness, probes
+from benchmarks import harness, pages, probes
 from onefold.offload.nvme import Nvme, Transfer, measure, page_buffer
 
 SCHEMA = "onefold-nvme/1"
@@ -152,18 +153,16 @@ class Stored:
             self.adamw(self.sets[0])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser(
-        "nvme",
-        __doc__,
-        rounds=7,
-        threads=4,
-        mib=(512, "of each of the four regions"),
-        chunk=(16, "MiB of each region at a time"),
-    )
-    folders = "on the disks to measure; the plain copies use the first"
-    parser.add_argument("folders", nargs="+", type=Path, help=folders)
-    args = harness.parsed(parser, arguments)
+@harness.command(
+    "nvme",
+    __doc__,
+    rounds=7,
+    threads=4,
+    mib=(512, "of each of the four regions"),
+    chunk=(16, "MiB of each region at a time"),
+    folders=(..., "on the disks to measure; the plain copies use the first", Path, {"nargs": "+"}),
+)
+def main(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     nbytes, chunk = args.mib * MIB, args.chunk * MIB
     moved = nbytes * (READS + WRITES)
@@ -201,19 +200,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for plain_way in ("copy", "copy, two")
         for ours in ("store", "store, step")
     }
-    columns: dict[str, harness.Cell] = {
+    columns: dict[str, pages.Cell] = {
         "": lambda item: item[0],
         "seconds": lambda item: f"{item[1]:.2f}",
         "MB/s": lambda item: "" if item[0] == "step" else f"{moved / item[1] / 1e6:,.0f}",
     }
-    print(harness.markdown_table(columns, list(median.items())))
+    pages.show(pages.table(columns, list(median.items())))
     print(
         f"rates, medians of the rounds (goal {GOAL} of the copy): "
         + ", ".join(f"{k} {v:.2f}" for k, v in shares.items())
         + f"; {grown}"
     )
     result = {
-        **harness.about(args, SCHEMA),
         "folders": len(args.folders),
         "direct": [rate.direct for rate in rates],
         "preflight_bytes_per_s": [
@@ -227,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "goal": GOAL,
         **grown,
     }
-    harness.keep(args, result)
+    harness.keep(args, SCHEMA, **result)
     return 0
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, pages
 from benchmarks.harness import ROOT
 from onefold.plan.choose import Question, recommend
 from onefold.plan.evaluate import Candidate
@@ -128,7 +128,7 @@ def table(models: Sequence[str] = MODELS, places: Sequence[Place] = PLACES) -> s
             for place in places
         ]
         lines.append([name, *cells])
-    return harness.markdown(lines, left=len(lines[0])).rstrip()
+    return pages.markdown(lines, left=len(lines[0])).rstrip()
 
 
 def large_run(path: Path = MEASURED) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ wall's, memory the largest resident set of the process. Writes benchmarks/result
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -18,7 +19,6 @@ from statistics import median
 from typing import Any
 
 from benchmarks import harness, launch
-from benchmarks.harness import RESULTS
 
 SCHEMA = "onefold-simulate/1"
 CORES = 2
@@ -31,7 +31,7 @@ class Question:
     """
 
     name: str
-    arguments: tuple[str, ...]
+    arguments: str
     seconds: float
     nbytes: float | None = None
 
@@ -39,25 +39,12 @@ class Question:
 QUESTIONS = (
     Question(
         "plan 70B on 64 GPUs",
-        ("plan", "llama-3-70b", "--gpus", "64", "--gpu", "h100-80", "--seq", "4096", "--json"),
+        "plan llama-3-70b --gpus 64 --gpu h100-80 --seq 4096 --json",
         10.0,
     ),
     Question(
         "simulate 1T at stage 3 on 1,024 GPUs",
-        (
-            "plan",
-            "1t",
-            "--gpus",
-            "1024",
-            "--gpu",
-            "h200",
-            "--stage",
-            "3",
-            "--offload",
-            "none",
-            "--simulate",
-            "--json",
-        ),
+        "plan 1t --gpus 1024 --gpu h200 --stage 3 --offload none --simulate --json",
         120.0,
         4 * 2**30,
     ),
@@ -73,7 +60,7 @@ def ask(question: Question) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))[:CORES] if hasattr(os, "sched_getaffinity") else []
     begun = time.perf_counter()
     child = subprocess.Popen(
-        [sys.executable, "-m", "onefold", *question.arguments],
+        [sys.executable, "-m", "onefold", *question.arguments.split()],
         env=launch.environment(CORES),
         cwd=launch.ROOT,
         stdout=subprocess.PIPE,
@@ -88,9 +75,7 @@ def ask(question: Question) -> dict[str, Any]:
     seconds = time.perf_counter() - begun
     child.stdout.close()
     if child.returncode:
-        raise RuntimeError(
-            f"onefold {' '.join(question.arguments)} ended with status {child.returncode}."
-        )
+        raise RuntimeError(f"onefold {question.arguments} ended with status {child.returncode}.")
     nbytes = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "seconds": seconds,
@@ -114,10 +99,9 @@ def _facts(answer: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def main(arguments: Sequence[str] | None = None, questions: Sequence[Question] = QUESTIONS) -> int:
+@harness.command("simulate", __doc__, rounds=3)
+def main(options: argparse.Namespace, questions: Sequence[Question] = QUESTIONS) -> int:
     """0 if every goal was met, else 1."""
-    parser = harness.parser("simulate", __doc__, rounds=3, name="simulate", output=RESULTS)
-    options = harness.parsed(parser, arguments)
     rows = []
     for question in questions:
         runs = [ask(question) for _ in range(options.rounds)]
@@ -136,7 +120,7 @@ def main(arguments: Sequence[str] | None = None, questions: Sequence[Question] =
             f"{question.name}: {seconds:.1f} s (goal {question.seconds:.0f}),"
             f" {nbytes / 2**30:.2f} GiB"
         )
-    harness.keep(options, {**harness.about(options, SCHEMA), "rows": rows})
+    harness.keep(options, SCHEMA, rows=rows)
     return int(not all(row["met"] for row in rows))
 
 

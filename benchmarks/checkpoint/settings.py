@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 PEERS: tuple[str, ...] = ("onefold-3", "onefold-1", "fsdp2", "deepspeed-3", "deepspeed-1")
 """Every peer, in the order of a round. A number is the ZeRO stage."""
@@ -93,10 +92,6 @@ class Turn:
     ranks: int
     saved: int
     light: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary that `Turn(**d)` reads back."""
-        return asdict(self)
 
     @property
     def title(self) -> str:

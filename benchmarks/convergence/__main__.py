@@ -29,14 +29,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks import harness, launch
+from benchmarks import harness, launch, pages
 from benchmarks.convergence.rows import LAST, Run, missed, rows
 from benchmarks.convergence.settings import CASES, REFERENCE, SIDES, YARDSTICKS, Case, chosen
-from benchmarks.harness import DASH, Cell, Panel, Refused, Row, essence, shown
+from benchmarks.harness import Refused
+from benchmarks.pages import DASH, Cell, Panel, essence, shown
 
 SCHEMA = "onefold-convergence/1"
 CHANGED = (
@@ -71,26 +72,6 @@ LEGEND = (
     " the reference's. step s: median of the steps, on a machine that had other work: compare"
     " nothing by it."
 )
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    changes = {
-        name: (None, f"{name} of every case chosen", type(getattr(CASES["smollm2"], name)))
-        for name in CHANGED
-    }
-    several = {"nargs": "+"}
-    return harness.parser(
-        "convergence",
-        __doc__,
-        threads=1,
-        timeout=21600.0,
-        resume=False,
-        json=False,
-        cases=(list(CASES), f"which of {', '.join(CASES)}"),
-        sides=(None, f"which of {', '.join(SIDES)}; without it the case's own", several),
-        **changes,
-    )
 
 
 def cases_of(options: argparse.Namespace) -> dict[str, Case]:
@@ -133,20 +114,15 @@ def setting(case: Case) -> str:
     )
 
 
-def plain_table(found: Sequence[Row]) -> str:
-    """Aligned text; failures are explained under it."""
-    return harness.text_table(COLUMNS, found)
-
-
 def page(document: dict[str, Any]) -> str:
     """The whole report: machine, date, a table a case, what the columns and sides are."""
-    text, used = [harness.where(document)], set()
+    text, used = [pages.where(document)], set()
     for found in document["cases"].values():
         case = Case.of(found["case"])
-        table = harness.markdown_table(COLUMNS, found["rows"])
+        table = pages.table(COLUMNS, found["rows"])
         text.append(f"**{case.title}**: {setting(case)}\n\n{table}")
         used |= {row["side"] for row in found["rows"]}
-    return harness.page(*text, LEGEND, *harness.notes(document["notes"], used))
+    return pages.page(*text, LEGEND, *pages.notes(document["notes"], used))
 
 
 def charts(cases: dict[str, Case], runs: dict[str, list[Run]]) -> list[list[Panel]]:
@@ -218,8 +194,7 @@ class Session:
         """Results so far as JSON, Markdown and PNG."""
         options = self.options
         there = {name: self.cases[name] for name in CASES if self.runs.get(name)}
-        result = {
-            **harness.about(options, SCHEMA),
+        found = {
             "finished": finished,
             "notes": {name: side.note for name, side in SIDES.items()},
             "cases": {
@@ -231,17 +206,30 @@ class Session:
                 for name, case in there.items()
             },
         }
-        harness.keep(options, result, page(result))
-        harness.plot(options.output / f"{options.name}.png", charts(there, self.runs), 11)
+        result = harness.keep(options, SCHEMA, page, **found)
+        pages.plot(options.output / f"{options.name}.png", charts(there, self.runs), 11)
         return result
 
 
-@harness.command
-def main(arguments: Sequence[str] | None = None, run: Callable[..., Run] = run_side) -> int:
-    """0 when every side ended within its limit, 1 when one did not, 2 for a wrong command line, 130
-    after Ctrl-C.
-    """
-    options = harness.parsed(parser(), arguments)
+CHANGES = {
+    name: (None, f"{name} of every case chosen", type(getattr(CASES["smollm2"], name)))
+    for name in CHANGED
+}
+
+
+@harness.command(
+    "convergence",
+    __doc__,
+    threads=1,
+    timeout=21600.0,
+    resume=False,
+    json=False,
+    cases=(list(CASES), f"which of {', '.join(CASES)}"),
+    sides=(None, f"which of {', '.join(SIDES)}; without it the case's own", {"nargs": "+"}),
+    **CHANGES,
+)
+def main(options: argparse.Namespace, run: Callable[..., Run] = run_side) -> int:
+    """0 when every side ended within its limit, 1 when one did not, 130 after Ctrl-C."""
     session = Session(options, run)
     with harness.stoppable() as stop:
         for _ in session.turns():
@@ -250,9 +238,7 @@ def main(arguments: Sequence[str] | None = None, run: Callable[..., Run] = run_s
     if options.json:
         print(json.dumps(result))
     else:
-        for found in result["cases"].values():
-            case = Case.of(found["case"])
-            print(f"{case.title}: {setting(case)}\n\n{plain_table(found['rows'])}")
+        pages.show(page(result))
     far = [
         (name, side)
         for name in session.cases

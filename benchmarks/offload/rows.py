@@ -10,6 +10,7 @@ from benchmarks import harness
 from benchmarks.harness import Row, Run, over_rounds, scaled
 from benchmarks.offload.sides import PAIRS, REFERENCE, SIDES
 from benchmarks.peers.settings import LOSSES_COMPARED, Setting
+from benchmarks.study import compared
 
 MIB = 1 << 20
 DISK_GOAL, HOST_GOAL, CACHE_GOAL, LARGE_GOAL, SMOLLM2_GOAL = 0.85, 0.05, 0.01, 8 << 30, 400 << 20
@@ -18,28 +19,21 @@ DISK_GOAL, HOST_GOAL, CACHE_GOAL, LARGE_GOAL, SMOLLM2_GOAL = 0.85, 0.05, 0.01, 8
 def rows(setting: Setting, runs: Sequence[Run], missing: Sequence[str] = ()) -> list[Row]:
     """The rows of one setting. None: not measured.
 
-    `step_s` is the median over all timed steps of all rounds, a step lasting until its slowest rank
-    is done; `optimizer_s` the same of what `optimizer.step()` takes of it. `ratio`: the median over
-    rounds of (median step here / that of the same stage of Onefold on the device in the same
-    round), with its extremes. MiB are a rank's, the largest rank and the median round: `peak_mib`
-    and `rest_mib` of resident memory beyond the baseline; `device_mib`, `host_mib`, `disk_mib` of
-    the engine's ledgers with the optimizer's states, at their peak; `host_planned`: `host_mib` over
-    what the recipe should take. `loss_difference`: the largest relative difference to the
-    reference's.
+    `step_s` and `ratio` (to the same stage of Onefold on the device) are those of `study.compared`;
+    `optimizer_s` is the median of what `optimizer.step()` takes of a step. MiB are a rank's, the
+    largest rank and the median round: `peak_mib` and `rest_mib` of resident memory beyond the
+    baseline; `device_mib`, `host_mib`, `disk_mib` of the engine's ledgers with the optimizer's
+    states, at their peak; `host_planned`: `host_mib` over what the recipe should take.
+    `loss_difference`: the largest relative difference to the reference's.
     """
     references = harness.by_round(runs, REFERENCE)
 
     def row(side: str, good: list[Run]) -> Row:
-        step = median(second for run in good for second in harness.step_seconds(run))
-        device = harness.by_round(runs, f"onefold-{SIDES[side].stage}")
-        ratio, low, high = harness.spread(harness.ratios(good, device))
+        timed = compared(good, harness.by_round(runs, f"onefold-{SIDES[side].stage}"))
         return {
-            "step_s": step,
-            "ratio": ratio,
-            "ratio_low": low,
-            "ratio_high": high,
+            **timed,
             "optimizer_s": median(s for r in good for s in harness.slowest(r.ranks, "optimizer_s")),
-            "tokens_a_second": setting.tokens_a_step / step,
+            "tokens_a_second": setting.tokens_a_step / timed["step_s"],
             "cpu_s": scaled(over_rounds(good, "cpu_s", fmean), setting.steps),
             "peak_mib": over_rounds(good, "peak_mib"),
             "rest_mib": over_rounds(good, "rest_mib"),

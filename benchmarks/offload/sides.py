@@ -5,7 +5,7 @@ optimizer's step is watched. Peers themselves are those of `benchmarks.peers`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,12 @@ NOTES: dict[str, str] = {
 """How each side is set up, printed under the tables."""
 
 
-def those(sides: list[str], setting: Setting) -> list[str]:
+def on_disk(name: str) -> bool:
+    """Whether a side has state on the disk; a peer has none."""
+    return name in SIDES and SIDES[name].on_disk
+
+
+def those(sides: Sequence[str], setting: Setting) -> list[str]:
     """The sides that mean anything here: nobody can clip what is stepped before the norm is
     known.
     """

@@ -4,8 +4,6 @@ beside it.
 
 from __future__ import annotations
 
-import gzip
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 
 from benchmarks.peers import adapters
 from benchmarks.peers.settings import Setting
+from onefold.observe.trace import covered
 
 Interval = tuple[float, float]
 
@@ -38,11 +37,7 @@ def profile(
         if setting.device == "cuda":
             torch.cuda.synchronize()
     if path is not None:
-        plain = path.with_suffix("")
-        profiler.export_chrome_trace(str(plain))
-        with plain.open("rb") as source, gzip.open(path, "wb") as target:
-            shutil.copyfileobj(source, target)
-        plain.unlink()
+        profiler.export_chrome_trace(str(path))
     communicating: list[Interval] = []
     computing: list[Interval] = []
     through = {"pinned": 0.0, "pageable": 0.0}
@@ -51,48 +46,28 @@ def profile(
         # first piece of work to its last.
         if event.device_type.name != "CUDA" or event.is_user_annotation:
             continue
-        name = event.name.lower()
+        name, span = event.name.lower(), (event.time_range.start, event.time_range.end)
         for kind_of_memory in through:
             if kind_of_memory in name:
-                through[kind_of_memory] += (event.time_range.end - event.time_range.start) / 1e6
+                through[kind_of_memory] += (span[1] - span[0]) / 1e6
         across = "nccl" in name or name.startswith(("memcpy dtoh", "memcpy htod", "memcpy ptop"))
-        kind = communicating if across else computing
-        kind.append((event.time_range.start, event.time_range.end))
-    return overlap(communicating, computing) | {
-        f"{name}_s": seconds for name, seconds in through.items()
-    }
+        (communicating if across else computing).append(span)
+    pinned = {f"{name}_s": seconds for name, seconds in through.items()}
+    return overlap(communicating, computing) | pinned
 
 
 def overlap(communicating: Sequence[Interval], computing: Sequence[Interval]) -> dict[str, float]:
     """Seconds spent communicating, computing, doing both, and idle between first and last. Input:
     microseconds.
     """
-    a, b = _union(communicating), _union(computing)
-    both = sum(
-        max(0.0, min(end, stop) - max(start, begin)) for start, end in a for begin, stop in b
-    )
-    total_a, total_b = (sum(end - start for start, end in part) for part in (a, b))
-    everything = a + b
-    span = max((end for _, end in everything), default=0.0) - min(
-        (start for start, _ in everything), default=0.0
-    )
-    idle = span - (total_a + total_b - both)
-    return {
-        name: value / 1e6
-        for name, value in (
-            ("comm_s", total_a),
-            ("compute_s", total_b),
-            ("both_s", both),
-            ("idle_s", idle),
-        )
+    everything = [*communicating, *computing]
+    first = min((start for start, _ in everything), default=0.0)
+    last = max((end for _, end in everything), default=0.0)
+    busy, across, inside = map(covered, (everything, communicating, computing))
+    seconds = {
+        "comm_s": across,
+        "compute_s": inside,
+        "both_s": across + inside - busy,
+        "idle_s": last - first - busy,
     }
-
-
-def _union(intervals: Sequence[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
+    return {name: microseconds / 1e6 for name, microseconds in seconds.items()}

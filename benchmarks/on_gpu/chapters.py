@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from benchmarks import harness, launch
-from benchmarks.harness import DASH, ROOT, Table, losses, relative
+from benchmarks.harness import ROOT, losses, relative
 from benchmarks.on_gpu.run import STAGES, run
+from benchmarks.pages import DASH, Table
 from benchmarks.peers.settings import Setting
 from benchmarks.wires.sides import HOSTS, RANKS_A_HOST, SIDES
 from onefold.doctor.chapter_runs import CHAPTERS, LIMIT, Scope

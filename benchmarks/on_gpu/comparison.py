@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import DASH, Table, relative
+from benchmarks.harness import relative
 from benchmarks.on_gpu import turns_worker
 from benchmarks.on_gpu.run import STAGES
+from benchmarks.pages import DASH, Table
 from benchmarks.peers.settings import Setting
 
 GOAL = 1.02  # of plain PyTorch's step time and memory at world size 1

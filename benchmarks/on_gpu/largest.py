@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-from benchmarks.harness import DASH, Table, essence
 from benchmarks.offload.largest import parameters_of
 from benchmarks.on_gpu.run import available, run, side_of, state
+from benchmarks.pages import DASH, Table, essence
 from benchmarks.peers.settings import Setting
 from onefold.memory.pool import free_host_memory
 
@@ -90,7 +91,7 @@ def _attempt(side: str, layers: int, options: argparse.Namespace) -> dict[str, A
     )
     need, free = 16 * parameters_of(layers, options.width), int(HOST_SHARE * free_host_memory())
     if side_of(side).optimizer == "cpu" and need > free:
-        about = {"peer": side, "setting": setting.to_json(), "layers": layers, "ranks": []}
+        about = {"peer": side, "setting": asdict(setting), "layers": layers, "ranks": []}
         error = f"{need:,} bytes of state, {free:,} of host memory may be taken"
         return {**about, "status": "refused", "error": error}
     with state(options) as where:

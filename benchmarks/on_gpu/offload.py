@@ -14,8 +14,9 @@ import argparse
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import DASH, Table, middle, relative
+from benchmarks.harness import middle, relative
 from benchmarks.on_gpu.run import available, run, state
+from benchmarks.pages import DASH, Table
 from benchmarks.peers.model import SHAPES, count_parameters
 from benchmarks.peers.settings import Setting
 

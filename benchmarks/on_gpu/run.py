@@ -6,6 +6,7 @@ import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ def run(
     peer: str,
     setting: Setting,
     options: argparse.Namespace,
-    module: str = "benchmarks.on_gpu.worker",
+    module: str = "benchmarks.worker",
     **more: Any,
 ) -> dict[str, Any]:
     """One peer in fresh processes; the outcome of `launch.run_ranks` with what was asked for."""
-    about = {"peer": peer, "setting": setting.to_json()}
+    about = {"peer": peer, "setting": asdict(setting)}
     outcome = launch.run_ranks(
         module,
-        {**about, "side": peer, **more},
+        {"setting": about["setting"], "side": peer, "observed": True, **more},
         setting.ranks,
         threads=setting.threads,
         python=launch.python_of(peer, options),

@@ -5,21 +5,23 @@ what is known by now of all chapters.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import harness, launch
-from benchmarks.harness import Table
+from benchmarks import harness, launch, pages
 from benchmarks.on_gpu import turns_worker
 from benchmarks.on_gpu.comparison import Comparison, table
 from benchmarks.on_gpu.run import available
+from benchmarks.pages import Table
 
 SCHEMA = "onefold-gpu/1"
 
@@ -52,9 +54,9 @@ class Report:
             for t in self.tables.values()
         ]
         result = {**self.head, "finished": finished, "tables": tables, "runs": self.outcomes}
-        parts = [table.markdown() for table in self.tables.values()]
+        parts = [str(table) for table in self.tables.values()]
         title = f"# Onefold on {self.head['machine']['gpu']}"
-        harness.keep(self.options, result, harness.page(title, harness.where(self.head), *parts))
+        harness.write(self.options, result, pages.page(title, pages.where(self.head), *parts))
 
 
 def take_turns(
@@ -64,7 +66,7 @@ def take_turns(
     still loses its turns only.
     """
     here, absent = available(comparison.sides, options)
-    setting = comparison.setting.to_json()
+    setting = asdict(comparison.setting)
     turns: list[dict[str, Any]] = []
     outcomes: list[dict[str, Any]] = []
 
@@ -91,7 +93,8 @@ def take_turns(
             waiting = waiting[waiting.index(lost) + 1 :]
             show()
     show()
-    print(report.tables[name], file=sys.stderr, flush=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        pages.show(str(report.tables[name]))
 
 
 def _run(
@@ -108,7 +111,7 @@ def _run(
     before, setting = list(turns), comparison.setting
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder, ThreadPoolExecutor(1) as pool:
         lines = Path(folder, "turns.jsonl")
-        job = {"setting": setting.to_json(), "sides": waiting, "rounds": options.rounds}
+        job = {"setting": asdict(setting), "sides": waiting, "rounds": options.rounds}
         running = pool.submit(
             launch.run_ranks,
             "benchmarks.on_gpu.turns_worker",

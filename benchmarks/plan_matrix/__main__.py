@@ -15,8 +15,8 @@ Writes benchmarks/results/NAME.json and NAME.md; ends with status 1 if anything 
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import harness
@@ -87,18 +87,17 @@ def rows_of(part: list[Cell], rounds: int, threads: int, timeout: float) -> list
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser(
-        "plan_matrix",
-        __doc__,
-        rounds=7,
-        threads=1,
-        timeout=1800.0,
-        quick=(False, "a part of it, and nothing is timed"),
-        ranks=([1, 2, 4], "how many ranks"),
-        architectures=(list(ARCHITECTURES), "which models", ARCHITECTURES),
-    )
-    args = harness.parsed(parser, arguments)
+@harness.command(
+    "plan_matrix",
+    __doc__,
+    rounds=7,
+    threads=1,
+    timeout=1800.0,
+    quick=(False, "a part of it, and nothing is timed"),
+    ranks=([1, 2, 4], "how many ranks"),
+    architectures=(list(ARCHITECTURES), "which models", ARCHITECTURES),
+)
+def main(args: argparse.Namespace) -> int:
     few: dict[str, Any] = {"precisions": ["bf16"], "accumulations": [4]} if args.quick else {}
     rows: list[dict[str, Any]] = []
     for architecture in args.architectures:
@@ -106,8 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             part = cells([architecture], [ranks], **few)
             rows += rows_of(part, 0 if args.quick else args.rounds, args.threads, args.timeout)
     judged = orders(rows)
-    found = {**harness.about(args, SCHEMA), "rows": rows, "orders": judged}
-    harness.keep(args, found, markdown(found))
+    harness.keep(args, SCHEMA, markdown, rows=rows, orders=judged)
     for sentence in judged["turned"]:
         print(f"order  {sentence}")
     wrong = sum(1 for row in rows if row["wrong"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import harness
+from benchmarks import pages
 from benchmarks.validation import compute, fits, memory, printed, runs, tables
 from benchmarks.validation.claims import claims
 from benchmarks.validation.systems import SYSTEMS
@@ -34,7 +34,7 @@ def not_compared() -> str:
     rates = " and ".join(f"{rate} at {tokens:,} tokens" for tokens, rate in at.items())
     rows = tables.read("not_compared", Path(__file__).parent)
     lines = [(r["data"], r["why"].format(rates=rates)) for r in rows]
-    return f"## Not compared\n\n{harness.markdown([('data', 'why'), *lines], left=2)}"
+    return f"## Not compared\n\n{pages.markdown([('data', 'why'), *lines], left=2)}"
 
 
 #: Constants along the valley of the fit.
@@ -60,7 +60,7 @@ def constants() -> str:
 
 One constant a system, on the rows named; those rows are marked in the tables below.
 
-{harness.markdown(lines, left=5)}
+{pages.markdown(lines, left=5)}
 Shared by all: {shared}, fitted together with the Azure report's link_share to its rows. \
 Root mean square of the ratio's logarithm: {here:.4f} in the code, {best:.4f} at the grid's best. \
 The valley is flat: kernel_share and overlap of {", ".join(f"{k:g} and {o:g}" for k, o in FLAT)} \
@@ -81,7 +81,7 @@ def claimed() -> str:
 The last column names the keys of the line's answer that show the figures (a table's values summed; GB are 10⁹ bytes). `states`
 are all model states at once, as the papers count them; what the engine holds at rest and at peak stands beside them.
 
-{harness.markdown(lines, left=4)}"""
+{pages.markdown(lines, left=4)}"""
 
 
 def overview(made: list[Table]) -> str:
@@ -95,7 +95,7 @@ def overview(made: list[Table]) -> str:
     for kind in ("formula", "memory", "time"):
         add("**all**", kind, [line for t in made if t.kind == kind for line in t.free])
     said = "Without the rows that a constant was fitted to."
-    return f"## Overview\n\n{said}\n\n{harness.markdown(lines, left=5)}"
+    return f"## Overview\n\n{said}\n\n{pages.markdown(lines, left=5)}"
 
 
 def all_tables() -> list[Table]:

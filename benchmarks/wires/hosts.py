@@ -32,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import CannotGoOn
 from benchmarks.wires.sides import Link
 
 INTERFACE = "wire"
@@ -50,7 +51,7 @@ TOOLS = {
 """Where the tools are, None where one is not. Only root's PATH has the folders of the first two."""
 
 
-class HostError(RuntimeError):
+class HostError(CannotGoOn):
     """Hosts or links cannot be made here; the message says why and what would help."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -32,10 +32,6 @@ class Link:
         unit, size = next((u, s) for u, s in units if self.rate >= s)
         delay = f", {self.delay_ms:g} ms each way" if self.delay_ms else ""
         return f"{self.rate / size:g} {unit}{delay}"
-
-    def to_json(self) -> dict[str, float]:
-        """A plain dictionary that `Link(**d)` reads back."""
-        return asdict(self)
 
 
 def read_rate(text: str) -> float:

@@ -27,7 +27,7 @@ from ranks import absolute_path
 
 
 def options_of(*arguments: str) -> Any:
-    return harness.parsed(gpu.parser(), arguments)
+    return harness.parsed(gpu.main.parser(), arguments)
 
 
 def tiny(output: Path, *arguments: str) -> dict[str, Any]:

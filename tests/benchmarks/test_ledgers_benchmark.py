@@ -78,24 +78,12 @@ def test_without_entries_a_step_is_the_same_and_the_ledgers_stand_still() -> Non
 def test_an_answer_is_timed_with_the_memory_it_took(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = (
-        "plan",
-        "--params",
-        "2e7",
-        "--gpus",
-        "4",
-        "--stage",
-        "3",
-        "--offload",
-        "none",
-        "--simulate",
-        "--json",
-    )
+    asked = "plan --params 2e7 --gpus 4 --stage 3 --offload none --simulate --json"
     questions = [
         simulate.Question("small", asked, 60.0, 4 << 30),
         simulate.Question("too small a goal", asked, 60.0, 1.0),
     ]
-    real, answers = simulate.ask, dict[tuple[str, ...], dict[str, Any]]()
+    real, answers = simulate.ask, dict[str, dict[str, Any]]()
 
     def once(question: simulate.Question) -> dict[str, Any]:
         """The second question is the first one with another goal."""
@@ -117,4 +105,4 @@ def test_an_answer_is_timed_with_the_memory_it_took(
     assert 50 << 20 < rows[0]["largest_bytes"] < 4 << 30
     assert "small: " in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="ended with status 2"):
-        real(simulate.Question("wrong", ("plan", "no-such-model", "--json"), 1.0))
+        real(simulate.Question("wrong", "plan no-such-model --json", 1.0))
