@@ -82,9 +82,7 @@ def acts(name: str, source: torch.Tensor) -> Iterator[tuple[str, int, Callable[[
 
 
 def measured(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
-    """One row for each codec, dtype and act, and for sums: nanoseconds an element, bytes a second,
-    and the part of a copy's rate.
-    """
+    """A row for each codec, dtype and act, and for sums; rates beside that of a copy."""
     rows: list[dict[str, Any]] = []
     drawn = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     for dtype in ("fp32", "bf16"):
@@ -108,9 +106,7 @@ def measured(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def errors(numel: int = 1 << 20) -> list[dict[str, Any]]:
-    """Relative error (root mean square) of values drawn from a normal distribution, and bits an
-    element, by codec and block.
-    """
+    """Relative error (root mean square) of normal values, and bits, by codec and block."""
     source = torch.randn(numel, generator=torch.Generator().manual_seed(3))
     rows = []
     for name in NAMES:
@@ -156,9 +152,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def chapter(options: argparse.Namespace) -> tuple[pages.Table, list[dict[str, Any]]]:
-    """The chapter "codecs" of benchmarks/gpu.py. Kernels that differ from torch fail it; a rate
-    below the goal does not.
-    """
+    """The chapter of gpu.py. It fails if kernels differ from torch, not for a low rate."""
     columns = ("codec", "dtype", "act", "ns an element", "GB/s", "of a copy")
     title = f"Codecs and sums: the goal of their kernels is {GOAL:.0%} of a copy"
     elements = 1 << 28 if options.device == "cuda" else 1 << 20

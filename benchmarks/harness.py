@@ -105,9 +105,7 @@ def parser(
 
 
 def parsed(p: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, with `command`: the command line as the results tell it, PATH in place of this
-    machine's paths.
-    """
+    """The options, with `command`: the command line, PATH in place of this machine's paths."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = p.parse_args(given)
     words: list[str] = []
@@ -177,9 +175,7 @@ def chosen(names: Iterable[str], known: Sequence[str], option: str = "sides") ->
 
 @dataclass
 class Run:
-    """One turn of one side in one round. `status` is "ok", "failed" or "timeout"; `ranks` holds
-    what each rank wrote.
-    """
+    """One turn of one side. `status` is "ok", "failed" or "timeout"; `ranks` is what each wrote."""
 
     side: Any
     round: int
@@ -214,9 +210,7 @@ class CannotGoOn(RuntimeError):
 
 
 class Stop:
-    """How a command ended: status 0, 1 where it could not go on, or 130 where it was
-    interrupted.
-    """
+    """How a command ended: status 0, 1 (it could not go on) or 130 (interrupted)."""
 
     status = 0
 
@@ -279,9 +273,7 @@ def by_round(runs: Iterable[Run], side: str) -> dict[int, Run]:
 
 
 def ratios(runs: Iterable[Run], references: Mapping[int, Run]) -> list[float]:
-    """The median step of each run over that of the reference of its round: a drift of the machine
-    from round to round cancels.
-    """
+    """Each run's median step over that of its round's reference: a drift of the machine cancels."""
     both = [(run, references[run.round]) for run in runs if run.round in references]
     return [median(step_seconds(run)) / median(step_seconds(other)) for run, other in both]
 
@@ -326,9 +318,7 @@ def relative(found: Sequence[float], expected: Sequence[float]) -> float | None:
 def loss_difference(
     runs: Iterable[Run], references: Mapping[int, Run], count: int | None = None
 ) -> float | None:
-    """The largest relative difference of the first `count` losses to those of the reference of the
-    same round.
-    """
+    """The largest relative difference of the first losses to those of the round's reference."""
     found = [
         relative(losses(run.ranks)[:count], losses(references[run.round].ranks))
         for run in runs
@@ -383,9 +373,7 @@ def machine() -> dict[str, Any]:
 
 @cache
 def versions(deepspeed_python: str | None = None) -> Mapping[str, str | None]:
-    """Versions of all that took part, None for what is not installed; DeepSpeed's is asked of the
-    interpreter that runs it.
-    """
+    """Versions of all that took part, None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("torch", "onefold"):
         found[package] = version(package)
@@ -413,9 +401,7 @@ def _answer(*command: str) -> str | None:
 
 
 def sources(options: argparse.Namespace) -> dict[str, Path]:
-    """The `src` folders that are measured: "this", and those of --against by commit (or else by the
-    name of their folder).
-    """
+    """The `src` folders that are measured: "this", and those of --against by commit or folder."""
     found = {"this": ROOT / "src"}
     for path in options.against:
         commit = _answer("git", "-C", str(path), "rev-parse", "--short", "HEAD")
@@ -424,9 +410,7 @@ def sources(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def about(options: argparse.Namespace, schema: str, packages: Iterable[str] = ()) -> dict[str, Any]:
-    """What every result begins with: schema, command, date, machine, versions (of `packages`
-    too).
-    """
+    """What every result begins with: schema, command, date, machine, versions."""
     return {
         "schema": schema,
         "command": " && ".join(dict.fromkeys([*options.earlier_commands, options.command])),
@@ -446,18 +430,14 @@ def keep(
     packages: Iterable[str] = (),
     **found: Any,
 ) -> dict[str, Any]:
-    """Writes what `about` says and what was found as OUTPUT/NAME.json, with a page as NAME.md;
-    answers it.
-    """
+    """Writes `about` and what was found as OUTPUT/NAME.json, and a page as NAME.md; answers it."""
     result = {**about(options, schema, packages), **found}
     write(options, result, page(result) if page else None)
     return result
 
 
 def write(options: argparse.Namespace, result: Mapping[str, Any], page: str | None = None) -> None:
-    """OUTPUT/NAME.json and .md. Each file is replaced whole, so that a kill leaves the former
-    one.
-    """
+    """OUTPUT/NAME.json and .md, each replaced whole: a kill leaves the former one."""
     options.output.mkdir(parents=True, exist_ok=True)
     files = {"json": json.dumps(result, indent=1) + "\n", "md": page}
     for ending, text in files.items():
@@ -484,9 +464,7 @@ def earlier(options: argparse.Namespace, schema: str, **same: Any) -> dict[str, 
 
 
 def write_page(module: str, doc: str | None, path: Path, page: Callable[[], str]) -> int:
-    """The command of a page of docs/ that follows from code: writes it, or with --check answers 1
-    if it is another.
-    """
+    """The command of a page of docs/: writes it, or with --check answers 1 if it differs."""
     check = (False, "write nothing; fail if the page is not what the code says")
     given, text = parser(module, doc, results=False, check=check).parse_args(), page()
     if not given.check:

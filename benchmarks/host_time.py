@@ -60,9 +60,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing that is measured: `ranks` of 2 are two processes over gloo, more are one process
-    over torch's fake backend.
-    """
+    """What is measured: two ranks are processes over gloo, more are one on the fake backend."""
 
     side: str
     blocks: int
@@ -88,9 +86,7 @@ def join(job: dict[str, Any]) -> None:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """The seconds of each step, of the optimizer's part of it, of the processor (all threads), and
-    the last loss.
-    """
+    """Seconds of each step, of the optimizer's part, of the processor; and the last loss."""
     torch.manual_seed(0)
     blocks, count = nn.Sequential(*(Block() for _ in range(job["blocks"]))), job["steps"]
     model = _on(job["side"], blocks, job["world"])
@@ -137,9 +133,7 @@ def _on(side: str, model: nn.Module, ranks: int) -> nn.Module:
 
 
 def measured(cell: Cell, source: Path, count: int) -> dict[str, Any]:
-    """Seconds of a step, of the optimizer in it, of the processor, and the last loss; Onefold comes
-    from `source`.
-    """
+    """The medians of `measure` over steps, of the slower rank; Onefold comes from `source`."""
     job = {"side": cell.side, "blocks": cell.blocks, "world": cell.ranks, "steps": count}
     here = 2 if cell.world == "gloo" else 1
     ranks = launch.all_ranks("benchmarks.host_time", job, here, source=source)
@@ -191,9 +185,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _row(cell: Cell, runs: dict[Cell, list[dict[str, Any]]]) -> dict[str, Any]:
-    """A side's medians, and its multiples: of the peer of its goal ("gloo"), of the fewest ranks
-    ("fake"), of this source.
-    """
+    """A side's medians, and its multiples of peers, of the fewest ranks, of this source."""
     own = runs[cell]
     row: dict[str, Any] = {"world": cell.world, "ranks": cell.ranks, "blocks": cell.blocks}
     row |= {"side": cell.side, "source": cell.source}

@@ -133,9 +133,7 @@ def all_ranks(module: str, job: dict[str, Any], ranks: int, **how: Any) -> list[
 
 
 def start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A process that ends with us. Standard input is a pipe that only this process holds open: it
-    closes with us, and the rank leaves.
-    """
+    """A process that ends with us: its standard input is a pipe that only we hold open."""
     with log.open("wb") as out:
         return subprocess.Popen(
             command,
@@ -215,9 +213,7 @@ def leave(result: dict[str, Any], folder: Path, rank: int) -> NoReturn:
 
 
 def _exit_with_the_launcher() -> None:
-    """End this process when the launcher is gone: its end of our standard input closes with it,
-    however it died.
-    """
+    """End this process when the launcher is gone, which closes our standard input."""
 
     def watch() -> None:
         # Not sys.stdin: its lock, held here, would be fatal to an interpreter that is ending

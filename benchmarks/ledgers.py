@@ -70,9 +70,7 @@ def nothing(ledger: type, name: str, method: Any) -> Any:
 
 
 class Counter:
-    """Counts the entries of a step and the seconds inside them; an entry that another one makes
-    belongs to it.
-    """
+    """Counts entries and the seconds inside them; an entry made by another belongs to it."""
 
     def __init__(self) -> None:
         self.calls, self.seconds, self.inside = 0, 0.0, False
@@ -93,9 +91,7 @@ class Counter:
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What one rank of a process group measures: seconds of every step with and without entries,
-    and the entries' own.
-    """
+    """Seconds of every step with and without entries, and the entries' own, on one rank."""
     setting, pairs = Setting(**job["setting"]), job["pairs"]
     trainer: Any = adapters.build("onefold-3", setting, model.build(setting.model))
     taken = 0
@@ -153,9 +149,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summarized(setting: Setting, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One row: medians over steps of the slower rank, their ratio pair by pair, and the share that
-    the entries themselves take.
-    """
+    """One row: medians of the slower rank, their ratio pair by pair, and the entries' share."""
     slower = {name: harness.slowest(ranks, name) for name in ("with", "without")}
     ratios = [a / b for a, b in zip(slower["with"], slower["without"], strict=True)]
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3

@@ -39,9 +39,7 @@ GOAL = 0.85
 
 
 class Plain:
-    """Files of `nbytes` each, opened for direct transfers, and loops over them. They have no
-    names.
-    """
+    """Files without names, opened for direct transfers, and loops over them."""
 
     def __init__(self, folder: Path, nbytes: int, chunk: int) -> None:
         self.nbytes, self.chunk = nbytes, chunk
@@ -90,9 +88,7 @@ class Plain:
 
 
 class Stored:
-    """Four regions of a store and the optimizer's pipeline over them: a set of buffers is read,
-    stepped, written, and read into again.
-    """
+    """Four regions of a store, and the optimizer's pipeline over them through sets of buffers."""
 
     def __init__(self, paths: list[Path], nbytes: int, chunk: int, threads: int) -> None:
         self.store = Nvme(paths, name="benchmark", threads=threads)

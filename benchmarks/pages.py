@@ -48,9 +48,7 @@ def cells(columns: Columns, row: Any) -> list[str]:
 
 
 def table(columns: Columns, rows: Sequence[Any], left: int = 1) -> str:
-    """A Markdown table, the first `left` columns aligned to the left; failures are explained under
-    it.
-    """
+    """A Markdown table, `left` columns aligned to the left, with failures explained under it."""
     text = markdown([list(columns), *[cells(columns, row) for row in rows]], left)
     return "\n".join([text, *(f"{sentence}\n" for sentence in failures(rows))])
 
@@ -174,9 +172,7 @@ class Panel:
 
 
 def plot(path: Path, rows: Sequence[Sequence[Panel]], width: float = 13) -> bool:
-    """Panels as a PNG, a row each. False, and no file, where matplotlib is missing or there is
-    nothing to draw.
-    """
+    """Panels as a PNG, a row each. False where there is no matplotlib or nothing to draw."""
     if not rows:
         return False
     try:

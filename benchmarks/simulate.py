@@ -26,9 +26,7 @@ CORES = 2
 
 @dataclass(frozen=True)
 class Question:
-    """A command line of `onefold` and the goals for it: seconds of wall clock, bytes of memory
-    (None: no goal).
-    """
+    """A command line of `onefold` and its goals: seconds, bytes of memory (None: no goal)."""
 
     name: str
     arguments: str

@@ -174,9 +174,7 @@ class Study:
         return harness.keep(self.options, self.schema, self.page, **kept)
 
     def run(self) -> int:
-        """Measure, write and print: 0 when every turn ended well, 1 when one failed, 130 after
-        Ctrl-C.
-        """
+        """Measure, write and print: 0, 1 when a turn failed, 130 after Ctrl-C."""
         with harness.stoppable() as stop:
             self.measure()
         result = self.write(finished=stop.status == 0)

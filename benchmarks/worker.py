@@ -99,9 +99,7 @@ class Ledgers:
         return out
 
     def moved(self) -> dict[str, float] | None:
-        """Bytes since `start`: "up", "down", "read", "written"; "waited_s": seconds for which this
-        rank waited for the disk.
-        """
+        """Bytes since `start`, by move; "waited_s": seconds waited for the disk."""
         if self.engine is None:
             return None
         moved = self.engine.transfers.moved
@@ -113,9 +111,7 @@ class Ledgers:
         return self.engine.transfers.open_store if self.engine is not None else None
 
     def counters(self) -> dict[str, float]:
-        """Of the disk, since ever: bytes, and the seconds in which a read or write was under
-        way.
-        """
+        """Of the disk, since ever: bytes, and seconds in which a transfer was under way."""
         store = self.store
         if store is None:
             return {}
@@ -169,9 +165,7 @@ def batches(job: dict[str, Any], setting: Setting, step: int) -> list[adapters.B
 
 
 def sent_by(trainer: Any) -> dict[str, int | None]:
-    """Bytes so far: payload of this rank's sockets, what the library says, and what the interface
-    has sent of all ranks.
-    """
+    """Bytes so far: of this rank's sockets, by the library's count, and on the interface."""
     return {
         "sent_bytes": probes.socket_bytes_sent(),
         "ledger_bytes": trainer.ledger_bytes(),
@@ -282,9 +276,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def observed(trainer: Any, taken: Sequence[adapters.Batch]) -> dict[str, Any]:
-    """One more step of Onefold as its ledgers saw it, beside the allocator's books; and a row of
-    metrics.
-    """
+    """One more step of Onefold as its ledgers and the allocator saw it; and a row of metrics."""
     from onefold.observe import Meter, measured, reconciled, record
 
     meter = Meter(trainer.model, trainer.optimizer)

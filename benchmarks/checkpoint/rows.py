@@ -16,9 +16,7 @@ Rank = dict[str, Any]
 
 
 def _groups(runs: Sequence[Run], kind: str) -> dict[tuple[str, int, int], list[Run]]:
-    """The turns of a kind that ended well, by peer and sizes, in the order in which they came
-    first.
-    """
+    """The turns of a kind that ended well, by peer and sizes, in their order."""
     found: dict[tuple[str, int, int], list[Run]] = {}
     for run in runs:
         if run.side.kind == kind and run.status == "ok":

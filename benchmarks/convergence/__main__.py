@@ -126,9 +126,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def charts(cases: dict[str, Case], runs: dict[str, list[Run]]) -> list[list[Panel]]:
-    """Two panels a case: held-out losses, and their differences to the reference's in percent with
-    the limit.
-    """
+    """Two panels a case: held-out losses, and their differences to the reference's in percent."""
     found = []
     for name, case in cases.items():
         curves = {run.side: run.curve["held_out"] for run in runs[name] if run.status == "ok"}

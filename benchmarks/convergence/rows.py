@@ -16,9 +16,7 @@ LAST = 20
 
 @dataclass
 class Run:
-    """One side of one case. `status` is "ok", "failed" or "timeout"; `curve` is what rank 0
-    wrote.
-    """
+    """One side of one case. `curve` is what rank 0 wrote; `status` as in `harness.Run`."""
 
     side: str
     status: str
@@ -77,9 +75,7 @@ def _row(case: Case, run: Run, reference: Run | None) -> Row:
 
 
 def verdict(case: Case, side: str, difference: float, fallen: float) -> str:
-    """Within the limit or not, unless there is nothing to judge: an untrained reference, the
-    reference itself, a yardstick.
-    """
+    """Whether a side is within the limit, or why there is nothing to judge."""
     if not fallen >= LEARNS:
         return f"shows nothing: the reference's held-out loss fell by {fallen:.1%} only"
     if side == REFERENCE:

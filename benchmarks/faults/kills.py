@@ -114,9 +114,7 @@ class Drill:
                 self.tell(f"wrong at stage {stage}, asynchronous={asynchronous}: {sentence}")
 
     def _one_run(self, root: Path, stage: int, asynchronous: bool) -> str:
-        """Start the run again and again until it is at its end. Returns what is wrong with the
-        end.
-        """
+        """Start the run again and again until its end. Returns what is wrong with the end."""
         reference = self._reference(stage)
         waiting: list[Kill] = []  # killed, and nobody has seen yet how the run goes on
         newest = 0
@@ -238,9 +236,7 @@ class Drill:
 
 
 def judge(said: Lines, reference: Lines, newest: int, rank: int) -> list[str]:
-    """What a rank has said differently than in the undisturbed run; `newest` is the step that it
-    had to go on from.
-    """
+    """How a rank differs from the undisturbed run; `newest` is the step it had to go on from."""
     states = {line["step"]: line["state"] for line in reversed(reference)}
     losses = {line["step"]: line["loss"] for line in reference if line["at"] == "step"}
     wrong = []

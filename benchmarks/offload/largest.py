@@ -90,9 +90,7 @@ def join(job: dict[str, Any]) -> None:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Build and take two steps: seconds of the second, MiB allocated on the GPU and resident at
-    most.
-    """
+    """Build and take two steps: seconds of the second, peaks of the GPU and the host in MiB."""
     setting = Setting(**job["setting"])
     cuda = setting.device == "cuda"
     shape = shape_of(job["layers"], job["width"])

@@ -77,9 +77,7 @@ def planned(engine: Any) -> dict[str, int]:
 
 
 def held_at_once(gradients: Sequence[int]) -> int:
-    """Bytes of gradients that wait for a step behind the backward pass; `gradients`: of its units,
-    in its order.
-    """
+    """Bytes of gradients (in the backward pass's order) that wait for a step behind that pass."""
     from onefold.offload.in_backward import WAITING
 
     return max((sum(gradients[i : i + WAITING + 1]) for i in range(len(gradients))), default=0)
@@ -88,9 +86,7 @@ def held_at_once(gradients: Sequence[int]) -> int:
 def ordinary(
     gradients: Sequence[int], chunk: int, low: int, gradients_on_disk: bool, on_disk: bool
 ) -> int:
-    """Bytes of host memory, beyond what rests there, of a step that is taken at `optimizer.step()`;
-    see `stepping`.
-    """
+    """Host bytes, beyond what rests there, of a step at `optimizer.step()`; see `stepping`."""
     from onefold.runtime.storage import BEHIND
 
     held = 0 if gradients_on_disk else sum(gradients)

@@ -102,9 +102,7 @@ def _of_disk(setting: Setting, good: Sequence[Run]) -> Row:
 
 
 def optimizer_rates(run: Run) -> list[float]:
-    """Bytes a second read and written by all ranks in the optimizer's part of each timed step; 0
-    where it moved nothing.
-    """
+    """Bytes a second of all ranks in the optimizer's part of each step; 0 where nothing moved."""
     seconds = harness.slowest(run.ranks, "optimizer_s")
     steps = zip(*(rank["optimizer_disk"] for rank in run.ranks), strict=True)
     moved = [sum(m.get("read", 0) + m.get("written", 0) for m in step) for step in steps]
@@ -112,9 +110,7 @@ def optimizer_rates(run: Run) -> list[float]:
 
 
 def pairs(runs: Sequence[Run]) -> list[Row]:
-    """Ours beside theirs, where both were measured. `faster`: the median over rounds of (their
-    median step / ours), with its extremes.
-    """
+    """Ours beside theirs. `faster`: the median over rounds of their step / ours."""
     found = []
     for ours, theirs in PAIRS:
         mine = harness.by_round(runs, ours)

@@ -1,6 +1,4 @@
-"""What is measured: a library with its state in a certain place; how each is built, and how its
-optimizer's step is watched. Peers themselves are those of `benchmarks.peers`.
-"""
+"""What is measured: a library with its state in a certain place, and how each is built."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ class Side:
         return NVME in (self.optimizer, self.parameters)
 
     def recipe(self, disk: str | None) -> dict[str, Any]:
-        """The options of `Recipe.zero` beside stage and precision; `disk`: the folder for what
-        rests on NVMe.
-        """
+        """Further options of `Recipe.zero`; `disk`: the folder for what rests on NVMe."""
         out: dict[str, Any] = {}
         if self.optimizer != DEVICE:
             out["offload_optimizer"] = self.optimizer
@@ -55,9 +51,7 @@ class Side:
         return out
 
     def zero(self, device: str) -> dict[str, Any]:
-        """The keys of DeepSpeed's `zero_optimization`; on a GPU with what its tutorial on
-        ZeRO-Offload adds.
-        """
+        """Keys of DeepSpeed's `zero_optimization`; on a GPU with those of its tutorial."""
         cuda = device == "cuda"
         out: dict[str, Any] = {
             "stage": self.stage,
@@ -131,9 +125,7 @@ def on_disk(name: str) -> bool:
 
 
 def those(sides: Sequence[str], setting: Setting) -> list[str]:
-    """The sides that mean anything here: nobody can clip what is stepped before the norm is
-    known.
-    """
+    """The sides that mean anything here: what is stepped behind cannot be clipped."""
     return [side for side in sides if not (SIDES[side].behind and setting.clip)]
 
 

@@ -1,6 +1,4 @@
-"""What a profile of some steps shows of copies and communication: how much of them had computing
-beside it.
-"""
+"""How much of copies and communication had computing beside it, in a profile of some steps."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def profile(
 
 
 def overlap(communicating: Sequence[Interval], computing: Sequence[Interval]) -> dict[str, float]:
-    """Seconds spent communicating, computing, doing both, and idle between first and last. Input:
-    microseconds.
-    """
+    """Seconds spent communicating, computing, on both, and idle, of spans in microseconds."""
     everything = [*communicating, *computing]
     first = min((start for start, _ in everything), default=0.0)
     last = max((end for _, end in everything), default=0.0)

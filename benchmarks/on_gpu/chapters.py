@@ -27,9 +27,7 @@ Chapter = tuple[Table, list[dict[str, Any]]]
 
 
 def of_the_first_hour(name: str, options: argparse.Namespace, left: float) -> Chapter:
-    """One of `CHAPTERS`, which `onefold doctor --check` measures (src/onefold/doctor/chapters.py),
-    within `left` seconds: an outcome for each run of it.
-    """
+    """One of `CHAPTERS` of `onefold doctor --check`, within `left` seconds: an outcome a run."""
     cuda = options.device == "cuda"
     scope = Scope(
         device=options.device,
@@ -48,9 +46,7 @@ def of_the_first_hour(name: str, options: argparse.Namespace, left: float) -> Ch
 
 
 def check(options: argparse.Namespace) -> Chapter:
-    """`onefold doctor --check` on all GPUs, without the chapters that this run measures itself; its
-    JSON stays beside ours.
-    """
+    """`onefold doctor --check` without the chapters that are ours; its JSON is kept too."""
     table = Table("onefold doctor --check --quick", ("check", "found", "seconds", "said"))
     file, asked = options.output / "gpu-check.json", ["doctor", "--check", "--quick"]
     command = [sys.executable, "-m", "onefold", *asked]
@@ -186,9 +182,7 @@ def groups(options: argparse.Namespace) -> Chapter:
 
 
 def _bytes(name: str, setting: Setting, found: dict[str, Any]) -> tuple[str, str]:
-    """What a node's ranks send to the other node in a step, in bytes of 16-bit Ψ, and what the
-    formula says of it.
-    """
+    """What a node sends the other in a step, in bytes of 16-bit Ψ, and by the formula."""
     side = SIDES[name]
     sent = sum(rank["between_bytes"] for rank in found["ranks"][:RANKS_A_HOST]) / STEPS
     wide = 2 if setting.precision == "fp32" else 1

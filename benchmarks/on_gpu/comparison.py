@@ -1,6 +1,4 @@
-"""Sides that take turns: which ones each chapter compares on this machine, and the table of what
-they found.
-"""
+"""Which sides each chapter compares on this machine, and the table of what they found."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ GOAL = 1.02  # of plain PyTorch's step time and memory at world size 1
 
 @dataclass(frozen=True)
 class Comparison:
-    """Sides that take turns, and the one that the others are measured by. `goal`: the most that a
-    stage may be of it, 0 for none.
-    """
+    """Sides that take turns; `to` is their measure, `goal` the most that a stage may be of it."""
 
     title: str
     setting: Setting

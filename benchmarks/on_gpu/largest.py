@@ -78,9 +78,7 @@ def search(fits: Callable[[int], bool], first: int) -> tuple[int, int]:
 
 
 def _attempt(side: str, layers: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One attempt; one that the host cannot hold is not begun, since the system would end whatever
-    process it likes.
-    """
+    """One attempt, unless the host cannot hold it: the system would end any process."""
     setting = Setting(
         model=f"{layers} blocks of {options.width}",
         tokens=options.largest_tokens,

@@ -116,9 +116,7 @@ def _step(ranks: list[dict[str, Any]]) -> float:
 
 
 def _traced(seen: dict[str, float] | None) -> list[str]:
-    """Copies of a step, their hidden and exposed part, the pinned part of them, idle time; of the
-    two steps that were traced, the mean.
-    """
+    """Copies of a step (the mean of two), their hidden, exposed and pinned part, idle time."""
     if seen is None or not seen["comm_s"]:
         return [DASH] * 4 + ([f"{500 * seen['idle_s']:.1f}"] if seen is not None else [DASH])
     copies = seen["pinned_s"] + seen["pageable_s"]

@@ -62,9 +62,7 @@ class Report:
 def take_turns(
     comparison: Comparison, options: argparse.Namespace, report: Report, name: str
 ) -> None:
-    """Let the sides take turns, and report after every one. A side that ends its process or stands
-    still loses its turns only.
-    """
+    """Let the sides take turns, and report after each. A side that fails loses its own only."""
     here, absent = available(comparison.sides, options)
     setting = asdict(comparison.setting)
     turns: list[dict[str, Any]] = []

@@ -85,9 +85,7 @@ class Turns:
         self.setting, self.rank, self.memory = setting, rank, Memory(setting.device)
 
     def turn(self, side: str) -> dict[str, Any]:
-        """What one side did; {"status": "failed", ...} where it raised on a rank: all ranks say
-        so.
-        """
+        """What one side did, or how it failed; all ranks say the same."""
         found: dict[str, Any] = {}
         error = ""
         try:
@@ -146,9 +144,7 @@ class Turns:
 
 
 def read(lines: Path) -> list[dict[str, Any]]:
-    """The turns that a file holds by now; a line that is being written is left for the next
-    time.
-    """
+    """The turns that a file holds by now, without a line that is being written."""
     if not lines.exists():
         return []
     whole, _, _ = lines.read_text(encoding="utf-8").rpartition("\n")
@@ -156,9 +152,7 @@ def read(lines: Path) -> list[dict[str, Any]]:
 
 
 def by_side(turns: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Medians of each side's turns: {"step_s", "peak_mib", "rest_mib", "rounds"}, or {"error"}
-    where none ended well.
-    """
+    """Medians of each side's turns, or {"error"} where none ended well."""
     out: dict[str, dict[str, Any]] = {}
     for side in dict.fromkeys(turn["side"] for turn in turns):
         good = [turn for turn in turns if turn["side"] == side and turn["status"] == "ok"]
@@ -176,9 +170,7 @@ def by_side(turns: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def ratio(turns: list[dict[str, Any]], side: str, to: str) -> float | None:
-    """A side's step time as a multiple of another's: the median over rounds of what their turns of
-    one round say.
-    """
+    """A side's step time over another's: the median over rounds."""
     good = [turn for turn in turns if turn["status"] == "ok"]
     found = {(turn["side"], turn["round"]): median(turn["step_s"]) for turn in good}
     rounds = [number for name, number in found if name == side and (to, number) in found]

@@ -1,6 +1,4 @@
-"""The model and the data that every peer trains: a GPT in plain `torch.nn` and a stream of random
-tokens.
-"""
+"""What every peer trains: a GPT in plain `torch.nn` and a stream of random tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a GPT: `seq` tokens a sample, `layers` blocks of width `width`, an embedding of
-    `vocab` rows.
-    """
+    """Sizes of a GPT: `seq` tokens a sample, blocks, an embedding of `vocab` rows."""
 
     layers: int
     width: int
@@ -63,9 +59,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder whose head shares the weight of its token embedding. The forward returns the mean
-    loss, a scalar.
-    """
+    """A decoder whose head and embedding share a weight. Its forward returns the mean loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

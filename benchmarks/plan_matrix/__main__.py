@@ -52,9 +52,7 @@ def measured(
 
 
 def usual(ranks: int) -> float:
-    """Seconds of the block by which the machine's pace is told, as it was calibrated with so many
-    ranks; 0 without a calibration.
-    """
+    """Seconds of the pace's block at the machine's calibration; 0 without one."""
     try:
         return expected(Calibration.load().block_rate(HIDDEN, TOKENS, "float32", ranks))
     except CalibrationError:
@@ -62,9 +60,7 @@ def usual(ranks: int) -> float:
 
 
 def group_seconds(ranks: list[dict[str, Any]]) -> list[float]:
-    """Seconds of each round's step, from the first rank's begin to the last one's end: all ranks
-    read one machine's clock.
-    """
+    """Seconds of each round's step, from the first rank's begin to the last one's end."""
     return [
         max(end for _, end in spans) - min(begin for begin, _ in spans)
         for spans in zip(*(r["spans"] for r in ranks), strict=True)

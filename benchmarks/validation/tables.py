@@ -18,9 +18,7 @@ Rows = list[Row]
 
 @dataclass(frozen=True)
 class Line:
-    """One figure. `fitted`: a constant was fitted to this very row, so that its ratio proves
-    nothing.
-    """
+    """One figure. `fitted`: a constant was fitted to this row, so its ratio proves nothing."""
 
     what: str
     predicted: float
@@ -35,9 +33,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """One published table beside what the code says: `kind` is "formula" (arithmetic both sides
-    share), "memory" or "time" (measured).
-    """
+    """A published table beside the code's: "formula", or measured "memory" or "time"."""
 
     title: str
     kind: str

@@ -126,9 +126,7 @@ def expected(side: str, setting: Setting) -> float | None:
 def rows(
     setting: Setting, link: Link, runs: Sequence[Run], missing: Sequence[str] = ()
 ) -> list[Row]:
-    """The rows of one link; `LEGEND` says what they hold. None: not measured, or not known of this
-    side.
-    """
+    """The rows of one link, as `LEGEND` says. None: not measured, or not known of this side."""
     references = harness.by_round(runs, REFERENCE)
 
     def row(side: str, good: list[Run]) -> Row:
@@ -262,9 +260,7 @@ class Wires(Study):
 def main(
     options: argparse.Namespace, run_side: Callable[..., dict[str, Any]] = launch.run_side
 ) -> int:
-    """0 also where there can be no hosts: what an earlier run measured stays on the disk as it
-    is.
-    """
+    """0 also where there can be no hosts; what an earlier run measured then stays as it is."""
     study = Wires(options, run_side)
     study.skipped = hosts.permitted(study.asked[0].setting)
     if not study.skipped:

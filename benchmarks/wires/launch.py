@@ -1,6 +1,4 @@
-"""One turn: two fresh hosts, torchrun on each, and what the ranks wrote. Nothing outlives it
-(`hosts.py`).
-"""
+"""One turn: two fresh hosts, torchrun on each, what the ranks wrote. Nothing outlives it."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ def run_side(
 
 
 def without_places(text: str) -> str:
-    """A traceback without the folders of this machine: where packages are installed, and where the
-    repository is.
-    """
+    """A traceback without the folders of this machine."""
     return re.sub(r'(?<=File ")[^"]*/(?=(?:site-packages|benchmarks|src)/)', "", text)
 
 

@@ -51,9 +51,7 @@ def host_counters() -> dict[str, int | None]:
 
 
 def socket_counters(own_address: str) -> dict[str, int | None]:
-    """Payload that this process sent to ranks of its own host and to others'; None where the kernel
-    does not say.
-    """
+    """Payload sent to ranks of the own host and of others; None where the kernel does not say."""
     sent = probes.socket_bytes_by_peer()
     if sent is None:
         return {"inside_bytes": None, "between_bytes": None}

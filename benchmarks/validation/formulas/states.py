@@ -63,9 +63,7 @@ def reduction_factor(convention: Convention, stage: int, ranks: int) -> float:
 def largest_model(
     capacity: float, convention: Convention, stage: int, ranks: int, model_parallel: int = 1
 ) -> float:
-    """Parameters whose states alone fill `capacity` bytes on each GPU (ZeRO Table 2).
-    `model_parallel` GPUs share one replica.
-    """
+    """Parameters whose states fill `capacity` bytes of each GPU (ZeRO Table 2), by replica."""
     return capacity * model_parallel / model_states(1.0, convention, stage, ranks)
 
 
