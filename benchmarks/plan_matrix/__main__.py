@@ -20,7 +20,8 @@ import sys
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.launch import run_ranks
+from benchmarks.launch import join_over_gloo, run_ranks
+from benchmarks.plan_matrix import measuring
 from benchmarks.plan_matrix.pace import HIDDEN, TOKENS, expected
 from benchmarks.plan_matrix.planning import judge, orders, predict
 from benchmarks.plan_matrix.report import markdown
@@ -42,13 +43,26 @@ def measured(
     job = {"rounds": rounds, "usual": usual(first.ranks)}
     job["settings"] = [[c.to_json() for c in part] for part in settings]
     how: Any = {"threads": threads, "timeout": timeout}
-    ran = run_ranks("benchmarks.plan_matrix.worker", job, first.ranks, **how)
+    ran = run_ranks("benchmarks.plan_matrix.__main__", job, first.ranks, **how)
     if ran["status"] != "ok":
         raise RuntimeError(f"{first} and {sum(map(len, settings)) - 1} more: {ran['error']}")
     return [
         [[rank["settings"][i][j] for rank in ran["ranks"]] for j in range(len(part))]
         for i, part in enumerate(settings)
     ]
+
+
+def join(job: dict[str, Any]) -> None:
+    """One rank alone meets nobody."""
+    if job["ranks"] > 1:
+        join_over_gloo(job)
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """What one rank sees, one setting after another."""
+    parts = [[Cell(**cell) for cell in part] for part in job["settings"]]
+    seen = [measuring.measure(part, job["rounds"], job["usual"]) for part in parts]
+    return {"rank": job["rank"], "settings": seen}
 
 
 def usual(ranks: int) -> float:

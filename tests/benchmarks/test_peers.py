@@ -20,11 +20,11 @@ from fork_server import on_the_fork_server
 
 ROOT = Path(__file__).parents[2]
 from benchmarks.harness import Run
-from benchmarks.offload.traced import overlap
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import model
 from benchmarks.peers.settings import PEERS, Setting, matrix
 from benchmarks.study import take_over
+from benchmarks.worker import overlap
 
 from benchmarks import harness, launch, pages, probes
 
