@@ -69,7 +69,7 @@ def take_over(
     comparisons: Sequence[Comparison],
     old: Iterable[tuple[Any, Sequence[Mapping[str, Any]]]],
     again: Sequence[str] = (),
-    key: str = "side",
+    made: Callable[[Mapping[str, Any]], Any] = Run.of,
 ) -> list[Comparison]:
     """Put what an earlier command measured, as (setting, runs), into the comparisons of the same
     setting; answers the other ones. Sides of `again` that failed are measured again.
@@ -78,7 +78,7 @@ def take_over(
     mine = {comparison.setting: comparison for comparison in comparisons}
     for setting, runs in old:
         found = mine.get(setting) or Comparison(setting)
-        found.runs = [Run.of(run, key) for run in runs]
+        found.runs = [made(run) for run in runs]
         if setting in mine:
             found.runs = [r for r in found.runs if r.status == "ok" or r.side not in again]
         else:
@@ -110,12 +110,20 @@ class Study:
         self.options, self.sides = options, sides
         self.asked = [Comparison(setting) for setting in settings]
         self.old = harness.earlier(options, self.schema, **same) or {}
-        known = [(self.read(c[self.part]), c["runs"]) for c in self.old.get(self.parts, ())]
         again = () if self.whole_rounds else sides
-        self.comparisons = [*take_over(self.asked, known, again, self.key), *self.asked]
+        others = take_over(self.asked, self.known(), again, self.run_of)
+        self.comparisons = [*others, *self.asked]
         absent = launch.absent(sides, options)
         for c in self.asked:
             c.missing = [side for side in self.those(c.setting) if side in absent]
+
+    def known(self) -> list[tuple[Any, list[dict[str, Any]]]]:
+        """(setting, runs) of what an earlier command has left."""
+        return [(self.read(c[self.part]), c["runs"]) for c in self.old.get(self.parts, ())]
+
+    def run_of(self, values: Mapping[str, Any]) -> Any:
+        """A run from its JSON."""
+        return Run.of(values, self.key)
 
     def read(self, setting: dict[str, Any]) -> Any:
         """A setting from its JSON."""
@@ -129,9 +137,19 @@ class Study:
         """One turn; what `launch.run_ranks` answers."""
         raise NotImplementedError
 
+    def turn(self, setting: Any, side: str, number: int) -> Any:
+        """One turn as a run, which is told."""
+        run = Run(side, number, **self.take(setting, side))
+        harness.say_turn(run, setting.title)
+        return run
+
     def found(self, comparison: Comparison) -> dict[str, Any]:
         """What the runs of a setting come to: "rows", and more."""
         raise NotImplementedError
+
+    def named(self, parts: list[dict[str, Any]]) -> Any:
+        """The settings as the JSON has them."""
+        return parts
 
     def document(self) -> dict[str, Any]:
         """What the JSON has beside the settings and their runs."""
@@ -155,8 +173,7 @@ class Study:
         for c, number, side in turns(
             self.options, self.asked, self.those, whole_rounds=self.whole_rounds
         ):
-            c.runs.append(Run(side, number, **self.take(c.setting, side)))
-            harness.say_turn(c.runs[-1], c.setting.title)
+            c.runs.append(self.turn(c.setting, side, number))
             self.write(finished=False)
 
     def write(self, *, finished: bool) -> dict[str, Any]:
@@ -170,7 +187,7 @@ class Study:
             for c in self.comparisons
             if c.runs
         ]
-        kept = {"finished": finished, **self.document(), self.parts: parts}
+        kept = {"finished": finished, **self.document(), self.parts: self.named(parts)}
         return harness.keep(self.options, self.schema, self.page, **kept)
 
     def run(self) -> int:

@@ -17,14 +17,8 @@ DISK_GOAL, HOST_GOAL, CACHE_GOAL, LARGE_GOAL, SMOLLM2_GOAL = 0.85, 0.05, 0.01, 8
 
 
 def rows(setting: Setting, runs: Sequence[Run], missing: Sequence[str] = ()) -> list[Row]:
-    """The rows of one setting. None: not measured.
-
-    `step_s` and `ratio` (to the same stage of Onefold on the device) are those of `study.compared`;
-    `optimizer_s` is the median of what `optimizer.step()` takes of a step. MiB are a rank's, the
-    largest rank and the median round: `peak_mib` and `rest_mib` of resident memory beyond the
-    baseline; `device_mib`, `host_mib`, `disk_mib` of the engine's ledgers with the optimizer's
-    states, at their peak; `host_planned`: `host_mib` over what the recipe should take.
-    `loss_difference`: the largest relative difference to the reference's.
+    """The rows of one setting, as `report.LEGEND` says; MiB are those of the largest rank, in the
+    median round. None: not measured.
     """
     references = harness.by_round(runs, REFERENCE)
 
@@ -61,12 +55,7 @@ def _of_ledgers(good: Sequence[Run]) -> Row:
 
 
 def _of_disk(setting: Setting, good: Sequence[Run]) -> Row:
-    """Figures of all ranks in a step: `read_mib`, `written_mib`; `waited_s`: seconds for which a
-    rank waited for the disk; `disk_share` is the rate of the optimizer's step over that of plain
-    copies just before and behind it, `disk_share_two` over copies by two threads. `cache_mib`:
-    growth of the page cache in the timed steps; `file_cache_mib`: what of the run's own files lay
-    in it.
-    """
+    """Figures of all ranks in a step, as `report.DISK_LEGEND` says."""
 
     def moved(key: str) -> float:
         steps = [

@@ -40,9 +40,8 @@ BASELINE = "deepspeed-2-cpu"
 
 
 def flops(name: str, tokens: int) -> float:
-    """Floating-point operations of forward and backward over that many tokens: 6 a parameter and
-    token, and of attention 12 × layers × width × sequence a token (Chowdhery et al. 2022, PaLM,
-    appendix B), half of that since what is masked need not be computed.
+    """Floating-point operations of forward and backward: 6 a parameter and token, and half of what
+    attention computes, since the rest is masked (Chowdhery et al. 2022, PaLM, appendix B).
     """
     shape = SHAPES[name]
     return tokens * (6.0 * count_parameters(name) + 6.0 * shape.layers * shape.width * shape.seq)

@@ -80,9 +80,7 @@ def settings_of(options: argparse.Namespace) -> list[Setting]:
 
 
 def rows(setting: Setting, runs: Sequence[Run], missing: Sequence[str] = ()) -> list[Row]:
-    """The rows of one setting. Memory is MiB of the largest rank, time and bytes are a rank's in an
-    optimizer step; None: not measured, or the kernel does not say.
-    """
+    """The rows of one setting, as `LEGEND` says. None: not measured, or the kernel does not say."""
     references = harness.by_round(runs, REFERENCE)
 
     def row(_: str, good: list[Run]) -> Row:

@@ -166,7 +166,7 @@ def test_sides_that_have_ended_are_kept_and_the_reference_is_always_there(
     ) == 0 and ran[4:] == list(CASES["qlora"].sides)
     document = json.loads((tmp_path / "convergence.json").read_text())
     assert (
-        document["schema"] == command.SCHEMA
+        document["schema"] == command.Convergence.schema
         and document["finished"] is True
         and str(tmp_path) not in json.dumps(document)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from benchmarks.study import Comparison, take_over
 from benchmarks.study import turns as turns_of
 
 from benchmarks import harness, pages
+
+of_a_peer = partial(Run.of, key="peer")
 
 
 def run(side: str, number: int, step: float = 1.0, **how: Any) -> Run:
@@ -127,7 +130,7 @@ def test_a_round_of_which_a_part_is_there_is_measured_again_where_its_sides_must
 def test_what_an_earlier_command_measured_goes_to_the_comparison_of_the_same_setting() -> None:
     mine = Comparison("s")
     old = [("s", [run("a", 1).to_json("peer"), run("b", 1, status="failed").to_json("peer")])]
-    others = take_over([mine], [*old, ("t", [run("c", 1).to_json("peer")])], ["b"], "peer")
+    others = take_over([mine], [*old, ("t", [run("c", 1).to_json("peer")])], ["b"], of_a_peer)
     assert [run.side for run in mine.runs] == ["a"], "what failed is measured again"
     assert [(other.setting, other.runs) for other in others] == [("t", [run("c", 1)])]
 

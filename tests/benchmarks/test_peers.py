@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -252,5 +253,7 @@ def test_overlap_is_the_time_that_both_kinds_of_work_share() -> None:
 def test_recorded_runs_give_the_rows_that_were_recorded() -> None:
     recorded = json.loads((harness.RESULTS / "peers_fp32.json").read_text())["comparisons"]
     known = [(Setting(**c["setting"]), c["runs"]) for c in recorded]
-    for found, c in zip(take_over([], known, key="peer"), recorded, strict=True):
+    for found, c in zip(
+        take_over([], known, made=partial(Run.of, key="peer")), recorded, strict=True
+    ):
         assert peers.rows(found.setting, found.runs) == c["rows"]
