@@ -12,7 +12,6 @@ only: on a machine without a GPU but with Triton,
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -151,7 +150,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return {"rates": rates, "differences": differing(device) if device == "cuda" else []}
 
 
-def chapter(options: argparse.Namespace) -> tuple[pages.Table, list[dict[str, Any]]]:
+def chapter(options: harness.Options) -> tuple[pages.Table, list[dict[str, Any]]]:
     """The chapter of gpu.py. It fails if kernels differ from torch, not for a low rate."""
     columns = ("codec", "dtype", "act", "ns an element", "GB/s", "of a copy")
     title = f"Codecs and sums: the goal of their kernels is {GOAL:.0%} of a copy"
@@ -180,7 +179,7 @@ HERE = "cuda" if torch.cuda.is_available() else "cpu"
     elements=(1 << 24, "floats that are encoded"),
     check=(False, "compare kernels and torch, and measure nothing"),
 )
-def main(options: argparse.Namespace) -> int:
+def main(options: harness.Options) -> int:
     """0 unless kernels and torch differ."""
     torch.set_num_threads(1)
     cuda = options.device == "cuda"

@@ -15,7 +15,6 @@ Nothing is computed and nothing is copied. Writes benchmarks/results/NAME.json.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -121,7 +120,7 @@ def row(
     tokens=(8192, "tokens a sample"),
     link=(50.0, "GB/s in each direction"),
 )
-def main(options: argparse.Namespace) -> int:
+def main(options: harness.Options) -> int:
     rows = []
     for case in options.cases:
         now = row(case, options.link * 1e9, options.tokens, False)

@@ -11,7 +11,6 @@ benchmarks/results/curves.json. Ends with status 1 if a curve differs by more th
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -25,7 +24,7 @@ SCHEMA = "onefold-curves/1"
 ROUNDING = 2e-3  # of the loss, after some tens of steps of Adam on sums taken in another order
 
 
-def curve(stage: int, ranks: int, args: argparse.Namespace, folder: Path) -> list[float]:
+def curve(stage: int, ranks: int, args: harness.Options, folder: Path) -> list[float]:
     """Losses of one run, [steps]."""
     out = folder / f"stage{stage}-ranks{ranks}"
     options = {
@@ -63,7 +62,7 @@ def curve(stage: int, ranks: int, args: argparse.Namespace, folder: Path) -> lis
     seq=(64, "tokens a sample"),
     global_batch=(4, "samples a step"),
 )
-def main(args: argparse.Namespace) -> int:
+def main(args: harness.Options) -> int:
     curves: dict[tuple[int, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in args.ranks:

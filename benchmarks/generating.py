@@ -9,7 +9,6 @@ of one rank: the best of `--rounds`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
@@ -65,7 +64,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     ranks=(2, "how many ranks"),
     tokens=(16, "tokens that each continues its prompt by"),
 )
-def main(options: argparse.Namespace) -> int:
+def main(options: harness.Options) -> int:
     job = {name: getattr(options, name) for name in ("model", "precision", "tokens", "rounds")}
     found, *_ = launch.all_ranks("benchmarks.generating", job, options.ranks, timeout=7200.0)
     print(

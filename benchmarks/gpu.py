@@ -38,7 +38,6 @@ Without a GPU it says so and exits 0.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +59,7 @@ CHAPTERS = (
     "numbers", "offload", "largest", "groups",
 )  # fmt: skip
 USUAL = CHAPTERS[: CHAPTERS.index("overlap")]
-SINGLE: dict[str, Callable[[argparse.Namespace], chapters.Chapter]] = {
+SINGLE: dict[str, Callable[[harness.Options], chapters.Chapter]] = {
     "check": chapters.check,
     "codecs": codecs.chapter,
     "numbers": chapters.same_numbers,
@@ -100,7 +99,7 @@ BOTH = ["fp32", "bf16"]
     device=("cuda", "cpu: a rehearsal of the script itself", ["cuda", "cpu"]),
     tiny=(False, "every row with a tiny model on a CPU, several GPUs being two ranks over gloo"),
 )
-def main(options: argparse.Namespace) -> int:
+def main(options: harness.Options) -> int:
     """0 when every turn ended well or there is no GPU, else 1."""
     if options.tiny:
         vars(options).update(TINY)

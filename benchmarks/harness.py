@@ -37,6 +37,8 @@ PLACES = ("--disk", "--folder", "--output", "--deepspeed-python", "--against")
 """Options whose values are places on one machine: the results name the option and not the place."""
 
 T = TypeVar("T")
+Options = argparse.Namespace
+"""What a command line says, by name."""
 
 # -- options ---------------------------------------------------------------------------------------
 
@@ -104,7 +106,7 @@ def parser(
     return p
 
 
-def parsed(p: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parsed(p: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Options:
     """The options, with `command`: the command line, PATH in place of this machine's paths."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = p.parse_args(given)
@@ -145,7 +147,7 @@ def command(module: str, doc: str | None, **options: Any) -> Callable[..., Calla
     return made
 
 
-def check_at_least(options: argparse.Namespace, least: int, *names: str) -> None:
+def check_at_least(options: Options, least: int, *names: str) -> None:
     """Refuses an option below `least`."""
     for name in names:
         value = getattr(options, name)
@@ -400,7 +402,7 @@ def _answer(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def sources(options: argparse.Namespace) -> dict[str, Path]:
+def sources(options: Options) -> dict[str, Path]:
     """The `src` folders that are measured: "this", and those of --against by commit or folder."""
     found = {"this": ROOT / "src"}
     for path in options.against:
@@ -409,7 +411,7 @@ def sources(options: argparse.Namespace) -> dict[str, Path]:
     return found
 
 
-def about(options: argparse.Namespace, schema: str, packages: Iterable[str] = ()) -> dict[str, Any]:
+def about(options: Options, schema: str, packages: Iterable[str] = ()) -> dict[str, Any]:
     """What every result begins with: schema, command, date, machine, versions."""
     return {
         "schema": schema,
@@ -424,7 +426,7 @@ def about(options: argparse.Namespace, schema: str, packages: Iterable[str] = ()
 
 
 def keep(
-    options: argparse.Namespace,
+    options: Options,
     schema: str,
     page: Callable[[dict[str, Any]], str] | None = None,
     packages: Iterable[str] = (),
@@ -436,7 +438,7 @@ def keep(
     return result
 
 
-def write(options: argparse.Namespace, result: Mapping[str, Any], page: str | None = None) -> None:
+def write(options: Options, result: Mapping[str, Any], page: str | None = None) -> None:
     """OUTPUT/NAME.json and .md, each replaced whole: a kill leaves the former one."""
     options.output.mkdir(parents=True, exist_ok=True)
     files = {"json": json.dumps(result, indent=1) + "\n", "md": page}
@@ -447,7 +449,7 @@ def write(options: argparse.Namespace, result: Mapping[str, Any], page: str | No
             part.replace(options.output / f"{options.name}.{ending}")
 
 
-def earlier(options: argparse.Namespace, schema: str, **same: Any) -> dict[str, Any] | None:
+def earlier(options: Options, schema: str, **same: Any) -> dict[str, Any] | None:
     """What an earlier command of this name has left; None without --resume, or where there is none.
     `about` names its command too. Refuses a file of another schema, or that differs in one of
     `same`.

@@ -17,7 +17,6 @@ Ratios are medians of the rounds' own ratios. Writes benchmarks/results/NAME.jso
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -159,7 +158,7 @@ def measured(cell: Cell, source: Path, count: int) -> dict[str, Any]:
     blocks=([48, 96], "blocks of the model"),
     fake=([8, 64, 1024], "ranks over torch's fake backend; none: leave it out", {"nargs": "*"}),
 )
-def main(options: argparse.Namespace) -> int:
+def main(options: harness.Options) -> int:
     """0 if every side was measured and all sources had the same losses over gloo."""
     sources = harness.sources(options)
     cells = [

@@ -17,7 +17,6 @@ from each other's memory bandwidth. Writes benchmarks/results/NAME.json.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -117,7 +116,7 @@ def row(model: str, tokens: int, gpus: int, name: str) -> dict[str, Any]:
     tokens=([2048, 4096], "tokens a sample"),
     gpus=(8, "how many GPUs"),
 )
-def main(options: argparse.Namespace) -> int:
+def main(options: harness.Options) -> int:
     rows = [
         row(model, tokens, options.gpus, name)
         for model in options.models

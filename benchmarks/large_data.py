@@ -9,7 +9,6 @@ rank tokenizes. Writes benchmarks/results/NAME.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -87,7 +86,7 @@ def measure(folder: Path, megabytes: int, options: Any) -> dict[str, Any]:
     seq=(128, "tokens a sample"),
     folder=(None, "where the text and its tokens lie meanwhile", Path),
 )
-def main(options: argparse.Namespace) -> int:
+def main(options: harness.Options) -> int:
     harness.check_at_least(options, 1, "megabytes", "steps")
     runs = []
     for megabytes in options.megabytes:

@@ -10,7 +10,6 @@ benchmarks/results/NAME.json.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
@@ -179,7 +178,7 @@ def summarized(setting: Setting, ranks: Sequence[Mapping[str, Any]]) -> dict[str
     models=(list(MODELS), "which GPTs", MODELS),
     pairs=(0, "pairs of steps (0: as many as suit each model)"),
 )
-def main(options: argparse.Namespace, run: Callable[..., dict[str, Any]] = launch.run_ranks) -> int:
+def main(options: harness.Options, run: Callable[..., dict[str, Any]] = launch.run_ranks) -> int:
     """0 if every model was measured, else 1. `run` starts the ranks; see `launch.run_ranks`."""
     rows, failed = [], False
     for name in options.models:

@@ -7,7 +7,6 @@ benchmarks/results/moves.json.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -102,7 +101,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     ranks=([2, 4], "how many ranks"),
     mib=([1.0, 8.0, 28.0, 110.0], "sizes of the buffer"),
 )
-def main(options: argparse.Namespace) -> int:
+def main(options: harness.Options) -> int:
     found: list[dict[str, Any]] = []
     for size in options.ranks:
         found += launch.all_ranks("benchmarks.moves", {"mib": options.mib}, size)[0]["rows"]

@@ -17,7 +17,6 @@ Writes benchmarks/results/nvme.json.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -158,7 +157,7 @@ class Stored:
     chunk=(16, "MiB of each region at a time"),
     folders=(..., "on the disks to measure; the plain copies use the first", Path, {"nargs": "+"}),
 )
-def main(args: argparse.Namespace) -> int:
+def main(args: harness.Options) -> int:
     torch.set_num_threads(1)
     nbytes, chunk = args.mib * MIB, args.chunk * MIB
     moved = nbytes * (READS + WRITES)

@@ -21,7 +21,6 @@ The import is timed in processes of their own, in turns: `import onefold` and it
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -138,7 +137,7 @@ def import_seconds(statement: str, source: Path) -> float:
 
 
 @harness.command("phases", __doc__, rounds=7, against=[])
-def main(options: argparse.Namespace) -> int:
+def main(options: harness.Options) -> int:
     sources = harness.sources(options)
     timed = {"torch": ("import torch", sources["this"])}
     for name, source in sources.items():

@@ -7,7 +7,6 @@ wall's, memory the largest resident set of the process. Writes benchmarks/result
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -98,7 +97,7 @@ def _facts(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @harness.command("simulate", __doc__, rounds=3)
-def main(options: argparse.Namespace, questions: Sequence[Question] = QUESTIONS) -> int:
+def main(options: harness.Options, questions: Sequence[Question] = QUESTIONS) -> int:
     """0 if every goal was met, else 1."""
     rows = []
     for question in questions:

@@ -4,7 +4,6 @@ do alike.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ class Comparison:
 
 
 def turns(
-    options: argparse.Namespace,
+    options: harness.Options,
     comparisons: Sequence[Comparison],
     sides: Callable[[Any], Sequence[str]],
     *,
@@ -101,7 +100,7 @@ class Study:
 
     def __init__(
         self,
-        options: argparse.Namespace,
+        options: harness.Options,
         settings: Iterable[Any],
         sides: Sequence[str],
         **same: Any,

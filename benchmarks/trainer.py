@@ -22,7 +22,6 @@ benchmarks/results/NAME.json and NAME.md.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
@@ -186,7 +185,7 @@ def page(document: dict[str, Any]) -> str:
     layers=(6, "layers of the Llama"),
     width=(256, "its width"),
 )
-def main(options: argparse.Namespace) -> int:
+def main(options: harness.Options) -> int:
     """0 if every side was measured and computed something."""
     harness.check_at_least(options, 1, "rounds", "steps", "warmup", "layers", "width")
     sides = list(options.sides)

@@ -45,11 +45,17 @@ class Memory:
             torch.cuda.synchronize()
 
     def settle(self) -> None:
-        """Give back what nobody uses: of what was built before, of a C library's heap."""
+        """Give back what was built before and the C library's free heap. What the GPU's allocator
+        caches stays, since a timed step would have to ask for it again.
+        """
         gc.collect()
+        probes.give_back_free_heap()
+
+    def let_go(self) -> None:
+        """Give back everything, after the last step of a side."""
+        self.settle()
         if self.cuda:
             torch.cuda.empty_cache()
-        probes.give_back_free_heap()
 
     def now(self) -> float | None:
         self.synchronize()
@@ -183,11 +189,12 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     """
     setting, rank = Setting(**job["setting"]), job["rank"]
     memory, groups = Memory(setting.device), "ranks_a_node" in job
-    on_disk = not groups and sides.on_disk(job["side"])
+    watched = "copy_mib" in job  # its disk, and what its recipe should take
+    on_disk = watched and sides.on_disk(job["side"])
     if not groups:  # there memory is not what is asked
         model.touch(lambda toy, whole: build(job, toy, whole), setting)
     copier = None
-    if on_disk and rank == 0 and job.get("copy_mib"):
+    if on_disk and rank == 0 and job["copy_mib"]:
         copier = disk.Copier(Path(job["disk"]), job["copy_mib"], job["chunk_mib"])
     meet()
     memory.settle()
@@ -253,9 +260,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "host_mib": probes.difference(host_peak, on_host),
         "held": held,
         "moved": moved,
-        "planned": planned(ledgers.engine) if held is not None and "copy_mib" in job else None,
+        "planned": planned(ledgers.engine) if held is not None and watched else None,
         "copies": rates,
-        "file_cache_bytes": ledgers.cached(),
+        "file_cache_bytes": ledgers.cached() if watched else None,
         "page_cache_growth": probes.page_cache_bytes() - files if on_disk else None,
         "numel": numel,
         **sent,
@@ -264,7 +271,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     result["rest_mib"] = probes.difference(memory.now(), baseline)
     if groups:
         result["between_bytes"] = trainer.engine.traffic.by_link()["between"]
-    if job.get("observed") and ledgers.engine is not None:
+    if job.get("observed") and job["side"].startswith("onefold"):
         result["observed"] = observed(trainer, data[-1])
     if job.get("trace"):
         kept = Path(job["trace"]) if rank == 0 else None

@@ -19,7 +19,6 @@ The JSON, beside what every result has (`harness.about`):
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -54,7 +53,7 @@ class Session:
     """One command: its turns, and what they found so far."""
 
     def __init__(
-        self, options: argparse.Namespace, folder: Path, run_ranks: Callable[..., dict[str, Any]]
+        self, options: harness.Options, folder: Path, run_ranks: Callable[..., dict[str, Any]]
     ) -> None:
         self.options, self.folder, self.run_ranks = options, folder, run_ranks
         self.runs: list[Run] = []
@@ -153,7 +152,7 @@ def _cached(loads: Sequence[Row]) -> str:
     )
 
 
-def _absent(options: argparse.Namespace) -> list[str]:
+def _absent(options: harness.Options) -> list[str]:
     """Peers and ways whose packages are not installed."""
     gone = launch.absent(options.peers, options)
     ways = options.ways if harness.version("transformers") is None else []
@@ -183,7 +182,7 @@ SOME = {"nargs": "*", "metavar": "NAME"}
     folder=(None, "where checkpoints go while they are needed: on the disk to be measured", Path),
 )
 def main(
-    options: argparse.Namespace, run_ranks: Callable[..., dict[str, Any]] = launch.run_ranks
+    options: harness.Options, run_ranks: Callable[..., dict[str, Any]] = launch.run_ranks
 ) -> int:
     """0 when every turn ended well, 1 when one failed, 130 after Ctrl-C; with the defaults a round
     takes about 20 minutes on two cores. `run_ranks` starts the ranks of a turn.

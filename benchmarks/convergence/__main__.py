@@ -26,7 +26,6 @@ The JSON, beside what every result has (`harness.about`):
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -73,7 +72,7 @@ LEGEND = (
 )
 
 
-def cases_of(options: argparse.Namespace) -> dict[str, Case]:
+def cases_of(options: harness.Options) -> dict[str, Case]:
     """The cases with the options' changes. Refuses a number that cannot be."""
     changes = {name: value for name in CHANGED if (value := getattr(options, name)) is not None}
     out = {}
@@ -115,7 +114,7 @@ class Convergence(Study):
 
     schema, parts, part = "onefold-convergence/1", "cases", "case"
 
-    def __init__(self, options: argparse.Namespace, run_side: Callable[..., Run]) -> None:
+    def __init__(self, options: harness.Options, run_side: Callable[..., Run]) -> None:
         self.run_side, self.cases = run_side, cases_of(options)
         options.rounds = 1
         super().__init__(options, self.cases.values(), list(SIDES))
@@ -219,7 +218,7 @@ CHANGES = {
     sides=(None, f"which of {', '.join(SIDES)}; without it the case's own", {"nargs": "+"}),
     **CHANGES,
 )
-def main(options: argparse.Namespace, run: Callable[..., Run] = run_side) -> int:
+def main(options: harness.Options, run: Callable[..., Run] = run_side) -> int:
     """0 when every side ended within its limit, 1 when one did not, 130 after Ctrl-C."""
     return Convergence(options, run).run()
 

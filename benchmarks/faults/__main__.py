@@ -10,7 +10,6 @@ benchmarks/results/NAME.json and NAME.md; ends with status 1 if anything is wron
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import asdict
@@ -31,7 +30,7 @@ SCHEMA = "onefold-faults/1"
     injuries=(200, "injuries of checkpoints"),
     seed=(0, "of the moments and of the injuries"),
 )
-def main(options: argparse.Namespace) -> int:
+def main(options: harness.Options) -> int:
     begun, fork = time.monotonic(), context()
 
     def tell(text: str) -> None:

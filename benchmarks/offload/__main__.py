@@ -34,7 +34,6 @@ The JSON, beside what every result has (`harness.about`):
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -51,7 +50,7 @@ from benchmarks.peers.settings import SIZES, Setting
 from benchmarks.study import Comparison, Study
 
 
-def settings_of(options: argparse.Namespace) -> list[Setting]:
+def settings_of(options: harness.Options) -> list[Setting]:
     """The settings that the command line asks for."""
     if options.quick:
         options.tokens, options.precisions = options.tokens[:1], options.precisions[:1]
@@ -78,9 +77,7 @@ class Offload(Study):
 
     schema = "onefold-offload/1"
 
-    def __init__(
-        self, options: argparse.Namespace, run_ranks: Callable[..., dict[str, Any]]
-    ) -> None:
+    def __init__(self, options: harness.Options, run_ranks: Callable[..., dict[str, Any]]) -> None:
         sides = harness.chosen(options.sides, list(SIDES))
         super().__init__(options, settings_of(options), sides)
         self.run_ranks = run_ranks
@@ -191,7 +188,7 @@ class Offload(Study):
     deepspeed_adam=(False, "DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler"),
 )
 def main(
-    options: argparse.Namespace, run_ranks: Callable[..., dict[str, Any]] = launch.run_ranks
+    options: harness.Options, run_ranks: Callable[..., dict[str, Any]] = launch.run_ranks
 ) -> int:
     """With the defaults a round takes about 25 minutes on two cores."""
     return Offload(options, run_ranks).run()

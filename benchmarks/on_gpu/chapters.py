@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -26,7 +25,7 @@ __all__ = ["CHAPTERS"]
 Chapter = tuple[Table, list[dict[str, Any]]]
 
 
-def of_the_first_hour(name: str, options: argparse.Namespace, left: float) -> Chapter:
+def of_the_first_hour(name: str, options: harness.Options, left: float) -> Chapter:
     """One of `CHAPTERS` of `onefold doctor --check`, within `left` seconds: an outcome a run."""
     cuda = options.device == "cuda"
     scope = Scope(
@@ -45,7 +44,7 @@ def of_the_first_hour(name: str, options: argparse.Namespace, left: float) -> Ch
     return Table(found.title, found.columns, found.rows), outcomes
 
 
-def check(options: argparse.Namespace) -> Chapter:
+def check(options: harness.Options) -> Chapter:
     """`onefold doctor --check` without the chapters that are ours; its JSON is kept too."""
     table = Table("onefold doctor --check --quick", ("check", "found", "seconds", "said"))
     file, asked = options.output / "gpu-check.json", ["doctor", "--check", "--quick"]
@@ -69,7 +68,7 @@ def check(options: argparse.Namespace) -> Chapter:
     return table, [{**outcome, "report": report}]
 
 
-def same_numbers(options: argparse.Namespace) -> Chapter:
+def same_numbers(options: harness.Options) -> Chapter:
     """The reference is one process that takes the ranks' parts one after another."""
     columns = ("peer", "precision", "ranks", "backend", "last loss", "× one process's")
     table = Table("Several ranks, one GPU: losses", (*columns, "largest difference"))
@@ -96,7 +95,7 @@ def same_numbers(options: argparse.Namespace) -> Chapter:
     return table, outcomes
 
 
-def hidden(options: argparse.Namespace) -> Chapter:
+def hidden(options: harness.Options) -> Chapter:
     """Profiled steps of rank 0."""
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     columns = ("peer", "ranks", "backend", "comm + copies ms", "of it hidden", "compute ms")
@@ -138,7 +137,7 @@ TWICE = (REFERENCE, "zeropp", "hsdp")
 STEPS = 6
 
 
-def groups(options: argparse.Namespace) -> Chapter:
+def groups(options: harness.Options) -> Chapter:
     """Groups and codecs on one GPU: four ranks over gloo share it and pretend to be two nodes.
 
     Asked of each recipe: that it trains as plain stage 3 does (to the bit where nothing is encoded

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.harness import relative
+from benchmarks.harness import Options, relative
 from benchmarks.on_gpu import turns_worker
 from benchmarks.on_gpu.run import STAGES
 from benchmarks.pages import DASH, Table
@@ -29,7 +28,7 @@ class Comparison:
     goal: float = 0.0
 
 
-def compared(options: argparse.Namespace) -> dict[str, list[Comparison]]:
+def compared(options: Options) -> dict[str, list[Comparison]]:
     """What each chapter compares on this machine, what tells most first."""
 
     def setting(

@@ -7,7 +7,6 @@ that runs out of memory ends with an error, which is an answer.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import launch, probes
+from benchmarks.harness import Options
 from benchmarks.offload import sides
 from benchmarks.on_gpu.run import available, run, side_of, state
 from benchmarks.pages import DASH, Table, essence
@@ -42,7 +42,7 @@ HOST_SHARE = 0.9
 """Of the free host memory, what an attempt may be expected to take."""
 
 
-def chapter(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
+def chapter(options: Options) -> tuple[Table, list[dict[str, Any]]]:
     """A row a side."""
     title = (
         f"The largest model, one GPU: blocks of width {options.width:,},"
@@ -90,7 +90,7 @@ def search(fits: Callable[[int], bool], first: int) -> tuple[int, int]:
         tried = (best + above) // 2 if above else int(GROWTH * tried) + 1
 
 
-def _attempt(side: str, layers: int, options: argparse.Namespace) -> dict[str, Any]:
+def _attempt(side: str, layers: int, options: Options) -> dict[str, Any]:
     """One attempt, unless the host cannot hold it: the system would end any process."""
     setting = Setting(
         model=f"{layers} blocks of {options.width}",

@@ -10,11 +10,10 @@ compute.
 
 from __future__ import annotations
 
-import argparse
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import middle, relative
+from benchmarks.harness import Options, middle, relative
 from benchmarks.on_gpu.run import available, run, state
 from benchmarks.pages import DASH, Table
 from benchmarks.peers.model import SHAPES, count_parameters
@@ -47,7 +46,7 @@ def flops(name: str, tokens: int) -> float:
     return tokens * (6.0 * count_parameters(name) + 6.0 * shape.layers * shape.width * shape.seq)
 
 
-def chapter(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
+def chapter(options: Options) -> tuple[Table, list[dict[str, Any]]]:
     """Rounds alternate over the sides; the last round of each has its trace."""
     columns = (
         "side", "tokens a step", "step ms", "tokens/s", "TFLOP/s", "× plain", f"× {BASELINE}'s rate", "device MiB", "host MiB",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ STAGES = ("onefold-0", "onefold-1", "onefold-2", "onefold-3")
 def run(
     peer: str,
     setting: Setting,
-    options: argparse.Namespace,
+    options: harness.Options,
     module: str = "benchmarks.worker",
     **more: Any,
 ) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def run(
 
 
 @contextmanager
-def state(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def state(options: harness.Options) -> Iterator[dict[str, Any]]:
     """What a job says of state off the device: a folder on the disk that lasts as long as this."""
     with tempfile.TemporaryDirectory(prefix="offload-", dir=options.disk) as place:
         yield {"disk": str(Path(place).resolve()), "own_adam": options.deepspeed_adam}
@@ -51,7 +50,7 @@ def side_of(name: str) -> Side:
     return {**SIDES, **PLAIN}[name]
 
 
-def available(names: Sequence[str], options: argparse.Namespace) -> tuple[list[str], list[str]]:
+def available(names: Sequence[str], options: harness.Options) -> tuple[list[str], list[str]]:
     """(sides that can run here, those whose library is not installed)"""
     absent = launch.absent(names, options)
     return [n for n in names if n not in absent], [n for n in names if n in absent]

@@ -4,7 +4,6 @@ what is known by now of all chapters.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import tempfile
@@ -29,7 +28,7 @@ SCHEMA = "onefold-gpu/1"
 class Report:
     """What is known by now: written as gpu.json and gpu.md whenever something is added."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: harness.Options) -> None:
         self.options = options
         self.deadline = time.monotonic() + options.seconds
         self.tables: dict[str, Table] = {}
@@ -59,9 +58,7 @@ class Report:
         harness.write(self.options, result, pages.page(title, pages.where(self.head), *parts))
 
 
-def take_turns(
-    comparison: Comparison, options: argparse.Namespace, report: Report, name: str
-) -> None:
+def take_turns(comparison: Comparison, options: harness.Options, report: Report, name: str) -> None:
     """Let the sides take turns, and report after each. A side that fails loses its own only."""
     here, absent = available(comparison.sides, options)
     setting = asdict(comparison.setting)
@@ -98,7 +95,7 @@ def take_turns(
 def _run(
     waiting: list[str],
     comparison: Comparison,
-    options: argparse.Namespace,
+    options: harness.Options,
     limit: float,
     turns: list[dict[str, Any]],
     show: Callable[[], None],

@@ -68,7 +68,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Every side in every round; how many turns were taken."""
     turns, count = Turns(Setting(**job["setting"]), job["rank"]), 0
     model.touch(lambda toy, whole: build(job["sides"][0], toy, whole), turns.setting)
-    turns.memory.settle()
+    turns.memory.let_go()
     for number, side in harness.in_turns(job["sides"], job["rounds"]):
         row = {"side": side, "round": number, **turns.turn(side)}
         count += 1
@@ -92,7 +92,7 @@ class Turns:
             found = self.measure(side)
         except Exception as raised:
             error = f"{type(raised).__name__}: {str(raised)[:300]}"
-        self.memory.settle()
+        self.memory.let_go()
         every: list[Any] = [None] * self.setting.ranks
         dist.all_gather_object(every, (error, found))
         errors = [f"rank {r}: {e}" for r, (e, _) in enumerate(every) if e]

@@ -21,7 +21,6 @@ The JSON, beside what every result has (`harness.about`):
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -63,7 +62,7 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 
 
-def settings_of(options: argparse.Namespace) -> list[Setting]:
+def settings_of(options: harness.Options) -> list[Setting]:
     """The settings that the command line asks for."""
     if options.quick:
         vars(options).update(QUICK)
@@ -161,7 +160,7 @@ class Peers(Study):
         return found
 
 
-def take(peer: str, setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
+def take(peer: str, setting: Setting, options: harness.Options) -> dict[str, Any]:
     """Measure one peer once, in fresh processes."""
     return launch.run_ranks(
         "benchmarks.worker",
@@ -200,7 +199,7 @@ def take(peer: str, setting: Setting, options: argparse.Namespace) -> dict[str, 
     tokens=(None, "tokens a rank and micro-batch in place of the size's own", int),
     quick=(False, "communication-bound, fp32, 2 ranks, no accumulation, one round of 3 steps"),
 )
-def main(options: argparse.Namespace) -> int:
+def main(options: harness.Options) -> int:
     """With the defaults a round takes about 45 minutes on two cores."""
     settings = settings_of(options)
     return Peers(options, settings, harness.chosen(options.peers, PEERS, "peers")).run()

@@ -15,7 +15,6 @@ Writes benchmarks/results/NAME.json and NAME.md; ends with status 1 if anything 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
@@ -107,7 +106,7 @@ def rows_of(part: list[Cell], rounds: int, threads: int, timeout: float) -> list
     ranks=([1, 2, 4], "how many ranks"),
     architectures=(list(ARCHITECTURES), "which models", ARCHITECTURES),
 )
-def main(args: argparse.Namespace) -> int:
+def main(args: harness.Options) -> int:
     few: dict[str, Any] = {"precisions": ["bf16"], "accumulations": [4]} if args.quick else {}
     rows: list[dict[str, Any]] = []
     for architecture in args.architectures:

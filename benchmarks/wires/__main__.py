@@ -32,7 +32,6 @@ The JSON, beside what every result has (`harness.about`):
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -91,7 +90,7 @@ LEGEND = (
 )
 
 
-def setting_of(options: argparse.Namespace) -> Setting:
+def setting_of(options: harness.Options) -> Setting:
     """What all sides share."""
     harness.check_at_least(
         options, 1, "tokens", "accumulation", "rounds", "steps", "warmup", "threads"
@@ -174,9 +173,7 @@ class Wires(Study):
 
     schema, parts, part = "onefold-wires/1", "links", "link"
 
-    def __init__(
-        self, options: argparse.Namespace, run_side: Callable[..., dict[str, Any]]
-    ) -> None:
+    def __init__(self, options: harness.Options, run_side: Callable[..., dict[str, Any]]) -> None:
         self.setting, self.run_side = setting_of(options), run_side
         links = [Link(read_rate(rate), options.delay) for rate in options.rates]
         sides = chosen_sides(options.sides)
@@ -258,7 +255,7 @@ class Wires(Study):
     precision=("bf16", "what is computed in", ["fp32", "bf16"]),
 )
 def main(
-    options: argparse.Namespace, run_side: Callable[..., dict[str, Any]] = launch.run_side
+    options: harness.Options, run_side: Callable[..., dict[str, Any]] = launch.run_side
 ) -> int:
     """0 also where there can be no hosts; what an earlier run measured then stays as it is."""
     study = Wires(options, run_side)
