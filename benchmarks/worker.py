@@ -9,6 +9,7 @@ and the library's buffers.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import time
 from collections.abc import Sequence
@@ -25,8 +26,6 @@ from benchmarks.offload.planned import planned
 from benchmarks.peers import adapters, model
 from benchmarks.peers.settings import Setting
 from benchmarks.wires import sides as in_groups
-from onefold.observe.memory import moments_by_tier
-from onefold.observe.trace import covered
 
 
 def meet() -> None:
@@ -93,6 +92,8 @@ class Ledgers:
         """Bytes by tier, then "rest" (now) and "peak", then category; moments are in both."""
         if self.engine is None:
             return None
+        from onefold.observe.memory import moments_by_tier
+
         moments = moments_by_tier(self.trainer.optimizer, self.engine)
         out = {}
         for tier, ledger in (
@@ -136,7 +137,10 @@ class Ledgers:
 
 
 def prepare(job: dict[str, Any]) -> None:
+    """Import what the side needs, and nothing of Onefold for another library."""
     adapters.prepare(job["side"], job["setting"]["device"])
+    if launch.requirement(job["side"]) == "onefold":
+        importlib.import_module("onefold.observe")
 
 
 def join(job: dict[str, Any]) -> None:
@@ -340,6 +344,8 @@ def profile(
 
 def overlap(communicating: Sequence[Interval], computing: Sequence[Interval]) -> dict[str, float]:
     """Seconds spent communicating, computing, on both, and idle, of spans in microseconds."""
+    from onefold.observe.trace import covered
+
     everything = [*communicating, *computing]
     first = min((start for start, _ in everything), default=0.0)
     last = max((end for _, end in everything), default=0.0)
