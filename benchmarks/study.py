@@ -202,7 +202,7 @@ class Study:
         return stop.status or int(self.failed)
 
 
-def compared(
+def timings(
     good: Sequence[Run],
     same: Mapping[int, Run],
     names: Sequence[str] = ("ratio", "ratio_low", "ratio_high"),

@@ -10,7 +10,7 @@ from benchmarks import harness
 from benchmarks.harness import Row, Run, over_rounds, scaled
 from benchmarks.offload.sides import PAIRS, REFERENCE, SIDES
 from benchmarks.peers.settings import LOSSES_COMPARED, Setting
-from benchmarks.study import compared
+from benchmarks.study import timings
 
 MIB = 1 << 20
 DISK_GOAL, HOST_GOAL, CACHE_GOAL, LARGE_GOAL, SMOLLM2_GOAL = 0.85, 0.05, 0.01, 8 << 30, 400 << 20
@@ -23,7 +23,7 @@ def rows(setting: Setting, runs: Sequence[Run], missing: Sequence[str] = ()) -> 
     references = harness.by_round(runs, REFERENCE)
 
     def row(side: str, good: list[Run]) -> Row:
-        timed = compared(good, harness.by_round(runs, f"onefold-{SIDES[side].stage}"))
+        timed = timings(good, harness.by_round(runs, f"onefold-{SIDES[side].stage}"))
         return {
             **timed,
             "optimizer_s": median(s for r in good for s in harness.slowest(r.ranks, "optimizer_s")),

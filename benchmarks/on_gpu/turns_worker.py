@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import harness, launch, probes
-from benchmarks.harness import middle, of_ranks
+from benchmarks.harness import of_ranks
 from benchmarks.offload import sides
 from benchmarks.peers import adapters, model
 from benchmarks.peers.settings import Setting
@@ -149,29 +148,3 @@ def read(lines: Path) -> list[dict[str, Any]]:
         return []
     whole, _, _ = lines.read_text(encoding="utf-8").rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
-
-
-def by_side(turns: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Medians of each side's turns, or {"error"} where none ended well."""
-    out: dict[str, dict[str, Any]] = {}
-    for side in dict.fromkeys(turn["side"] for turn in turns):
-        good = [turn for turn in turns if turn["side"] == side and turn["status"] == "ok"]
-        if not good:
-            out[side] = {"error": next(turn["error"] for turn in turns if turn["side"] == side)}
-            continue
-        out[side] = {
-            "step_s": median(second for turn in good for second in turn["step_s"]),
-            **{name: middle(turn[name] for turn in good) for name in ("peak_mib", "rest_mib")},
-            "rounds": len(good),
-            "losses": good[0]["losses"],
-            "backend": good[0]["backend"],
-        }
-    return out
-
-
-def ratio(turns: list[dict[str, Any]], side: str, to: str) -> float | None:
-    """A side's step time over another's: the median over rounds."""
-    good = [turn for turn in turns if turn["status"] == "ok"]
-    found = {(turn["side"], turn["round"]): median(turn["step_s"]) for turn in good}
-    rounds = [number for name, number in found if name == side and (to, number) in found]
-    return middle(found[side, number] / found[to, number] for number in rounds)

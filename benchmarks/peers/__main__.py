@@ -41,7 +41,7 @@ from benchmarks.peers.settings import (
     Setting,
     matrix,
 )
-from benchmarks.study import Comparison, Study, compared
+from benchmarks.study import Comparison, Study, timings
 
 LEGEND = (
     "step s: median of the timed steps of all rounds, a step lasting until its slowest rank is"
@@ -83,7 +83,7 @@ def rows(setting: Setting, runs: Sequence[Run], missing: Sequence[str] = ()) -> 
     references = harness.by_round(runs, REFERENCE)
 
     def row(_: str, good: list[Run]) -> Row:
-        timed = compared(good, references)
+        timed = timings(good, references)
         of_a_step = {
             name: harness.scaled(over_rounds(good, name, fmean), setting.steps)
             for name in ("cpu_s", "sent_bytes", "ledger_bytes")

@@ -44,7 +44,7 @@ from benchmarks.launch import python_of
 from benchmarks.pages import DASH, Cell, Panel, range_of, shown
 from benchmarks.peers.model import SHAPES, count_at_the_turn, count_parameters
 from benchmarks.peers.settings import Setting
-from benchmarks.study import Comparison, Study, compared
+from benchmarks.study import Comparison, Study, timings
 from benchmarks.wires import hosts, launch
 from benchmarks.wires.sides import (
     HOSTS,
@@ -137,7 +137,7 @@ def rows(
             )
         }  # fmt: skip
         names = ("faster", "faster_low", "faster_high")
-        timed = compared(good, references, names, faster=True)
+        timed = timings(good, references, names, faster=True)
         between, queue = sent["between_bytes"], sent["queue_bytes"]
         return {
             **timed,
