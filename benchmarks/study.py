@@ -5,6 +5,7 @@ do alike.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,15 @@ from typing import Any
 
 from benchmarks import harness, launch, pages
 from benchmarks.harness import Row, Run
+
+OPTIONS: Mapping[str, Any] = {
+    "threads": 1,
+    "budget": None,
+    "resume": False,
+    "deepspeed_python": sys.executable,
+    "json": False,
+}
+"""What the command line of a study always has."""
 
 
 @dataclass

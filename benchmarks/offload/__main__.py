@@ -47,7 +47,7 @@ from benchmarks.offload import large, report, rows
 from benchmarks.offload.sides import NOTES, SIDES, those
 from benchmarks.peers.model import SHAPES, count_parameters
 from benchmarks.peers.settings import SIZES, Setting
-from benchmarks.study import Comparison, Study
+from benchmarks.study import OPTIONS, Comparison, Study
 
 
 def settings_of(options: harness.Options) -> list[Setting]:
@@ -165,14 +165,8 @@ class Offload(Study):
     warmup=2,
     accumulation=1,
     clip=0.0,
-    threads=1,
-    budget=None,
     timeout=900.0,
-    resume=False,
-    deepspeed_python=sys.executable,
-    json=False,
     sides=(list(SIDES), f"which of {', '.join(SIDES)}; the beginning of names takes all of them"),
-    model=("gpt-110m", "which GPT", SHAPES),
     tokens=([256, 1024], "tokens a rank and micro-batch"),
     precisions=(["fp32"], "what is computed in", ["fp32", "bf16"]),
     ranks=(2, "how many ranks"),
@@ -186,6 +180,8 @@ class Offload(Study):
     large_size=("1.3b", "a size that examples/larger_than_memory.py knows"),
     large_steps=(5, "steps of these two"),
     deepspeed_adam=(False, "DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler"),
+    model=("gpt-110m", "which GPT", SHAPES),
+    **OPTIONS,
 )
 def main(
     options: harness.Options, run_ranks: Callable[..., dict[str, Any]] = launch.run_ranks

@@ -41,7 +41,7 @@ from benchmarks.peers.settings import (
     Setting,
     matrix,
 )
-from benchmarks.study import Comparison, Study, timings
+from benchmarks.study import OPTIONS, Comparison, Study, timings
 
 LEGEND = (
     "step s: median of the timed steps of all rounds, a step lasting until its slowest rank is"
@@ -179,12 +179,7 @@ def take(peer: str, setting: Setting, options: harness.Options) -> dict[str, Any
     steps=4,
     warmup=2,
     clip=0.0,
-    threads=1,
-    budget=None,
     timeout=900.0,
-    resume=False,
-    deepspeed_python=sys.executable,
-    json=False,
     peers=(list(PEERS), f"which of {', '.join(PEERS)}; a family's name takes all of it"),
     full=(
         False,
@@ -195,9 +190,10 @@ def take(peer: str, setting: Setting, options: harness.Options) -> dict[str, Any
     precisions=(list(PRECISIONS), "what is computed in", PRECISIONS),
     ranks=([2, 4], "how many ranks"),
     accumulation=([1, 4], "micro-batches an optimizer step"),
-    model=("gpt-110m", "which GPT", SHAPES),
     tokens=(None, "tokens a rank and micro-batch in place of the size's own", int),
     quick=(False, "communication-bound, fp32, 2 ranks, no accumulation, one round of 3 steps"),
+    model=("gpt-110m", "which GPT", SHAPES),
+    **OPTIONS,
 )
 def main(options: harness.Options) -> int:
     """With the defaults a round takes about 45 minutes on two cores."""

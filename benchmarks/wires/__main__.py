@@ -44,7 +44,7 @@ from benchmarks.launch import python_of
 from benchmarks.pages import DASH, Cell, Panel, range_of, shown
 from benchmarks.peers.model import SHAPES, count_at_the_turn, count_parameters
 from benchmarks.peers.settings import Setting
-from benchmarks.study import Comparison, Study, timings
+from benchmarks.study import OPTIONS, Comparison, Study, timings
 from benchmarks.wires import hosts, launch
 from benchmarks.wires.sides import (
     HOSTS,
@@ -241,18 +241,14 @@ class Wires(Study):
     steps=2,
     warmup=1,
     accumulation=1,
-    threads=1,
-    budget=None,
     timeout=1800.0,
-    resume=False,
-    deepspeed_python=sys.executable,
-    json=False,
     rates=(["100M", "1G", "10G"], "bits a second of the link, each way"),
     delay=(0.0, "milliseconds one way, by netem"),
     sides=(list(SIDES), f"which of {', '.join(SIDES)}; or a family"),
-    model=("gpt-110m", "which GPT", SHAPES),
     tokens=(256, "tokens a rank and micro-batch"),
     precision=("bf16", "what is computed in", ["fp32", "bf16"]),
+    model=("gpt-110m", "which GPT", SHAPES),
+    **OPTIONS,
 )
 def main(
     options: harness.Options, run_side: Callable[..., dict[str, Any]] = launch.run_side
