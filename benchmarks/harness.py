@@ -125,9 +125,7 @@ def parsed(p: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Optio
 
 
 def command(module: str, doc: str | None, **options: Any) -> Callable[..., Callable[..., int]]:
-    """Makes a command of `main(options, ...)`: it reads the command line as `parser` says, and
-    answers 2, with the reason, where that is `Refused`.
-    """
+    """Makes a command of `main(options, ...)`; where it is `Refused`, it says why and answers 2."""
 
     def made(main: Callable[..., int]) -> Callable[..., int]:
         def read() -> argparse.ArgumentParser:
@@ -157,9 +155,7 @@ def check_at_least(options: Options, least: int, *names: str) -> None:
 
 
 def chosen(names: Iterable[str], known: Sequence[str], option: str = "sides") -> list[str]:
-    """Names in the order of `known`; one that is none of them stands for all that begin with it and
-    a dash. Refuses a name that fits none.
-    """
+    """Names in the order of `known`; "fsdp2" stands for "fsdp2-..." too. Refuses other names."""
     found: set[str] = set()
     for name in names:
         fit = {name} if name in known else {k for k in known if k.startswith(f"{name}-")}
@@ -219,9 +215,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Inside, Ctrl-C and SIGTERM (`timeout`, schedulers) end the measuring and not the command, and
-    so does `CannotGoOn`: what was measured so far is kept.
-    """
+    """Inside, Ctrl-C, SIGTERM and `CannotGoOn` end the measuring; what was measured is kept."""
     stop = Stop()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -77,7 +77,7 @@ class Cell:
 def join(job: dict[str, Any]) -> None:
     """Over gloo, or alone as rank 0 of `world` over torch's fake backend."""
     if job["world"] == 2:
-        launch.join_over_gloo(job)
+        launch.join(job)
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

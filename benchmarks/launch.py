@@ -57,9 +57,7 @@ def absent(sides: Iterable[str], options: Any) -> set[str]:
 
 
 def environment(threads: int, source: Path = ROOT / "src") -> dict[str, str]:
-    """The ranks' environment: threads pinned down, gloo on the loopback interface, this repository
-    importable, and Onefold from `source`.
-    """
+    """The ranks' environment: threads, gloo on the loopback interface, Onefold from `source`."""
     launchers = (
         "RANK",
         "WORLD_SIZE",
@@ -147,9 +145,7 @@ def start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Pope
 
 
 def wait(workers: list[subprocess.Popen[bytes]], deadline: float) -> int | None:
-    """The number of the worker (a rank, or an agent of a host) that failed first, None if all ended
-    well or the time is up. Others get 3 s to notice a failure.
-    """
+    """The number of the worker that failed first, None if none did. Others get 3 s to notice."""
     failed: int | None = None
     while time.monotonic() < deadline and any(w.poll() is None for w in workers):
         if failed is None and (bad := [r for r, w in enumerate(workers) if w.poll()]):
@@ -174,16 +170,8 @@ def reap(worker: subprocess.Popen[Any]) -> None:
 # -- a rank ----------------------------------------------------------------------------------------
 
 
-def join_over_gloo(job: dict[str, Any], **more: Any) -> None:
-    """Meet the other ranks over gloo."""
-    import torch.distributed as dist
-
-    given = {"init_method": job["store"], "rank": job["rank"], "world_size": job["ranks"]}
-    dist.init_process_group("gloo", **given, **more)
-
-
-def join_on_devices(job: dict[str, Any], device: str) -> str:
-    """Take a GPU and meet the other ranks; the backend: NCCL with a GPU each, else gloo."""
+def join(job: dict[str, Any], device: str = "cpu", **more: Any) -> None:
+    """Meet the other ranks: over NCCL where each has a GPU, else over gloo."""
     import torch
     import torch.distributed as dist
 
@@ -193,8 +181,7 @@ def join_on_devices(job: dict[str, Any], device: str) -> str:
         torch.cuda.set_device(job["rank"] % gpus)
         backend = "nccl" if job["ranks"] <= gpus else "gloo"
     given = {"init_method": job["store"], "rank": job["rank"], "world_size": job["ranks"]}
-    dist.init_process_group(backend, **given)
-    return backend
+    dist.init_process_group(backend, **given, **more)
 
 
 def leave(result: dict[str, Any], folder: Path, rank: int) -> NoReturn:
@@ -240,7 +227,7 @@ def main() -> NoReturn:
     import torch
 
     torch.set_num_threads(job["threads"])
-    getattr(module, "join", join_over_gloo)(job)
+    getattr(module, "join", join)(job)
     result = module.measure(job)
     gc.collect()  # `leave` ends the process at once: what is freed with a side must go before
     leave(result, path.parent, rank)

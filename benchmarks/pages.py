@@ -116,9 +116,7 @@ def failures(rows: Iterable[Any]) -> list[str]:
 
 
 def essence(error: str) -> str:
-    """The line of a failed worker's output that says most: the last that names an error, else the
-    last.
-    """
+    """The line of a worker's output that says most: the last that names an error, else the last."""
     lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
     return next(
         (line for line in reversed(lines) if "Error" in line or "error:" in line), lines[-1]

@@ -82,9 +82,7 @@ def family(process: int) -> list[int]:
 
 
 def moved_bytes(process: int | str = "self") -> dict[str, int]:
-    """Bytes of a process so far: `read_calls` and `write_calls` through system calls, `read_disk`
-    and `write_disk` of the disk. Empty where the kernel does not say.
-    """
+    """Bytes so far through system calls ("_calls") and of the disk; empty where nobody counts."""
     names = {"rchar": "read_calls", "wchar": "write_calls"}
     names |= {"read_bytes": "read_disk", "write_bytes": "write_disk"}
     try:
@@ -185,9 +183,7 @@ def socket_bytes_sent() -> int | None:
 
 
 def interface_bytes_sent(interface: str = "lo") -> int | None:
-    """Bytes that this host has sent over an interface so far, headers included. (/proc, since /sys
-    would show the network that it was mounted in.)
-    """
+    """Bytes sent over an interface, headers included. (/sys would show another network's.)"""
     try:
         for line in Path("/proc/self/net/dev").read_text().splitlines():
             name, _, fields = line.partition(":")

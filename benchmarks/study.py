@@ -1,6 +1,4 @@
-"""Sides that take turns in each of several settings: what the commands of peers, offload and wires
-do alike.
-"""
+"""Sides that take turns in each of several settings: what several commands do alike."""
 
 from __future__ import annotations
 
@@ -80,9 +78,7 @@ def take_over(
     again: Sequence[str] = (),
     made: Callable[[Mapping[str, Any]], Any] = Run.of,
 ) -> list[Comparison]:
-    """Put what an earlier command measured, as (setting, runs), into the comparisons of the same
-    setting; answers the other ones. Sides of `again` that failed are measured again.
-    """
+    """Put what was measured before into `comparisons`; answers those of other settings."""
     others = []
     mine = {comparison.setting: comparison for comparison in comparisons}
     for setting, runs in old:

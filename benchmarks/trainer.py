@@ -59,9 +59,7 @@ def loop_of(side: str) -> str | None:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Between which of the values the median of what they are drawn from lies with 95 % at least,
-    whatever its distribution: order statistics. All of them where they are too few (below six).
-    """
+    """The values between which the true median lies with 95 %, by order statistics."""
     ordered, n = sorted(values), len(values)
     left = 0
     while 2 * sum(math.comb(n, k) for k in range(left + 2)) / 2**n <= 0.05:

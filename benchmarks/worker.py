@@ -148,7 +148,7 @@ def join(job: dict[str, Any]) -> None:
     if "ranks_a_node" in job:
         os.environ["LOCAL_WORLD_SIZE"] = str(job["ranks_a_node"])
     if job["side"] != "plain":
-        launch.join_on_devices(job, job["setting"]["device"])
+        launch.join(job, job["setting"]["device"])
 
 
 def build(job: dict[str, Any], setting: Setting, whole: nn.Module) -> Any:
@@ -160,9 +160,7 @@ def build(job: dict[str, Any], setting: Setting, whole: nn.Module) -> Any:
 
 
 def batches(job: dict[str, Any], setting: Setting, step: int) -> list[adapters.Batch]:
-    """This rank's micro-batches of a step. `whole_batch_of`: a single process takes the parts of so
-    many ranks, one after another.
-    """
+    """This rank's micro-batches of a step, or (`whole_batch_of`) those of so many ranks."""
     of = job.get("whole_batch_of", 0)
     if not of:
         return model.batches(setting, step, job["rank"])

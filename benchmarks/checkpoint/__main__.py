@@ -184,9 +184,7 @@ SOME = {"nargs": "*", "metavar": "NAME"}
 def main(
     options: harness.Options, run_ranks: Callable[..., dict[str, Any]] = launch.run_ranks
 ) -> int:
-    """0 when every turn ended well, 1 when one failed, 130 after Ctrl-C; with the defaults a round
-    takes about 20 minutes on two cores. `run_ranks` starts the ranks of a turn.
-    """
+    """A round takes about 20 minutes on two cores. `run_ranks` starts the ranks of a turn."""
     harness.check_at_least(options, 1, "ranks", "rounds", "saves", "steps", "tokens")
     harness.check_at_least(options, 0, "behind")
     if shutil.which(options.deepspeed_python) is None:

@@ -1,6 +1,4 @@
-"""From turns to rows and goals. Seconds of a turn are those of its slowest rank; rows are medians
-over rounds and repetitions. GB are 10^9 bytes, MiB 2^20.
-"""
+"""From turns to rows and goals: slowest ranks, medians over rounds; GB are 10^9 bytes."""
 
 from __future__ import annotations
 
@@ -173,9 +171,7 @@ def open_rows(runs: Sequence[Run], nbytes: int) -> list[Row]:
 def goals(
     saves: Sequence[Row], behind: Sequence[Row], loads: Sequence[Row], ranks: int, cores: int
 ) -> list[Row]:
-    """The goals that Onefold's checkpoints have: what was measured, in words what it should be, and
-    whether it is. Those that were not measured are left out.
-    """
+    """What Onefold's checkpoints should reach, what was measured, and whether that is enough."""
     ours = [[r for r in rows if r["peer"].startswith("onefold")] for rows in (saves, behind, loads)]
     theirs = [row for row in behind if row["peer"] == "fsdp2"]
     rates = [row for row in ours[0] if row["ranks"] == ranks]

@@ -100,9 +100,7 @@ class Turn:
 
 
 def peers_turns(peer: str, ranks: int, elsewhere: bool = True) -> Iterator[Turn]:
-    """The turns of one peer in a round: save on `ranks`, load there and (`elsewhere`) on twice and
-    half as many; then the way back.
-    """
+    """Of one peer in a round: save on `ranks`, load there and `elsewhere`; then the way back."""
     yield Turn("save", peer, ranks, ranks)
     yield Turn("load", peer, ranks, ranks)
     if peer in ANYWHERE and elsewhere:

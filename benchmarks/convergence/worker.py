@@ -13,7 +13,7 @@ from torch import nn
 
 import onefold
 from benchmarks.convergence.settings import SIDES, Case
-from benchmarks.launch import join_over_gloo
+from benchmarks.launch import join as meet
 from onefold.comm import MOVES
 from onefold.data.order import DataOrder
 from onefold.data.samples import Data, eval_batches, held_out_batch, load_data
@@ -157,7 +157,7 @@ def join(job: dict[str, Any]) -> None:
     """As a launcher would say where nodes end."""
     os.environ["LOCAL_WORLD_SIZE"] = str(job["case"]["ranks_a_node"])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    join_over_gloo(job, timeout=datetime.timedelta(seconds=job["timeout"]))
+    meet(job, timeout=datetime.timedelta(seconds=job["timeout"]))
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:

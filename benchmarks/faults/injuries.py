@@ -1,6 +1,4 @@
-"""Checkpoints injured at random: `verify` must find and name each injury, and none may load as
-anything but what was saved.
-"""
+"""Checkpoints injured at random: `verify` must name each injury, and none may load wrong."""
 
 from __future__ import annotations
 

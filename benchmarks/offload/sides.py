@@ -137,9 +137,7 @@ def build(
     own_adam: bool = False,
     init: Callable[[nn.Module], object] | None = None,
 ) -> Any:
-    """The side around `model`, which holds whole fp32 weights on every rank (or comes on the meta
-    device; FSDP2 is told by `init` how it gets values). Other names are those of `adapters.build`.
-    """
+    """The side around whole fp32 weights, or (FSDP2, with `init`) a model on the meta device."""
     side = {**SIDES, **PLAIN}.get(name)
     if side is None or (side.optimizer == DEVICE and init is None):
         return adapters.build(name, setting, model)

@@ -76,9 +76,7 @@ def chapter(options: Options) -> tuple[Table, list[dict[str, Any]]]:
 
 
 def search(fits: Callable[[int], bool], first: int) -> tuple[int, int]:
-    """(the largest number seen to fit, the smallest seen not to): half as many again until one does
-    not, then between, to an eighth. (0, first) where `first` does not fit.
-    """
+    """(the largest number that fits, the smallest that does not), to an eighth; see `GROWTH`."""
     best, above, tried = 0, 0, first
     while True:
         if fits(tried):
@@ -177,7 +175,7 @@ def prepare(job: dict[str, Any]) -> None:
 def join(job: dict[str, Any]) -> None:
     """Plain PyTorch meets nobody."""
     if job["side"] in sides.SIDES:
-        launch.join_on_devices(job, job["setting"]["device"])
+        launch.join(job, job["setting"]["device"])
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:

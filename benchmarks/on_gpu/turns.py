@@ -1,6 +1,4 @@
-"""The chapters in which sides take turns in one process a rank: ranks, step, host, memory, fp32; and
-what is known by now of all chapters.
-"""
+"""The chapters whose sides take turns in one process a rank; and what is known by now of all."""
 
 from __future__ import annotations
 
@@ -100,9 +98,7 @@ def _run(
     turns: list[dict[str, Any]],
     show: Callable[[], None],
 ) -> dict[str, Any]:
-    """The sides in `waiting` in one process a rank, at most `limit` seconds: appends to `turns` what
-    each turn found, and calls `show` every half second. The outcome of `launch.run_ranks`.
-    """
+    """Run `waiting` sides for at most `limit` seconds; `turns` and `show` follow them."""
     before, setting = list(turns), comparison.setting
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder, ThreadPoolExecutor(1) as pool:
         lines = Path(folder, "turns.jsonl")

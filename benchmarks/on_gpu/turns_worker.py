@@ -60,7 +60,7 @@ def prepare(job: dict[str, Any]) -> None:
 
 
 def join(job: dict[str, Any]) -> None:
-    launch.join_on_devices(job, job["setting"]["device"])
+    launch.join(job, job["setting"]["device"])
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:

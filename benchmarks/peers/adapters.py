@@ -195,9 +195,7 @@ def deepspeed_config(setting: Setting, **zero: Any) -> dict[str, Any]:
 
 
 class DeepSpeed:
-    """DeepSpeed's engine over torch's AdamW, or over its own; it divides the loss by the
-    micro-batches and clips by itself. `zero` are keys of its `zero_optimization`.
-    """
+    """DeepSpeed's engine, which clips by itself. `zero` are keys of its `zero_optimization`."""
 
     def __init__(
         self, setting: Setting, model: nn.Module, *, own_adam: bool = False, **zero: Any

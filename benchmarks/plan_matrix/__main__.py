@@ -19,7 +19,8 @@ import sys
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.launch import join_over_gloo, run_ranks
+from benchmarks.launch import join as meet
+from benchmarks.launch import run_ranks
 from benchmarks.plan_matrix import measuring
 from benchmarks.plan_matrix.pace import HIDDEN, TOKENS, expected
 from benchmarks.plan_matrix.planning import judge, orders, predict
@@ -54,7 +55,7 @@ def measured(
 def join(job: dict[str, Any]) -> None:
     """One rank alone meets nobody."""
     if job["ranks"] > 1:
-        join_over_gloo(job)
+        meet(job)
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:

@@ -39,9 +39,7 @@ class Printed:
 
 
 def evaluate(text: str, symbols: Mapping[str, float]) -> float:
-    """A printed expression: "^" is a power, and neighbours are multiplied where all symbols are
-    single letters ("3mP", "2(P/G)").
-    """
+    """A printed expression: "^" is a power, and neighbours are multiplied ("3mP", "2(P/G)")."""
     plain = text.replace("^", "**")
     plain = re.sub(r"(?<=[0-9)])(?=[A-Za-z(])", "*", plain)
     if all(len(name) == 1 for name in symbols):

@@ -36,9 +36,7 @@ from benchmarks.wires.hosts import ADDRESS, INTERFACE, tool
 
 
 def host_counters() -> dict[str, int | None]:
-    """All that is a host's and not a rank's: bytes of the interface, bytes with every frame's
-    headers and packets dropped of the queue that the link's rate is made of.
-    """
+    """Bytes of the interface, and bytes and dropped packets of the queue that shapes the link."""
     told = subprocess.run(
         [tool("tc"), "-s", "-j", "qdisc", "show", "dev", INTERFACE],
         capture_output=True,
