@@ -20,7 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -119,6 +120,28 @@ def run_ranks(
             return {"status": "timeout", "error": error, "wall_s": wall}
         error = f"rank {failed} ended with status {workers[failed].returncode}: {last}"
         return {"status": "failed", "error": error, "wall_s": wall}
+
+
+def run_side(
+    side: str,
+    setting: Any,
+    options: Any,
+    job: dict[str, Any] | None = None,
+    *,
+    module: str = "benchmarks.worker",
+    run: Callable[..., dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Measure a side in a `peers.settings.Setting` once, with the interpreter that has its library.
+    `run` may stand in for `run_ranks`.
+    """
+    return (run or run_ranks)(
+        module,
+        {"side": side, "setting": asdict(setting), **(job or {})},
+        setting.ranks,
+        threads=setting.threads,
+        python=python_of(side, options),
+        timeout=options.timeout,
+    )
 
 
 def all_ranks(module: str, job: dict[str, Any], ranks: int, **how: Any) -> list[dict[str, Any]]:

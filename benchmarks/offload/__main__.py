@@ -38,7 +38,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +105,9 @@ class Offload(Study):
     def take(self, setting: Setting, side: str) -> dict[str, Any]:
         o = self.options
         with tempfile.TemporaryDirectory(dir=self.disk) as place:
-            job = {"side": side, "setting": asdict(setting), "own_adam": o.deepspeed_adam}
-            job |= {"disk": place if SIDES[side].on_disk else None}
-            return self.run_ranks(
-                "benchmarks.worker",
-                job | {"copy_mib": o.copy_mib, "chunk_mib": o.chunk_mib},
-                setting.ranks,
-                threads=setting.threads,
-                python=launch.python_of(side, o),
-                timeout=o.timeout,
-            )
+            job = {"copy_mib": o.copy_mib, "chunk_mib": o.chunk_mib, "own_adam": o.deepspeed_adam}
+            job["disk"] = place if SIDES[side].on_disk else None
+            return launch.run_side(side, setting, o, job, run=self.run_ranks)
 
     def measure_large(self) -> None:
         """The models too large for their memory."""

@@ -24,18 +24,11 @@ def run(
     **more: Any,
 ) -> dict[str, Any]:
     """One peer in fresh processes; the outcome of `launch.run_ranks` with what was asked for."""
-    about = {"peer": peer, "setting": asdict(setting)}
-    outcome = launch.run_ranks(
-        module,
-        {"setting": about["setting"], "side": peer, "observed": True, **more},
-        setting.ranks,
-        threads=setting.threads,
-        python=launch.python_of(peer, options),
-        timeout=options.timeout,
-    )
+    job = {"observed": True, **more}
+    outcome = launch.run_side(peer, setting, options, job, module=module)
     seconds = f"{outcome['status']} in {outcome['wall_s']:.0f} s"
     harness.say(f"{peer} {setting.model} {setting.precision} {setting.ranks} ranks: {seconds}")
-    return {**about, "error": "", **outcome}
+    return {"peer": peer, "setting": asdict(setting), "error": "", **outcome}
 
 
 @contextmanager

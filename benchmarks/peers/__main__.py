@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -131,7 +130,7 @@ class Peers(Study):
         return setting.those(self.sides)
 
     def take(self, setting: Setting, side: str) -> dict[str, Any]:
-        return take(side, setting, self.options)
+        return launch.run_side(side, setting, self.options)
 
     def found(self, comparison: Comparison) -> dict[str, Any]:
         return {"rows": rows(comparison.setting, comparison.runs, comparison.missing)}
@@ -158,18 +157,6 @@ class Peers(Study):
             memory = Panel("peak memory of a rank, MiB", bars=peak, form="%.0f")
             found.append([Panel("step time, × DDP", title, ratio, levels=[1.0]), memory])
         return found
-
-
-def take(peer: str, setting: Setting, options: harness.Options) -> dict[str, Any]:
-    """Measure one peer once, in fresh processes."""
-    return launch.run_ranks(
-        "benchmarks.worker",
-        {"side": peer, "setting": asdict(setting)},
-        setting.ranks,
-        threads=setting.threads,
-        python=launch.python_of(peer, options),
-        timeout=options.timeout,
-    )
 
 
 @harness.command(

@@ -155,7 +155,7 @@ def test_an_unknown_peer_is_a_wrong_command_line() -> None:
 
 
 def test_a_failing_rank_ends_the_run_with_its_own_words_and_no_process() -> None:
-    found = peers.take("no-such-peer", TINY, PATIENT)
+    found = launch.run_side("no-such-peer", TINY, PATIENT)
     assert found["status"] == "failed"
     assert "There is no peer 'no-such-peer'" in found["error"]
 
@@ -166,7 +166,7 @@ def test_a_rank_leaves_what_it_measured_and_nothing_else(
     # A place of its own: tests beside this one make such folders too
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = folders_of_runs()
-    found = peers.take("onefold-3", replace(TINY, ranks=1), PATIENT)
+    found = launch.run_side("onefold-3", replace(TINY, ranks=1), PATIENT)
     assert found["status"] == "ok", found["error"]
     (rank,) = found["ranks"]
     assert len(rank["losses"]) == 3 and len(rank["step_s"]) == 2
