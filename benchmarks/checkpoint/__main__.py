@@ -63,14 +63,9 @@ class Session:
     def _start(self, module: str, turn: Turn | None, ranks: int, **more: Any) -> dict[str, Any]:
         o = self.options
         setting = Setting(model=o.model, tokens=o.tokens, ranks=ranks, threads=o.threads)
-        return self.run_ranks(
-            f"benchmarks.checkpoint.{module}",
-            {"turn": asdict(turn) if turn else None, "setting": asdict(setting), **more},
-            ranks,
-            threads=o.threads,
-            python=launch.python_of(turn.peer if turn else "", o),
-            timeout=o.timeout,
-        )
+        side, job = turn.peer if turn else "", {"turn": asdict(turn) if turn else None, **more}
+        module = f"benchmarks.checkpoint.{module}"
+        return launch.run_side(side, setting, o, job, module=module, run=self.run_ranks)
 
     def _open(self, turn: Turn | None, ranks: int) -> dict[str, Any]:
         """A turn that opens the folder of weights; without one, the folder is written."""

@@ -30,7 +30,7 @@ def run_side(
     python: str = sys.executable,
     timeout: float = 1800.0,
 ) -> dict[str, Any]:
-    """Measure one side once, on hosts of its own; answers as `launch.run_ranks` does. `timeout` in seconds, for all of the turn.
+    """Measure one side once, on hosts of its own; answers as `launch.run_ranks` does.
 
     Raises:
         HostError: there can be no hosts (any more).
