@@ -67,12 +67,14 @@ def show(page: str) -> None:
     found: list[list[str]] = []
     for line in [*page.splitlines(), ""]:
         if line.startswith("|"):
-            found.append([cell.strip() for cell in line.strip("|").split("|")])
+            if line.strip("|-:"):
+                found.append([cell.strip() for cell in line.strip("|").split("|")])
             continue
         widths = [max(map(len, column)) for column in zip(*found, strict=True)]
-        for cells in found:
-            first, *others = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-            print("  ".join([first.strip().ljust(widths[0]), *others]).rstrip())
+        found[1:1] = [["-" * width for width in widths]] if found else []
+        for first, *others in found:
+            told = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+            print("  ".join([first.ljust(widths[0]), *told]).rstrip())
         found = []
         print(line)
 

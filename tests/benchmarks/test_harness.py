@@ -92,7 +92,9 @@ def test_a_ratio_is_of_one_round_and_a_side_that_failed_keeps_its_row(
     assert "3000.0" in text and "broken: failed: ValueError: boom" in text
     assert "| gone | not installed |" in text
     pages.show(text)
-    assert "gone    not installed\n\nbroken: failed" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert told.startswith("side               ms\n------  -------------\nours           3000.0\n")
+    assert "gone    not installed\n\nbroken: failed" in told
 
 
 def test_results_name_the_command_without_paths_and_are_taken_up_again(tmp_path: Path) -> None:
