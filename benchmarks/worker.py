@@ -219,15 +219,18 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     rates: list[dict[str, float]] = []
 
     def copied() -> None:
-        meet()
-        if copier is not None:
-            rates.append(copier.copy())
-        meet()
+        """The ranks wait while the disk is measured; where it is not, nothing parts the steps."""
+        if watched:
+            meet()
+            if copier is not None:
+                rates.append(copier.copy())
+            meet()
 
     steps: dict[str, list[Any]] = {
         name: [] for name in ("step_s", "optimizer_s", "optimizer_disk", "step_disk")
     }
     processor, files = 0.0, probes.page_cache_bytes() if on_disk else 0
+    meet()
     copied()
     if resettable:
         memory.reset_peak()
@@ -244,6 +247,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         steps["optimizer_s"].append(watch.seconds)
         steps["optimizer_disk"].append(watch.counted)
         copied()
+    meet()
     sent = {name: probes.difference(now, sent[name]) for name, now in sent_by(trainer).items()}
     peak, host_peak = memory.peak(), probes.peak_resident_mib()
     held, moved = ledgers.held(), ledgers.moved()
