@@ -18,7 +18,7 @@ from onefold.comm.communicators import members, note_exit
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
 from onefold.offload.preflight import preflight
-from onefold.optim import clip_grad_norm, held_elsewhere, install_step_hooks, remove_step_hooks
+from onefold.optim import clip_grad_norm, install_step_hooks, remove_step_hooks
 from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import bytes_of
@@ -113,7 +113,6 @@ def shard(
     refuse_arguments(module, recipe, units, init)
     if recipe.block:
         require_torchao(f"moments={recipe.moments!r}")
-    held = held_elsewhere(module)  # whether parameters have other references, as from an optimizer
     accept_again(module)
     alone = (group.size if isinstance(group, Group) else len(members(group)[1])) == 1
     where = _device(module, device, alone or recipe.tile is not None)
@@ -131,7 +130,7 @@ def shard(
     _note_uninitialized(engine, uninitialized, specs, module)
     engine.start(_stepper(engine))
     _install_hooks(engine, specs, module)
-    install_step_hooks(engine, held)
+    install_step_hooks(engine)
     if engine.rank == 0:
         for note in (*_notes(engine, specs, cut, device), *engine.uninitialized.notes()):
             logging.getLogger("onefold").warning(note)
