@@ -11,7 +11,7 @@ After the step: mark resident copies of the parameters as stale.
 rank's elements. Only their class changes; the objects stay. Optimizers see plain intervals, can
 choose their fast implementations, and have no overhead. Everywhere else the parameters show the
 whole shape, also in the user's own step hooks and inside a closure. If a step raises, the hooks
-after it never run. Then the counter of calls (optim/torch_methods.py) ends it (`_is_over`).
+after it never run. Then the counter of calls (optim/torch_methods.py) ends it (`_has_returned`).
 
 The hooks are torch's global step hooks. They are registered with the first engine and removed with
 the last one.
@@ -97,7 +97,7 @@ def install_step_hooks(engine: Engine) -> None:
             torch_methods.Follower(
                 has_parameters=state_dicts.meet_when_made,
                 is_asked=state_dicts.meet_when_asked,
-                step_is_over=_is_over,
+                step_is_over=_has_returned,
             )
         )
 
@@ -161,7 +161,7 @@ def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """
     if _nested(optimizer):
         return None
-    _is_over(optimizer)
+    _end(optimizer)
     calls = torch_methods.calls_of_step(optimizer)
     if not calls:
         torch_methods.count_from_now_on(optimizer)
@@ -302,7 +302,14 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         faced_states.stepped_elsewhere(optimizer, [entry.param for entry in elsewhere])
 
 
-def _is_over(optimizer: Optimizer) -> None:
+def _has_returned(optimizer: Optimizer) -> None:
+    """The outermost counted call of `step` has returned or raised."""
+    step = _steps.get(optimizer)
+    if step is not None and step.calls:  # else a call around it is not counted
+        _end(optimizer)
+
+
+def _end(optimizer: Optimizer) -> None:
     """Undo what `_before` did, if the step has raised: `_after` never ran."""
     step = _steps.pop(optimizer, None)
     if step is not None:

@@ -29,6 +29,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -65,9 +66,9 @@ def calls_of_step(optimizer: Optimizer) -> int:
 
 
 def count_from_now_on(optimizer: Optimizer) -> None:
-    """Count the steps of an optimizer into which somebody put a `step` that is not counted."""
+    """Count the steps of an optimizer into which somebody put a function as its `step`."""
     step = optimizer.__dict__.get("step")
-    if step is not None:
+    if isinstance(step, FunctionType):
         optimizer.step = _counted(step, weakref.ref(optimizer))  # type: ignore[method-assign]
 
 
