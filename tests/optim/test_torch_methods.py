@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import onefold
@@ -259,6 +261,39 @@ def test_an_optimizer_from_before_shard_is_met_when_its_state_dict_is_asked_for(
     stepped: bool,
 ) -> None:
     assert run_ranks(2, early, stepped) == [[], []]
+
+
+def early_in_checkpoints(folder: str, way: str) -> list[str]:
+    """The same, where Onefold is given the optimizer to save it, or to load into it."""
+    wrong: list[str] = []
+    plain, model = built(None), built(None)
+    theirs, ours = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model))
+    train(plain, theirs, 0, 2)
+    train(model, ours, 0, 2)
+    sharded(model, 2)
+    if way == "save":
+        onefold.save(f"{folder}/a", model=model, optimizer=ours)
+    else:
+        dcp.save(onefold.dcp_state_dict(model, ours), checkpoint_id=f"{folder}/a")
+    other = built(None)
+    its = torch.optim.AdamW(other.parameters(), lr=0.5)
+    sharded(other, 3)
+    if way == "save":
+        onefold.load(f"{folder}/a", model=other, optimizer=its)
+    else:
+        dcp.load(onefold.dcp_state_dict(other, its), checkpoint_id=f"{folder}/a")
+    wrong += [f"{state_shapes_of(its)}"] * (state_shapes_of(its) != state_shapes_of(theirs))
+    wanted = train(plain, theirs, 2, 2)
+    for at, (m, o) in enumerate(((model, ours), (other, its))):
+        wrong += [f"other weights of {at}"] * (not same(train(m, o, 2, 2), wanted))
+    return wrong
+
+
+@pytest.mark.parametrize("way", ["save", "dcp"])
+def test_an_optimizer_from_before_shard_may_be_saved_and_loaded_into(
+    way: str, tmp_path: Path
+) -> None:
+    assert run_ranks(2, early_in_checkpoints, str(tmp_path), way) == [[], []]
 
 
 # -- what torch's methods read ---------------------------------------------------------------------
