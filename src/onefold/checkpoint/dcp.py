@@ -282,7 +282,9 @@ class OptimizerState(_State):
         some parameter is frozen and has no state here; {} outside of `dcp.load`.
 
         DCP refuses a state that the checkpoint lacks, and drops one that is not asked for. It calls
-        `state_dict()` before it reads the checkpoint's metadata, so they are read here.
+        `state_dict()` before it reads the checkpoint's metadata, so they are read here. It passes no
+        argument (`elem.state_dict()` in torch/distributed/checkpoint/state_dict_loader.py), so the
+        reader is taken from its frame.
         """
         frozen = any(
             not entry.param.requires_grad and not optimizer.state.get(entry.param)
