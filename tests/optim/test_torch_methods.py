@@ -306,7 +306,11 @@ def intervals_of_zero_grad() -> list[int]:
     model = built(2)
     optimizer = torch.optim.AdamW(model.parameters())
     counts = []
-    for zero in (optimizer.zero_grad, model.zero_grad, lambda: [p.grad for p in model.parameters()]):
+    for zero in (
+        optimizer.zero_grad,
+        model.zero_grad,
+        lambda: [p.grad for p in model.parameters()],
+    ):
         model(features_of(0, 4, 7)).square().mean().backward()
         seen.clear()
         zero()

@@ -496,9 +496,7 @@ def test_an_optimizer_is_met_when_it_is_made_or_asked_for_its_states_and_nothing
             optimizer = torch.optim.AdamW(model.parameters())
         else:
             optimizer.state_dict()
-        assert optimizer._optimizer_load_state_dict_pre_hooks.values(), (
-            "met before its first step"
-        )
+        assert optimizer._optimizer_load_state_dict_pre_hooks.values(), "met before its first step"
         seen: list[Any] = []
         optimizer.register_load_state_dict_pre_hook(
             lambda _, state, seen=seen: seen.append(state["param_groups"])

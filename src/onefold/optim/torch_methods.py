@@ -1,16 +1,16 @@
-"""What Onefold puts around methods of torch's, from the first `shard()` on. Nothing else of torch is
-replaced for optimizers.
+"""What Onefold puts around methods of torch's, from the first `shard()` on: all of it is here.
 
-torch has hooks before and after a step, and around the state dict of an optimizer that is known. For
-the moments of this table it has none (torch/optim/optimizer.py, 2.13):
+torch has hooks before and after a step, and around the state dict of an optimizer that is known. It
+has none for the moments of this table (torch 2.13, torch/optim/optimizer.py):
 
-| method                          | torch has no hook                                     | what is put around it                                        |
-|---------------------------------|-------------------------------------------------------|--------------------------------------------------------------|
-| `step` of each class            | behind a step that raises; and `super().step()` calls the same hooks | calls are counted; the last tells that it is over |
-| `add_param_group`               | when an optimizer is made                             | afterwards the optimizer is met                              |
-| `state_dict`, `load_state_dict` | before the first call on an optimizer that is not known | before it the optimizer is met                             |
-| `load_state_dict`               | where it casts states to `param.dtype`                | parameters show the dtype of their masters, which are stepped |
-| `zero_grad`, also of modules    | where it reads `.grad` only to drop it                | `.grad` is shown as it is stored, without an interval        |
+| method                          | torch has no hook                                       | what is put around it                              |
+|---------------------------------|---------------------------------------------------------|----------------------------------------------------|
+| `step` of each class            | behind a step that raises; `super().step()` calls those | calls are counted; the last tells that it is over  |
+|                                 | of the step again                                       |                                                    |
+| `add_param_group`               | when an optimizer is made                               | afterwards the optimizer is met                    |
+| `state_dict`, `load_state_dict` | before the first call on an optimizer that is not known | before it the optimizer is met                     |
+| `load_state_dict`               | where it casts states to `param.dtype`                  | parameters show the dtype of their masters         |
+| `zero_grad`, also of modules    | where it reads `.grad` only to drop it                  | `.grad` is shown as it is stored, without interval |
 
 Each calls torch's method with the same arguments and returns its result. While no model is sharded,
 and inside code that torch.compile traces, they do nothing else.
@@ -19,8 +19,8 @@ and inside code that torch.compile traces, they do nothing else.
 would be lost in its copies. torch itself wraps the `step` of a class when the class gets its first
 object (`Optimizer.profile_hook_step`), so the counter is put around that: learning-rate schedulers,
 scalers and copies take it with the method. A scheduler made before the first `shard()` has put the
-method as it was into `optimizer.step`. It is replaced at the first step (`count_from_now_on`), so that
-this one step alone is not counted; if it raises, the next one ends it.
+method as it was into `optimizer.step`. It is replaced at the first step (`count_from_now_on`), so
+this one step alone is not counted. If it raises, the next step ends it.
 """
 
 from __future__ import annotations
@@ -179,8 +179,9 @@ def _put_around_torchs() -> None:
     kind.add_param_group = _tells_of_parameters(kind.add_param_group)
     kind.state_dict = _tells_of_call(kind.state_dict)
     kind.load_state_dict = _tells_of_call(_reads("casts_states", kind.load_state_dict))
-    for zeroes in (kind, nn.Module):
-        zeroes.zero_grad = _reads("drops_gradients", zeroes.zero_grad)
+    module: Any = nn.Module
+    for zeroing in (kind, module):
+        zeroing.zero_grad = _reads("drops_gradients", zeroing.zero_grad)
 
 
 def _kinds(kind: type) -> Iterable[type]:
