@@ -43,7 +43,6 @@ from onefold.optim.state_parts import (
     described,
     engine_of,
     engines,
-    in_another_format,
     odd_keys,
     sort_of,
 )
