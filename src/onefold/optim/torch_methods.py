@@ -3,13 +3,13 @@
 torch has hooks before and after a step, and around the state dict of an optimizer that is known. It
 has none for the moments of this table (torch 2.13, torch/optim/optimizer.py):
 
-| method                          | torch has no hook                                                | put around it                         |
-|---------------------------------|------------------------------------------------------------------|---------------------------------------|
-| `step` of each class            | behind a step that raises; `super().step()` calls the same hooks | its calls are counted; the last tells |
-| `add_param_group`               | when an optimizer is made                                        | the optimizer is met afterwards       |
-| `state_dict`, `load_state_dict` | before the first call on an optimizer that is not known          | the optimizer is met before           |
-| `load_state_dict`               | where it casts states to `param.dtype`                           | parameters show their masters' dtype  |
-| `zero_grad`, also of modules    | where it reads `.grad` only to drop it                           | `.grad` is shown without an interval  |
+| method                          | torch has no hook                                                | put around it                      |
+|---------------------------------|------------------------------------------------------------------|------------------------------------|
+| `step` of each class            | behind a step that raises; `super().step()` calls the same hooks | calls are counted; the last tells  |
+| `add_param_group`               | when an optimizer is made                                        | the optimizer is met afterwards    |
+| `state_dict`, `load_state_dict` | before the first call on an optimizer that is not known          | the optimizer is met before        |
+| `load_state_dict`               | where it casts states to `param.dtype`                           | parameters show the masters' dtype |
+| `zero_grad`, also of modules    | where it reads `.grad` only to drop it                           | `.grad` is shown as it is stored   |
 
 Each calls torch's method with the same arguments and returns its result. While no model is sharded,
 and inside code that torch.compile traces, they do nothing else.
