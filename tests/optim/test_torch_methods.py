@@ -117,12 +117,17 @@ def test_a_step_that_calls_that_of_its_base_is_one_step(ways: tuple[str, ...], l
 
 def raised(schedule: str) -> list[str]:
     """A step raises and its traceback is kept; the next ones go on."""
+    kind: Any = Careful
+    if schedule == "none, of a class that is new":
+        held = sharded(TinyMLP(), 1)
+        assert held is not None
+        kind = type("Late", (Careful,), {"step": lambda self, closure=None: Careful.step(self)})
     out: list[Any] = []
     kept: list[BaseException] = []
     wrong: list[str] = []
     for stage in (None, 2):
         model = built(None)
-        optimizer = Careful(model.parameters(), lr=0.01, foreach=False)
+        optimizer = kind(model.parameters(), lr=0.01, foreach=False)
         if schedule == "before shard()":
             torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         if stage is not None:
@@ -147,7 +152,9 @@ def raised(schedule: str) -> list[str]:
     return wrong + ["other weights"] * (not same(*out))
 
 
-@pytest.mark.parametrize("schedule", ["none", "before shard()", "after shard()"])
+@pytest.mark.parametrize(
+    "schedule", ["none", "none, of a class that is new", "before shard()", "after shard()"]
+)
 def test_a_step_that_raises_is_over_at_once_though_its_traceback_is_kept(schedule: str) -> None:
     assert run_ranks(2, raised, schedule) == [[], []]
 
@@ -219,6 +226,18 @@ def compiled() -> list[str]:
     return [f"{counts} graphs"] * (counts[0] != counts[1]) + [f"{weights}"] * (
         not torch.equal(*weights)
     )
+
+
+def compiled_over_parts() -> list[str]:
+    model, plain = built(2), built(None)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain))
+    ours.step = torch.compile(ours.step, backend="eager")  # type: ignore[method-assign]
+    wrong = ["other weights"] * (not same(train(model, ours, 0, 3), train(plain, theirs, 0, 3)))
+    return wrong + ["parts are shown"] * (shapes_of(ours) != shapes_of(theirs))
+
+
+def test_a_compiled_step_has_the_bits_of_plain_pytorch() -> None:
+    assert run_ranks(2, compiled_over_parts, timeout=250.0) == [[], []]
 
 
 # -- state dicts -----------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ import onefold.optim.faced_states as faced_states
 import onefold.optim.state_dicts as state_dicts
 from onefold.optim import torch_methods
 from onefold.optim.verdict import refuse_unless_elementwise
+from onefold.runtime.differentiate import keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
@@ -317,3 +318,7 @@ def _end(optimizer: Optimizer) -> None:
             step.show()
             step.restore_gradients()
             state_dicts.show_states(optimizer)
+
+
+for _hook in (_first, _before, _faced, _after):  # a compiled step calls them as they are
+    keep_from_compiler(_hook)

@@ -11,8 +11,8 @@ has none for the moments of this table (torch 2.13, torch/optim/optimizer.py):
 | `load_state_dict`               | where it casts states to `param.dtype`                           | parameters show the masters' dtype |
 | `zero_grad`, also of modules    | where it reads `.grad` only to drop it                           | `.grad` is shown as it is stored   |
 
-Each calls torch's method with the same arguments and returns its result. While no model is sharded,
-and inside code that torch.compile traces, they do nothing else.
+Each calls torch's method with the same arguments and returns its result. While no model is sharded
+they do nothing else.
 
 [Note: classes, not objects] A wrapper on an optimizer would make a reference cycle with it, and
 would be lost in its copies. torch itself wraps the `step` of a class when the class gets its first
@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -53,7 +52,7 @@ class Follower:
     step_is_over: Callable[[Optimizer], None]
 
 
-_followers: list[Follower] = []  # at most one; a list, which compiled code can look at
+_followers: list[Follower] = []  # at most one
 _calls: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -81,10 +80,6 @@ def unfollow() -> None:
     _followers.clear()
 
 
-def _idle() -> bool:
-    return not _followers or torch.compiler.is_compiling()
-
-
 # -- the wrappers ----------------------------------------------------------------------------------
 
 
@@ -98,7 +93,7 @@ def _counted(step: Any, of: weakref.ref[Optimizer] | None = None) -> Any:
     @functools.wraps(step)
     def counted(*args: Any, **kwargs: Any) -> Any:
         optimizer = args[0] if of is None else of()
-        if optimizer is None or _idle():
+        if optimizer is None or not _followers:
             return step(*args, **kwargs)
         _calls[optimizer] = calls_of_step(optimizer) + 1
         try:
@@ -117,7 +112,7 @@ def _tells_of_parameters(add_param_group: Any) -> Any:
     @functools.wraps(add_param_group)
     def told(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         out = add_param_group(self, *args, **kwargs)
-        for follower in () if _idle() else _followers:
+        for follower in _followers:
             follower.has_parameters(self)
         return out
 
@@ -127,7 +122,7 @@ def _tells_of_parameters(add_param_group: Any) -> Any:
 def _tells_of_call(method: Any) -> Any:
     @functools.wraps(method)
     def told(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        for follower in () if _idle() else _followers:
+        for follower in _followers:
             follower.is_asked(self)
         return method(self, *args, **kwargs)
 
@@ -139,7 +134,7 @@ def _reads(flag: str, method: Any) -> Any:
 
     @functools.wraps(method)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _idle():
+        if not _followers:
             return method(self, *args, **kwargs)
         before = getattr(reader, flag)
         setattr(reader, flag, True)
