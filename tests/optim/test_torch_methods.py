@@ -159,6 +159,32 @@ def test_a_step_that_raises_is_over_at_once_though_its_traceback_is_kept(schedul
     assert run_ranks(2, raised, schedule) == [[], []]
 
 
+class FailsOutside(torch.optim.SGD):
+    """Raises where nothing is left to be stepped: around the steps of what is offloaded."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        if all(p.grad is None for group in self.param_groups for p in group["params"]):
+            raise OverflowError("around the step")
+
+
+def raised_with_gradients_aside() -> list[int]:
+    torch.manual_seed(0)
+    recipe = onefold.Recipe.zero(2, stall_timeout=20.0, offload_optimizer="cpu")
+    model: Any = onefold.shard(TinyMLP(depth=2), recipe)
+    optimizer = FailsOutside(model.parameters(), lr=0.1)
+    model(features_of(0, 4, 7)).square().mean().backward()
+    try:
+        optimizer.step()
+    except OverflowError as kept:
+        return [sum(p.grad is not None for p in model.parameters()), len(kept.args)]
+    return []
+
+
+def test_gradients_of_an_offloaded_step_that_raises_are_there_at_once() -> None:
+    assert run_ranks(2, raised_with_gradients_aside) == [[12, 1], [12, 1]]
+
+
 def sharded_by_a_closure() -> list[str]:
     """The first model is sharded while an optimizer of it steps."""
     model = built(None)
