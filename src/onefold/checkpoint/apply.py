@@ -21,7 +21,7 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Recoded
-from onefold.optim.state_dicts import show_states
+from onefold.optim.state_dicts import meet_when_asked, show_states
 from onefold.optim.state_parts import OptimizerParts, placed
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
@@ -232,6 +232,8 @@ def fill_optimizers(
 
     The states that the optimizers held before for these parameters are discarded.
     """
+    for optimizer in optimizers:
+        meet_when_asked(optimizer)
     _set_groups(optimizers, reading.source.groups() or [])
     owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
     source = _recoded(engine, owner, reading.source)

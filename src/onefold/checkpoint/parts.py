@@ -31,6 +31,7 @@ from onefold.checkpoint.manifest import FileRecord, Record, StoredPiece, key_of
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, numel_of, write_tensors
 from onefold.checkpoint.values import encode
+from onefold.optim.state_dicts import meet_when_asked
 from onefold.optim.state_parts import OptimizerParts, odd_keys, sort_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
@@ -215,6 +216,7 @@ class States:
         self.groups: list[list[dict[str, Any]]] = []
         known = {id(entry.param): entry for entry in engine.entries}
         for optimizer in optimizers:
+            meet_when_asked(optimizer)
             self.groups.append([])
             for number, group in enumerate(optimizer.param_groups):
                 found = [known.get(id(p)) for p in group["params"]]

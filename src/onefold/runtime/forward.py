@@ -453,6 +453,11 @@ def _look_at(entry: Entry, others: list[Any]) -> None:
 
 
 def _in_functional_call() -> bool:
+    """Return whether `torch.func.functional_call` is running.
+
+    It writes to `module._parameters` (torch/nn/utils/_named_member_accessor.py, `swap_tensor`) as
+    other code may that replaces a parameter for good, and sets no flag.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == torch.nn.utils.stateless.__file__:
