@@ -32,11 +32,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from onefold.plan.degrees import AXES, Degrees
-from onefold.plan.divided import Stage, divided_along, local_shape, rule_of
+from onefold.plan.divided import Stage, divided_along, local_numel, rule_of
 from onefold.plan.hardware import Machine
-from onefold.plan.shapes import Parameter, Transformer
+from onefold.plan.shapes import Transformer
 from onefold.plan.traffic import Traffic
 from onefold.plan.wire import Phase
 
@@ -87,25 +88,18 @@ def data_bytes(numel: float, holders: int, gathers: float, reductions: float) ->
     return numel * (gathers + reductions) * (holders - 1) / holders
 
 
+@lru_cache(maxsize=1024)
 def by_kind(
-    parameters: Sequence[Parameter], degrees: Degrees
-) -> dict[tuple[str, tuple[str, ...]], int]:
-    """Return local elements by kind and by the axes that divide them."""
+    stage: Stage, degrees: Degrees, trained: bool = False
+) -> Mapping[tuple[str, tuple[str, ...]], int]:
+    """Return the elements of a rank of this stage by kind and by the axes that divide them, of all
+    parameters or of those that are `trained`.
+    """
     out: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
-    for p in parameters:
-        out[rule_of(p.name).kind, divided_along(p, degrees)] += _local(p, degrees)
+    for p in stage.parameters:
+        if p.trainable or not trained:
+            out[rule_of(p.name).kind, divided_along(p, degrees)] += local_numel(p, degrees)
     return dict(out)
-
-
-def _local(p: Parameter, degrees: Degrees) -> int:
-    numel = 1
-    for size in local_shape(p, degrees):
-        numel *= size
-    return numel
-
-
-def parameters_of(stage: Stage) -> list[Parameter]:
-    return [p for unit in stage.units for p in unit.parameters]
 
 
 def sent(
@@ -114,8 +108,7 @@ def sent(
     """Return the bytes that a rank of this pipeline stage sends in a step, by axis and kind."""
     gathers, reductions = step.passes(degrees.pp)
     data: dict[str, float] = defaultdict(float)
-    trained = [p for p in parameters_of(stage) if p.trainable]
-    for (kind, divided), numel in by_kind(trained, degrees).items():
+    for (kind, divided), numel in by_kind(stage, degrees, trained=True).items():
         data[kind] += data_bytes(
             numel, degrees.holding(divided), gathers * step.element, reductions * step.wire
         )
@@ -218,8 +211,7 @@ def over_holders(
     resident = step.zero < 3 or degrees.pp > 1
     late = not (step.each_micro_batch and step.zero >= 2) or degrees.pp > 1
     by_group: dict[tuple[str, ...], int] = defaultdict(int)
-    trained = [p for p in parameters_of(stage) if p.trainable]
-    for (_, divided), numel in by_kind(trained, degrees).items():
+    for (_, divided), numel in by_kind(stage, degrees, trained=True).items():
         by_group[divided] += numel
     units = max(1, len([u for u in stage.units if u.parameters]))
     out = []

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
 from onefold.layout.holders import Axes, Holders
@@ -108,7 +108,7 @@ class Degrees:
     def sequence_divided(self) -> bool:
         return self.sequence_parallel and self.tp > 1
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """The sizes of `AXES`."""
         return {"dp": self.dp // self.ep, "ep": self.ep, "cp": self.cp, "tp": self.tp}
@@ -186,8 +186,8 @@ def _divides(tp: int, dims: Transformer) -> tuple[int, str] | None:
 
 
 def check(degrees: Degrees, model: ModelShape, machine: Machine) -> None:
-    """Raises ValueError: the mesh is not possible for this model on this machine. The sentence says
-    what to choose.
+    """Raises ValueError: these degrees (but dp) are not possible for this model on this machine. The
+    sentence says what to choose.
     """
     dims = dims_of(model)
     tp, pp, cp, ep = degrees.tp, degrees.pp, degrees.cp, degrees.ep
@@ -213,11 +213,6 @@ def check(degrees: Degrees, model: ModelShape, machine: Machine) -> None:
         raise ValueError(
             f"--ep {ep} does not divide {dims.experts} experts: choose"
             f" {one_of(divisors(dims.experts))}."
-        )
-    if degrees.ranks != machine.ranks:
-        raise ValueError(
-            f"{degrees} makes {degrees.ranks} ranks, and there are {machine.ranks} GPUs: the product"
-            " of dp, tp, pp and cp is the number of GPUs (ep is a part of dp)."
         )
 
 

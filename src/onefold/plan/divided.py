@@ -32,6 +32,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import prod
 
 from onefold.comm.communicators import flat_over, inner_of, nodes_of
 from onefold.layout import Dtypes, ShardSpec, Tiers, Topology, grouped_as
@@ -95,11 +96,11 @@ def rule_of(name: str) -> Rule:
 
 def divided_along(p: Parameter, degrees: Degrees) -> tuple[str, ...]:
     """Return the axes of several ranks that divide a parameter."""
-    rule = rule_of(p.name)
+    rule, sizes = rule_of(p.name), degrees.sizes
     return tuple(
         axis
         for axis, dim in rule.axes.items()
-        if degrees.sizes[axis] > 1
+        if sizes[axis] > 1
         and dim < len(p.shape)
         and (axis != "tp" or rule.kind != "experts" or degrees.expert_tp)
     )
@@ -112,12 +113,17 @@ def local_shape(p: Parameter, degrees: Degrees) -> tuple[int, ...]:
     return region_of(p.shape, cuts).shape
 
 
+def local_numel(p: Parameter, degrees: Degrees) -> int:
+    return prod(local_shape(p, degrees))
+
+
 # -- stages of a pipeline --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
-    """What one rank of a pipeline has: its units, with whole parameters.
+    """What one rank of a pipeline has: its units, with whole parameters. One object for each model
+    and division, so that what is counted of it is counted once.
 
     Attributes:
         index: its number. chunks: the names of its blocks, by chunk.
@@ -139,6 +145,10 @@ class Stage:
     @property
     def blocks(self) -> int:
         return sum(map(len, self.chunks))
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return tuple(p for unit in self.units for p in unit.parameters)
 
 
 def stages_of(model: ModelShape, degrees: Degrees) -> tuple[Stage, ...]:

@@ -23,29 +23,28 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from onefold.plan.activity import Activity, Slot, flops_per_token
+from onefold.comm.communicators import communicators_of
+from onefold.plan.activity import Activity, Slot, flops_per_token, keeps
 from onefold.plan.collectives import (
     IN_LAYERS,
     Step,
     bubble,
     by_kind,
-    group_along,
     holders_from_first,
     in_flight,
     in_layers,
     over_holders,
-    parameters_of,
     sent,
 )
 from onefold.plan.degrees import Degrees, dims_of
-from onefold.plan.divided import Stage, local_shape, rule_of, stages_of, topology_over, units_over
+from onefold.plan.divided import Stage, local_numel, rule_of, stages_of, topology_over, units_over
 from onefold.plan.evaluate import FRAGMENTED, on_nccl, peak_of
 from onefold.plan.formulas import Convention, MicroBatchBytes, states_by_kind
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
 from onefold.plan.replay import Replay
 from onefold.plan.reserve import Reserve, reserve_of
-from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS
+from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Transformer
 from onefold.plan.states import MOMENTS_OF, at_rest
 from onefold.plan.times import Work, step_times
@@ -73,7 +72,8 @@ class MeshAccount:
         stage: the pipeline's stage whose rank holds most; the memory is that rank's.
         rest, peak: its bytes between steps and at peak, by category.
         states: bytes of model states of that rank as the papers count them.
-        activations: bytes of activations of that rank, at most.
+        activations: bytes of activations of that rank, at most; `kept`: those of its blocks that all
+            micro-batches in flight keep for their backward passes.
         usable, reserve: bytes of the device that training may take, and its other bytes.
         holders: how many ranks hold each part, by kind.
         sent: bytes of the rank that sends most, by axis and kind (`collectives.sent`).
@@ -92,6 +92,7 @@ class MeshAccount:
     peak: Mapping[str, int]
     states: int
     activations: int
+    kept: int
     usable: int
     reserve: Reserve
     holders: Mapping[str, int]
@@ -141,6 +142,7 @@ class MeshAccount:
             "peak": dict(self.peak),
             "states": self.states,
             "activations": self.activations,
+            "kept": self.kept,
             "usable": self.usable,
             "reserve": self.reserve.nbytes,
             "holders": dict(self.holders),
@@ -222,21 +224,28 @@ def stage_flops(
     stage: Stage, dims: Transformer, degrees: Degrees, step: Step
 ) -> tuple[float, float]:
     """Return a rank's FLOPs in one micro-batch of this stage: (all, with recompute; forward)."""
-    active = blocks = 0.0
+    multiplied, in_blocks = _multiplied(stage, dims)
+    attention = 2 * stage.blocks * (dims.q + dims.out) * step.seq
+    tokens = step.micro_batch * step.seq / (degrees.cp * degrees.tp)
+    forward = (2 * multiplied + attention) * tokens
+    again = (2 * in_blocks + attention) * tokens * step.recomputed
+    return 3 * forward + again, forward
+
+
+@lru_cache(maxsize=1024)
+def _multiplied(stage: Stage, dims: Transformer) -> tuple[float, float]:
+    """Return (elements that a token is multiplied with, those of blocks)."""
+    every = blocks = 0.0
     names = {name for chunk in stage.chunks for name in chunk}
     for unit in stage.units:
         for p in unit.parameters:
             kind = rule_of(p.name).kind
-            if len(p.shape) < 2 or kind == "norm" or (kind == "embedding" and not _is_head(p, stage, dims)):
-                continue
-            used = p.numel * (dims.active / dims.experts if p.routed else 1)
-            active += used
-            blocks += used if unit.name in names else 0
-    attention = 2 * stage.blocks * (dims.q + dims.out) * step.seq
-    tokens = step.micro_batch * step.seq / (degrees.cp * degrees.tp)
-    forward = (2 * active + attention) * tokens
-    again = (2 * blocks + attention) * tokens * step.recomputed
-    return 3 * forward + again, forward
+            looked_up = kind == "embedding" and not _is_head(p, stage, dims)
+            if len(p.shape) > 1 and kind != "norm" and not looked_up:
+                used = p.numel * (dims.active / dims.experts if p.routed else 1)
+                every += used
+                blocks += used if unit.name in names else 0
+    return every, blocks
 
 
 def _is_head(p: Any, stage: Stage, dims: Transformer) -> bool:
@@ -255,7 +264,7 @@ def seconds_of(
     moved = over_holders(slowest, degrees, step, machine)
     numel = sum(
         n / (degrees.holding(divided) if step.zero else 1)
-        for (_, divided), n in by_kind(parameters_of(slowest), degrees).items()
+        for (_, divided), n in by_kind(slowest, degrees, trained=True).items()
     )
     tokens = float(question.samples() * step.seq)
     work = Work(
@@ -309,7 +318,7 @@ def states_of_stage(
     section 5): each kind of parameters over the ranks that hold it.
     """
     total = 0.0
-    for (_, divided), numel in by_kind(parameters_of(stage), degrees).items():
+    for (_, divided), numel in by_kind(stage, degrees).items():
         total += sum(states_by_kind(numel, convention, zero, degrees.holding(divided)).values())
     return total
 
@@ -341,15 +350,12 @@ def activity_of(
     local, e = local_dims(dims, degrees), step.element
     size = MicroBatchBytes(local, step.micro_batch, step.seq // degrees.cp, e, code)
     flights = in_flight(degrees, stage.index, step.micro_batches)
-    kept = [checkpointing == "none" or (checkpointing == "selective" and i % 2 == 1) for i in range(stage.blocks)]
-    own = sum(size.kept(whole) for whole in kept)
-    chunk = own / len(stage.chunks)
+    kept = [keeps(i, checkpointing) for i in range(stage.blocks)]
+    chunk = sum(size.kept(whole) for whole in kept) / len(stage.chunks)
     crossing = 0 if stage.last and degrees.chunks == 1 else size.tokens * local.hidden * e
     before = size.before if stage.first else 16 * size.tokens
     others = round((flights - 1) * (chunk + crossing + before / len(stage.chunks)))
-    largest = {
-        u.name: max((_numel(p, degrees) for p in u.parameters), default=0) * e for u in stage.units
-    }
+    largest = _largest(stage, degrees)
     extra = _in_hand(dims, local, degrees, size.tokens, e)
     slots: list[Slot] = []
     held = others + before + crossing
@@ -367,19 +373,31 @@ def activity_of(
     at = top
     for name, whole in reversed(list(zip(names, kept, strict=True))):
         again = 0 if whole else size.whole
-        beside = size.beside(largest[name])
-        gradients = min(largest[name], again + beside)
+        mine = largest[name] * e
+        beside = size.beside(mine)
+        gradients = min(mine, again + beside)
         slots.append(Slot(name, "backward", round(at + again + beside + extra), 0, round(gradients)))
         at -= size.kept(whole) / len(stage.chunks)
     saved = round(top + others)
     return Activity(tuple(slots), saved, size.logits if stage.last else 0, 0.0, 0.0, "formula")
 
 
-def _numel(p: Any, degrees: Degrees) -> int:
-    numel = 1
-    for n in local_shape(p, degrees):
-        numel *= n
-    return numel
+@lru_cache(maxsize=1024)
+def _largest(stage: Stage, degrees: Degrees) -> Mapping[str, int]:
+    """Return the elements of each unit's largest parameter on a rank."""
+    return {
+        u.name: max((local_numel(p, degrees) for p in u.parameters), default=0) for u in stage.units
+    }
+
+
+def kept_by(
+    stage: Stage, dims: Transformer, degrees: Degrees, step: Step, code: str, checkpointing: str
+) -> int:
+    """Return the bytes that the blocks of a stage keep, of all micro-batches in flight."""
+    local = local_dims(dims, degrees)
+    size = MicroBatchBytes(local, step.micro_batch, step.seq // degrees.cp, step.element, code)
+    own = sum(size.kept(keeps(i, checkpointing)) for i in range(stage.blocks))
+    return own * in_flight(degrees, stage.index, step.micro_batches) // len(stage.chunks)
 
 
 def _in_hand(
@@ -398,6 +416,26 @@ def _in_hand(
     return out
 
 
+def least_bytes(
+    question: MeshQuestion, degrees: Degrees, step: Step, checkpointing: str
+) -> float:
+    """Return bytes below what a rank of this mesh holds at peak: states; gradients, if they are kept
+    whole over several micro-batches; parameters, if a pipeline keeps them gathered; and what blocks
+    keep of the other micro-batches in flight.
+    """
+    convention, dims = replace(question.job.convention, gradients=0.0), question.dims
+    held = step.micro_batches > 1 and (step.zero < 2 or degrees.pp > 1)
+    each = question.job.recipe(step.zero).sums_dtype.itemsize if held else 0
+    each += step.element if step.zero == 3 and degrees.pp > 1 else 0
+    least = 0.0
+    for stage in _unlike(stages_of(question.model, degrees)):
+        numel = sum(by_kind(stage, degrees, trained=True).values())
+        kept = kept_by(stage, dims, degrees, step, question.code, checkpointing)
+        states = states_of_stage(stage, degrees, convention, step.zero)
+        least = max(least, states + kept + each * numel)
+    return least
+
+
 def reserve_over(
     question: MeshQuestion, degrees: Degrees, recipe: Recipe, held: Sequence[tuple[str, ...]]
 ) -> Reserve:
@@ -414,8 +452,6 @@ def reserve_over(
     ranks = len(groups[-1])
     there = replace(machine, ranks=ranks) if ranks % machine.local == 0 or ranks <= machine.per_node else machine
     first = reserve_of(recipe, there, tops[-1])
-    from onefold.comm.communicators import communicators_of
-
     more = sum(communicators_of(t) for t in tops[:-1])
     return replace(first, communicators=first.communicators + more + axes)
 
@@ -451,21 +487,17 @@ def account_of(
     recipe = question.recipe(zero, degrees.pp)
     stages = stages_of(question.model, degrees)
     nccl, fragmented = on_nccl(machine), 0.0 if machine.is_here else FRAGMENTED
-    fullest: tuple[int, Stage, dict[str, int], dict[str, int], dict[str, int], int] | None = None
+    found = []
     for stage in _unlike(stages):
         moments, rest, moved = _engine(
             stage, degrees, recipe, job.optimizer, machine.node_ranks, nccl, step.micro_batches
         )
         activity = activity_of(stage, dims, degrees, step, question.code, checkpointing)
         peak = peak_of(moments, activity, rest.get(MOMENTS, 0), fragmented)
-        nbytes = sum(peak.values())
-        if fullest is None or nbytes > fullest[0]:
-            top = max(s.peak for s in activity.slots)
-            fullest = nbytes, stage, peak, rest, moved, top
-    assert fullest is not None
-    _, stage, peak, rest, moved, top = fullest
+        found.append((sum(peak.values()), stage, peak, rest, moved, activity))
+    _, stage, peak, rest, moved, activity = max(found, key=lambda one: one[0])
     seconds, tokens, mfu = seconds_of(question, degrees, step, software or Software())
-    kinds = by_kind(parameters_of(stage), degrees)
+    kinds = by_kind(stage, degrees)
     reserve = (
         Reserve() if machine.is_here else reserve_over(question, degrees, recipe, [d for _, d in kinds])
     )
@@ -479,7 +511,8 @@ def account_of(
         {k: v for k, v in rest.items() if v},
         {k: v for k, v in peak.items() if v},
         round(states_of_stage(stage, degrees, question.bytes_per_parameter, zero)),
-        top,
+        max(slot.peak for slot in activity.slots),
+        kept_by(stage, dims, degrees, step, question.code, checkpointing),
         max(0, machine.capacity - reserve.nbytes),
         reserve,
         {kind: degrees.holders(divided).size for kind, divided in kinds},
@@ -508,23 +541,3 @@ def _unlike(stages: Sequence[Stage]) -> list[Stage]:
     for stage in stages:
         seen.setdefault((stage.numel, stage.first, stage.last), stage)
     return list(seen.values())
-
-
-def quick_states(question: MeshQuestion, degrees: Degrees, zero: int) -> float:
-    """Return the least bytes that a rank of this mesh holds: a bound by which the search passes over
-    meshes that cannot fit.
-    """
-    convention = replace(question.job.convention, gradients=0.0)
-    stages = _unlike(stages_of(question.model, degrees))
-    return max(states_of_stage(s, degrees, convention, zero) for s in stages)
-
-
-__all__ = [
-    "ACTIVATIONS",
-    "FRAGMENTATION",
-    "LOGITS",
-    "MeshAccount",
-    "MeshQuestion",
-    "account_of",
-    "group_along",
-]
