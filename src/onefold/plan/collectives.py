@@ -77,6 +77,10 @@ class Step:
             return (1, 1) if pp > 1 else (2 * m, m if self.each_micro_batch else 1)
         return 1, m if self.zero == 2 and self.each_micro_batch else 1
 
+    def held_whole(self, pp: int) -> bool:
+        """Whether gradients of several micro-batches are kept whole until the last."""
+        return self.zero < 2 or pp > 1 or not self.each_micro_batch
+
 
 def data_bytes(numel: float, holders: int, gathers: float, reductions: float) -> float:
     """Return the bytes that a rank sends to the `holders` ranks (itself one) that hold the same
@@ -209,7 +213,7 @@ def over_holders(
     """Return the gathers and reductions of a stage's parameters among those that hold them."""
     gathers, reductions = step.passes(degrees.pp)
     resident = step.zero < 3 or degrees.pp > 1
-    late = not (step.each_micro_batch and step.zero >= 2) or degrees.pp > 1
+    late = step.held_whole(degrees.pp)
     by_group: dict[tuple[str, ...], int] = defaultdict(int)
     for (_, divided), numel in by_kind(stage, degrees, trained=True).items():
         by_group[divided] += numel

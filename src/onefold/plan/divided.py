@@ -40,7 +40,7 @@ from onefold.layout.holders import Cut, region_of
 from onefold.plan.activity import blocks_of
 from onefold.plan.degrees import Degrees, dims_of
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
-from onefold.plan.states import UnitPlan, rests_encoded
+from onefold.plan.states import UnitPlan, at_the_turn, rests_encoded
 from onefold.quant import codec
 from onefold.recipe import Recipe
 
@@ -270,14 +270,12 @@ def units_over(
     Args:
         per_node, nccl: as for `plan.states.units_of`.
     """
-    return [
-        UnitPlan(
-            unit.name,
-            tuple(_flats(unit, degrees, recipe, per_node, nccl)),
-            unit.looks_up_only,
-        )
-        for unit in stage.units
+    units = [
+        UnitPlan(u.name, tuple(_flats(u, degrees, recipe, per_node, nccl)), u.looks_up_only)
+        for u in stage.units
     ]
+    turning = at_the_turn(units) if recipe.reshard_after_forward else set()
+    return [replace(u, turns=True) if u.name in turning else u for u in units]
 
 
 def _flats(

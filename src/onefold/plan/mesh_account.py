@@ -58,6 +58,7 @@ SECONDS = (
     "optimizer", "step",
 )  # fmt: skip
 _OF_AXIS = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel"}
+_FP32 = 4
 #: The share of blocks whose forward pass runs again, by checkpointing.
 RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
@@ -228,7 +229,9 @@ def stage_flops(
     attention = 2 * stage.blocks * (dims.q + dims.out) * step.seq
     tokens = step.micro_batch * step.seq / (degrees.cp * degrees.tp)
     forward = (2 * multiplied + attention) * tokens
-    again = (2 * in_blocks + attention) * tokens * step.recomputed
+    # torch ends a recomputed block before its last product (plan/activity.py)
+    last = 2 * stage.blocks * dims.ffn * dims.hidden if dims.experts <= 1 else 0
+    again = (2 * in_blocks + attention - last) * tokens * step.recomputed
     return 3 * forward + again, forward
 
 
@@ -277,6 +280,8 @@ def seconds_of(
         forward_share=forward / whole,
         optimizer_numel=numel,
         optimizer_bytes=4 * (3 + 2 * MOMENTS_OF[job.optimizer]) * numel,
+        handled_bytes=_handled_bytes(slowest, degrees, step),
+        summed_bytes=_summed_bytes(slowest, degrees, step),
     )
     times = step_times(work, machine, software)
     # Middle stages send to both sides
@@ -306,6 +311,24 @@ def seconds_of(
     out["step"] = sum(out.values())
     mfu = work.model_flops / (out["step"] * machine.peak(job.computes)) if work.model_flops else 0.0
     return {name: out[name] for name in SECONDS}, tokens, mfu
+
+
+def _handled_bytes(stage: Stage, degrees: Degrees, step: Step) -> float:
+    """Return the bytes that copies of gradients read and write (`plan.wire.handled_bytes`)."""
+    numel, e, m = sum(by_kind(stage, degrees, trained=True).values()), step.element, step.micro_batches
+    if m > 1 and step.held_whole(degrees.pp):
+        return numel * ((e + _FP32) + (m - 1) * (e + 2 * _FP32))
+    return m * numel * (e + step.wire)
+
+
+def _summed_bytes(stage: Stage, degrees: Degrees, step: Step) -> float:
+    """Return the bytes that adding up gradients reads and writes (`plan.wire.summed_bytes`)."""
+    _, reductions = step.passes(degrees.pp)
+    return reductions * sum(
+        numel * (step.wire + _FP32 / degrees.holding(divided))
+        for (_, divided), numel in by_kind(stage, degrees, trained=True).items()
+        if degrees.holding(divided) > 1
+    )
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -378,6 +401,10 @@ def activity_of(
         gradients = min(mine, again + beside)
         slots.append(Slot(name, "backward", round(at + again + beside + extra), 0, round(gradients)))
         at -= size.kept(whole) / len(stage.chunks)
+    for unit in stage.units:
+        if unit.name not in names and unit.name != "(root)":
+            own = largest[unit.name] * e
+            slots.append(Slot(unit.name, "backward", round(at + own), 0, own))
     saved = round(top + others)
     return Activity(tuple(slots), saved, size.logits if stage.last else 0, 0.0, 0.0, "formula")
 
@@ -424,7 +451,7 @@ def least_bytes(
     keep of the other micro-batches in flight.
     """
     convention, dims = replace(question.job.convention, gradients=0.0), question.dims
-    held = step.micro_batches > 1 and (step.zero < 2 or degrees.pp > 1)
+    held = step.micro_batches > 1 and step.held_whole(degrees.pp)
     each = question.job.recipe(step.zero).sums_dtype.itemsize if held else 0
     each += step.element if step.zero == 3 and degrees.pp > 1 else 0
     least = 0.0
