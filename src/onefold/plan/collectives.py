@@ -207,9 +207,7 @@ def in_layers(
             yield axis, on_links(move, nbytes, calls, group_along(axis, degrees), machine)
 
 
-def over_holders(
-    stage: Stage, degrees: Degrees, step: Step, machine: Machine
-) -> list[Traffic]:
+def over_holders(stage: Stage, degrees: Degrees, step: Step, machine: Machine) -> list[Traffic]:
     """Return the gathers and reductions of a stage's parameters among those that hold them."""
     gathers, reductions = step.passes(degrees.pp)
     resident = step.zero < 3 or degrees.pp > 1
@@ -225,7 +223,12 @@ def over_holders(
             continue
         ranks = holders_from_first(degrees, divided)
         moves: tuple[tuple[str, float, float, Phase], ...] = (
-            ("all-gather", gathers * step.element, gathers, "first forward" if resident else "both"),
+            (
+                "all-gather",
+                gathers * step.element,
+                gathers,
+                "first forward" if resident else "both",
+            ),
             (
                 "reduce-scatter",
                 reductions * step.wire,

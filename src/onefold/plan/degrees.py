@@ -135,7 +135,9 @@ class Degrees:
 
     def __str__(self) -> str:
         said = [f"dp {self.dp}"]
-        said += [f"{n} {getattr(self, n)}" for n in ("tp", "pp", "cp", "ep") if getattr(self, n) > 1]
+        said += [
+            f"{n} {getattr(self, n)}" for n in ("tp", "pp", "cp", "ep") if getattr(self, n) > 1
+        ]
         said += [f"{self.chunks} chunks"] if self.chunks > 1 else []
         return " × ".join(said)
 

@@ -315,7 +315,11 @@ def seconds_of(
 
 def _handled_bytes(stage: Stage, degrees: Degrees, step: Step) -> float:
     """Return the bytes that copies of gradients read and write (`plan.wire.handled_bytes`)."""
-    numel, e, m = sum(by_kind(stage, degrees, trained=True).values()), step.element, step.micro_batches
+    numel, e, m = (
+        sum(by_kind(stage, degrees, trained=True).values()),
+        step.element,
+        step.micro_batches,
+    )
     if m > 1 and step.held_whole(degrees.pp):
         return numel * ((e + _FP32) + (m - 1) * (e + 2 * _FP32))
     return m * numel * (e + step.wire)
@@ -334,9 +338,7 @@ def _summed_bytes(stage: Stage, degrees: Degrees, step: Step) -> float:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def states_of_stage(
-    stage: Stage, degrees: Degrees, convention: Convention, zero: int
-) -> float:
+def states_of_stage(stage: Stage, degrees: Degrees, convention: Convention, zero: int) -> float:
     """Return a rank's bytes of model states as the papers count them (Rajbhandari et al. 2020,
     section 5): each kind of parameters over the ranks that hold it.
     """
@@ -399,7 +401,9 @@ def activity_of(
         mine = largest[name] * e
         beside = size.beside(mine)
         gradients = min(mine, again + beside)
-        slots.append(Slot(name, "backward", round(at + again + beside + extra), 0, round(gradients)))
+        slots.append(
+            Slot(name, "backward", round(at + again + beside + extra), 0, round(gradients))
+        )
         at -= size.kept(whole) / len(stage.chunks)
     for unit in stage.units:
         if unit.name not in names and unit.name != "(root)":
@@ -443,9 +447,7 @@ def _in_hand(
     return out
 
 
-def least_bytes(
-    question: MeshQuestion, degrees: Degrees, step: Step, checkpointing: str
-) -> float:
+def least_bytes(question: MeshQuestion, degrees: Degrees, step: Step, checkpointing: str) -> float:
     """Return bytes below what a rank of this mesh holds at peak: states; gradients, if they are kept
     whole over several micro-batches; parameters, if a pipeline keeps them gathered; and what blocks
     keep of the other micro-batches in flight.
@@ -475,9 +477,18 @@ def reserve_over(
     tops = [topology_over(g, recipe, per_node) for g in groups if len(g) > 1]
     axes = sum(n > 1 for n in (degrees.tp, degrees.pp, degrees.cp, degrees.ep))
     if not tops:
-        return Reserve(reserve_of(recipe, replace(machine, ranks=1), topology_over((0,), recipe, None)).context, axes)
+        return Reserve(
+            reserve_of(
+                recipe, replace(machine, ranks=1), topology_over((0,), recipe, None)
+            ).context,
+            axes,
+        )
     ranks = len(groups[-1])
-    there = replace(machine, ranks=ranks) if ranks % machine.local == 0 or ranks <= machine.per_node else machine
+    there = (
+        replace(machine, ranks=ranks)
+        if ranks % machine.local == 0 or ranks <= machine.per_node
+        else machine
+    )
     first = reserve_of(recipe, there, tops[-1])
     more = sum(communicators_of(t) for t in tops[:-1])
     return replace(first, communicators=first.communicators + more + axes)
@@ -526,7 +537,9 @@ def account_of(
     seconds, tokens, mfu = seconds_of(question, degrees, step, software or Software())
     kinds = by_kind(stage, degrees)
     reserve = (
-        Reserve() if machine.is_here else reserve_over(question, degrees, recipe, [d for _, d in kinds])
+        Reserve()
+        if machine.is_here
+        else reserve_over(question, degrees, recipe, [d for _, d in kinds])
     )
     return MeshAccount(
         degrees,

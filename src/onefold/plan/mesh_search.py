@@ -80,7 +80,9 @@ class MeshPlan:
         found = self.best
         said = f"{found.degrees}, ZeRO stage {found.zero}" if found is not None else "nothing fits"
         machine = self.question.machine
-        return f"MeshPlan({self.question.model.name} on {machine.ranks} × {machine.gpu.name}: {said})"
+        return (
+            f"MeshPlan({self.question.model.name} on {machine.ranks} × {machine.gpu.name}: {said})"
+        )
 
     def __str__(self) -> str:
         try:
@@ -105,7 +107,11 @@ class MeshPlan:
                 "per_node": machine.per_node,
                 "bytes": machine.capacity,
             },
-            "job": {"seq": job.seq, "global_batch": self.question.samples(), "precision": job.computes},
+            "job": {
+                "seq": job.seq,
+                "global_batch": self.question.samples(),
+                "precision": job.computes,
+            },
             "searched": self.searched,
             "rows": [row.to_json() for row in self.rows],
             "recommended": self.best.to_json() if self.best is not None else None,
@@ -357,4 +363,3 @@ def _notes(question: MeshQuestion, shown: MeshAccount | None) -> Iterator[str]:
             f"seconds assume {share:.0%} of the rate of large matrix products; what layers send along"
             " tp, cp and ep is not hidden"
         )
-

@@ -38,7 +38,14 @@ def show_mesh(plan: MeshPlan, console: Console | None = None) -> None:
     if plan.searched:
         print_whole(out, best_meshes(plan))
     elif plan.rows:
+        first = plan.rows[0]
+        out.print(
+            f"[italic]{first.degrees}: what the fullest rank holds, the busiest sends, and a step"
+            " takes[/italic]"
+        )
         print_whole(out, one_mesh(plan))
+        held = ", ".join(f"{kind} {n:,}" for kind, n in first.holders.items())
+        out.print(f"ranks that hold the same part, by kind: {held}")
     if plan.best is None:
         out.print(f"[bold]nothing fits.[/bold] {plan.why_not}")
     else:
@@ -54,7 +61,18 @@ def show_mesh(plan: MeshPlan, console: Console | None = None) -> None:
 
 def best_meshes(plan: MeshPlan) -> Table:
     """Return the best meshes, one a row, the fastest first."""
-    names = ("ZeRO", "recompute", "micro-batches", "at rest", "peak", "of", "bubble", "step", "tokens/s", "MFU")
+    names = (
+        "ZeRO",
+        "recompute",
+        "micro-batches",
+        "at rest",
+        "peak",
+        "of",
+        "bubble",
+        "step",
+        "tokens/s",
+        "MFU",
+    )
     table = table_of(f"the best of {plan.searched:,} meshes, by seconds per token", "", *names)
     for row in plan.rows:
         table.add_row(
@@ -77,9 +95,7 @@ def one_mesh(plan: MeshPlan) -> Table:
     """Return a mesh's accounts, one ZeRO stage a column."""
     rows = plan.rows
     columns = [f"stage {r.zero}" + (" ◄" if r is plan.best else "") for r in rows]
-    first = rows[0]
-    said = f"{first.degrees}: what the fullest rank holds, the busiest sends, and a step takes"
-    table = table_of(said, "", *columns)
+    table = table_of("", "", *columns)
 
     def line(
         name: str,
@@ -111,7 +127,6 @@ def one_mesh(plan: MeshPlan) -> Table:
         "fits",
         *("yes" if r.fits else f"no, by {gib(r.peak_bytes - r.usable)}" for r in rows),
     )
-    held = ", ".join(f"{kind} {n:,}" for kind, n in first.holders.items())
     line("[bold]sent in a step[/bold]", lambda row: sum(_sums(row).values()), always=True)
     for axis in SENT:
         line(f"  {_AXIS[axis]}", lambda row, a=axis: _sums(row)[a])  # type: ignore[misc]
@@ -124,8 +139,6 @@ def one_mesh(plan: MeshPlan) -> Table:
     line("bubble", lambda row: row.bubble, lambda share: f"{share:.1%}")
     line("tokens/s", lambda row: row.tokens / row.seconds["step"], count, always=True)
     line("MFU", lambda row: row.mfu, lambda mfu: f"{mfu:.0%}")
-    table.caption = f"ranks that hold the same part, by kind: {held}"
-    table.caption_justify = "left"
     return table
 
 

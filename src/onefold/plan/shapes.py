@@ -339,7 +339,12 @@ def model_of(name: str, family: str, dims: Transformer) -> ModelShape:
         for i in range(dims.layers)
     ]
     # A token passes only the active experts
-    counts = (first, 1), (dense, dims.dense_layers), (block, dims.layers - dims.dense_layers), (last, 1)
+    counts = (
+        (first, 1),
+        (dense, dims.dense_layers),
+        (block, dims.layers - dims.dense_layers),
+        (last, 1),
+    )
     active = sum(
         count * (p.numel * (dims.active if p.routed else dims.experts) // dims.experts)
         for named, count in counts
