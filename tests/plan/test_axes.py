@@ -376,6 +376,25 @@ def test_a_pipeline_gathers_and_reduces_each_unit_once_a_step() -> None:
     assert found == pytest.approx(16 * 3 * model.numel * 7 / 8 * 2)
 
 
+def test_parameters_that_stay_gathered_and_late_reductions_send_less() -> None:
+    model, degrees = architecture("llama-3-8b"), Degrees(dp=8)
+    question = MeshQuestion(
+        model,
+        hardware.machine(8, 8, "h100-80"),
+        Job(
+            seq=2048,
+            global_batch=32,
+            options=(("reshard_after_forward", False), ("reduce_at", "boundary")),
+        ),
+    )
+    step = question.step(degrees, 3, 1, "none")
+    assert step.passes(1) == (4, 1)
+    assert Step(3, micro_batches=4).passes(1) == (8, 4)
+    found = account_of(question, degrees, 3, "none")
+    exact, closed = sum(found.wire.values()), sum(found.sent["data"].values())
+    assert exact == pytest.approx(closed, rel=0.01), told(exact, closed)
+
+
 def test_layers_send_what_the_papers_count() -> None:
     """Narayanan et al. 2021, section 3.2: 8·b·s·h·(t−1)/t elements a layer and micro-batch."""
     model, degrees = architecture("llama-3-8b"), Degrees(dp=2, tp=4, pp=2, cp=2)

@@ -58,7 +58,8 @@ class Step:
         element: bytes of an element in which layers compute, and parameters are gathered.
         wire: bytes of an element in which gradients are reduced.
         recomputed: the share of blocks whose forward pass runs again.
-        each_micro_batch: stage 2 reduces in every micro-batch.
+        each_micro_batch: stages 2 and 3 reduce in every micro-batch.
+        gathers_again: stage 3 gathers again in the backward pass.
     """
 
     zero: int
@@ -69,12 +70,14 @@ class Step:
     wire: int = 2
     recomputed: float = 0.0
     each_micro_batch: bool = True
+    gathers_again: bool = True
 
     def passes(self, pp: int) -> tuple[int, int]:
         """Return how often (parameters are gathered, gradients are reduced) in a step."""
         m = 1 if pp > 1 else self.micro_batches
         if self.zero == 3:
-            return (1, 1) if pp > 1 else (2 * m, m if self.each_micro_batch else 1)
+            gathers = m * (2 if self.gathers_again and pp == 1 else 1)
+            return gathers, m if self.each_micro_batch else 1
         return 1, m if self.zero == 2 and self.each_micro_batch else 1
 
     def held_whole(self, pp: int) -> bool:

@@ -192,7 +192,7 @@ def check(degrees: Degrees, model: ModelShape, machine: Machine) -> None:
     sentence says what to choose.
     """
     dims = dims_of(model)
-    tp, pp, cp, ep = degrees.tp, degrees.pp, degrees.cp, degrees.ep
+    tp, pp, ep = degrees.tp, degrees.pp, degrees.ep
     if (found := _divides(tp, dims)) is not None:
         count, name = found
         raise ValueError(

@@ -34,6 +34,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
 
+import torch
+
 from onefold.comm.communicators import flat_over, inner_of, nodes_of
 from onefold.layout import Dtypes, ShardSpec, Tiers, Topology, grouped_as
 from onefold.layout.holders import Cut, region_of
@@ -281,16 +283,16 @@ def units_over(
 def _flats(
     unit: UnitShape, degrees: Degrees, recipe: Recipe, per_node: int | None, nccl: bool
 ) -> Iterator[ShardSpec]:
-    kinds: dict[tuple[object, ...], list[Parameter]] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool, tuple[int, ...]], list[Parameter]] = {}
     for p in unit.parameters:
         like = grouped_as(p.torch_dtype, recipe), p.trainable, rests_encoded(p, recipe)
         held = degrees.holders(divided_along(p, degrees)).groups[0]
         kinds.setdefault((*like, held), []).append(p)
     for (_, trainable, stored, ranks), of_kind in kinds.items():
-        topology = topology_over(ranks, recipe, per_node)  # type: ignore[arg-type]
-        nodes = nodes_of(ranks, per_node)  # type: ignore[arg-type]
+        topology = topology_over(ranks, recipe, per_node)
+        nodes = nodes_of(ranks, per_node)
         decided = recipe.with_sums(nccl, flat_over(nodes, topology))
-        dtypes = Dtypes.of(of_kind[0].torch_dtype, bool(trainable), decided)
+        dtypes = Dtypes.of(of_kind[0].torch_dtype, trainable, decided)
         yield ShardSpec.of(
             tuple((p.name, local_shape(p, degrees)) for p in of_kind),
             dtypes,
@@ -298,9 +300,9 @@ def _flats(
             topology,
             topology.position_of(0),
             codec,
-            trainable=bool(trainable),
-            stored=bool(stored),
-            tiers=None if stored else Tiers.of(bool(trainable), decided),
+            trainable=trainable,
+            stored=stored,
+            tiers=None if stored else Tiers.of(trainable, decided),
             in_place=all(p.torch_dtype == dtypes.compute for p in of_kind),
             native=nccl,
         )

@@ -61,6 +61,12 @@ _OF_AXIS = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert par
 _FP32 = 4
 #: The share of blocks whose forward pass runs again, by checkpointing.
 RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
+#: The same in a sentence.
+RECOMPUTE_SAID = {
+    "none": "without recompute",
+    "selective": "with recompute of every second block",
+    "full": "with recompute of every block",
+}
 
 
 @dataclass(frozen=True)
@@ -182,7 +188,7 @@ class MeshQuestion:
 
     def samples(self) -> int:
         """Samples of a step: the job's, or as many as if every GPU had a micro-batch."""
-        return self.job.global_batch or self.machine.ranks * (self.job.micro_batch or 1)
+        return self.job.global_batch or self.machine.ranks * self.job.micro_batch
 
     def micro_batches(self, degrees: Degrees, micro_batch: int) -> int:
         """Return the micro-batches of a rank. Raises ValueError: the batch does not divide."""
@@ -208,6 +214,7 @@ class MeshQuestion:
             (recipe.gradients.wire or computed).itemsize,
             RECOMPUTED[checkpointing],
             recipe.reduce_at == "micro-batch",
+            recipe.reshard_after_forward,
         )
 
     def recipe(self, zero: int, pp: int) -> Recipe:
@@ -385,7 +392,7 @@ def activity_of(
     slots: list[Slot] = []
     held = others + before + crossing
     names = [name for part in stage.chunks for name in part]
-    at = held
+    at: float = held
     for name, whole in zip(names, kept, strict=True):
         slots.append(Slot(name, "forward", round(at + size.whole + size.in_hand() + extra)))
         at += size.kept(whole) / len(stage.chunks)
@@ -520,7 +527,7 @@ def account_of(
 ) -> MeshAccount:
     """Account for a mesh. Raises ValueError: the global batch does not divide."""
     machine, job, dims = question.machine, question.job, question.dims
-    micro_batch = job.micro_batch or 1
+    micro_batch = job.micro_batch
     step = question.step(degrees, zero, micro_batch, checkpointing)
     recipe = question.recipe(zero, degrees.pp)
     stages = stages_of(question.model, degrees)

@@ -22,6 +22,7 @@ from onefold.plan.formulas import CODES, Convention
 from onefold.plan.hardware import Machine
 from onefold.plan.job import CHECKPOINTING, Job
 from onefold.plan.mesh_account import (
+    RECOMPUTE_SAID,
     MeshAccount,
     MeshQuestion,
     account_of,
@@ -38,11 +39,6 @@ AUTO = "auto"
 UNEVEN = 1.1
 #: Ranks that divide a sample at most, and the fewest tokens that each of them has.
 MOST_CP, FEWEST_TOKENS = 32, 4096
-RECOMPUTE_SAID = {
-    "none": "without recompute",
-    "selective": "with recompute of every second block",
-    "full": "with recompute of every block",
-}
 #: How many whole accounts a search makes at most.
 MOST_ACCOUNTS = 300
 #: Options of a job that a plan over axes does not count.
@@ -179,6 +175,11 @@ def _refuse(job: Job, machine: Machine) -> None:
         raise ValueError(
             "--here measured moves among all ranks, none along an axis: give --gpus and --gpu instead."
         )
+    if not job.micro_batch:
+        raise ValueError(
+            "--micro-batch auto: a plan over axes takes a number of samples, since more of them at once"
+            " change the pipeline's bubble; give --micro-batch 1, 2 or 4 and compare."
+        )
     given = [n for n in _NOT_COUNTED if dict(job.options).get(n) not in (None, False)]
     given += ["offload"] if job.offload not in ("", "none") else []
     given += ["lora"] if job.lora_rank else []
@@ -197,10 +198,11 @@ def _checked(
     machine, the sequence or the batch.
     """
     model, machine, job = question.model, question.machine, question.job
-    check(Degrees(dp=asked.get("ep", 1), **asked, **options), model, machine)
-    degrees = Degrees.on(machine.ranks, **asked, **options)
+    given: dict[str, Any] = {**asked, **options}
+    check(Degrees(dp=asked.get("ep", 1), **given), model, machine)
+    degrees = Degrees.on(machine.ranks, **given)
     check_sequence(degrees, job.seq)
-    question.micro_batches(degrees, job.micro_batch or 1)
+    question.micro_batches(degrees, job.micro_batch)
     return degrees
 
 
@@ -281,7 +283,7 @@ def _searched(
         usual = (1, 3) if degrees.pp > 1 else (1, 2, 3)
         for zero in stages or (usual if degrees.dp * degrees.of_stage_without_dp > 1 else (0,)):
             for checkpointing in (job.checkpointing,) if job.checkpointing else CHECKPOINTING:
-                step = question.step(degrees, zero, job.micro_batch or 1, checkpointing)
+                step = question.step(degrees, zero, job.micro_batch, checkpointing)
                 if least_bytes(question, degrees, step, checkpointing) > usable:
                     continue
                 seconds, tokens, _ = seconds_of(question, degrees, step, software or Software())
@@ -357,6 +359,8 @@ def _notes(question: MeshQuestion, shown: MeshAccount | None) -> Iterator[str]:
         )
     if shown is not None and shown.degrees.ep > 1:
         yield "tokens are counted as spread evenly over the experts, and all-to-alls as not hidden"
+    if shown is not None and shown.reserve.nbytes:
+        yield f"left on each GPU beside tensors: {shown.reserve}; assumptions"
     if shown is not None:
         share = Software().kernel_share
         yield (

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from onefold.plan.collectives import SENT
-from onefold.plan.mesh_account import SECONDS, MeshAccount
-from onefold.plan.mesh_search import RECOMPUTE_SAID, MeshPlan
+from onefold.plan.mesh_account import RECOMPUTE_SAID, SECONDS, MeshAccount
 from onefold.plan.schema import CATEGORIES
 from onefold.plan.tables import count, gib, in_seconds, print_whole, table_of
+
+if TYPE_CHECKING:
+    from onefold.plan.mesh_search import MeshPlan
 
 _AXIS = {
     "data": "among holders (ZeRO)",
@@ -33,7 +36,7 @@ def show_mesh(plan: MeshPlan, console: Console | None = None) -> None:
     out.print(
         f"on {machine.ranks:,} × {machine.gpu.title or machine.gpu.name} ({gib(machine.capacity)}),"
         f" {machine.local} a node; {job.computes}, {job.seq:,} tokens a sample, global batch"
-        f" {question.samples():,}, micro-batch {job.micro_batch or 1}, {job.optimizer}"
+        f" {question.samples():,}, micro-batch {job.micro_batch}, {job.optimizer}"
     )
     if plan.searched:
         print_whole(out, best_meshes(plan))
