@@ -10,7 +10,6 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +94,15 @@ def account(
     return account_of(question, Degrees.on(gpus, **degrees), zero, checkpointing)
 
 
+def bloom(tp: int, micro_batch: int) -> MeshAccount:
+    native = (("reduce", "native"),)
+    job = Job(seq=2048, micro_batch=micro_batch, global_batch=2048, options=native)
+    return account(
+        "bloom-176b", 384, "a100-80", job, 1, "full", Convention(2, 6, 12),
+        tp=tp, pp=12, sequence_parallel=False,
+    )  # fmt: skip
+
+
 # -- published runs --------------------------------------------------------------------------------
 
 
@@ -104,13 +112,11 @@ def test_bloom_176b_takes_the_memory_that_bigscience_measured(
 ) -> None:
     """BigScience tr11-176B-ml, chronicles-prequel.md, "Rebalancing layers": nvidia-smi on 384 A100
     80 GB, ZeRO-1, PP 12, full recompute, without sequence parallelism. Their bf16 optimizer holds
-    bf16 and fp32 gradients whole: 2 + 6 + 12 bytes per parameter.
+    bf16 and fp32 gradients whole: 2 + 6 + 12 bytes per parameter. NCCL adds gradients up. Of the
+    plan's figure 5 to 6.6 GiB are its assumption of what the driver and communicators take.
     """
-    job = Job(seq=2048, micro_batch=micro_batch, global_batch=2048)
-    found = account(
-        "bloom-176b", 384, "a100-80", job, 1, "full", Convention(2, 6, 12),
-        tp=tp, pp=12, sequence_parallel=False,
-    )  # fmt: skip
+    found = bloom(tp, micro_batch)
+    assert 5 * GIB < found.reserve.nbytes < 7 * GIB
     assert found.papers_bytes / GIB == pytest.approx(measured, rel=0.1), told(
         found.papers_bytes / GIB, measured
     )
@@ -663,21 +669,11 @@ def test_the_page_shows_what_the_command_prints(words: str, printed: str) -> Non
 
 def test_the_page_has_the_figures_of_the_published_runs() -> None:
     assert len(PRINTED) == 2
-    bloom, titan = Job(seq=2048, micro_batch=2, global_batch=2048), Job(seq=8192, micro_batch=4)
-    convention = Convention(2, 6, 12)
-    for tp, job, published in (
-        (4, bloom, 59),
-        (4, replace(bloom, micro_batch=4), 73),
-        (8, bloom, 40),
-    ):
-        found = account(
-            "bloom-176b", 384, "a100-80", job, 1, "full", convention,
-            tp=tp, pp=12, sequence_parallel=False,
-        )  # fmt: skip
-        planned = found.papers_bytes / GIB
+    for tp, micro_batch, published in ((4, 2, 59), (4, 4, 73), (8, 2, 40)):
+        planned = bloom(tp, micro_batch).papers_bytes / GIB
         off = planned / published - 1
-        assert f"| {published} | {planned:.1f} | {100 * off:+.0f} % |" in PAGE
-    job = replace(titan, global_batch=256)
+        assert f"| {published} | {planned:.1f} | {100 * off:+.0f} % |".replace("-", "−") in PAGE
+    job = Job(seq=8192, micro_batch=4, global_batch=256)
     for chunks, said in ((2, "72.7 | {:.1f} |"), (1, "82.5; 84.9 | {:.1f};")):
         found = account("llama-3-405b", 512, "h100-96", job, 3, "full", tp=8, pp=8, chunks=chunks)
         assert said.format(found.peak_bytes / GIB) in PAGE
