@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,3 +152,17 @@ def test_the_parameters_are_those_of_the_real_module_unit_by_unit(name: str) -> 
     assert embedding == {
         n for n in real if n != "(root)" and type(module.get_submodule(n)) is torch.nn.Embedding
     }
+
+
+@with_transformers
+def test_the_dimensions_of_latent_attention_are_read_from_a_config() -> None:
+    import transformers
+
+    from onefold.plan.modules import transformer_of
+
+    dims = replace(shapes.find("deepseek-v3").dims, layers=4, experts=4, active=2, vocab=1024)
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        module = transformers.AutoModelForCausalLM.from_config(_config("deepseek_v3", dims))
+    found = transformer_of(module, dims.seq)
+    assert found is not None and replace(found, kv_heads=0) == dims

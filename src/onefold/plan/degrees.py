@@ -59,7 +59,7 @@ class Degrees:
     expert_tp: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "ep", "chunks"):
+        for name in ("tp", "pp", "cp", "ep", "chunks", "dp"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"--{name} {value!r}: expected a whole number, 1 or more.")

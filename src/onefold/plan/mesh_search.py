@@ -30,7 +30,7 @@ from onefold.plan.mesh_account import (
     seconds_of,
 )
 from onefold.plan.shapes import find, known
-from onefold.plan.subject import subject_of
+from onefold.plan.subject import Subject, subject_of
 from onefold.plan.traffic import Software
 from onefold.recipe import Recipe
 
@@ -156,7 +156,7 @@ def plan_over_axes(
         found, searched = _searched(question, asked, options, stages, software, keep)
         rows = tuple(found)
     else:
-        degrees = _checked(question, {k: int(v) for k, v in asked.items()}, options)
+        degrees = _checked(question, asked, options)
         rows, searched = tuple(_columns(question, degrees, stages, software)), 0
     fitting = [row for row in rows if row.fits]
     best = min(fitting, key=_order, default=None)
@@ -166,7 +166,7 @@ def plan_over_axes(
         best,
         searched,
         "" if best is not None else _why_not(question, rows, searched),
-        tuple(_notes(question, best or (rows[-1] if rows else None))),
+        (*_notes(question, best or (rows[-1] if rows else None)), *_of_activations(subject)),
     )
 
 
@@ -192,7 +192,7 @@ def _refuse(job: Job, machine: Machine) -> None:
 
 
 def _checked(
-    question: MeshQuestion, asked: Mapping[str, int], options: Mapping[str, Any]
+    question: MeshQuestion, asked: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Degrees:
     """Return the mesh of the asked degrees. Raises ValueError: it is not possible for the model, the
     machine, the sequence or the batch.
@@ -233,7 +233,7 @@ def _columns(
 
 
 def meshes(
-    question: MeshQuestion, asked: Mapping[str, int | str], options: Mapping[str, Any]
+    question: MeshQuestion, asked: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Iterator[Degrees]:
     """Yield every mesh that is possible for the model, the machine and the batch. A degree of
     `asked` that is a number stays.
@@ -252,7 +252,7 @@ def meshes(
     }
     for name, value in asked.items():
         if value != AUTO:
-            choices[name] = [int(value)]
+            choices[name] = [value]
     for tp, pp, cp, ep in itertools.product(*choices.values()):
         more = dict(options)
         if pp == 1:
@@ -312,7 +312,7 @@ def _say_why_none(
     question: MeshQuestion, asked: Mapping[str, int | str], options: Mapping[str, Any]
 ) -> None:
     """Raises ValueError: no mesh is possible, in the words of the first thing that refuses it."""
-    _checked(question, {k: int(v) for k, v in asked.items() if v != AUTO}, options)
+    _checked(question, {k: v for k, v in asked.items() if v != AUTO}, options)
     raise ValueError(
         f"no mesh of {question.machine.ranks} GPUs is possible for {question.model.name} with"
         f" {', '.join(f'--{k} {v}' for k, v in asked.items())}: leave a degree to the search (auto),"
@@ -340,17 +340,19 @@ def _why_not(question: MeshQuestion, rows: tuple[MeshAccount, ...], searched: in
     )
 
 
+def _of_activations(subject: Subject) -> Iterator[str]:
+    if subject.source == "from dimensions":
+        yield from subject.notes
+        return
+    yield "over axes activations are counted from dimensions, as fused kernels keep them"
+
+
 def _notes(question: MeshQuestion, shown: MeshAccount | None) -> Iterator[str]:
     dims = question.dims
     found = question.bytes_per_parameter
     yield (
         f"papers' way counts {found.parameters:g} parameters + {found.gradients:g} gradients +"
         f" {found.optimizer:g} optimizer bytes per parameter"
-    )
-    yield (
-        "activations are counted from dimensions: attention in one fused kernel"
-        if question.code != "bloom"
-        else "activations are counted from dimensions: attention keeps its scores"
     )
     if dims.tied and shown is not None and shown.degrees.pp > 1:
         yield (
