@@ -18,12 +18,12 @@ of the compute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from onefold.comm.communicators import communicators_of
+from onefold.comm.communicators import communicators_of, flat_over, nodes_of
 from onefold.plan.activity import Activity, Slot, flops_per_token, keeps
 from onefold.plan.collectives import (
     IN_LAYERS,
@@ -473,32 +473,24 @@ def least_bytes(question: MeshQuestion, degrees: Degrees, step: Step, checkpoint
 
 
 def reserve_over(
-    question: MeshQuestion, degrees: Degrees, recipe: Recipe, held: Sequence[tuple[str, ...]]
+    question: MeshQuestion, degrees: Degrees, recipe: Recipe, held: Collection[tuple[str, ...]]
 ) -> Reserve:
-    """Return the bytes of a GPU beside its tensors: those of the largest group that holds parameters,
-    communicators of further such groups, and one for each other axis.
+    """Return the bytes of a GPU beside its tensors: as `plan.reserve` counts them for the largest
+    group that holds parameters, with the communicators of the other groups and one for each other
+    axis.
+
+    Args:
+        held: the axes that divide parameters, by kind.
     """
-    machine = question.machine
-    per_node = machine.node_ranks
+    per_node = question.machine.node_ranks
     groups = sorted({holders_from_first(degrees, divided) for divided in held}, key=len)
-    tops = [topology_over(g, recipe, per_node) for g in groups if len(g) > 1]
+    *others, largest = (topology_over(ranks, recipe, per_node) for ranks in groups)
+    flat = flat_over(nodes_of(groups[-1], per_node), largest)
+    decided = recipe.with_sums(on_nccl(question.machine), flat)
+    found = reserve_of(decided, question.machine, largest)
     axes = sum(n > 1 for n in (degrees.tp, degrees.pp, degrees.cp, degrees.ep))
-    if not tops:
-        return Reserve(
-            reserve_of(
-                recipe, replace(machine, ranks=1), topology_over((0,), recipe, None)
-            ).context,
-            axes,
-        )
-    ranks = len(groups[-1])
-    there = (
-        replace(machine, ranks=ranks)
-        if ranks % machine.local == 0 or ranks <= machine.per_node
-        else machine
-    )
-    first = reserve_of(recipe, there, tops[-1])
-    more = sum(communicators_of(t) for t in tops[:-1])
-    return replace(first, communicators=first.communicators + more + axes)
+    more = axes + sum(communicators_of(topology) for topology in others)
+    return replace(found, communicators=found.communicators + more)
 
 
 @lru_cache(maxsize=64)
@@ -546,7 +538,7 @@ def account_of(
     reserve = (
         Reserve()
         if machine.is_here
-        else reserve_over(question, degrees, recipe, [d for _, d in kinds])
+        else reserve_over(question, degrees, recipe, {divided for _, divided in kinds})
     )
     return MeshAccount(
         degrees,
