@@ -15,7 +15,7 @@ from onefold.cli.tables import plain_table
 from onefold.inspection.diff import Difference, TensorDifference
 from onefold.inspection.summary import Listed, Summary, TensorSummary
 from onefold.inspection.verify import Examination
-from onefold.plan.tables import count, print_whole
+from onefold.plan.tables import _print, count
 
 #: The most problems and differences that are shown; --json has them all.
 MOST = 40
@@ -38,7 +38,7 @@ def _show(out: Console, title: str, columns: Sequence[str], rows: Iterable[Seque
     table.show_header = any(columns)
     for row in rows:
         table.add_row(*map(escape, row))
-    print_whole(out, table)
+    _print(out, table)
 
 
 def show_list(root: Path, found: Sequence[Listed]) -> None:
@@ -50,7 +50,7 @@ def show_list(root: Path, found: Sequence[Listed]) -> None:
         state = "[bold red]not whole[/bold red]" if c.wrong else "whole by names and sizes"
         figures = _or_dash(c.step), c.created or "–", _or_dash(c.ranks), _bytes(c.nbytes)
         table.add_row(escape(c.path.name), *figures, state)
-    print_whole(out, table)
+    _print(out, table)
     for c in found:
         if c.wrong:
             out.print(f"{escape(c.path.name)}: {escape(c.wrong)}")

@@ -12,7 +12,7 @@ from rich.table import Table
 from onefold.plan.collectives import SENT
 from onefold.plan.mesh_account import RECOMPUTE_SAID, SECONDS, MeshAccount
 from onefold.plan.schema import CATEGORIES
-from onefold.plan.tables import count, gib, in_seconds, print_whole, table_of
+from onefold.plan.tables import _print, _table, count, gib, in_seconds
 
 if TYPE_CHECKING:
     from onefold.plan.mesh_search import MeshPlan
@@ -39,14 +39,14 @@ def show_mesh(plan: MeshPlan, console: Console | None = None) -> None:
         f" {question.samples():,}, micro-batch {job.micro_batch}, {job.optimizer}"
     )
     if plan.searched:
-        print_whole(out, best_meshes(plan))
+        _print(out, best_meshes(plan))
     elif plan.rows:
         first = plan.rows[0]
         out.print(
             f"[italic]{first.degrees}: what the fullest rank holds, the busiest sends, and a step"
             " takes[/italic]"
         )
-        print_whole(out, one_mesh(plan))
+        _print(out, one_mesh(plan))
         held = ", ".join(f"{kind} {n:,}" for kind, n in first.holders.items())
         out.print(f"ranks that hold the same part, by kind: {held}")
     if plan.best is None:
@@ -76,7 +76,7 @@ def best_meshes(plan: MeshPlan) -> Table:
         "tokens/s",
         "MFU",
     )
-    table = table_of(f"the best of {plan.searched:,} meshes, by seconds per token", "", *names)
+    table = _table(f"the best of {plan.searched:,} meshes, by seconds per token", "", *names)
     for row in plan.rows:
         table.add_row(
             str(row.degrees) + (" ◄" if row is plan.best else ""),
@@ -98,7 +98,7 @@ def one_mesh(plan: MeshPlan) -> Table:
     """Return a mesh's accounts, one ZeRO stage a column."""
     rows = plan.rows
     columns = [f"stage {r.zero}" + (" ◄" if r is plan.best else "") for r in rows]
-    table = table_of("", "", *columns)
+    table = _table("", "", *columns)
 
     def line(
         name: str,

@@ -69,15 +69,15 @@ def show(plan: Plan, console: Console | None = None) -> None:
         f"on {device}; {job.computes}, {job.seq} tokens a sample, {batch}, {job.optimizer}{named};"
         f" activations {plan.source}"
     )
-    print_whole(out, _stages(plan))
+    _print(out, _stages(plan))
     if plan.recommended is None:
         out.print(f"[bold]nothing fits.[/bold] {plan.why_not}")
     else:
         out.print(_recommendation(plan.recommended))
         if plan.next_steps:
-            print_whole(out, _steps(plan, plan.recommended))
+            _print(out, _steps(plan, plan.recommended))
     if plan.slow_links is not None:
-        print_whole(out, slow_links_table(plan.slow_links))
+        _print(out, slow_links_table(plan.slow_links))
         for sentence in plan.slow_links.why:
             out.print(sentence)
     if plan.sums is not None:
@@ -85,7 +85,7 @@ def show(plan: Plan, console: Console | None = None) -> None:
     shown = plan.shown
     placed = tiers_table(shown)
     if placed is not None:
-        print_whole(out, placed)
+        _print(out, placed)
         out.print(moves_said(shown))
     for note in plan.notes:
         out.print(f"[dim]{note}[/dim]")
@@ -95,7 +95,7 @@ def show(plan: Plan, console: Console | None = None) -> None:
     )
 
 
-def print_whole(out: Console, table: Table) -> None:
+def _print(out: Console, table: Table) -> None:
     """Print a table at its full width, since figures that are cut are of no use."""
     wide = Console(width=10_000, file=io.StringIO())
     needed = Measurement.get(wide, wide.options, table).maximum
@@ -108,7 +108,7 @@ def _stages(plan: Plan) -> Table:
         f"a rank holds, sends and takes, at micro-batch {like.micro_batch}, checkpointing"
         f" {like.checkpointing}"
     )
-    table = table_of(title)
+    table = _table(title)
     # A recommendation that offloads or has groups gets a column of its own
     apart = best is not None and all(c.scheme != best.scheme for c in plan.stages)
     columns = (*plan.stages, best) if best is not None and apart else plan.stages
@@ -167,7 +167,7 @@ def _stages(plan: Plan) -> Table:
     return table
 
 
-def table_of(title: str, *columns: str) -> Table:
+def _table(title: str, *columns: str) -> Table:
     """Return a table without a frame, with figures to the right."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
     for name in columns or ("",):
@@ -201,7 +201,7 @@ def _recommendation(best: Candidate) -> str:
 
 
 def _steps(plan: Plan, best: Candidate) -> Table:
-    table = table_of("what the next steps would buy", "", "peak", "saves", "step", "slower by")
+    table = _table("what the next steps would buy", "", "peak", "saves", "step", "slower by")
     own = best.account.seconds.get("step", 0)
     for step in plan.next_steps:
         peak, seconds = step.account.peak_bytes, step.account.seconds.get("step", 0)
@@ -216,7 +216,7 @@ def tiers_table(found: Candidate) -> Table | None:
     account = found.account
     if not account.offloaded:
         return None
-    table = table_of(f"where it is at peak: {found.scheme}", "", "device", "host", "NVMe")
+    table = _table(f"where it is at peak: {found.scheme}", "", "device", "host", "NVMe")
     held = [account.peak, *(account.offloaded.get(tier, {}) for tier in ("host", "nvme"))]
     others = sorted({c for by in held for c in by} - set(CATEGORIES))
     for category in (*CATEGORIES, *others):
@@ -275,7 +275,7 @@ def slow_links_table(slow: SlowLinks) -> Table:
     """Return a table of every way to send less between nodes."""
     title = "on slow links: what a rank holds, a node sends to others in a step, and a step takes"
     names = ("at rest", "peak", "between nodes", "step", "waits", "fits")
-    table = table_of(title, "", "", *names, "")
+    table = _table(title, "", "", *names, "")
     table.pad_edge = False
     stage = None
     for row in slow.rows:
