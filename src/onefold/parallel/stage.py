@@ -30,6 +30,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from onefold.parallel.held import accumulating, reduce_grad, reshard, unshard
 from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
 
@@ -206,9 +207,9 @@ class PipelineStage(pipelining.PipelineStage):
     # Zero-bubble schedules (Qi et al. 2024) compute gradients of inputs first, and those of weights
     # later. torch's functions find weights in the graph. There they are the whole parameters.
 
-    def _weights(self) -> list[torch.Tensor]:
+    def _weights(self) -> list[_Weight]:
         return [
-            entry.param if entry.flat.unsharded else entry.compute
+            _Weight(entry.param if entry.flat.unsharded else entry.compute, entry)
             for entry in self._engine.entries
             if entry.param.requires_grad
         ]
@@ -220,11 +221,14 @@ class PipelineStage(pipelining.PipelineStage):
         )
 
     def _backward_of_weight(self, given: dict[str, Any]) -> Any:
-        weights: Any = iter(self._weights())
-        grads = stage_backward_weight(weights, given["param_groups"])
+        weights: Any = self._weights()
+        stage_backward_weight(iter(weights), given["param_groups"])
+        with disable_torch_function(), torch.no_grad():
+            for weight in weights:
+                weight.hand_over()
         if not self._engine.unsharded:
             self._engine.backward.take_gradients()
-        return grads, None
+        return (), None
 
     # -- the first call, which infers shapes ---------------------------------------------------------
     #
@@ -248,6 +252,28 @@ class PipelineStage(pipelining.PipelineStage):
         if self._graphs is not None:
             progress = self._engine.progress
             (progress.open_graphs, progress.root_graphs), self._graphs = self._graphs, None
+
+
+class _Weight:
+    """What torch's functions see of a parameter: its node in the graph, and a place for its
+    gradient. (`.grad` of a whole parameter is that of the sharded one, outside a pass.)
+    """
+
+    requires_grad, grad_fn = True, None
+
+    def __init__(self, leaf: torch.Tensor, entry: Entry) -> None:
+        self.leaf, self.entry = leaf, entry
+        self.grad: torch.Tensor | None = None
+
+    def view_as(self, _: Any) -> torch.Tensor:
+        return self.leaf.view_as(self.leaf)
+
+    def hand_over(self) -> None:
+        """Put the gradient on the parameter itself."""
+        if self.grad is None:
+            return
+        before = get_grad(self.leaf) if self.entry.flat.unsharded else None
+        set_grad(self.leaf, self.grad if before is None else before.add_(self.grad))
 
 
 def register_actions(schedule: schedules._PipelineScheduleRuntime) -> None:
