@@ -4,6 +4,7 @@ batches.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ class Case:
     dp: int = 2
     stages: int = 2
     v_shaped: bool = False
+    depth: int = 4
     micro_batches: int = 4
     steps: int = 3
     calls: int = 1
@@ -51,7 +53,7 @@ class Case:
 
 def whole(case: Case) -> TinyGPT:
     torch.manual_seed(0)
-    model = TinyGPT(vocabulary=VOCABULARY, width=WIDTH, depth=4, length=LENGTH)
+    model = TinyGPT(vocabulary=VOCABULARY, width=WIDTH, depth=case.depth, length=LENGTH)
     for name, param in model.named_parameters():
         if case.frozen and name.startswith(case.frozen):
             param.requires_grad_(False)
@@ -110,12 +112,12 @@ class Pipeline:
     schedule: Any
 
 
-def built(stage: int, case: Case) -> Pipeline:
+def built(stage: int, case: Case, mesh: DeviceMesh | None = None) -> Pipeline:
     """This rank's stages, sharded, and their schedule."""
     import onefold
     from onefold.parallel import PipelineStage, register_actions
 
-    mesh = mesh_of(case)
+    mesh = mesh or mesh_of(case)
     model, modules, stages = whole(case), [], []
     for index in stages_of(case, mesh.get_local_rank("pp")):
         part = Part(model, index, case.stages, case.checkpointing)
@@ -149,16 +151,47 @@ def called(pipeline: Pipeline, batch: Tensor) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def trained(stage: int, case: Case) -> dict[str, Any]:
-    import contextlib
+def counting(stages: list[Any], engines: list[Any]) -> list[int]:
+    """[how many of this rank's stages are gathered at a time, at most]"""
+    most = [0]
+    for stage in stages:
 
+        def forward(*args: Any, before: Any = stage.forward_one_chunk, **kwargs: Any) -> Any:
+            output = before(*args, **kwargs)
+            most[0] = max(most[0], sum(bool(engine.gather.by_storage) for engine in engines))
+            return output
+
+        stage.forward_one_chunk = forward
+    return most
+
+
+def evaluated(pipeline: Pipeline, batch: Tensor, params: list[nn.Parameter]) -> None:
+    """Evaluate between a backward pass and the step: gradients stay, and nothing stays gathered."""
     import onefold
 
-    pipeline = built(stage, case)
+    grads = [p.grad.clone() for p in params if p.grad is not None]
+    first = any(s.is_first for s in pipeline.stages)
+    last = any(s.is_last for s in pipeline.stages)
+    pipeline.schedule.eval(*((batch,) if first else ()), **({"target": batch} if last else {}))
+    assert grads and all(map(torch.equal, grads, (p.grad for p in params if p.grad is not None)))
+    assert not any(onefold.engine_of(module).gather.holding for module in pipeline.modules)
+
+
+def trained(case: Case, *at: int) -> list[dict[str, Any]]:
+    """Train at each of these stages of ZeRO."""
+    mesh = mesh_of(case)
+    return [_trained(stage, case, mesh) for stage in at]
+
+
+def _trained(stage: int, case: Case, mesh: DeviceMesh) -> dict[str, Any]:
+    import onefold
+
+    pipeline = built(stage, case, mesh)
     dp = pipeline.mesh.get_local_rank("dp")
     params = [p for module in pipeline.modules for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=0.01)
     engines = [onefold.engine_of(module) for module in pipeline.modules]
+    at_once = counting(pipeline.stages, engines)
     losses, sent = [], []
     for step in range(case.steps):
         for engine in engines:
@@ -170,12 +203,7 @@ def trained(stage: int, case: Case) -> dict[str, Any]:
                     stack.enter_context(onefold.no_sync(module))
                 losses += called(pipeline, batch_of(case, dp, step * case.calls + call))
         if case.evaluates:
-            grads = [p.grad.clone() for p in params if p.grad is not None]
-            batch = batch_of(case, dp, 0)
-            first = any(s.is_first for s in pipeline.stages)
-            last = any(s.is_last for s in pipeline.stages)
-            pipeline.schedule.eval(*((batch,) if first else ()), **({"target": batch} if last else {}))
-            assert all(map(torch.equal, grads, (p.grad for p in params if p.grad is not None)))
+            evaluated(pipeline, batch_of(case, dp, 0), params)
         sent.append([dict(engine.traffic.by_move()) for engine in engines])
         held = [len(engine.gather.by_storage) for engine in engines]
         optimizer.step()
@@ -183,16 +211,19 @@ def trained(stage: int, case: Case) -> dict[str, Any]:
     weights = {}
     for module in pipeline.modules:
         weights.update(onefold.full_state_dict(module))
+    actions = getattr(pipeline.schedule, "pipeline_order_with_comms", {})
     return {
         "losses": losses,
         "weights": weights,
         "sent": sent,
         "held": held,
         "graphs": [engine.progress.open_graphs for engine in engines],
-        "units": [
-            [(u.name, sum(f.layout.numel for f in u.flats)) for u in engine.units]
-            for engine in engines
+        "numel": [sum(unit.numel for unit in engine.units) for engine in engines],
+        "unshards": [
+            sum(str(a) == f"{s.stage_index}UNSHARD" for a in actions.get(mesh.get_local_rank("pp"), ()))
+            for s in pipeline.stages
         ],
+        "at_once": at_once[0],
     }
 
 
@@ -214,3 +245,164 @@ def in_one_process(case: Case) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, "weights": dict(model.state_dict())}
+
+
+# -- what goes wrong, and the functions by themselves ----------------------------------------------
+
+
+def after_a_failure() -> dict[str, Any]:
+    """A step that raises in a forward pass of every rank, then one that does not."""
+    import onefold
+
+    case = Case("Schedule1F1B", pp=1, stages=1, steps=1)
+    pipeline = built(3, case)
+    (module,), batch = pipeline.modules, batch_of(case, pipeline.mesh.get_local_rank("dp"), 0)
+    engine, calls, block = onefold.engine_of(module), [0], module.blocks["2"]
+
+    def fails(*_: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise FloatingPointError("for the test")
+
+    handle = block.register_forward_pre_hook(fails)
+    said = ""
+    try:
+        called(pipeline, batch)
+    except RuntimeError as error:
+        said = repr(error.__cause__)
+    handle.remove()
+    for param in module.parameters():
+        param.grad = None
+    # torch's schedule keeps the losses of the step that raised: another one for the same stage
+    pipeline.schedule = pipelining.Schedule1F1B(pipeline.stages[0], case.micro_batches, loss_of)
+    called(pipeline, batch)
+    grads = {n: p.grad for n, p in module.named_parameters()}
+    got = torch.cat([g.flatten() for g in grads.values() if g is not None])
+    fresh = built(3, case, pipeline.mesh)
+    called(fresh, batch)
+    wanted = torch.cat([p.grad.flatten() for p in fresh.modules[0].parameters() if p.grad is not None])
+    return {
+        "said": said,
+        "equal": torch.equal(got, wanted),
+        "gathered": len(engine.gather.by_storage),
+    }
+
+
+def by_hand(stage: int) -> dict[str, Any]:
+    """unshard, passes whose graphs are open at the same time, a step in between, reshard."""
+    import onefold
+    from onefold.parallel import reduce_grad, reshard, unshard
+    from onefold.parallel.held import accumulating
+
+    case = Case(pp=1, stages=1)
+    mesh = mesh_of(case)
+    batch, rank = batch_of(case, mesh.get_local_rank("dp"), 0), mesh.get_local_rank("dp")
+    model = whole(case)
+    module = onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=30.0), mesh=mesh["dp"])
+    engine = onefold.engine_of(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    found: dict[str, Any] = {"numel": sum(u.numel for u in engine.units)}
+    # Two ordinary steps, so that orders are agreed
+    for _ in range(2):
+        module(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.traffic.reset()
+    unshard(module)
+    with accumulating(module):
+        losses = [module(part) for part in batch.chunk(4)]
+        for loss in (losses[1], losses[0], losses[3], losses[2]):
+            loss.backward()
+    found["shown"] = engine.progress.pending
+    reduce_grad(module, 4)
+    found["moves"] = dict(engine.traffic.by_move())
+    # The same in passes by themselves
+    got = [p.grad.clone() for p in module.parameters()]
+    optimizer.zero_grad()
+    reshard(module)
+    found["held"] = len(engine.gather.by_storage)
+    for i, part in enumerate(batch.chunk(4)):
+        with contextlib.nullcontext() if i == 3 else onefold.no_sync(module):
+            (module(part) / 4).backward()
+    found["near"] = all(
+        torch.allclose(a, p.grad, rtol=1e-4, atol=1e-6)
+        for a, p in zip(got, module.parameters(), strict=True)
+    )
+    # A step while units are held: the next pass computes with the new values
+    unshard(module)
+    module(batch)
+    optimizer.step()
+    optimizer.zero_grad()
+    after = module(batch).item()
+    found["still"] = engine.gather.holding
+    reshard(module)
+    found["new values"] = after == module(batch).item()
+    found["rank"] = rank
+    return found
+
+
+def refusals() -> dict[str, str]:
+    """{what is done: what is said}"""
+    import types
+
+    import onefold
+    from onefold.parallel import PipelineStage, reduce_grad, register_actions, reshard, unshard
+
+    case = Case(pp=1, stages=2, dp=2)
+    mesh = mesh_of(case)
+    said: dict[str, str] = {}
+
+    def refused(name: str, act: Any) -> None:
+        try:
+            act()
+        except (ValueError, RuntimeError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    def part(index: int = 0, **options: Any) -> nn.Module:
+        recipe = onefold.Recipe.zero(3, **options)
+        return onefold.shard(Part(whole(case), index, 2), recipe, mesh=mesh["dp"])
+
+    def stage(module: nn.Module, index: int = 0, stages: int = 2) -> Any:
+        return PipelineStage(
+            module, index, stages, torch.device("cpu"), group=mesh.get_group("pp")
+        )
+
+    module = part()
+    refused("not sharded", lambda: stage(Part(whole(case), 0, 2)))
+    refused(
+        "in backward", lambda: stage(part(offload_optimizer="cpu", step_in_backward=True))
+    )
+    module.config = types.SimpleNamespace(tie_word_embeddings=True)
+    refused("tied", lambda: stage(module))
+    module.config = types.SimpleNamespace(tie_word_embeddings=False)
+    schedule = pipelining.ScheduleGPipe(stage(part(), 0, 1), n_microbatches=2, loss_fn=loss_of)
+    refused("no actions", lambda: register_actions(schedule))
+    for name, act in (("unshard", unshard), ("reshard", reshard), ("reduce_grad", reduce_grad)):
+        handle = module.blocks["0"].register_forward_pre_hook(lambda *_, act=act: act(module))
+        refused(f"{name} inside", lambda: module(batch_of(case, 0, 0)))
+        handle.remove()
+
+    # One parameter in two stages of a rank
+    model = whole(case)
+    model.head.weight = model.tokens.weight
+    first, last = Part(model, 0, 2), Part(model, 1, 2)
+    recipe = onefold.Recipe.zero(3)
+    onefold.shard(first, recipe, mesh=mesh["dp"])
+    refused("one parameter", lambda: onefold.shard(last, recipe, mesh=mesh["dp"]))
+
+    # Different numbers under no_sync
+    module = part(0)
+    unlike = stage(module, 0, 1)
+    with onefold.no_sync(module):
+        called(Pipeline(mesh, [module], [unlike], _gpipe(unlike, 2)), batch_of(case, 0, 0))
+    refused(
+        "other numbers",
+        lambda: called(Pipeline(mesh, [module], [unlike], _gpipe(unlike, 4)), batch_of(case, 0, 0)),
+    )
+    return said
+
+
+def _gpipe(stage: Any, micro_batches: int) -> Any:
+    return pipelining.ScheduleGPipe(
+        stage, n_microbatches=micro_batches, loss_fn=lambda output, _: output.square().mean()
+    )

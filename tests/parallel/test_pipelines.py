@@ -8,25 +8,50 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import Case, in_one_process, trained
+from pipeline_models import Case, after_a_failure, by_hand, in_one_process, refusals, trained
 
 from ranks import run_ranks
 
 LOOPED: dict[str, Any] = {"stages": 4}
 V: dict[str, Any] = {"stages": 4, "v_shaped": True}
-CASES = {
+SCHEDULES = {
     "GPipe": Case(),
     "1F1B": Case("Schedule1F1B"),
     "interleaved 1F1B": Case("ScheduleInterleaved1F1B", **LOOPED),
-    "interleaved 1F1B, registered": Case("ScheduleInterleaved1F1B", registered=True, **LOOPED),
-    "looped BFS": Case("ScheduleLoopedBFS", **LOOPED),
     "looped BFS, registered": Case("ScheduleLoopedBFS", registered=True, **LOOPED),
-    "interleaved zero bubble": Case("ScheduleInterleavedZeroBubble", **LOOPED),
+    "interleaved zero bubble": Case("ScheduleInterleavedZeroBubble", registered=True, **LOOPED),
     "ZBV": Case("ScheduleZBVZeroBubble", registered=True, **V),
     "DualPipeV": Case("ScheduleDualPipeV", **V),
-    "GPipe on one data rank": Case(dp=1),
+    "four stages on a rank, registered": Case(
+        "ScheduleLoopedBFS", registered=True, stages=8, depth=8, steps=2
+    ),
     "1F1B on one data rank": Case("Schedule1F1B", dp=1),
     "ZBV on one data rank": Case("ScheduleZBVZeroBubble", dp=1, **V),
+}
+LOOPS = {
+    "two calls in a step": Case(calls=2),
+    "two calls in a step on one data rank": Case(calls=2, dp=1, micro_batches=3),
+    "two calls in a step, the first under no_sync": Case(
+        "Schedule1F1B", calls=2, under_no_sync=True
+    ),
+    "losses added up": Case("Schedule1F1B", pp=1, stages=1, sums=True),
+    "losses added up, zero bubble": Case("ScheduleZBVZeroBubble", sums=True, **V),
+    "evaluation before the step": Case("Schedule1F1B", evaluates=True),
+    "evaluation before the step, looped": Case(
+        "ScheduleLoopedBFS", evaluates=True, registered=True, **LOOPED
+    ),
+    "checkpointing": Case("Schedule1F1B", pp=1, stages=1, checkpointing=True),
+    "checkpointing, zero bubble": Case("ScheduleInterleavedZeroBubble", checkpointing=True, **LOOPED),
+    "frozen": Case("Schedule1F1B", frozen=("tokens", "blocks.1", "blocks.3.mlp")),
+    "frozen, zero bubble": Case(
+        "ScheduleInterleavedZeroBubble", frozen=("blocks.1.mlp", "blocks.3.mlp"), **LOOPED
+    ),
+    "offloaded": Case("Schedule1F1B", pp=1, stages=1, recipe={"offload_optimizer": "cpu"}),
+    "offloaded on one data rank": Case(
+        "Schedule1F1B", pp=1, dp=1, stages=1, recipe={"offload_optimizer": "cpu"}, calls=2
+    ),
+    "kept for backward": Case(pp=1, stages=1, recipe={"reshard_after_forward": False}),
+    "at the boundary": Case(pp=1, stages=1, recipe={"reduce_at": "boundary"}),
 }
 
 
@@ -34,13 +59,15 @@ def close(got: Any, expected: Any) -> bool:
     return bool(torch.allclose(torch.tensor(got), torch.tensor(expected), rtol=2e-5, atol=1e-6))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_schedule_trains_as_one_process_at_every_stage(name: str) -> None:
-    case = CASES[name]
-    expected = in_one_process(case)
+def compare(name: str, case: Case) -> list[list[dict[str, Any]]]:
+    """Train at stages 1, 2 and 3, and compare with one process and among themselves. Returns what
+    the ranks saw, by stage.
+    """
+    expected, at = in_one_process(case), (1, 2, 3)
+    runs = run_ranks(case.pp * case.dp, trained, case, *at)
+    by_stage = [[rank[i] for rank in runs] for i in range(len(at))]
     first: tuple[Any, dict[str, torch.Tensor]] | None = None
-    for stage in (1, 2, 3):
-        ranks = run_ranks(case.pp * case.dp, trained, stage, case)
+    for stage, ranks in zip(at, by_stage, strict=True):
         weights: dict[str, torch.Tensor] = {}
         for rank, seen in enumerate(ranks):
             weights.update(seen["weights"])
@@ -48,7 +75,7 @@ def test_every_schedule_trains_as_one_process_at_every_stage(name: str) -> None:
             if seen["losses"]:
                 wanted = expected["losses"][rank % case.dp]
                 assert close(seen["losses"], wanted), f"{told}: {seen['losses']} {wanted}"
-            assert seen["graphs"] == [0] * len(seen["graphs"]), f"{told}: open graphs {seen}"
+            assert seen["graphs"] == [0] * len(seen["graphs"]), f"{told}: open {seen['graphs']}"
             assert stage < 3 or not any(seen["held"]), f"{told}: units stay gathered"
         assert weights.keys() == expected["weights"].keys()
         for key, value in expected["weights"].items():
@@ -59,3 +86,75 @@ def test_every_schedule_trains_as_one_process_at_every_stage(name: str) -> None:
         assert losses == first[0], f"{name}: stage {stage} has other losses than stage 1"
         for key, value in weights.items():
             assert torch.equal(value, first[1][key]), f"{name}: {key} at stage {stage}"
+    return by_stage
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_trains_as_one_process_at_every_stage(name: str) -> None:
+    """And with one gather for each UNSHARD, or each step, and one reduction a step."""
+    case = SCHEDULES[name]
+    for stage, ranks in zip((1, 2, 3), compare(name, case), strict=True):
+        for rank, seen in enumerate(ranks):
+            for step, sent in enumerate(seen["sent"]):
+                for moves, numel, unshards in zip(
+                    sent, seen["numel"], seen["unshards"], strict=True
+                ):
+                    # fp32 parts for each other rank of the stage
+                    once = 4 * numel * (case.dp - 1) // case.dp
+                    times = unshards if case.registered and stage == 3 else 1
+                    # The first call infers shapes with another pass
+                    times += step == 0 and stage == 3
+                    told = f"{name}, stage {stage}, rank {rank}, step {step}: {moves}, once {once}"
+                    gathered = moves.get("all-gather", 0)
+                    reduced = moves.get("reduce-scatter", 0) + moves.get("all-reduce", 0)
+                    assert gathered == times * once, f"{told}, expected {times} gathers"
+                    assert reduced == once, told
+
+
+def test_registered_actions_bound_how_many_stages_are_gathered_at_a_time() -> None:
+    """torch unshards three stages ahead at most; without actions all four of a rank are gathered."""
+    for registered, at_once in ((True, 3), (False, 4)):
+        case = Case("ScheduleLoopedBFS", registered=registered, stages=8, depth=8, steps=1)
+        for (seen,) in run_ranks(4, trained, case, 3):
+            assert seen["at_once"] == at_once, (registered, seen["at_once"])
+            assert max(seen["unshards"]) > 1
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_and_recipes_train_as_one_process(name: str) -> None:
+    compare(name, LOOPS[name])
+
+
+def test_a_step_that_raised_leaves_nothing_behind() -> None:
+    for seen in run_ranks(2, after_a_failure):
+        assert "FloatingPointError" in seen["said"], seen["said"]
+        assert seen["equal"], "other gradients than a fresh model's"
+        assert seen["gathered"] == 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_module_is_unsharded_and_reduced_by_hand(stage: int) -> None:
+    for seen in run_ranks(2, by_hand, stage):
+        once = 4 * seen["numel"] // 2
+        moves = seen["moves"]
+        assert moves == {"all-gather": once, "reduce-scatter": once}, (moves, once)
+        assert seen["shown"] and seen["near"] and seen["still"] and seen["new values"], seen
+        assert stage < 3 or seen["held"] == 0
+
+
+def test_what_a_stage_cannot_do_is_refused_in_a_sentence() -> None:
+    expected = {
+        "not sharded": "call onefold.shard(module, recipe, mesh=...) first",
+        "in backward": "step_in_backward=True steps a unit as soon as",
+        "tied": "a weight cannot be shared between the 2 stages",
+        "no actions": "leave register_actions out",
+        "unshard inside": "onefold.parallel.unshard was called inside a pass",
+        "reshard inside": "onefold.parallel.reshard was called inside a pass",
+        "reduce_grad inside": "onefold.parallel.reduce_grad was called inside a pass",
+        "one parameter": "'head' inside this model belongs to another sharded model already",
+        "other numbers": "are to be divided by 2 micro-batches, and those of this step by 4",
+    }
+    for said in run_ranks(2, refusals):
+        assert said.keys() == expected.keys(), said
+        for name, sentence in expected.items():
+            assert sentence in said[name], f"{name}: {said[name]}"

@@ -46,9 +46,10 @@ def unshard(module: nn.Module) -> None:
         engine.backward.reset()
     with disable_torch_function(), torch.no_grad():
         engine.transfers.check()
+        engine.gather.hold()  # first: writes to units that are not kept are not looked for
         engine.copies.look_for_writes()
         refresh(engine.gather)
-        engine.gather.hold()
+        engine.gather.gather_held()
 
 
 def reshard(module: nn.Module) -> None:

@@ -83,8 +83,7 @@ class PipelineStage(pipelining.PipelineStage):
         self._divide_by: int | None = None
         # `.grad` of earlier steps, of parameters that no rank shares; None outside a step
         self._earlier: dict[nn.Parameter, torch.Tensor] | None = None
-        # Open graphs before shapes were inferred; None if they were not
-        self._graphs: tuple[int, int] | None = None
+        self._graphs = (0, 0)  # open graphs when this step began
 
     @property
     def _engine(self) -> Engine:
@@ -97,6 +96,8 @@ class PipelineStage(pipelining.PipelineStage):
         self._release()  # left by a step that raised
         self._take_back()
         self._forwards = 0
+        progress = self._engine.progress
+        self._graphs = (progress.open_graphs, progress.root_graphs)
         super().clear_runtime_states()
 
     def forward_one_chunk(
@@ -114,6 +115,7 @@ class PipelineStage(pipelining.PipelineStage):
         self._forwards += 1
         if not self.has_backward and self._forwards == len(self.args_recv_info):
             self._release()
+            self._forget_graphs()  # no backward pass comes
         return output
 
     def backward_maybe_with_nosync(
@@ -237,8 +239,6 @@ class PipelineStage(pipelining.PipelineStage):
     def _forward_metadata_inference(
         self, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
     ) -> Any:
-        progress = self._engine.progress
-        self._graphs = (progress.open_graphs, progress.root_graphs)
         if not self._engine.gather.holding:
             self._gathered_here = True
             unshard(self.submod)
@@ -249,9 +249,11 @@ class PipelineStage(pipelining.PipelineStage):
         super()._post_metadata_inference_cleanup()  # frees the graph
         self._release()
         # A first stage has no inputs to differentiate with respect to: its graph was dropped
-        if self._graphs is not None:
-            progress = self._engine.progress
-            (progress.open_graphs, progress.root_graphs), self._graphs = self._graphs, None
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        progress = self._engine.progress
+        progress.open_graphs, progress.root_graphs = self._graphs
 
 
 class _Weight:

@@ -163,15 +163,17 @@ class Gatherer:
         self.pool.drain()  # a buffer made under inference_mode is of no use outside
 
     def hold(self) -> None:
-        """Launch the gathers of all units, and keep them gathered over passes until `let_go`. Tiles
-        are left out: they are small so that only one is held at a time.
+        """Keep all units gathered over passes, from their next gather until `let_go`. Tiles are left
+        out: they are small so that only one is held at a time.
         """
         self.holding = True
+        for unit in self.sharded:
+            unit.leases.held = not unit.tile
+
+    def gather_held(self) -> None:
+        """Launch the gathers of the units that are held and not gathered yet, in the order of use."""
         for unit in (self.units[index] for index in self.schedule.forward):
-            if unit.tile:
-                continue
-            unit.leases.held = True
-            if unit.ungathered:
+            if unit.leases.held and unit.ungathered:
                 self.launch(unit)
 
     def let_go(self) -> None:
