@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from models import TinyGPT, tokens_of
@@ -36,6 +38,7 @@ class Case:
     schedule: str = "ScheduleGPipe"
     pp: int = 2
     dp: int = 2
+    tp: int = 1
     stages: int = 2
     v_shaped: bool = False
     depth: int = 4
@@ -94,7 +97,19 @@ def batch_of(case: Case, dp: int, call: int) -> Tensor:
 
 
 def mesh_of(case: Case) -> DeviceMesh:
-    return init_device_mesh("cpu", (case.pp, case.dp), mesh_dim_names=("pp", "dp"))
+    sizes = (case.pp, case.dp, case.tp)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
+
+
+def parallelized(part: nn.Module, case: Case, mesh: DeviceMesh) -> nn.Module:
+    plan = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "blocks.*.mlp.0": ColwiseParallel(),
+        "blocks.*.mlp.2": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    mine = {key: how for key, how in plan.items() if hasattr(part, key.split(".")[0])}
+    return parallelize_module(part, mesh["tp"], mine) if case.tp > 1 else part
 
 
 def stages_of(case: Case, at: int) -> list[int]:
@@ -120,9 +135,10 @@ def built(stage: int, case: Case, mesh: DeviceMesh | None = None) -> Pipeline:
     mesh = mesh or mesh_of(case)
     model, modules, stages = whole(case), [], []
     for index in stages_of(case, mesh.get_local_rank("pp")):
-        part = Part(model, index, case.stages, case.checkpointing)
+        part = parallelized(Part(model, index, case.stages, case.checkpointing), case, mesh)
         recipe = onefold.Recipe.zero(stage, stall_timeout=30.0, **case.recipe)
-        modules.append(onefold.shard(part, recipe, mesh=mesh["dp"]))
+        ranks = {"mesh": mesh["dp", "tp"], "data": "dp"} if case.tp > 1 else {"mesh": mesh["dp"]}
+        modules.append(onefold.shard(part, recipe, **ranks))
         stages.append(
             PipelineStage(
                 modules[-1], index, case.stages, torch.device("cpu"), group=mesh.get_group("pp")
@@ -217,6 +233,7 @@ def _trained(stage: int, case: Case, mesh: DeviceMesh) -> dict[str, Any]:
         "weights": weights,
         "sent": sent,
         "held": held,
+        "dp": dp,
         "graphs": [engine.progress.open_graphs for engine in engines],
         "numel": [sum(unit.numel for unit in engine.units) for engine in engines],
         "unshards": [

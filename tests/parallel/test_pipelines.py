@@ -50,6 +50,8 @@ LOOPS = {
     "offloaded on one data rank": Case(
         "Schedule1F1B", pp=1, dp=1, stages=1, recipe={"offload_optimizer": "cpu"}, calls=2
     ),
+    "tensor parallel": Case("Schedule1F1B", dp=1, tp=2),
+    "tensor parallel, zero bubble": Case("ScheduleZBVZeroBubble", dp=1, tp=2, **V),
     "kept for backward": Case(pp=1, stages=1, recipe={"reshard_after_forward": False}),
     "at the boundary": Case(pp=1, stages=1, recipe={"reduce_at": "boundary"}),
 }
@@ -64,7 +66,7 @@ def compare(name: str, case: Case) -> list[list[dict[str, Any]]]:
     the ranks saw, by stage.
     """
     expected, at = in_one_process(case), (1, 2, 3)
-    runs = run_ranks(case.pp * case.dp, trained, case, *at)
+    runs = run_ranks(case.pp * case.dp * case.tp, trained, case, *at)
     by_stage = [[rank[i] for rank in runs] for i in range(len(at))]
     first: tuple[Any, dict[str, torch.Tensor]] | None = None
     for stage, ranks in zip(at, by_stage, strict=True):
@@ -73,7 +75,7 @@ def compare(name: str, case: Case) -> list[list[dict[str, Any]]]:
             weights.update(seen["weights"])
             told = f"{name}, stage {stage}, rank {rank}"
             if seen["losses"]:
-                wanted = expected["losses"][rank % case.dp]
+                wanted = expected["losses"][seen["dp"]]
                 assert close(seen["losses"], wanted), f"{told}: {seen['losses']} {wanted}"
             assert seen["graphs"] == [0] * len(seen["graphs"]), f"{told}: open {seen['graphs']}"
             assert stage < 3 or not any(seen["held"]), f"{told}: units stay gathered"
