@@ -423,3 +423,51 @@ def _gpipe(stage: Any, micro_batches: int) -> Any:
     return pipelining.ScheduleGPipe(
         stage, n_microbatches=micro_batches, loss_fn=lambda output, _: output.square().mean()
     )
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def saved(case: Case, folder: str) -> None:
+    """Train half of the steps, save each stage, join them."""
+    import torch.distributed as dist
+
+    import onefold
+    from onefold.checkpoint import join_stages
+
+    pipeline = built(3, case)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in pipeline.modules]
+    _train(pipeline, case, optimizers, range(case.steps // 2))
+    for module, stage, optimizer in zip(pipeline.modules, pipeline.stages, optimizers, strict=True):
+        onefold.save(
+            f"{folder}/stage-{stage.stage_index}", model=module, optimizer=optimizer, step=7
+        )
+    dist.barrier()
+    if dist.get_rank() == 0:
+        join_stages(folder)
+
+
+def resumed(case: Case, folder: str, strict: bool) -> dict[str, Any]:
+    """Load what `saved` has written at another number of stages, and train the other half."""
+    import onefold
+
+    pipeline = built(1, case)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in pipeline.modules]
+    for module, optimizer in zip(pipeline.modules, optimizers, strict=True):
+        loaded = onefold.load(folder, model=module, optimizer=optimizer, strict=strict)
+        assert (loaded.step, loaded.missing) == (7, ()), loaded
+    losses = _train(pipeline, case, optimizers, range(case.steps // 2, case.steps))
+    weights: dict[str, Tensor] = {}
+    for module in pipeline.modules:
+        weights.update(onefold.full_state_dict(module))
+    return {"losses": losses, "weights": weights, "dp": pipeline.mesh.get_local_rank("dp")}
+
+
+def _train(pipeline: Pipeline, case: Case, optimizers: list[Any], steps: range) -> list[float]:
+    losses: list[float] = []
+    for step in steps:
+        losses += called(pipeline, batch_of(case, pipeline.mesh.get_local_rank("dp"), step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses

@@ -4,11 +4,21 @@ once a step, and trains as the whole model does in one process.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pipeline_models import Case, after_a_failure, by_hand, in_one_process, refusals, trained
+from pipeline_models import (
+    Case,
+    after_a_failure,
+    by_hand,
+    in_one_process,
+    refusals,
+    resumed,
+    saved,
+    trained,
+)
 
 from ranks import run_ranks
 
@@ -160,3 +170,23 @@ def test_what_a_stage_cannot_do_is_refused_in_a_sentence() -> None:
         assert said.keys() == expected.keys(), said
         for name, sentence in expected.items():
             assert sentence in said[name], f"{name}: {said[name]}"
+
+
+def test_stages_saved_apart_load_at_another_number_of_stages(tmp_path: Path) -> None:
+    written = Case("Schedule1F1B", steps=4)
+    expected = in_one_process(written)
+    folder = str(tmp_path / "step-7")
+    run_ranks(4, saved, written, folder)
+    for case, strict in (
+        (Case("Schedule1F1B", pp=1, stages=1, steps=4), True),
+        (Case("ScheduleInterleaved1F1B", steps=4, **LOOPED), False),
+    ):
+        ranks = run_ranks(case.pp * case.dp, resumed, case, folder, strict)
+        weights = {k: v for seen in ranks for k, v in seen["weights"].items()}
+        assert weights.keys() == expected["weights"].keys()
+        for seen in ranks:
+            later = expected["losses"][seen["dp"]][2 * case.micro_batches :]
+            assert not seen["losses"] or close(seen["losses"], later), (seen["losses"], later)
+        for key, value in expected["weights"].items():
+            difference = (weights[key] - value).abs().max().item()
+            assert difference < 2e-5, f"{case.stages} stages: {key} differs by {difference}"
