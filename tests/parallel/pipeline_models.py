@@ -32,6 +32,7 @@ class Case:
         v_shaped: the second half of the stages runs backwards over the ranks.
         calls: of `schedule.step` in one optimizer step. under_no_sync: all but the last of them.
         registered: the schedule's actions gather and release.
+        sums: the loss of a micro-batch is a sum, not a mean. static: stages are told their shapes.
         recipe: options of `Recipe.zero`.
     """
 
@@ -50,6 +51,7 @@ class Case:
     checkpointing: bool = False
     evaluates: bool = False
     sums: bool = False
+    static: bool = False
     frozen: tuple[str, ...] = ()
     recipe: dict[str, Any] = field(default_factory=dict)
 
@@ -66,7 +68,9 @@ def whole(case: Case) -> TinyGPT:
 class Part(nn.Module):
     """The blocks of one stage, under the names that they have in the whole model."""
 
-    def __init__(self, model: TinyGPT, index: int, stages: int, checkpointing: bool = False) -> None:
+    def __init__(
+        self, model: TinyGPT, index: int, stages: int, checkpointing: bool = False
+    ) -> None:
         super().__init__()
         depth, self.checkpointing = len(model.blocks), checkpointing
         first, last = depth * index // stages, depth * (index + 1) // stages
@@ -93,7 +97,9 @@ def summed_loss_of(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def batch_of(case: Case, dp: int, call: int) -> Tensor:
-    return tokens_of(100 * dp + call, batch=2 * case.micro_batches, length=LENGTH, vocabulary=VOCABULARY)
+    return tokens_of(
+        100 * dp + call, batch=2 * case.micro_batches, length=LENGTH, vocabulary=VOCABULARY
+    )
 
 
 def mesh_of(case: Case) -> DeviceMesh:
@@ -119,6 +125,14 @@ def stages_of(case: Case, at: int) -> list[int]:
     return list(range(at, case.stages, case.pp))
 
 
+def shapes_of(case: Case, index: int) -> tuple[Tensor, Tensor]:
+    """What the stage takes and returns for one micro-batch."""
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    inner = torch.zeros(2, LENGTH, WIDTH, requires_grad=True)
+    scores = torch.zeros(2, LENGTH, VOCABULARY, requires_grad=True)
+    return tokens if index == 0 else inner, scores if index == case.stages - 1 else inner
+
+
 @dataclass
 class Pipeline:
     mesh: DeviceMesh
@@ -141,7 +155,12 @@ def built(stage: int, case: Case, mesh: DeviceMesh | None = None) -> Pipeline:
         modules.append(onefold.shard(part, recipe, **ranks))
         stages.append(
             PipelineStage(
-                modules[-1], index, case.stages, torch.device("cpu"), group=mesh.get_group("pp")
+                modules[-1],
+                index,
+                case.stages,
+                torch.device("cpu"),
+                *(shapes_of(case, index) if case.static else ()),
+                group=mesh.get_group("pp"),
             )
         )
     make = getattr(pipelining.schedules, case.schedule)
@@ -237,7 +256,10 @@ def _trained(stage: int, case: Case, mesh: DeviceMesh) -> dict[str, Any]:
         "graphs": [engine.progress.open_graphs for engine in engines],
         "numel": [sum(unit.numel for unit in engine.units) for engine in engines],
         "unshards": [
-            sum(str(a) == f"{s.stage_index}UNSHARD" for a in actions.get(mesh.get_local_rank("pp"), ()))
+            sum(
+                str(a) == f"{s.stage_index}UNSHARD"
+                for a in actions.get(mesh.get_local_rank("pp"), ())
+            )
             for s in pipeline.stages
         ],
         "at_once": at_once[0],
@@ -297,7 +319,9 @@ def after_a_failure() -> dict[str, Any]:
     got = torch.cat([g.flatten() for g in grads.values() if g is not None])
     fresh = built(3, case, pipeline.mesh)
     called(fresh, batch)
-    wanted = torch.cat([p.grad.flatten() for p in fresh.modules[0].parameters() if p.grad is not None])
+    wanted = torch.cat(
+        [p.grad.flatten() for p in fresh.modules[0].parameters() if p.grad is not None]
+    )
     return {
         "said": said,
         "equal": torch.equal(got, wanted),
@@ -380,15 +404,11 @@ def refusals() -> dict[str, str]:
         return onefold.shard(Part(whole(case), index, 2), recipe, mesh=mesh["dp"])
 
     def stage(module: nn.Module, index: int = 0, stages: int = 2) -> Any:
-        return PipelineStage(
-            module, index, stages, torch.device("cpu"), group=mesh.get_group("pp")
-        )
+        return PipelineStage(module, index, stages, torch.device("cpu"), group=mesh.get_group("pp"))
 
     module = part()
     refused("not sharded", lambda: stage(Part(whole(case), 0, 2)))
-    refused(
-        "in backward", lambda: stage(part(offload_optimizer="cpu", step_in_backward=True))
-    )
+    refused("in backward", lambda: stage(part(offload_optimizer="cpu", step_in_backward=True)))
     module.config = types.SimpleNamespace(tie_word_embeddings=True)
     refused("tied", lambda: stage(module))
     module.config = types.SimpleNamespace(tie_word_embeddings=False)

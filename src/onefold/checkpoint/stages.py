@@ -122,7 +122,9 @@ def _state(folder: Path, sources: Sequence[FolderSource]) -> dict[str, Any]:
     first, *others = [source.state for source in sources]
     out = dict(first)
     out["scalars"] = {
-        name: value for state in (first, *others) for name, value in state.get("scalars", {}).items()
+        name: value
+        for state in (first, *others)
+        for name, value in state.get("scalars", {}).items()
     }
     if odd := sorted(name for state in others for name in state.get("extra_state", {})):
         raise CheckpointError(
