@@ -171,6 +171,9 @@ def built(stage: int, case: Case, mesh: DeviceMesh | None = None) -> Pipeline:
         loss_fn=summed_loss_of if case.sums else loss_of,
         scale_grads=not case.sums,
     )
+    if make is pipelining.schedules.PipelineScheduleMulti:  # a schedule without such actions
+        like = pipelining.ScheduleInterleaved1F1B(stages, case.micro_batches, loss_of)
+        schedule.pipeline_order = like.pipeline_order
     if case.registered:
         register_actions(schedule)
     return Pipeline(mesh, modules, stages, schedule)
@@ -327,6 +330,35 @@ def after_a_failure() -> dict[str, Any]:
         "equal": torch.equal(got, wanted),
         "gathered": len(engine.gather.by_storage),
     }
+
+
+def between_calls() -> list[bool]:
+    """On one rank: a step that raises, between two that do not and whose gradients add up."""
+    case = Case("Schedule1F1B", pp=1, dp=1, stages=1)
+    mesh = mesh_of(case)
+    found = []
+    for raises in (True, False):
+        pipeline = built(3, case, mesh)
+        called(pipeline, batch_of(case, 0, 0))
+        if raises:
+            broken = pipelining.Schedule1F1B(pipeline.stages[0], case.micro_batches, _after(2))
+            with contextlib.suppress(FloatingPointError):
+                broken.step(batch_of(case, 0, 1), target=batch_of(case, 0, 1))
+        called(pipeline, batch_of(case, 0, 2))
+        found.append([p.grad.clone() for p in pipeline.modules[0].parameters()])
+    return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+
+
+def _after(passes: int) -> Any:
+    left = [passes + 1]  # and one more, which infers shapes
+
+    def loss(scores: Tensor, tokens: Tensor) -> Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise FloatingPointError("for the test")
+        return loss_of(scores, tokens)
+
+    return loss
 
 
 def by_hand(stage: int) -> dict[str, Any]:

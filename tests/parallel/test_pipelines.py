@@ -12,6 +12,7 @@ import torch
 from pipeline_models import (
     Case,
     after_a_failure,
+    between_calls,
     by_hand,
     in_one_process,
     refusals,
@@ -45,6 +46,7 @@ LOOPS = {
     "two calls in a step, the first under no_sync": Case(
         "Schedule1F1B", calls=2, under_no_sync=True
     ),
+    "without REDUCE_GRAD actions": Case("PipelineScheduleMulti", **LOOPED),
     "losses added up": Case("Schedule1F1B", pp=1, stages=1, sums=True),
     "losses added up, zero bubble": Case("ScheduleZBVZeroBubble", sums=True, **V),
     "evaluation before the step": Case("Schedule1F1B", evaluates=True),
@@ -65,6 +67,9 @@ LOOPS = {
     ),
     "tensor parallel": Case("Schedule1F1B", dp=1, tp=2),
     "tensor parallel, zero bubble": Case("ScheduleZBVZeroBubble", dp=1, tp=2, **V),
+    "activations offloaded": Case(
+        "Schedule1F1B", pp=1, stages=1, recipe={"offload_activations": "1GB"}
+    ),
     "kept for backward": Case(pp=1, stages=1, recipe={"reshard_after_forward": False}),
     "at the boundary": Case(pp=1, stages=1, recipe={"reduce_at": "boundary"}),
 }
@@ -140,6 +145,14 @@ def test_loops_and_recipes_train_as_one_process(name: str) -> None:
     compare(name, LOOPS[name], 1, 2, 3)
 
 
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_offloaded_parameters_train_as_one_process(tier: str, tmp_path: Path) -> None:
+    where: dict[str, Any] = {"offload_optimizer": tier, "offload_param": tier}
+    if tier == "nvme":
+        where["nvme"] = str(tmp_path)
+    compare(tier, Case("Schedule1F1B", pp=1, stages=1, recipe=where), 3)
+
+
 def test_bf16_has_the_same_bits_at_every_stage() -> None:
     case = Case("Schedule1F1B", recipe={"precision": "bf16"})
     expected = in_one_process(case)
@@ -157,6 +170,11 @@ def test_a_step_that_raised_leaves_nothing_behind() -> None:
         assert "FloatingPointError" in seen["said"], seen["said"]
         assert seen["equal"], "other gradients than a fresh model's"
         assert seen["gathered"] == 0
+
+
+def test_a_step_that_raised_leaves_earlier_gradients_as_they_were() -> None:
+    (equal,) = run_ranks(1, between_calls)
+    assert equal and all(equal), equal
 
 
 @pytest.mark.parametrize("stage", [1, 3])
