@@ -315,6 +315,9 @@ def after_a_failure() -> dict[str, Any]:
     handle.remove()
     for param in module.parameters():
         param.grad = None
+    left = len(engine.gather.by_storage)
+    pipeline.stages[0].clear_runtime_states()  # as every step begins
+    released = len(engine.gather.by_storage) == 0
     # torch's schedule keeps the losses of the step that raised: another one for the same stage
     pipeline.schedule = pipelining.Schedule1F1B(pipeline.stages[0], case.micro_batches, loss_of)
     called(pipeline, batch)
@@ -329,6 +332,7 @@ def after_a_failure() -> dict[str, Any]:
         "said": said,
         "equal": torch.equal(got, wanted),
         "gathered": len(engine.gather.by_storage),
+        "released": left > 0 and released,
     }
 
 

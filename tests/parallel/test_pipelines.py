@@ -169,7 +169,7 @@ def test_a_step_that_raised_leaves_nothing_behind() -> None:
     for seen in run_ranks(2, after_a_failure):
         assert "FloatingPointError" in seen["said"], seen["said"]
         assert seen["equal"], "other gradients than a fresh model's"
-        assert seen["gathered"] == 0
+        assert seen["released"] and seen["gathered"] == 0, seen
 
 
 def test_a_step_that_raised_leaves_earlier_gradients_as_they_were() -> None:
