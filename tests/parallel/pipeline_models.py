@@ -368,8 +368,7 @@ def _after(passes: int) -> Any:
 def by_hand(stage: int) -> dict[str, Any]:
     """unshard, passes whose graphs are open at the same time, a step in between, reshard."""
     import onefold
-    from onefold.parallel import reduce_grad, reshard, unshard
-    from onefold.parallel.held import accumulating
+    from onefold.parallel import accumulating, reduce_grad, reshard, unshard
 
     case = Case(pp=1, stages=1)
     mesh = mesh_of(case)
@@ -423,7 +422,14 @@ def refusals() -> dict[str, str]:
     import types
 
     import onefold
-    from onefold.parallel import PipelineStage, reduce_grad, register_actions, reshard, unshard
+    from onefold.parallel import (
+        PipelineStage,
+        accumulating,
+        reduce_grad,
+        register_actions,
+        reshard,
+        unshard,
+    )
 
     case = Case(pp=1, stages=2, dp=2)
     mesh = mesh_of(case)
@@ -454,6 +460,11 @@ def refusals() -> dict[str, str]:
         handle = module.blocks["0"].register_forward_pre_hook(lambda *_, act=act: act(module))
         refused(f"{name} inside", lambda: module(batch_of(case, 0, 0)))
         handle.remove()
+
+    with accumulating(module):
+        module(batch_of(case, 0, 0)).sum().backward()
+    with onefold.no_sync(module):
+        refused("reduce_grad under no_sync", lambda: reduce_grad(module))
 
     # One parameter in two stages of a rank
     model = whole(case)

@@ -196,6 +196,7 @@ def test_what_a_stage_cannot_do_is_refused_in_a_sentence() -> None:
         "unshard inside": "onefold.parallel.unshard was called inside a pass",
         "reshard inside": "onefold.parallel.reshard was called inside a pass",
         "reduce_grad inside": "onefold.parallel.reduce_grad was called inside a pass",
+        "reduce_grad under no_sync": "reduce_grad was called inside onefold.no_sync",
         "one parameter": "'head' inside this model belongs to another sharded model already",
         "other numbers": "are to be divided by 2 micro-batches, and those of this step by 4",
     }

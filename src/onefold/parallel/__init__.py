@@ -6,12 +6,20 @@
 | `register_actions` | lets a schedule's UNSHARD and RESHARD actions act on such stages                   |
 | `unshard`          | gathers all units of a sharded module and keeps them gathered                      |
 | `reshard`          | releases them                                                                      |
+| `accumulating`     | leaves the gradients of passes whole on this rank                                  |
 | `reduce_grad`      | reduces the gradients that micro-batches have left on this rank                    |
 """
 
 from __future__ import annotations
 
-from onefold.parallel.held import reduce_grad, reshard, unshard
+from onefold.parallel.held import accumulating, reduce_grad, reshard, unshard
 from onefold.parallel.stage import PipelineStage, register_actions
 
-__all__ = ["PipelineStage", "reduce_grad", "register_actions", "reshard", "unshard"]
+__all__ = [
+    "PipelineStage",
+    "accumulating",
+    "reduce_grad",
+    "register_actions",
+    "reshard",
+    "unshard",
+]
