@@ -99,7 +99,9 @@ class Copies:
         stepped since the last look.
         """
         stays = (
-            unit.index in self.gather.kept_gathered or not self.gather.recipe.reshard_after_forward
+            unit.index in self.gather.kept_gathered
+            or unit.leases.held
+            or not self.gather.recipe.reshard_after_forward
         )
         looked_at = unit.resident or stays or any(f.gather.cached is not None for f in unit.flats)
         for flat in unit.flats if looked_at else ():
@@ -123,7 +125,9 @@ class Copies:
             and not unit.leases.in_use
             and not self.progress.backward_open
         ):
+            held, unit.leases.held = unit.leases.held, False
             self.gather.release(unit)
+            unit.leases.held = held  # from its next gather on
 
     def _note(self, unit: Unit) -> None:
         self.gather.wait(unit)
