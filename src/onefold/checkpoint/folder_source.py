@@ -17,13 +17,16 @@ from onefold.checkpoint.manifest import (
     STATE,
     Manifest,
     Record,
+    StoredPiece,
     key_of,
     path_in,
     read_manifest,
 )
-from onefold.checkpoint.source import Item, Source, Stored
-from onefold.checkpoint.tensorfile import DTYPES, TensorFile, joined
+from onefold.checkpoint.source import Item, Source, Stored, read_common
+from onefold.checkpoint.tensorfile import DTYPES, TensorFile, combine
 from onefold.checkpoint.values import decode
+from onefold.layout.holders import Region
+from onefold.layout.regions import BoxInterval, whole_region
 
 #: The most files that are open at a time.
 OPEN = 64
@@ -31,9 +34,12 @@ OPEN = 64
 
 @dataclass(frozen=True, order=True)
 class RangeRead:
-    """A record of a read: elements `[start, stop)` of an item, and the CRC-32 of their bytes."""
+    """A record of a read: elements `[start, stop)` of an item, or of its box that begins at `box`,
+    and the CRC-32 of their bytes.
+    """
 
     item: Item
+    box: tuple[int, ...]
     start: int
     stop: int
     crc: int
@@ -116,6 +122,9 @@ class FolderSource(Source):
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
         record = self.records[item]
+        if record.boxed:
+            self.read_box(item, whole_region(record.shape), start, stop, out)
+            return
         first = max(0, bisect_right([p.start for p in record.pieces], start) - 1)
         for piece in record.pieces[first:]:
             a, b = max(start, piece.start), min(stop, piece.stop)
@@ -123,16 +132,45 @@ class FolderSource(Source):
                 if piece.start >= stop:
                     break
                 continue
-            file, key = self._open(piece.file), key_of(item, piece.start)
-            entry = file.header.get(key)
-            expected = DTYPES[record.dtype], (piece.stop - piece.start,)
-            if entry is None or (entry.dtype, entry.shape) != expected:
-                raise DamagedCheckpoint(
-                    f"{file.path} does not hold {item} as the manifest says: it belongs to another"
-                    " checkpoint, or is damaged."
-                )
-            crc = file.read(key, a - piece.start, b - piece.start, out[a - start : b - start])
-            self.checks.append(RangeRead(item, a, b, crc))
+            self._read(record, piece, a, b, out[a - start : b - start])
+
+    def read_box(
+        self, item: Item, region: Region, start: int, stop: int, out: torch.Tensor
+    ) -> None:
+        record, wanted = self.records[item], BoxInterval(region, start, stop)
+        whole = whole_region(record.shape)
+        if region == whole and not record.boxed:
+            self.read(item, start, stop, out)
+            return
+        for piece in record.pieces:
+            if (box := piece.box or whole) == region:
+                a, b = max(start, piece.start), min(stop, piece.stop)
+                if a < b:
+                    self._read(record, piece, a, b, out[a - start : b - start])
+                continue
+            there = BoxInterval(box, piece.start, piece.stop)
+            read_common(
+                wanted, there, out, DTYPES[record.dtype],
+                lambda a, b, into, piece=piece: self._read(  # type: ignore[misc]
+                    record, piece, piece.start + a, piece.start + b, into
+                ),
+            )  # fmt: skip
+
+    def _read(
+        self, record: Record, piece: StoredPiece, start: int, stop: int, out: torch.Tensor
+    ) -> None:
+        """Read elements [start, stop) of the flattened tensor or box, which are in `piece`."""
+        item = record.item
+        file, key = self._open(piece.file), key_of(item, piece.start, piece.box)
+        entry = file.header.get(key)
+        expected = DTYPES[record.dtype], (piece.stop - piece.start,)
+        if entry is None or (entry.dtype, entry.shape) != expected:
+            raise DamagedCheckpoint(
+                f"{file.path} does not hold {item} as the manifest says: it belongs to another"
+                " checkpoint, or is damaged."
+            )
+        crc = file.read(key, start - piece.start, stop - piece.start, out)
+        self.checks.append(RangeRead(item, _offset(piece), start, stop, crc))
 
     def _open(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -163,7 +201,8 @@ class FolderSource(Source):
 
     def compare_with(self, checks: list[RangeRead]) -> None:
         """Compare the checksums of reads, of this and other ranks, with the manifest. The checksums
-        of several reads of one piece are combined.
+        of several reads of one piece are combined. Reads that overlap must agree wherever two of
+        them, or two sequences of them, end at the same element.
 
         Pieces of which only a part was read are skipped.
 
@@ -171,19 +210,19 @@ class FolderSource(Source):
             CheckpointError: bytes have changed since they were written. The message names file and
                 tensor.
         """
-        by_item: dict[Item, list[RangeRead]] = {}
+        by_item: dict[Item, dict[tuple[int, ...], list[RangeRead]]] = {}
         for check in sorted(set(checks)):
-            by_item.setdefault(check.item, []).append(check)
+            by_item.setdefault(check.item, {}).setdefault(check.box, []).append(check)
         bad = []
-        for item, parts in by_item.items():
+        for item, by_box in by_item.items():
             size = DTYPES[self.records[item].dtype].itemsize
             for piece in self.records[item].pieces:
+                parts = by_box.get(_offset(piece), ())
                 inside = [c for c in parts if piece.start <= c.start and c.stop <= piece.stop]
-                starts, ends = [c.start for c in inside], [c.stop for c in inside]
-                if [piece.start, *ends] != [*starts, piece.stop]:
-                    continue
-                if joined((c.crc, (c.stop - c.start) * size) for c in inside) != piece.crc:
+                if not _sound(piece, inside, size):
                     where = f"elements {piece.start} to {piece.stop}"
+                    if piece.box is not None:
+                        where += f" of the box at {piece.box.offset} of {piece.box.shape}"
                     bad.append(f"{self.folder / piece.file}: {item}, {where}")
         if bad:
             more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
@@ -196,3 +235,22 @@ class FolderSource(Source):
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _offset(piece: StoredPiece) -> tuple[int, ...]:
+    """Return where a piece's box begins; () for a whole tensor."""
+    return () if piece.box is None else piece.box.offset
+
+
+def _sound(piece: StoredPiece, inside: list[RangeRead], size: int) -> bool:
+    """Return whether reads inside a piece, in order, contradict neither its checksum nor each other.
+    `size`: bytes of an element.
+    """
+    # {element: the checksum of all bytes of the piece before it}
+    known = {piece.start: 0}
+    for c in inside:
+        if c.start in known:
+            crc = combine(known[c.start], c.crc, (c.stop - c.start) * size)
+            if known.setdefault(c.stop, crc) != crc:
+                return False
+    return known.get(piece.stop, piece.crc) == piece.crc

@@ -18,7 +18,7 @@ Pure: no processes, no tensors, no files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -193,8 +193,3 @@ def tile(shape: tuple[int, ...], boxes: tuple[Region, ...]) -> str:
                 )
     covered = sum(box.numel for box in some)
     return "" if covered == prod(shape) else f"boxes cover {covered} of {prod(shape)} elements"
-
-
-def in_order(boxes: Iterable[Region]) -> list[Region]:
-    """Return different boxes, sorted by where they begin."""
-    return sorted(set(boxes), key=lambda box: (box.offset, box.shape))

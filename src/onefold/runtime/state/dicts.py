@@ -129,7 +129,7 @@ def contents_and_changes(engine: Engine, module: nn.Module) -> tuple[Contents, b
 def _outlined(engine: Engine, module: nn.Module) -> tuple[Contents, bool]:
     """Do the same with whole parameters on the meta device, on which hooks may compute."""
     wholes = {
-        e.part.names[0]: torch.empty(e.part.shape, dtype=e.flat.dtypes.master, device="meta")
+        e.part.names[0]: torch.empty(e.shape, dtype=e.flat.dtypes.master, device="meta")
         for e in engine.entries
     }
     shown = as_parameters(engine, wholes)
@@ -154,7 +154,7 @@ def _outlined(engine: Engine, module: nn.Module) -> tuple[Contents, bool]:
             entry = of.get(id(value))
             if entry is None and value.is_meta and id(value) not in buffers:
                 entry = by_name.get(name)
-                if entry is None or value.shape != entry.part.shape:
+                if entry is None or value.shape != entry.shape:
                     changed = True
                     continue
             if entry is None:
@@ -265,7 +265,7 @@ def load_full_state_dict(
         return _load_by_module(engine, module, state, strict)
     expected = {n: v for n, (v, _) in held.items() if isinstance(v, torch.Tensor)}
     named = {n: e for n, (_, e) in held.items() if e is not None}
-    shapes = {n: e.part.shape for n, e in named.items()}
+    shapes = {n: e.shape for n, e in named.items()}
     verdict = _compare(expected, shapes, state, strict) if engine.rank == 0 else None
     missing, unexpected, complaint = tell_all(engine.resources, "load_full_state_dict()", verdict)[
         0
