@@ -60,9 +60,9 @@ from onefold.runtime.state.start import (
     modules_of,
     precision_notes,
     rank_0_needs_values,
-    refuse_missing_boxes,
     refuse_arguments,
     refuse_max_norm,
+    refuse_missing_boxes,
     tie,
 )
 from onefold.runtime.stepper import Stepper

@@ -78,7 +78,9 @@ class Axes:
     @property
     def data_size(self) -> int:
         """The number of data coordinates: ranks that compute with different samples or tokens."""
-        return prod(size for name, size in zip(self.names, self.sizes, strict=True) if self.carries(name))
+        return prod(
+            size for name, size in zip(self.names, self.sizes, strict=True) if self.carries(name)
+        )
 
     def carries(self, name: str) -> bool:
         """Whether ranks along this axis compute with different data."""
@@ -117,9 +119,7 @@ class Holders:
     data: int
 
     @classmethod
-    def of(
-        cls, boxes: Mapping[int, Hashable], coordinates: Mapping[int, Hashable]
-    ) -> Holders:
+    def of(cls, boxes: Mapping[int, Hashable], coordinates: Mapping[int, Hashable]) -> Holders:
         """Return the holders by the box, and by the data coordinate, of each rank.
 
         Raises:
@@ -193,9 +193,7 @@ class Region:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The box in the global tensor, as an index."""
-        return tuple(
-            slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=True)
-        )
+        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
 
 
 def region_of(shape: Sequence[int], cuts: Sequence[Cut]) -> Region:

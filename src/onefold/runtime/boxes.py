@@ -170,17 +170,19 @@ class _AsDTensor(torch.autograd.Function):
     """See [Note: gradients of DTensors]."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, box: Box) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, local: torch.Tensor, box: Box) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
 
         ctx.box = box
         ctx.set_materialize_grads(False)
         plain = local.view_as(local)
-        made: torch.Tensor = DTensor(plain, box.spec(local.dtype), requires_grad=local.requires_grad)
+        made: torch.Tensor = DTensor(
+            plain, box.spec(local.dtype), requires_grad=local.requires_grad
+        )
         return made
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         return None if grad is None else local_gradient(grad, ctx.box), None
 
 
@@ -194,7 +196,7 @@ def dtensor_over(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
 def as_dtensor(local: torch.Tensor, box: Box) -> torch.Tensor:
     """Return a DTensor over `local`, in the graph if gradients are recorded."""
-    made: torch.Tensor = _AsDTensor.apply(local, box)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _AsDTensor.apply(local, box)
     return made
 
 
@@ -248,10 +250,8 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
         param: Any = f.param
         _refuse(f.names[0], param, mesh)
         kinds.setdefault((param.device_mesh, param.placements), []).append(f)
-    said = [
-        (f.names[0], tuple(map(str, f.param.placements)), tuple(f.param.device_mesh.shape))
-        for f in boxed
-    ]
+    placed: list[tuple[str, Any]] = [(f.names[0], f.param) for f in boxed]
+    said = [(name, tuple(map(str, p.placements)), tuple(p.device_mesh.shape)) for name, p in placed]
     context = CollectiveContext("control", "(axes)", 0, "state")
     if not alike(group.any_of(both(_digest(said)), context)):
         raise ValueError(

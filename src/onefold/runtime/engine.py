@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from onefold.comm import CollectiveContext, Group
 from onefold.comm.mesh import Mesh

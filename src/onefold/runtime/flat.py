@@ -520,9 +520,7 @@ class Flat:
         if self.owners is not None:
             box = entry.box if self.in_boxes else None
             shape = slot.shape if box is None else box.shape
-            seen["_onefold_spec"] = IntervalSpec(
-                self.owners, slot.name, slot.start, shape, box=box
-            )
+            seen["_onefold_spec"] = IntervalSpec(self.owners, slot.name, slot.start, shape, box=box)
         self.swap(entry, entry.param)
 
     def forget(self) -> None:
@@ -658,7 +656,7 @@ class Flat:
         ]
 
     @staticmethod
-    def swap(entry: Entry, param: nn.Parameter, instead_of: nn.Parameter | None = None) -> None:
+    def swap(entry: Entry, param: torch.Tensor, instead_of: torch.Tensor | None = None) -> None:
         """Put `param` in all places of the entry, or in those that show `instead_of`."""
         for parameters, attribute, recurrent in entry.places:
             if instead_of is not None and parameters.get(attribute) is not instead_of:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from onefold.memory import storage_of
 from onefold.runtime.backward import Backward

@@ -254,9 +254,7 @@ def bind(
     recipe, more = resources.recipe, itertools.count(8 * len(specs) + 1)
     units = []
     for index, spec in enumerate(specs):
-        kinds: dict[
-            tuple[torch.dtype, bool, bool, torch.dtype | None, Holders], list[Found]
-        ] = {}
+        kinds: dict[tuple[torch.dtype, bool, bool, torch.dtype | None, Holders], list[Found]] = {}
         for found in spec.found:
             like = grouped_as(declared_dtype(found.param), recipe)
             trainable = found.param.requires_grad

@@ -43,6 +43,7 @@ from onefold.runtime.parameters.values import (
 from onefold.runtime.resources import MasterAccess, Progress
 
 if TYPE_CHECKING:
+    from onefold.comm import Group
     from onefold.runtime.flat import Entry, Flat
     from onefold.runtime.parameters.values import WriteCounters
     from onefold.runtime.unit import Unit
@@ -64,9 +65,10 @@ if TYPE_CHECKING:
 
 
 class OwningEngine(Protocol):
-    """See the docstring of this module. `device` is where the model computes."""
+    """See the docstring of this module. `device` is where the model computes, `group` all ranks."""
 
     device: torch.device
+    group: Group
     progress: Progress
     masters: MasterAccess
     write_counters: WriteCounters

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from onefold.runtime.parameters.interval import (
     IntervalSpec,
@@ -285,7 +284,7 @@ def give_data(param: Any, value: torch.Tensor) -> None:
             param.copy_(local)
 
 
-def give_whole(entry: Entry, whole: nn.Parameter, value: torch.Tensor) -> None:
+def give_whole(entry: Entry, whole: torch.Tensor, value: torch.Tensor) -> None:
     """Run `param.data = value` in a forward pass, by code outside the unit that owns the parameter.
 
     The value goes to the whole parameter; runtime/refresh.py copies it to the masters.
