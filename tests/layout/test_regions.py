@@ -74,6 +74,7 @@ def test_stretches_tile_an_interval_in_order(data: st.DataObject, shape: tuple[i
     numbers = np.arange(prod(shape)).reshape(shape)
     assert [n for r in found for n in numbers[r.slices].reshape(-1)] == list(range(a, b))
     assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert len({r.offset for r in found}) == len(found)  # a box is known by where it begins
 
 
 @given(st.data(), SHAPES)

@@ -279,7 +279,7 @@ class States:
                     # Every rank has the number. Ranks that answer for some of the parameter's
                     # elements report it (all ranks, if it has none); the first report counts.
                     start, stop = entry.accounted()
-                    if stop > start or entry.slot.numel == 0:
+                    if stop > start or entry.numel == 0:
                         self.scalars.setdefault(entry.part.names[0], {})[key] = value
                 elif not (entry.flat.divided or entry.flat.tiled or entry.flat.in_boxes):
                     self.wholes.append((entry, key, value))

@@ -285,7 +285,7 @@ class Outline:
                     params.append(Param([number], [], tuple(p.shape)))
                     continue
                 found[id(engine)] = engine
-                param = Param([number], [entry], tuple(entry.part.shape), entry.part.names[0])
+                param = Param([number], [entry], tuple(entry.shape), entry.part.names[0])
                 if entry.part.numel == entry.slot.numel:
                     params.append(param)
                     continue
@@ -302,7 +302,7 @@ class Outline:
             out.groups.append(params)
         out.engines = list(found.values())
         entries = [e for param in out.params for e in param.entries]
-        out.divided = any(e.flat.divided for e in entries)
+        out.divided = any(e.flat.divided or e.flat.in_boxes for e in entries)
         out.special = out.divided or any(
             e.flat.storage.on_disk or e.flat.tiled or moment_policy(optimizer, e) is not None
             for e in entries
@@ -354,7 +354,7 @@ def described(
             found = {key: (None, value) for key, value in state.items()}
         for n, entry in zip(param.numbers, param.entries, strict=False):
             a, b = entry.accounted() if outline.divided else entry.owned()
-            if found or (a == b and entry.slot.numel):
+            if found or (a == b and entry.numel):
                 continue
             found = {}
             how = moment_policy(optimizer, entry) if states[n] else None

@@ -278,6 +278,11 @@ class Entry:
         """The shape of the parameter as users and checkpoints know it: that of the global tensor."""
         return self.part.shape if self.region is None else tuple(self.box.shape)  # type: ignore[union-attr]
 
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter as users know it; of a tile, those of the tile."""
+        return self.slot.numel if self.region is None else self.box.shape.numel()  # type: ignore[union-attr]
+
     def accounted(self, position: int | None = None) -> tuple[int, int]:
         """Return the elements, counted from the first, that this rank (or that at `position`)
         accounts for. Exactly one rank accounts for each element of the model.

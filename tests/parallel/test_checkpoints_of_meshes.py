@@ -1,0 +1,191 @@
+"""Checkpoints of a mesh load on any other, bit-equal: weights and optimizer states, at other stages,
+and without the axis. Each rank reads what it will own, and little more.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from axes_models import Case, batches_of, built, mesh_of_case, parallelized
+from torch import nn
+
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.folder_source import FolderSource
+from onefold.checkpoint.manifest import read_manifest
+from onefold.checkpoint.source import Item
+from onefold.inspection.diff import differences
+from onefold.inspection.reshard import reshard
+from onefold.inspection.verify import examine
+from ranks import run_ranks
+
+#: TP 2 × DP 2, with norms in fp32 that are the same on every rank beside the boxes.
+MESH = Case(dp=2, tp=2, steps=2)
+Trained = tuple[nn.Module, torch.optim.Optimizer, torch.device]
+
+
+def made(stage: int, case: Case, seed: int = 0, **options: Any) -> Trained:
+    """A sharded model of the case and its optimizer. `seed` moves the weights away from the case's."""
+    import onefold
+
+    mesh = mesh_of_case(case)
+    model = parallelized(case, mesh)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * seed)
+    recipe = onefold.Recipe.zero(stage, stall_timeout=30.0, **{**case.options, **options})
+    model = onefold.shard(model, recipe, mesh=mesh, data="dp")
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01), mesh
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, dp: int) -> None:
+    for batch in batches_of(case, dp)[: case.steps]:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wholes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and states as Onefold's whole state dicts have them, by a checkpoint's items."""
+    import onefold
+
+    out = {str(Item("parameter", n)): t for n, t in onefold.full_state_dict(model).items()}
+    names = [name for name, _ in model.named_parameters()]
+    for number, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            out[str(Item("state", names[number], key))] = value
+    return out
+
+
+class Counted:
+    """Bytes that this rank reads of tensors in files."""
+
+    def __enter__(self) -> Counted:
+        from onefold.checkpoint.tensorfile import TensorFile
+
+        self.nbytes, self._read = 0, TensorFile._read
+        read, counted = TensorFile._read, self
+
+        def counting(file: Any, into: memoryview, at: int, crc: int) -> int:
+            counted.nbytes += len(into)
+            return read(file, into, at, crc)
+
+        TensorFile._read = counting  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from onefold.checkpoint.tensorfile import TensorFile
+
+        TensorFile._read = self._read  # type: ignore[method-assign]
+
+
+def saved(folder: str, stage: int, case: Case) -> dict[str, torch.Tensor]:
+    """Train and save; returns the whole weights and states (rank 0)."""
+    import onefold
+
+    model, optimizer, mesh = made(stage, case)
+    train(model, optimizer, case, mesh.get_local_rank("dp"))
+    position = {"seen": mesh.get_local_rank("dp")}
+    onefold.save(folder, model=model, optimizer=optimizer, data=position, step=case.steps)
+    return wholes(model, optimizer)
+
+
+def moved(source: str, target: str, stage: int, case: Case, later: bool) -> dict[str, Any]:
+    """Load into another model, on this mesh, and save that. `later`: by the asynchronous calls."""
+    import onefold
+    import onefold.checkpoint.source as sources
+
+    sources.BOX_BLOCK = 256  # small beside the tensors of this model
+    model, optimizer, mesh = made(stage, case, seed=3)
+    with Counted() as counted:
+        if later:
+            loaded = onefold.load_async(source, model=model, optimizer=optimizer).wait()
+        else:
+            loaded = onefold.load(source, model=model, optimizer=optimizer)
+    own = sum(e.accounted()[1] - e.accounted()[0] for e in onefold.engine_of(model).entries)
+    position = {"seen": mesh.get_local_rank("dp")}
+    give = {"model": model, "optimizer": optimizer, "data": position, "step": loaded.step}
+    onefold.save_async(target, **give).wait() if later else onefold.save(target, **give)
+    return {
+        "wholes": wholes(model, optimizer),
+        "data": loaded.data,
+        "dp": mesh.get_local_rank("dp"),
+        "read": counted.nbytes,
+        "own": 3 * 4 * own,  # master, two moments
+    }
+
+
+def in_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """Every parameter and state of a checkpoint, read whole in this process."""
+    source = FolderSource(folder)
+    found = {str(i): source.whole(i) for i in source.items() if i.kind in ("parameter", "state")}
+    for item in [i for i in source.items() if i.kind == "parameter"]:
+        for key, value in source.scalars(item.name).items():
+            found[str(Item("state", item.name, key))] = torch.as_tensor(value)
+    source.close()
+    return found
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    assert found.keys() == expected.keys(), f"{what}: {found.keys() ^ expected.keys()}"
+    for name, value in expected.items():
+        assert found[name].shape == value.shape, f"{what}: {name} has shape {found[name].shape}"
+        assert torch.equal(found[name], value), f"{what}: {name} has other bits"
+
+
+def test_a_checkpoint_goes_through_all_meshes_and_comes_back_bit_equal(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    expected = run_ranks(4, saved, str(first), 3, MESH)[0]
+    same(in_folder(first), expected, "as saved on dp 2 × tp 2")
+    manifest = read_manifest(first)
+    by_name = {r.item.name: r for r in manifest.records if r.item.kind == "parameter"}
+    assert manifest.version == 2
+    assert {b.shape for b in by_name["layers.0.feed_forward.w2.weight"].boxes} == {(16, 20)}
+    assert {b.shape for b in by_name["tok_embeddings.weight"].boxes} == {(31, 16), (30, 16)}
+    assert not by_name["norm.weight"].boxed, "replicated: every rank of the mesh holds it"
+    assert not examine(first).problems
+
+    hops: list[tuple[str, int, Case, bool]] = [
+        ("tp 4", 1, replace(MESH, dp=1, tp=4), False),
+        ("dp 4", 2, replace(MESH, plan="none", dp=4, tp=1), False),
+        ("dp 2 × tp 2 again", 0, MESH, True),
+        ("tp 2 of other layers", 3, replace(MESH, plan="layers"), False),
+        ("dp 3, uneven", 3, replace(MESH, plan="none", dp=3, tp=1), False),
+        ("tp 3, uneven", 2, replace(MESH, plan="layers", dp=1, tp=3), True),
+    ]
+    source = first
+    for number, (name, stage, case, later) in enumerate(hops):
+        target = tmp_path / str(number)
+        ranks = run_ranks(case.dp * case.tp, moved, str(source), str(target), stage, case, later)
+        same(ranks[0]["wholes"], expected, f"{name}, in the model")
+        same(in_folder(target), expected, f"{name}, saved again")
+        version = read_manifest(target).version
+        assert version == (1 if case.plan == "none" else 2), f"{name}: version {version}"
+        total = sum(r["read"] for r in ranks)
+        print("FIG", name, [(r["read"], r["own"]) for r in ranks])
+        assert sum(r["own"] for r in ranks) <= total, "everything is read at least once"
+        for seen in ranks:
+            # Random states, the blocks at both ends of each piece, rows of which it has a half
+            assert seen["read"] < 2.5 * seen["own"] + 150_000, f"{name}: {seen['read']}"
+        source = target
+
+    # One process without any mesh, and the tools that know no ranks
+    import onefold
+
+    model = onefold.shard(built(MESH), onefold.Recipe.zero(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for folder in (first, source):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        onefold.load(folder, model=model, optimizer=optimizer)
+        same(wholes(model, optimizer), expected, f"one process, from {folder.name}")
+    reshard(first, tmp_path / "two files", 2)
+    same(in_folder(tmp_path / "two files"), expected, "rewritten in two files")
+    assert read_manifest(tmp_path / "two files").version == 1
+    with closing(FolderSource(first)) as a, closing(FolderSource(source)) as b:
+        assert differences(a, b, parts=("weights", "optimizer")).equal
