@@ -106,6 +106,9 @@ def moved(source: str, target: str, stage: int, case: Case, later: bool) -> dict
             loaded = onefold.load_async(source, model=model, optimizer=optimizer).wait()
         else:
             loaded = onefold.load(source, model=model, optimizer=optimizer)
+    with closing(FolderSource(Path(source))) as there:
+        streams = [s.shape[0] for i, s in there.items().items() if i.kind == "rng"]
+    random = streams[mesh.get_rank() % len(streams)]
     own = sum(e.accounted()[1] - e.accounted()[0] for e in onefold.engine_of(model).entries)
     position = {"seen": mesh.get_local_rank("dp")}
     give = {"model": model, "optimizer": optimizer, "data": position, "step": loaded.step}
@@ -115,6 +118,7 @@ def moved(source: str, target: str, stage: int, case: Case, later: bool) -> dict
         "data": loaded.data,
         "dp": mesh.get_local_rank("dp"),
         "read": counted.nbytes,
+        "random": random,
         "own": 3 * 4 * own,  # master, two moments
     }
 
@@ -166,7 +170,7 @@ def test_a_checkpoint_goes_through_all_meshes_and_comes_back_bit_equal(tmp_path:
         version = read_manifest(target).version
         assert version == (1 if case.plan == "none" else 2), f"{name}: version {version}"
         total = sum(r["read"] for r in ranks)
-        print("FIG", name, [(r["read"], r["own"]) for r in ranks])
+        print("FIG", name, [(r["read"] - r["random"], r["own"]) for r in ranks])
         assert sum(r["own"] for r in ranks) <= total, "everything is read at least once"
         for seen in ranks:
             # Random states, the blocks at both ends of each piece, rows of which it has a half
@@ -189,3 +193,97 @@ def test_a_checkpoint_goes_through_all_meshes_and_comes_back_bit_equal(tmp_path:
     assert read_manifest(tmp_path / "two files").version == 1
     with closing(FolderSource(first)) as a, closing(FolderSource(source)) as b:
         assert differences(a, b, parts=("weights", "optimizer")).equal
+
+
+# -- everything beside save and load ---------------------------------------------------------------
+
+
+def beside(folder: str, stage: int) -> dict[str, Any]:
+    """Averages, exports, streams and whole state dicts of a model on the mesh."""
+    import onefold
+
+    model, optimizer, mesh = made(stage, MESH)
+    average = onefold.ema.EMA(model, decay=0.5)
+    train(model, optimizer, MESH, mesh.get_local_rank("dp"))
+    average.update()  # a copy
+    before = onefold.full_state_dict(model)
+    train(model, optimizer, MESH, mesh.get_local_rank("dp"))
+    average.update()
+    out: dict[str, Any] = {"before": before, "weights": onefold.full_state_dict(model)}
+    out["average"] = average.state_dict()
+
+    # Averages and states, into fresh ones
+    again = onefold.ema.EMA(model, decay=0.5)
+    again.load_state_dict(out["average"] if mesh.get_rank() == 0 else None)
+    out["average again"] = again.state_dict()
+    states = optimizer.state_dict()
+    other, fresh, _ = made(stage, MESH, seed=3)
+    fresh.load_state_dict(states)  # whole on rank 0, empty elsewhere
+    every = [states]
+    torch.distributed.broadcast_object_list(every)
+    whole_everywhere = torch.optim.AdamW(other.parameters(), lr=0.01)
+    whole_everywhere.load_state_dict(every[0])
+    onefold.load_full_state_dict(other, out["weights"])
+    out["states"] = wholes(model, optimizer)
+    out["states again"] = wholes(other, fresh)
+    out["states from each"] = wholes(other, whole_everywhere)
+
+    out["streamed"] = {n: t.clone() for n, t in onefold.stream_params(model, bucket=2000)}
+    onefold.export(model, f"{folder}/hf", max_shard_bytes=4000)
+    with average.applied():
+        onefold.export(model, f"{folder}/averaged")
+    torch.distributed.checkpoint.save(
+        onefold.dcp_state_dict(model, optimizer), checkpoint_id=f"{folder}/dcp"
+    )
+    return out
+
+
+def from_others(folder: str, stage: int, case: Case) -> dict[str, Any]:
+    """What Hugging Face and DCP folders give on this mesh."""
+    import onefold
+    import onefold.checkpoint.source as sources
+
+    sources.BOX_BLOCK = 256
+    mesh = mesh_of_case(case)
+    model = parallelized(replace(case, meta=True), mesh)
+    with Counted() as counted:
+        recipe = onefold.Recipe.zero(stage, stall_timeout=30.0)
+        model = onefold.shard(model, recipe, mesh=mesh, data="dp", weights=f"{folder}/hf")
+    entries = onefold.engine_of(model).entries
+    out: dict[str, Any] = {"weights": onefold.full_state_dict(model), "read": counted.nbytes}
+    out["own"] = 4 * sum(e.accounted()[1] - e.accounted()[0] for e in entries)
+    model, optimizer, _ = made(stage, case, seed=3)
+    torch.distributed.checkpoint.load(
+        onefold.dcp_state_dict(model, optimizer), checkpoint_id=f"{folder}/dcp"
+    )
+    out["dcp"] = wholes(model, optimizer)
+    return out
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_exports_averages_streams_and_state_dicts_are_whole(stage: int, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    ranks = run_ranks(4, beside, str(tmp_path), stage)
+    first = ranks[0]
+    weights = first["weights"]
+    half = {n: first["before"][n].lerp(w, 0.5) for n, w in weights.items()}
+    averages = {n.removeprefix("module."): t for n, t in first["average"].items() if "." in n}
+    same(averages, half, "the average")
+    same(first["average again"], first["average"], "the average, loaded")
+    same(first["states again"], first["states"], "states, whole on rank 0")
+    same(first["states from each"], first["states"], "states, whole on every rank")
+    for rank, seen in enumerate(ranks):
+        same(seen["streamed"], weights, f"streamed, rank {rank}")
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 3
+    exported = {n: t for file in files for n, t in load_file(file).items()}
+    same(exported, weights, "exported")
+    same(load_file(tmp_path / "averaged" / "model.safetensors"), half, "exported, averaged")
+
+    for case in (replace(MESH, dp=1, tp=4), replace(MESH, plan="layers")):
+        told = f"dp {case.dp} × tp {case.tp}"
+        ranks = run_ranks(case.dp * case.tp, from_others, str(tmp_path), 3 - stage, case)
+        same(ranks[0]["weights"], weights, f"{told}, weights=")
+        same(ranks[0]["dcp"], first["states"], f"{told}, DCP")
+        print("FIG hf", [(r["read"], r["own"]) for r in ranks])
