@@ -41,7 +41,7 @@ def test_common_blocks_are_the_elements_that_both_intervals_have(
     blocks = common(one, other)
     assert len(blocks) <= max(1, 2 * len(shape) - 1) ** 2
     for block in blocks:
-        assert 0 <= block.there and block.ends_there <= other.numel
+        assert block.there >= 0 and block.ends_there <= other.numel
         for index in np.ndindex(*block.shape):
             to = block.at + sum(i * s for i, s in zip(index, block.strides, strict=True))
             there = block.there + sum(

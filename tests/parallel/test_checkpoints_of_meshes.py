@@ -14,7 +14,6 @@ import torch
 from axes_models import Case, batches_of, built, mesh_of_case, parallelized
 from torch import nn
 
-from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import read_manifest
 from onefold.checkpoint.source import Item

@@ -27,6 +27,7 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.layout.holders import Region
 from onefold.layout.regions import BoxInterval, whole_region
 
+
 class _IntervalMemory:
     """The interval's tensor, in a wrapper that deep-copies only these elements. DCP's staging would
     otherwise copy the whole storage of which the tensor is a view.

@@ -157,7 +157,13 @@ class Record:
             **({"aliases": list(self.aliases)} if self.aliases else {}),
             **({"boxes": [[list(b.offset), list(b.shape)] for b in boxes]} if boxes else {}),
             "pieces": [
-                [number[p.file], p.start, p.stop, p.crc, *([boxes[p.box or whole]] if boxes else [])]
+                [
+                    number[p.file],
+                    p.start,
+                    p.stop,
+                    p.crc,
+                    *([boxes[p.box or whole]] if boxes else []),
+                ]
                 for p in self.pieces
             ],
         }

@@ -42,8 +42,7 @@ def intersection(a: Region, b: Region) -> Region | None:
     """Return the box of the elements in both; None if there are none."""
     first = tuple(map(max, a.offset, b.offset))
     last = tuple(
-        min(i + n, j + m)
-        for i, n, j, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
+        min(i + n, j + m) for i, n, j, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
     )
     if any(i >= j for i, j in zip(first, last, strict=True)):
         return None
@@ -151,29 +150,35 @@ def runs(interval: BoxInterval, shape: Sequence[int]) -> Iterator[RegionRun]:
     """Yield the runs of consecutive elements, in a global tensor of `shape`, of an interval of a box
     of it. `start` is counted from the first element of the box.
     """
-    strides, held = strides_of(shape), None
-    for box in interval.boxes():
-        # The dimensions behind `whole` are whole in the global tensor: they are part of a run
-        whole = len(shape)
-        while whole and box.shape[whole - 1] == shape[whole - 1]:
-            whole -= 1
-        outer = max(0, whole - 1)
-        length = prod(box.shape[outer:])
-        first, own = interval.place(box)
-        first += interval.start
-        for index in product(*(range(n) for n in box.shape[:outer])):
-            at = sum(
-                (i + j) * s for i, j, s in zip(box.offset, (*index, *[0] * len(shape)), strides)
-            )
-            start = first + sum(map(int.__mul__, index, own))
-            if held is not None and (held.at + held.length, held.start + held.length) == (at, start):
-                held = RegionRun(held.at, held.start, held.length + length)
-                continue
-            if held is not None:
-                yield held
-            held = RegionRun(at, start, length)
+    held: RegionRun | None = None
+    for run in _rows(interval, shape):
+        if held is not None and (held.at + held.length, held.start + held.length) == run[:2]:
+            held = held._replace(length=held.length + run.length)
+            continue
+        if held is not None:
+            yield held
+        held = run
     if held is not None:
         yield held
+
+
+def _rows(interval: BoxInterval, shape: Sequence[int]) -> Iterator[RegionRun]:
+    """Yield runs of which two may follow each other without a gap."""
+    strides = strides_of(shape)
+    for box in interval.boxes():
+        # A run goes over the last dimension in which the box is a part, and those behind it
+        last = len(shape)
+        while last and box.shape[last - 1] == shape[last - 1]:
+            last -= 1
+        outer = max(0, last - 1)
+        first, own = interval.place(box)
+        begin = sum(map(int.__mul__, box.offset, strides))
+        for index in product(*map(range, box.shape[:outer])):
+            yield RegionRun(
+                begin + sum(map(int.__mul__, index, strides)),
+                interval.start + first + sum(map(int.__mul__, index, own)),
+                prod(box.shape[outer:]),
+            )
 
 
 @lru_cache(maxsize=4096)

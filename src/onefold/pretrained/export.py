@@ -26,8 +26,8 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import Export, flush
 from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.saving import check_moment
-from onefold.checkpoint.together import Together, meet
 from onefold.checkpoint.tensorfile import CHUNK
+from onefold.checkpoint.together import Together, meet
 from onefold.layout.regions import BoxInterval, runs
 from onefold.pretrained.fitted import Outline
 from onefold.pretrained.hf_names import Layout, is_transformers, writing
