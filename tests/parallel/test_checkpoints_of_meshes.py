@@ -14,6 +14,8 @@ import torch
 from axes_models import Case, batches_of, built, mesh_of_case, parallelized
 from torch import nn
 
+from needed import skip_without
+from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import read_manifest
 from onefold.checkpoint.source import Item
@@ -286,3 +288,78 @@ def test_exports_averages_streams_and_state_dicts_are_whole(stage: int, tmp_path
         same(ranks[0]["weights"], weights, f"{told}, weights=")
         same(ranks[0]["dcp"], first["states"], f"{told}, DCP")
         print("FIG hf", [(r["read"], r["own"]) for r in ranks])
+
+
+# -- packed moments --------------------------------------------------------------------------------
+
+
+def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """This rank's own states, as they rest."""
+    local = onefold_local(optimizer)
+    names = [name for name, _ in model.named_parameters()]
+    return {
+        f"{names[number]} {key}": value.clone()
+        for number, state in local.items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def onefold_local(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    from onefold.optim import local_state_dict
+
+    found: dict[int, dict[str, Any]] = local_state_dict(optimizer)["state"]
+    return found
+
+
+def packed_on_meshes(folder: str, kind: str) -> dict[str, Any]:
+    """Save packed moments on two meshes, load each on the other and on its own."""
+    import onefold
+    import onefold.recipe.moments as moments
+
+    moments.SMALLEST = 64
+    flat = replace(MESH, plan="none", dp=4, tp=1)
+    made_of = {"boxes": (2, MESH), "whole": (3, flat)}
+    out: dict[str, Any] = {}
+    for name, (stage, case) in made_of.items():
+        model, optimizer, mesh = made(stage, case, moments=kind)
+        train(model, optimizer, case, mesh.get_local_rank("dp"))
+        give = {"model": model, "optimizer": optimizer}
+        onefold.save(f"{folder}/{name}", **give)
+        onefold.save_async(f"{folder}/{name}-later", **give).wait()
+        out[name] = wholes(model, optimizer), parts_of(model, optimizer)
+        for target, (other_stage, other_case) in made_of.items():
+            model, optimizer, _ = made(other_stage, other_case, seed=3, moments=kind)
+            source = f"{folder}/{name}" + ("-later" if target == "whole" else "")
+            onefold.load(source, model=model, optimizer=optimizer)
+            out[f"{name} to {target}"] = wholes(model, optimizer), parts_of(model, optimizer)
+        model, optimizer, _ = made(1, MESH, seed=3)
+        onefold.load(f"{folder}/{name}", model=model, optimizer=optimizer)
+        out[f"{name} to fp32"] = wholes(model, optimizer), {}
+    return out
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "bf16"])
+def test_packed_moments_are_the_same_codes_on_a_mesh_of_the_same_boxes(
+    kind: str, tmp_path: Path
+) -> None:
+    skip_without("torchao", "the formats are torchao's: pip install onefold[lowbit]")
+    ranks = run_ranks(4, packed_on_meshes, str(tmp_path), kind, server="libraries")
+    whole = ranks[0]
+    for name in ("boxes", "whole"):
+        same(whole[f"{name} to fp32"][0], whole[name][0], f"{kind}: {name} to fp32")
+        for rank, seen in enumerate(ranks):
+            told = f"{kind}: {name} to {name}, rank {rank}"
+            same(seen[f"{name} to {name}"][1], seen[name][1], told)
+    for name, other in (("boxes", "whole"), ("whole", "boxes")):
+        found, expected = whole[f"{name} to {other}"][0], whole[name][0]
+        weights = {n: t for n, t in expected.items() if n.startswith("parameter")}
+        same({n: found[n] for n in weights}, weights, f"{kind}: {name} to {other}")
+        for key, value in expected.items():
+            # Packed anew, in other blocks
+            step = value.abs().max() * {"int8": 0.02, "int4": 0.3, "bf16": 0}[kind]
+            assert (found[key] - value).abs().max() <= step, f"{kind}: {name} to {other}: {key}"
+    if kind != "bf16":
+        with pytest.raises(CheckpointError, match="packed in blocks of the boxes of a mesh"):
+            reshard(tmp_path / "boxes", tmp_path / "one file", 1)
+    assert not examine(tmp_path / "boxes").problems

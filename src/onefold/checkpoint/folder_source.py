@@ -27,6 +27,8 @@ from onefold.checkpoint.tensorfile import DTYPES, TensorFile, combine
 from onefold.checkpoint.values import decode
 from onefold.layout.holders import Region
 from onefold.layout.regions import BoxInterval, whole_region
+from onefold.quant.moment_packing import MomentPacking
+from onefold.recipe.moments import BLOCK, SIGNED, grain_of, items_of, packed
 
 #: The most files that are open at a time.
 OPEN = 64
@@ -48,6 +50,9 @@ class RangeRead:
 class FolderSource(Source):
     """An Onefold checkpoint folder to load from; see `Source`.
 
+    Moments that are packed in blocks of boxes are listed as what they stand for, in fp32, and
+    decoded when they are read; `packed_in` has the codes.
+
     Attributes:
         checks: reads whose checksums have not been compared yet.
 
@@ -65,6 +70,14 @@ class FolderSource(Source):
         self.saved_by = self.manifest.saved_by
         self.records: dict[Item, Record] = {r.item: r for r in self.manifest.records}
         self._items = {item: Stored(DTYPES[r.dtype], r.shape) for item, r in self.records.items()}
+        # {a moment that is packed in blocks of boxes: the records of its codes and its scales}
+        self._moments: dict[Item, list[Record]] = {}
+        for item, record in self.records.items():
+            if record.boxed and (part := packed(item.state)) is not None:
+                moment = Item(item.kind, item.name, part.key)
+                del self._items[item]
+                self._items[moment] = Stored(torch.float32, record.shape)
+                self._moments.setdefault(moment, []).append(record)
         self._aliases = {alias: r.item.name for r in self.manifest.records for alias in r.aliases}
         self.checks: list[RangeRead] = []
         self._files: dict[str, TensorFile] = {}
@@ -114,6 +127,11 @@ class FolderSource(Source):
             raise CheckpointError(f"{self.describe} holds no {item}.")
         return self._items[item]
 
+    def files_of(self, item: Item) -> tuple[str, ...]:
+        """Return the files that hold pieces of a tensor."""
+        found = self._moments.get(item) or [self.records[item]]
+        return tuple(dict.fromkeys(piece.file for r in found for piece in r.pieces))
+
     def items(self) -> Mapping[Item, Stored]:
         return self._items
 
@@ -121,10 +139,10 @@ class FolderSource(Source):
         return self._aliases
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
-        record = self.records[item]
-        if record.boxed:
-            self.read_box(item, whole_region(record.shape), start, stop, out)
+        if item in self._moments or self.records[item].boxed:
+            self.read_box(item, whole_region(self.stored(item).shape), start, stop, out)
             return
+        record = self.records[item]
         first = max(0, bisect_right([p.start for p in record.pieces], start) - 1)
         for piece in record.pieces[first:]:
             a, b = max(start, piece.start), min(stop, piece.stop)
@@ -137,7 +155,15 @@ class FolderSource(Source):
     def read_box(
         self, item: Item, region: Region, start: int, stop: int, out: torch.Tensor
     ) -> None:
-        record, wanted = self.records[item], BoxInterval(region, start, stop)
+        wanted = BoxInterval(region, start, stop)
+        if item in self._moments:
+            for box in self._moments[item][0].boxes:
+                read_common(
+                    wanted, BoxInterval(box, 0, box.numel), out, torch.float32,
+                    lambda a, b, into, box=box: self._decode(item, box, a, b, into),  # type: ignore[misc]
+                )  # fmt: skip
+            return
+        record = self.records[item]
         whole = whole_region(record.shape)
         if region == whole and not record.boxed:
             self.read(item, start, stop, out)
@@ -155,6 +181,28 @@ class FolderSource(Source):
                     record, piece, piece.start + a, piece.start + b, into
                 ),
             )  # fmt: skip
+
+    def packed_in(self, name: str, region: Region) -> Mapping[Item, Stored]:
+        found = [r for i, both in self._moments.items() if i.name == name for r in both]
+        return {
+            r.item: Stored(DTYPES[r.dtype], (-(-region.numel // grain_of(r.item.state)),))
+            for r in found
+            if region in r.boxes
+        }
+
+    def _decode(self, moment: Item, box: Region, start: int, stop: int, out: torch.Tensor) -> None:
+        """Read elements [start, stop) of a box of a packed moment into `out`, in fp32."""
+        a, b = start // BLOCK * BLOCK, min(box.numel, -(-stop // BLOCK) * BLOCK)
+        parts: dict[bool, torch.Tensor] = {}
+        for record in self._moments[moment]:
+            part = packed(record.item.state)
+            assert part is not None
+            i, j = items_of(a, b, part.grain)
+            parts[part.scale] = torch.empty(j - i, dtype=part.dtype, device="cpu")
+            self.read_box(record.item, box, i, j, parts[part.scale])
+        codec = MomentPacking(part.format, torch.device("cpu"))
+        values = codec.decode(parts[False], parts[True], b - a, SIGNED[part.key])
+        out.copy_(values[start - a : stop - a])
 
     def _read(
         self, record: Record, piece: StoredPiece, start: int, stop: int, out: torch.Tensor

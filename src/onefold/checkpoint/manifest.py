@@ -19,6 +19,9 @@ reads.
 | 2       | some tensor has boxes                        | also "boxes": [[offset, shape], ...], the number |
 |         |                                              | of its box at the end of each of its pieces      |
 
+A packed moment of a parameter that is saved in boxes is packed in blocks of each box. Its record has
+the shape of the parameter, and its pieces count the codes (or scales) of a box.
+
 [Note: nothing outside the folder] A checkpoint may come from an untrusted source, and checksums
 prove only that its parts belong together. Every file name is therefore turned into a path by
 `path_in`, which refuses names that lead out of the folder, directly or through a symbolic link.
@@ -38,6 +41,7 @@ from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import DTYPES, numel_of
 from onefold.layout.holders import Region
 from onefold.layout.regions import tile, whole_region
+from onefold.recipe.moments import grain_of
 
 #: The latest version of the format, see above.
 VERSION = 2
@@ -111,7 +115,8 @@ class Record:
             raise DamagedCheckpoint(f"{self.item}: its pieces do not tile it: {why}.")
         for box in self.boxes if self.boxed else ():
             where = f" of the box at {box.offset} of {box.shape}"
-            self._check([p for p in self.pieces if p.box == box], box.numel, where)
+            items = -(-box.numel // grain_of(self.item.state))
+            self._check([p for p in self.pieces if p.box == box], items, where)
         if self.dtype not in DTYPES:
             raise CheckpointError(
                 f"{self.item} has the dtype {self.dtype!r}, which this version of Onefold does not"

@@ -32,11 +32,12 @@ import onefold.checkpoint.per_rank as per_rank
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import FileRecord, Record, StoredPiece, key_of
 from onefold.checkpoint.source import Item
-from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, numel_of, write_tensors
+from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, write_tensors
 from onefold.checkpoint.values import encode
 from onefold.layout.holders import Region
 from onefold.layout.regions import whole_region
 from onefold.optim.state_parts import OptimizerParts, odd_keys, sort_of
+from onefold.recipe.moments import grain_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -266,13 +267,6 @@ class States:
             entry = known[id(p)]
             for key, value in state.items():
                 sort = sort_of(key, value, tuple(p.shape), odd)
-                if sort == "packed" and entry.region is not None:
-                    raise CheckpointError(
-                        f"{key!r} of parameter {entry.part.names[0]!r} is packed in blocks of the"
-                        " part that tensor or expert parallelism leaves to this rank, which another"
-                        " mesh could not read: train with moments='bf16', or with moments=None,"
-                        " to save on such a mesh."
-                    )
                 if sort in ("packed", "elements"):
                     self.tensors.append((parts, entry, key))
                 elif sort == "number":
@@ -342,12 +336,17 @@ def records(reports: Sequence[list[Report]]) -> tuple[Record, ...]:
                 known[3].append(piece)
     made = []
     for item, (dtype, shape, aliases, pieces) in found.items():
-        if sum(p.stop - p.start for p in pieces) != numel_of(shape) and item.kind == "state":
+        whole = whole_region(shape)
+        grain = grain_of(item.state) if any(p.box is not None for p in pieces) else 1
+        numel = sum(-(-box.numel // grain) for box in {p.box or whole for p in pieces})
+        if item.kind == "state" and (
+            sum(p.stop - p.start for p in pieces) != numel
+            or sum(box.numel for box in {p.box or whole for p in pieces}) != whole.numel
+        ):
             raise CheckpointError(
                 f"{item}: only some of the ranks have it. An optimizer must have stepped on all"
                 " ranks alike."
             )
-        whole = whole_region(shape)
         in_order = tuple(sorted(pieces, key=lambda p: ((p.box or whole).offset, p.start)))
         made.append(Record(item, dtype, shape, in_order, aliases))
     return tuple(made)

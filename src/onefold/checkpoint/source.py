@@ -111,6 +111,12 @@ class Source:
             lambda a, b, into: self.read(item, a, b, into),
         )  # fmt: skip
 
+    def packed_in(self, name: str, region: Region) -> Mapping[Item, Stored]:
+        """Return the parts of moments of parameter `name` that are stored packed in blocks of
+        exactly this box. `read_box` reads them; in `items` are the moments that they stand for.
+        """
+        return {}
+
     def whole(self, item: Item) -> torch.Tensor:
         """Return a whole tensor, on the host."""
         stored = self.stored(item)
@@ -242,6 +248,9 @@ class View(Source):
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
         self.source.read(item, start, stop, out)
+
+    def packed_in(self, name: str, region: Region) -> Mapping[Item, Stored]:
+        return self.source.packed_in(name, region)
 
     def aliases(self) -> Mapping[str, str]:
         return self.source.aliases()

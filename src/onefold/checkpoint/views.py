@@ -15,7 +15,7 @@ makes the same codes for a block, whichever part of the block it reads.
 
     source           w [8, 6]                     exp_avg of w [8, 6]
       Recoded        moments that are packed in blocks of the whole, as fp32
-      Local          w [8, 3], this rank's box    exp_avg [8, 3]
+      Local          w [8, 3], this rank's box    exp_avg [8, 3]; codes and scales, if they are of this very box
       Recoded        moments packed in blocks of the box, if the recipe asks for it
 """
 
@@ -172,6 +172,10 @@ class Local(View):
             else:
                 self.odd.append(item)
                 del self._items[item]
+        for name, region in regions.items():
+            for item, stored in source.packed_in(name, region).items():
+                self._items.pop(_moment_of(item), None)
+                self._items[item] = stored
 
     def items(self) -> Mapping[Item, Stored]:
         return self._items
@@ -196,6 +200,7 @@ class Prefetched(View):
         super().__init__(source)
         self._held: dict[_Wish, torch.Tensor] = {}
         items = source.items()
+        self._dtypes = {item: stored.dtype for item, stored in items.items()}
         by_name: dict[str, list[Item]] = {}
         for item in items:
             if item.kind == "parameter" or (item.kind == "state" and states):
@@ -204,15 +209,21 @@ class Prefetched(View):
         for entry in engine.entries:
             start, stop = entry.accounted()
             found = source.parameter(entry.part.names)
-            for item in by_name[found.name] if found is not None and stop > start else ():
-                if items[item].shape == entry.shape:
-                    self._wanted.append((item, entry.region, *entry.outside(start, stop)[1:]))
+            if found is None or stop <= start:
+                continue
+            region = entry.region
+            there = {} if region is None else source.packed_in(found.name, region)
+            for item in by_name[found.name]:
+                if items[item].shape == entry.shape and item not in map(_moment_of, there):
+                    self._wanted.append((item, region, *entry.outside(start, stop)[1:]))
+            for item in there if states else ():
+                self._dtypes[item] = there[item].dtype
+                self._wanted.append((item, region, *entry.outside(start, stop, item.state)[1:]))
 
     def read_all(self) -> None:
-        items = self.source.items()
         for wish in self._wanted:
             item, _, start, stop = wish
-            tensor = torch.empty(stop - start, dtype=items[item].dtype, device="cpu")
+            tensor = torch.empty(stop - start, dtype=self._dtypes[item], device="cpu")
             self._read(wish, tensor)
             self._held[wish] = tensor
 
@@ -237,6 +248,13 @@ class Prefetched(View):
             self.source.read(item, start, stop, out)
         else:
             self.source.read_box(item, region, start, stop, out)
+
+
+def _moment_of(item: Item) -> Item:
+    """Return the moment of which `item` is the codes or the scales."""
+    part = packed(item.state)
+    assert part is not None
+    return Item(item.kind, item.name, part.key)
 
 
 #: A tensor, the box of it (None: the whole), and elements [start, stop) of that.

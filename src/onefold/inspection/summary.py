@@ -116,8 +116,7 @@ def _tensors(source: Source, own: FolderSource | None) -> Iterator[TensorSummary
     names = source.other_names()
     for item, stored in source.items().items():
         aliases = tuple(names.get(item.name, ())) if item.kind == "parameter" else ()
-        pieces = own.records[item].pieces if own else ()
-        files = tuple(dict.fromkeys(piece.file for piece in pieces))
+        files = own.files_of(item) if own else ()
         code = CODES.get(stored.dtype, str(stored.dtype).removeprefix("torch."))
         nbytes = numel_of(stored.shape) * stored.dtype.itemsize
         yield TensorSummary(item, code, tuple(stored.shape), nbytes, aliases, files)
