@@ -19,7 +19,13 @@ from onefold.comm.mesh import Mesh, mesh_of, one_axis
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
 from onefold.offload.preflight import preflight
-from onefold.optim import clip_grad_norm, held_elsewhere, install_step_hooks, remove_step_hooks
+from onefold.optim import (
+    across_stages,
+    clip_grad_norm,
+    held_elsewhere,
+    install_step_hooks,
+    remove_step_hooks,
+)
 from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import bytes_of
@@ -63,7 +69,9 @@ from onefold.runtime.state.start import (
     refuse_arguments,
     refuse_max_norm,
     refuse_missing_boxes,
+    refuse_uneven_groups,
     tie,
+    with_replicas,
 )
 from onefold.runtime.stepper import Stepper
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
@@ -108,7 +116,8 @@ def shard(
             the model may have DTensors among its parameters, as `parallelize_module` makes them.
         data: the axes of the mesh whose ranks compute with different samples or tokens (data,
             context and expert parallelism); along the others (tensor parallelism) they are the
-            same.
+            same. An axis `dp_replicate` among them gives hybrid sharding: state is divided inside
+            each replica.
         partial: names of plain parameters (or a function of the name) of which ranks with the same
             data have parts of the gradient, to be added up. Others have the same gradient there. A
             DTensor's gradient says it by itself.
@@ -127,9 +136,10 @@ def shard(
     refuse_arguments(module, recipe, units, init, group, mesh, data)
     if recipe.block:
         require_torchao(f"moments={recipe.moments!r}")
+    ranks = _ranks(group, mesh, data)
+    recipe = with_replicas(recipe, ranks)
     held = held_elsewhere(module)  # whether parameters have other references, as from an optimizer
     accept_again(module)
-    ranks = _ranks(group, mesh, data)
     if not isinstance(group, Group) and mesh is not None:
         group = ranks
     alone = ranks.axes.size == 1
@@ -217,6 +227,7 @@ def _laid_out(
         incoming.settle(engine)
     values = rank_0_needs_values(engine, module)
     refuse_missing_boxes(engine, specs, values)
+    refuse_uneven_groups(engine)
     for spec, unit in zip(specs, engine.units, strict=True):
         fetch(found.param for found in spec.found)
         missing += materialize(spec, specs, where, init, module, values, names)
@@ -260,15 +271,34 @@ def _notes(
     ]
 
 
-def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(
+    module: nn.Module | Sequence[nn.Module],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    group: Any = None,
+) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`. Collective. Returns the
-    norm before scaling, on every rank.
+    norm before scaling, on every rank. Each element counts once, whatever axes of a mesh it is
+    divided or replicated over.
+
+    Args:
+        module: the model; or a list of the stages of a pipeline that this rank has, each sharded by
+            itself. Then the norm is over all stages of all ranks, and every rank must call it.
+        group: with a list, the process group of the ranks of all stages; None for all ranks.
 
     Raises:
         ValueError: `max_norm` is not a number from 0 up (infinity only measures), or `norm_type` is
             not a number above 0.
     """
-    return clip_grad_norm(engine_of(module), max_norm, norm_type)
+    if isinstance(module, nn.Module):
+        return clip_grad_norm([engine_of(module)], max_norm, norm_type)
+    engines = [engine_of(stage) for stage in module]
+    if not engines:
+        raise ValueError(
+            "clip_grad_norm_() was given no stage: give the list of those on this rank."
+        )
+    return clip_grad_norm(engines, max_norm, norm_type, across_stages(engines, group))
 
 
 @contextlib.contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from axes_models import Case, in_one_process, trained
+import torch.distributed as dist
+from axes_models import Case, batches_of, in_one_process, parallelized, trained
+from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
 
@@ -85,3 +88,57 @@ def test_a_narrow_wire_is_scaled_late() -> None:
         assert ranks[0]["norms"] == runs[0][0]["norms"]
         for got, wanted in zip(ranks[0]["norms"], expected["norms"], strict=True):
             assert abs(got - wanted) < 0.03 * wanted, (ranks[0]["norms"], expected["norms"])
+
+
+def hybrid(stage: int, micro_batches: int) -> dict[str, Any]:
+    """Two replicas of two data ranks, each of two ranks of tensor parallelism."""
+    import onefold
+
+    case = Case(dp=4, micro_batches=micro_batches)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    model = parallelized(case, mesh)
+    recipe = onefold.Recipe.zero(stage, stall_timeout=60.0)
+    model = onefold.shard(model, recipe, mesh=mesh, data=("dp_replicate", "dp_shard"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    dp = dist.get_rank() // 2
+    losses, norms = [], []
+    for step in range(case.steps):
+        for i in range(micro_batches):
+            last = i + 1 == micro_batches
+            with contextlib.nullcontext() if last else onefold.no_sync(model):
+                loss = model(batches_of(case, dp)[step * micro_batches + i])
+                losses.append(loss.item())
+                (loss / micro_batches).backward()
+        norms.append(onefold.clip_grad_norm_(model, case.max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = onefold.engine_of(model)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": onefold.full_state_dict(model),
+        "owned": [
+            (
+                flat.group.size,
+                flat.group.topology.inner,
+                flat.owned[1] - flat.owned[0],
+                flat.layout.numel,
+            )
+            for unit in engine.units
+            for flat in unit.flats
+        ],
+    }
+
+
+@pytest.mark.parametrize(("stage", "micro_batches"), [(2, 1), (3, 2)])
+def test_an_axis_of_replicas_divides_state_inside_each(stage: int, micro_batches: int) -> None:
+    expected = in_one_process(Case(dp=4, micro_batches=micro_batches))
+    seen = run_ranks(8, hybrid, stage, micro_batches)
+    for rank, each in enumerate(seen):
+        assert close(each["losses"], expected["losses"][rank // 2]), (rank, each, expected)
+        assert close(each["norms"], expected["norms"]), (rank, each, expected)
+        # Divided over tp: four data ranks hold a box, two of them in each replica
+        assert {(size, inner) for size, inner, *_ in each["owned"]} == {(4, 2), (8, 4)}
+        assert all(own * inner == numel for _, inner, own, numel in each["owned"])
+    for key, value in expected["weights"].items():
+        torch.testing.assert_close(seen[0]["weights"][key], value, rtol=1e-4, atol=2e-5)

@@ -38,6 +38,7 @@ from onefold.comm.communicators import (
     warn_of_one_connection,
 )
 from onefold.comm.ledger import TrafficLedger
+from onefold.comm.mesh import Mesh
 from onefold.comm.moves import Moves
 from onefold.comm.peers import alike, both
 from onefold.comm.pending import Chains, CollectiveContext, RunAhead, StallError
@@ -55,8 +56,8 @@ class Group(Moves):
             single process).
         device: where the moved tensors live.
         timeout: seconds a wait may take before it ends in a `StallError`.
-        inner: ranks of each group: a number, None, "node" or "flat"; see the table of
-            comm/communicators.py and [Note: two levels].
+        inner: ranks of each group: a number (of data ranks, on a mesh), None, "node" or "flat"; see
+            the table of comm/communicators.py and [Note: two levels].
 
     Attributes:
         ranks: global ranks by position.
@@ -98,7 +99,13 @@ class Group(Moves):
         self._parts: dict[tuple[int, ...], Group] = {}
         # Checksums of the launches on the communicators of gathers and of reductions
         self._launched = [0, 0]
+        mesh = process_group if isinstance(process_group, Mesh) else None
         process_group, numbers = members(process_group)
+        self._mesh = mesh
+        if mesh is not None and isinstance(inner, int):
+            self._data_ranks, inner = inner, mesh.ranks_of(inner, numbers)
+        else:
+            self._data_ranks = None
         self.size = len(numbers)
         self.ranks, self.name = numbers, format_ranks(numbers)
         self.rank, self.number = 0, 0
@@ -327,6 +334,9 @@ class Part(Level):
         self._sized = False
         inner, per_node = whole._inner, whole._per_node
         self._inner, self._per_node = inner, per_node
+        if whole._mesh is not None and whole._data_ranks is not None:
+            mine = next(ranks for ranks in groups if whole.ranks[whole.rank] in ranks)
+            inner = whole._mesh.ranks_of(whole._data_ranks, mine)
         position = {rank: p for p, rank in enumerate(whole.ranks)}
         # By position in `whole`: the positions of its part, in the order of the part's own positions
         places: dict[int, list[int]] = {}

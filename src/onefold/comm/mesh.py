@@ -22,11 +22,13 @@ class Mesh:
         axes: the axes, and which of them carry different data.
         ranks: the global rank of each number in the mesh, the last axis fastest.
         group: the process group of these ranks; None for the default group, or if there is none.
+        plain: `shard()` was given no mesh: one data axis.
     """
 
     axes: Axes
     ranks: tuple[int, ...]
     group: Any = None
+    plain: bool = False
 
     @property
     def data_of(self) -> dict[int, tuple[int, ...]]:
@@ -37,6 +39,24 @@ class Mesh:
     def several(self) -> bool:
         """Whether ranks along some axis compute with the same data."""
         return self.axes.data_size < self.axes.size
+
+    def ranks_of(self, inner: int, ranks: Sequence[int]) -> int:
+        """Return how many of `ranks` (all of the mesh, or the holders of a box) are in a group of
+        `inner` data ranks.
+
+        Raises:
+            ValueError: these are not neighbours among `ranks`: the axes stand in another order.
+        """
+        data_of = self.data_of
+        places = {at: i for i, at in enumerate(sorted({data_of[rank] for rank in ranks}))}
+        blocks = [places[data_of[rank]] // inner for rank in sorted(ranks)]
+        if blocks != sorted(blocks) or len(set(map(blocks.count, blocks))) > 1:
+            raise ValueError(
+                f"groups of {inner} data ranks are not neighbours in a mesh {self.describe()} with"
+                f" data={self.axes.data}. Name the axes from the slowest link to the fastest: replicas"
+                " first, tensor parallelism last; and choose groups that divide the data ranks."
+            )
+        return blocks.count(0)
 
     def describe(self) -> str:
         """Return the axes in words: "dp 2 × tp 4"."""
@@ -85,4 +105,4 @@ def mesh_of(mesh: Any, data: Sequence[str] | str | None) -> Mesh:
 
 def one_axis(ranks: Sequence[int], group: Any = None) -> Mesh:
     """Return a mesh of one data axis."""
-    return Mesh(Axes(("data",), (len(ranks),), ("data",)), tuple(ranks), group)
+    return Mesh(Axes(("data",), (len(ranks),), ("data",)), tuple(ranks), group, plain=True)

@@ -14,13 +14,14 @@ step intervals. It does not depend on the forward pass.
 States become wholes, and wholes become states, by the moves of runtime/parts.py.
 """
 
-from onefold.optim.clip import GradScaler, clip_grad_norm
+from onefold.optim.clip import GradScaler, across_stages, clip_grad_norm
 from onefold.optim.state_dicts import held_elsewhere, load_local_state_dict, local_state_dict
 from onefold.optim.step_hooks import install_step_hooks, remove_step_hooks
 from onefold.optim.verdict import refuse_unless_elementwise
 
 __all__ = [
     "GradScaler",
+    "across_stages",
     "clip_grad_norm",
     "held_elsewhere",
     "install_step_hooks",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from onefold.comm import CollectiveContext
+from onefold.comm import CollectiveContext, Group
 from onefold.device import has_streams
+from onefold.recipe.rows import FLAT
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
@@ -29,6 +30,11 @@ from onefold.runtime.storage import Storage
 # in rank order. So the norm has the same bits at every stage. It costs one pass over 1/N of the
 # gradients and one exchange of 8 bytes. Gradients are measured by the model's device, also if they
 # are stored on the host: see [Note: norms on the device] in offload/storage.py.
+#
+# [Note: stages of a pipeline] Each stage is a sharded model of its own, on some of the ranks. Every
+# element of every stage is accounted for by one rank, so the sum over all ranks of what each accounts
+# for is the power of the norm over all stages. The ranks of the stages are told by one group over all
+# of them, which is made at the first call.
 
 
 def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
@@ -54,8 +60,10 @@ def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
     return parts
 
 
-def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.Tensor:
-    """See `onefold.clip_grad_norm_`.
+def clip_grad_norm(
+    engines: Sequence[Engine], max_norm: float, norm_type: float, across: Group | None = None
+) -> torch.Tensor:
+    """See `onefold.clip_grad_norm_`. `across`: the ranks of all stages, if there are several.
 
     Raises:
         ValueError: `max_norm` is not a number >= 0, `norm_type` is not a number > 0, or the recipe
@@ -69,20 +77,22 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
         )
     if p is None or not p > 0:
         raise ValueError(f"norm_type={norm_type!r}: expected a number above 0, or inf.")
-    if engine.recipe.step_in_backward:
+    if any(engine.recipe.step_in_backward for engine in engines):
         raise ValueError(
             "the recipe says step_in_backward=True, so that offloaded units are stepped before the"
             " norm of all gradients is known. Leave that option out to clip."
         )
     with disable_torch_function(), torch.no_grad():
-        engine.optimizer_is_stepping()
-        total = _total_norm(engine, own_gradients(engine), p)
-        engine.transfers.measures = p == 2
-        engine.residuals.forget_if(~torch.isfinite(total))
+        for engine in engines:
+            engine.optimizer_is_stepping()
+        total = _total_norm(engines, across or engines[0].group, p)
+        for engine in engines:
+            engine.transfers.measures = p == 2
+            engine.residuals.forget_if(~torch.isfinite(total))
         if limit == math.inf:  # the factor is 1: no need to read the norm
             return total.to(torch.float32)
         scale = (limit / (total + 1e-6)).clamp(max=1.0)
-        grads, on_disk = in_memory(engine, (e.param for e in engine.entries))
+        grads, on_disk = in_memory(engines, (e.param for one in engines for e in one.entries))
         scale = scale.to(torch.float32)
         groups = by_device(grads)
         for on_one in groups:
@@ -94,7 +104,7 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
         host = [on_one for on_one in groups if on_one[0].device.type == "cpu"]
         if (host or on_disk) and (dispatches(type(scale)) or scale.item() != 1.0):
             scale = scale.cpu()
-            with engine.transfers.host_threads():
+            with engines[0].transfers.host_threads():
                 for on_one in host:
                     torch._foreach_mul_(on_one, scale)
             for storage in on_disk:
@@ -103,11 +113,12 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
 
 
 def in_memory(
-    engine: Engine, params: Iterable[torch.Tensor]
+    engines: Sequence[Engine], params: Iterable[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[Storage]]:
     """Return the gradients of `params` that are in memory, and the storages of those on NVMe."""
     on_disk = {
         id(e.param): f.storage
+        for engine in engines
         for f in engine.offloaded_flats
         if f.storage.gradients_on_disk
         for e in f.entries
@@ -138,12 +149,15 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
 
 
-def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> torch.Tensor:
-    """Return the norm as a 0-dim fp64 tensor, with the same bits on every rank."""
-    device = engine.device
+def _total_norm(engines: Sequence[Engine], group: Group, p: float) -> torch.Tensor:
+    """Return the norm over all ranks of `group` as a 0-dim fp64 tensor, with the same bits on every
+    rank.
+    """
+    device, step = engines[0].device, engines[0].step_count
+    parts = [part for engine in engines for part in own_gradients(engine)]
     found: dict[int, torch.Tensor] = {}
-    for group in by_device(t for t in parts if isinstance(t, torch.Tensor)):
-        found |= zip(map(id, group), torch._foreach_norm(group, p), strict=True)
+    for on_one in by_device(t for t in parts if isinstance(t, torch.Tensor)):
+        found |= zip(map(id, on_one), torch._foreach_norm(on_one, p), strict=True)
     each = [
         found[id(part)]
         if isinstance(part, torch.Tensor)
@@ -158,10 +172,23 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
     else:
         norms = torch.stack([n.to(device, torch.float64) for n in each])
     mine = norms.max() if math.isinf(p) else norms.pow(p).sum()
-    values = engine.group.gather_values(
-        mine, CollectiveContext("control", "(gradient norm)", engine.step_count, "optimizer")
+    values = group.gather_values(
+        mine, CollectiveContext("control", "(gradient norm)", step, "optimizer")
     )
     return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)
+
+
+def across_stages(engines: Sequence[Engine], process_group: Any = None) -> Group:
+    """Return a group over the ranks of all stages of a pipeline. Collective over them, the first
+    time. See [Note: stages of a pipeline].
+
+    Args:
+        process_group: of these ranks; None for all ranks.
+    """
+    first = engines[0]
+    if first.across is None:
+        first.across = Group(process_group, first.device, first.recipe.stall_timeout, FLAT)
+    return first.across
 
 
 # -- loss scaling ----------------------------------------------------------------------------------
@@ -177,26 +204,28 @@ class GradScaler(torch.amp.GradScaler):
     rank skips the step.
 
     Args:
-        module: the model that `onefold.shard` returned.
+        module: the model that `onefold.shard` returned, or a list of those of this rank's stages of
+            a pipeline.
         options: those of torch.amp.GradScaler (init_scale, growth_factor, backoff_factor,
             growth_interval, enabled).
     """
 
-    def __init__(self, module: torch.nn.Module, **options: Any) -> None:
-        self._engine: Engine = engine_of(module)
-        super().__init__(self._engine.device.type, **options)
+    def __init__(self, module: torch.nn.Module | Sequence[torch.nn.Module], **options: Any) -> None:
+        several = not isinstance(module, torch.nn.Module)
+        self._engines = [engine_of(each) for each in (module if several else [module])]
+        self._across = across_stages(self._engines) if several else None
+        super().__init__(self._engines[0].device.type, **options)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step as torch's GradScaler does. With a fused optimizer the device skips the step after
         an overflow, without a synchronization.
         """
-        engine = self._engine
+        engine = self._engines[0]
         known = "_step_supports_amp_scaling" in optimizer.__dict__ or kwargs.get("closure") or args
         with disable_torch_function():
-            alone = (
-                not engine.offloaded_flats
-                and engine.recipe.moments is None
-                and not engine.unsharded
+            alone = all(
+                not each.offloaded_flats and each.recipe.moments is None and not each.unsharded
+                for each in self._engines
             )
             fuses = not known and alone and supports_scaling(optimizer, engine.device)
         if not fuses:
@@ -214,10 +243,10 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        engine = self._engine
+        engine = self._engines[0]
         with disable_torch_function(), torch.no_grad():
             grads, on_disk = in_memory(
-                engine, (p for group in optimizer.param_groups for p in group["params"])
+                self._engines, (p for group in optimizer.param_groups for p in group["params"])
             )
             found = torch.zeros((), dtype=torch.float32, device=engine.device)
             for on_one in by_device(grads):
@@ -231,7 +260,8 @@ class GradScaler(torch.amp.GradScaler):
             for storage in on_disk:
                 found += not storage.gradients_finite()
                 storage.scale_gradients(inv_scale)
-            engine.agree_on_overflow(found)
+            for each in self._engines:
+                each.agree_on_overflow(found, each.group if self._across is None else self._across)
         return {engine.device: found}
 
 

@@ -19,7 +19,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, Literal, ParamSpec
 
 import torch
 
@@ -58,6 +58,7 @@ class Row:
         tier: where the row is stored.
         over: the ranks that a sharded row is divided among: "all", or those of each "group".
         codec: the codec on the wire; None sends plain values.
+        total: for gradients only, what ranks with different data make of theirs: "mean" or "sum".
     """
 
     placement: Placement
@@ -66,8 +67,11 @@ class Row:
     tier: Tier = Tier.DEVICE
     over: str = "all"
     codec: str | None = None
+    total: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:
+        if self.total not in ("mean", "sum"):
+            raise ValueError(f"total={self.total!r}: expected 'mean' or 'sum'.")
         if not isinstance(self.placement, Placement):
             raise ValueError(
                 f"placement={self.placement!r}: expected Placement.REPLICATED or Placement.SHARDED."
@@ -239,6 +243,7 @@ class Recipe(EngineOptions):
             gradients_tier,
             over["gradients"],
             given["reduce_codec"],
+            given["gradients"],
         )
         optimizer = Row(
             o, DTYPES[given["master_dtype"]], tier=optimizer_tier, over=over["optimizer"]
@@ -388,6 +393,8 @@ class Recipe(EngineOptions):
         if self.gradients.codec:
             tail += ["what encoding loses is fed back"] if self.error_feedback else []
             tail += ["rounded stochastically"] if self.wire_rounding == "stochastic" else []
+        if self.gradients.total == "sum":
+            tail.append("gradients are summed over ranks, not averaged")
         if self.reduce == NATIVE:
             tail.append("gradients added by the backend, in the dtype of the wire")
         return tail

@@ -470,6 +470,9 @@ class ZeroOptions(EngineOptions):
         _dtype(Dtype | None, "as the backward pass makes them"))
     master_dtype: Dtype = _division("fp32", "Dtype of the weights that the optimizer steps.", (), _dtype(Dtype))
     accumulate_dtype: Dtype = _division("fp32", "Dtype in which gradients are summed and stored.", _PLAN, _dtype(Dtype))
+    gradients: Literal["mean", "sum"] = _division("mean",
+        "What a gradient is of those that ranks with different data have: their mean, or their sum (for losses that are"
+        " divided by the number of tokens on all ranks).", (), _one_of(Literal["mean", "sum"], "'mean' or 'sum'"))
     units: Sequence[str | type] | None = _division(None,
         "Modules that become units, by name or class, comma separated (default: the repeated block).", _TRAIN, _units)
 

@@ -118,6 +118,8 @@ class Backward:
             transfers.host.look()
             for unit in reduce.units:
                 unit.leases.gradients = set()
+            if used and reduce.marks is not None and reduce.marks.open:
+                reduce.marks.compare()
 
     def reduce_pending(self) -> None:
         """Reduce the gradients that wait for the boundary, as the backward pass of the boundary

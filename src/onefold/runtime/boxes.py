@@ -84,10 +84,12 @@ class Box:
 
     Attributes:
         kind: see `BoxKind`. shape, stride: of the global tensor.
+        came_partial: of the last gradient, ranks that hold the same had parts.
     """
 
     def __init__(self, kind: BoxKind, shape: torch.Size, stride: tuple[int, ...]) -> None:
         self.kind, self.shape, self.stride = kind, shape, stride
+        self.came_partial = False
         self._wrappers: list[weakref.ref[Any]] = []
 
     @property
@@ -213,6 +215,7 @@ def local_gradient(grad: Any, box: Box) -> torch.Tensor:
             factor *= box.kind.mesh.size(i)
         else:
             wanted.append(Replicate())
+    box.came_partial = factor > 1
     if tuple(wanted) != tuple(grad.placements):
         grad = grad.redistribute(placements=wanted)
     local: torch.Tensor = grad._local_tensor
@@ -245,6 +248,15 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
     found = [found for spec in specs for found in spec.found]
     boxed = [f for f in found if is_dtensor(f.param)]
     whole = Holders.of(dict.fromkeys(mesh.ranks), mesh.data_of)
+    if mesh.plain:
+        return whole
+    context = CollectiveContext("control", "(axes)", 0, "state")
+    axes = mesh.axes.names, mesh.axes.sizes, mesh.axes.data
+    if not alike(group.any_of(both(_digest(axes)), context)):
+        raise ValueError(
+            f"ranks were given different meshes, or different axes as data: this one has"
+            f" {mesh.describe()} with data={mesh.axes.data}. Every rank must give shard() the same."
+        )
     kinds: dict[Any, list[Any]] = {}
     for f in boxed:
         param: Any = f.param
@@ -252,7 +264,6 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
         kinds.setdefault((param.device_mesh, param.placements), []).append(f)
     placed: list[tuple[str, Any]] = [(f.names[0], f.param) for f in boxed]
     said = [(name, tuple(map(str, p.placements)), tuple(p.device_mesh.shape)) for name, p in placed]
-    context = CollectiveContext("control", "(axes)", 0, "state")
     if not alike(group.any_of(both(_digest(said)), context)):
         raise ValueError(
             "ranks of the mesh have different DTensors among their parameters, other placements of"

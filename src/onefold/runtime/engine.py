@@ -38,6 +38,7 @@ from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.forward import Forward
 from onefold.runtime.gather import Gatherer
+from onefold.runtime.marks import Marks
 from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
 from onefold.runtime.parameters.values import WriteCounters
 from onefold.runtime.parts import whole_masters
@@ -91,6 +92,8 @@ class Engine:
             else Group(process_group, device, recipe.stall_timeout, recipe.group)
         )
         self.mesh = mesh
+        # The ranks of all stages of a pipeline of which this is one, see optim/clip.py
+        self.across: Group | None = None
         self.rank, self.world_size = self.group.number, self.group.size
         if recipe.reduce == NATIVE and self.world_size > 1 and self.group.backend == "gloo":
             if not again:
@@ -185,6 +188,8 @@ class Engine:
             self.write_counters,
             self.backward_event,
         )
+        if self.mesh.several:
+            self.reduce.marks = Marks(self.entries, self.resources, self.mesh)
         self.copies = Copies(
             self.units, self.entries, self.progress, self.gather, self.write_counters
         )
@@ -254,6 +259,8 @@ class Engine:
             self.settle()
         if self.started:
             self.stepper.close()
+        if self.across is not None:
+            self.across.close()
         if not but_group:
             self.group.close()
         self.transfers.close()
@@ -365,9 +372,9 @@ class Engine:
 
     # -- other requests of parameters --------------------------------------------------------------
 
-    def agree_on_overflow(self, found: torch.Tensor) -> None:
-        """Set `found` to its maximum over all ranks. Collective. `found` is one number, above 0 if
-        this rank's gradients are not finite.
+    def agree_on_overflow(self, found: torch.Tensor, group: Group | None = None) -> None:
+        """Set `found` to its maximum over all ranks (of `group`: those of all stages of a pipeline).
+        Collective. `found` is one number, above 0 if this rank's gradients are not finite.
 
         Raises:
             ValueError: the recipe steps in the backward pass, before gradients can be checked.
@@ -378,7 +385,7 @@ class Engine:
                 " option out with a GradScaler."
             )
         self.optimizer_is_stepping()
-        values = self.group.gather_values(
+        values = (group or self.group).gather_values(
             found.detach().to(self.device),
             CollectiveContext("control", "(overflow check)", self.step_count, "optimizer"),
         )

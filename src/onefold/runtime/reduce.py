@@ -30,6 +30,7 @@ import torch
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.pool import TierError
 from onefold.runtime.flat import Entry, Flat, Shares
+from onefold.runtime.marks import Marks
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
 from onefold.runtime.pending_gradients import take_pending
@@ -86,6 +87,8 @@ class Reducer:
         self.multiplied: dict[int, tuple[Any, int]] = {}
         # `.grad` shows, or has shown, gradients that wait for the boundary (runtime/pending_gradients.py)
         self.shows = False
+        # Of a mesh along which some ranks have the same data
+        self.marks: Marks | None = None
         for entry in (entry for unit in self.units for entry in unit.entries):
             nbytes = entry.slot.numel * entry.flat.dtypes.compute.itemsize
             entry.small = nbytes if nbytes <= SMALL else 0
@@ -215,6 +218,9 @@ class Reducer:
             for grad in grads
         ):
             return False
+        if self.marks is not None and self.marks.open:
+            for entry, grad in zip(entries, grads, strict=True):
+                self.marks.note(entry, grad)
         progress, views = self.progress, flat.views(buffer)
         scale = flat.early_scale * progress.weight * progress.factor
         if len(entries) < len(views) or any(
@@ -255,6 +261,8 @@ class Reducer:
                     f"parameter {entry.slot.name!r} got a gradient of layout {grad.layout}; "
                     "Onefold reduces dense gradients only. Use sparse=False."
                 )
+            if self.marks is not None and self.marks.open:
+                self.marks.note(entry, grad)
             if factor is None:
                 factor = 1.0 if entry.number in self.multiplied else self.progress.factor
             self._store(unit, entry, grad, factor)

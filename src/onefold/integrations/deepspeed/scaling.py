@@ -132,7 +132,7 @@ def scale_gradients(module: nn.Module, factor: float) -> None:
     Gradients on NVMe are multiplied when they are next read.
     """
     with torch.no_grad():
-        here, on_disk = in_memory(onefold.engine_of(module), module.parameters())
+        here, on_disk = in_memory([onefold.engine_of(module)], module.parameters())
         for gradients in by_device(here):
             torch._foreach_mul_(gradients, factor)
         for storage in on_disk:

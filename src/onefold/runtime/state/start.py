@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import hashlib
 import math
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext, Group
-from onefold.comm.mesh import Mesh
+from onefold.comm.mesh import REPLICATE, Mesh
 from onefold.device import default_device, device_count
 from onefold.memory import GATHERED
 from onefold.recipe import Recipe
@@ -119,6 +120,49 @@ def _refuse_dtensors(module: nn.Module, mesh: Any) -> None:
                 " tensor and expert parallelism make them. Give shard() the mesh=... of all ranks"
                 " that run this module, and data=(...), the names of its axes that carry different"
                 " data."
+            )
+
+
+def with_replicas(recipe: Recipe, ranks: Mesh) -> Recipe:
+    """Return the recipe with state divided inside each replica (HSDP), if the mesh names an axis of
+    replicas.
+
+    Raises:
+        ValueError: the recipe names groups of another size.
+    """
+    axes = ranks.axes
+    sizes = dict(zip(axes.names, axes.sizes, strict=True))
+    replicas = sizes.get(REPLICATE, 1) if axes.carries(REPLICATE) else 1
+    if replicas == 1 or recipe.stage == 0:
+        return recipe
+    each, rows = axes.data_size // replicas, (recipe.parameters, recipe.gradients, recipe.optimizer)
+    divides = any(row.over == GROUP for row in rows)
+    if divides and isinstance(recipe.group, int) and recipe.group != each:
+        raise ValueError(
+            f"the recipe divides state inside groups of {recipe.group} ranks, and the mesh has"
+            f" {replicas} replicas of {each} data ranks ({REPLICATE}). Leave the recipe's group out,"
+            " or make it the same."
+        )
+    if not divides:
+        parameters, gradients, optimizer = (dataclasses.replace(r, over=GROUP) for r in rows)
+        recipe = recipe.replace(
+            parameters=parameters, gradients=gradients, optimizer=optimizer, group=each
+        )
+    return recipe.replace(group=each)
+
+
+def refuse_uneven_groups(engine: Engine) -> None:
+    """Raise ValueError if state is divided inside groups, and some parameters have no such groups."""
+    rows = (engine.recipe.parameters, engine.recipe.gradients, engine.recipe.optimizer)
+    if not any(row.over == GROUP for row in rows):
+        return
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        if flat.group.topology.outer != engine.group.topology.outer:
+            raise ValueError(
+                f"{flat.entries[0].slot.name!r} is held by ranks {flat.group.name}, which lie in"
+                f" {flat.group.topology.outer} of the {engine.group.topology.outer} groups that state"
+                " is divided in. Experts beside hybrid sharding need an expert axis inside each"
+                " replica: name dp_replicate first, and divide experts over the other axes."
             )
 
 

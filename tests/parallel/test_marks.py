@@ -1,0 +1,191 @@
+"""Which ranks have the same gradient, and which have parts of it: mistakes end in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from models import features_of
+from ranks import RankFailure, run_ranks
+
+
+class SumBackwardSame(torch.autograd.Function):
+    """The gradient of what all ranks along `tp` add up reaches each of them whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
+        out = x.clone()
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, None
+
+
+class Sequence(nn.Module):
+    """Rows are divided over `tp` around `norm`, whose gradient is therefore partial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor, group: Any = None) -> Tensor:
+        size, at = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        rows = self.norm(x.chunk(size)[at])
+        total = rows.pow(2).sum(0)
+        total = total if group is None else SumBackwardSame.apply(total, group)
+        return (total * self.head).sum() / len(x)
+
+
+def batches(dp: int, steps: int) -> list[Tensor]:
+    return [features_of(10 * dp + i, 8, 6) for i in range(steps)]
+
+
+def trained_by_hand(stage: int, partial: Any, data: Any, gradients: str = "mean") -> Any:
+    import onefold
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    recipe = onefold.Recipe.zero(stage, stall_timeout=20.0, gradients=gradients)
+    model = onefold.shard(Sequence(), recipe, mesh=mesh, data=data, partial=partial)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = []
+    for batch in batches(mesh.get_local_rank("dp"), 3):
+        model(batch, mesh["tp"].get_group()).backward()
+        norms.append(onefold.clip_grad_norm_(model, 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, onefold.full_state_dict(model)
+
+
+def in_one_process(divided_by: int = 2) -> Any:
+    model = Sequence()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = []
+    for pair in zip(batches(0, 3), batches(1, 3), strict=True):
+        for batch in pair:
+            (model(batch) / divided_by).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, model.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("gradients", ["mean", "sum"])
+def test_a_marked_partial_gradient_is_summed_over_the_copies(stage: int, gradients: str) -> None:
+    norms, weights = in_one_process(2 if gradients == "mean" else 1)
+    partial = ["norm.weight", "norm.bias"]
+    seen = run_ranks(4, trained_by_hand, stage, partial, "dp", gradients)
+    for got, _ in seen:
+        torch.testing.assert_close(got, norms, rtol=1e-5, atol=1e-6)
+    for name, value in weights.items():
+        torch.testing.assert_close(seen[0][1][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_missing_mark_is_found_in_the_first_step(stage: int) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(4, trained_by_hand, stage, None, "dp")
+    said = str(failure.value)
+    assert said.count("have different gradients of 'norm.weight'") == 4, said
+    assert "apart along 'tp' only" in said and "give partial=['norm.weight']" in said, said
+    assert "StallError" not in said, said
+
+
+def test_a_wrong_mark_is_found_in_the_first_step() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(4, trained_by_hand, 2, ["norm.weight", "norm.bias", "head"], "dp")
+    said = str(failure.value)
+    assert said.count("'head' is marked partial, and ranks 0 and 1, apart along 'tp', have") == 4, (
+        said
+    )
+
+
+def data_left_out() -> None:
+    import onefold
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = onefold.shard(
+        nn.Linear(6, 2), onefold.Recipe.zero(2, stall_timeout=20.0), mesh=mesh, data="dp"
+    )
+    model(features_of(dist.get_rank(), 4, 6)).sum().backward()
+
+
+def test_a_data_axis_left_out_is_named() -> None:
+    with pytest.raises(RankFailure, match="add 'cp' to data") as failure:
+        run_ranks(4, data_left_out)
+    assert str(failure.value).count("add 'cp' to data") == 4
+
+
+def other_meshes(how: str) -> None:
+    import onefold
+
+    rank, names, sizes, data = dist.get_rank(), ("dp", "tp"), (2, 2), "dp"
+    if how == "names" and rank == 3:
+        names = ("dp", "cp")
+    if how == "data" and rank:
+        data = "tp"
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    recipe = onefold.Recipe.zero(2, stall_timeout=10.0)
+    onefold.shard(nn.Linear(6, 2), recipe, mesh=mesh, data=data)
+
+
+@pytest.mark.parametrize("how", ["names", "data"])
+def test_ranks_with_other_meshes_are_told_so_on_every_rank(how: str) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(4, other_meshes, how)
+    assert str(failure.value).count("ranks were given different meshes, or different axes") == 4
+
+
+def refused(how: str) -> str:
+    import onefold
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model, recipe = nn.Linear(4, 2), onefold.Recipe.zero(1, stall_timeout=10.0)
+    given: dict[str, Any] = {
+        "no data": {"mesh": mesh},
+        "unknown data": {"mesh": mesh, "data": "batch"},
+        "data twice": {"mesh": mesh, "data": ("dp", "dp")},
+        "data without a mesh": {"data": "dp"},
+        "group and mesh": {"mesh": mesh, "data": "dp", "group": dist.group.WORLD},
+        "several axes as group": {"group": mesh},
+        "unknown partial": {"mesh": mesh, "data": "dp", "partial": ["wieght"]},
+        "partial without copies": {"mesh": mesh, "data": "dp", "partial": ["weight"]},
+        "no mesh": {"mesh": [0, 1], "data": "dp"},
+    }[how]
+    try:
+        onefold.shard(model, recipe, **given)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+SENTENCES = {
+    "no data": "give data=(...) the names of those whose ranks compute with different",
+    "unknown data": "data names 'batch', and the mesh has the axes 'dp', 'tp'",
+    "data twice": "data names the axis 'dp' twice",
+    "data without a mesh": "names axes of a mesh, and shard() was given none",
+    "group and mesh": "given both group=... and mesh=...",
+    "several axes as group": "Give several axes as mesh=..., with data=(...)",
+    "unknown partial": "Did you mean 'weight'?",
+    "partial without copies": "no two ranks have the same data",
+    "no mesh": "expected a DeviceMesh",
+}
+
+
+def all_refused() -> dict[str, str]:
+    return {how: refused(how) for how in SENTENCES}
+
+
+def test_mistakes_in_the_arguments_end_in_a_sentence() -> None:
+    for seen in run_ranks(2, all_refused):
+        for how, sentence in SENTENCES.items():
+            assert sentence in seen[how], f"{how}: {seen[how]}"

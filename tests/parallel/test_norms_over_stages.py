@@ -1,0 +1,102 @@
+"""Norms, clipping and overflows over the stages of a pipeline: each a sharded model of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from models import features_of
+from ranks import run_ranks
+
+
+def stages() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 6)) for _ in range(4)]
+
+
+def backward_through(found: list[nn.Module], batch: Tensor) -> None:
+    """Each stage gets the same input and a loss of its own: the norm is over all of them."""
+    for stage in found:
+        stage(batch).pow(2).sum().backward()
+
+
+def clipped(stage: int, norm_type: float, spoil: bool) -> dict[str, Any]:
+    """Ranks 0 and 1 hold the first two stages, ranks 2 and 3 the others; each pair shares data."""
+    import onefold
+
+    rank = dist.get_rank()
+    mine = [rank // 2 * 2, rank // 2 * 2 + 1]
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
+    models = [onefold.shard(stages()[i], recipe, group=pairs[rank // 2]) for i in mine]
+    backward_through(models, features_of(rank % 2, 3, 6))
+    optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
+    scaler = onefold.GradScaler(models, init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    if spoil and rank == 3:
+        for param in models[1].parameters():
+            param.grad.mul_(float("inf"))
+    scaler.unscale_(optimizer)
+    norm = onefold.clip_grad_norm_(models, 1e-3, norm_type).item()
+    scaler.step(optimizer)
+    scaler.update()
+    weights = [onefold.full_state_dict(model) for model in models]
+    return {
+        "norm": norm,
+        "weights": dict(zip(mine, weights, strict=True)),
+        "scale": scaler.get_scale(),
+    }
+
+
+def in_one_process(norm_type: float) -> tuple[float, list[dict[str, Tensor]]]:
+    models = stages()
+    for i in range(2):
+        backward_through(models, features_of(i, 3, 6))
+    params = [p for m in models for p in m.parameters()]
+    for p in params:
+        p.grad.div_(2 * 4.0)  # the mean over two ranks, unscaled
+    norm = nn.utils.clip_grad_norm_(params, 1e-3, norm_type).item()
+    torch.optim.SGD(params, lr=0.1).step()
+    return norm, [m.state_dict() for m in models]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_list_of_stages_is_clipped_by_the_norm_over_all_ranks(
+    stage: int, norm_type: float
+) -> None:
+    norm, weights = in_one_process(norm_type)
+    seen = run_ranks(4, clipped, stage, norm_type, False)
+    assert len({each["norm"] for each in seen}) == 1, [each["norm"] for each in seen]
+    assert seen[0]["norm"] == pytest.approx(norm, rel=1e-6)
+    for each in seen:
+        for i, found in each["weights"].items():
+            for name, value in found.items():
+                torch.testing.assert_close(value, weights[i][name], rtol=1e-6, atol=1e-7)
+
+
+def test_an_overflow_in_one_stage_skips_the_step_of_all() -> None:
+    before = [m.state_dict() for m in stages()]
+    for each in run_ranks(4, clipped, 2, 2.0, True):
+        assert each["scale"] == 2.0, "the scale is halved on every rank"
+        for i, found in each["weights"].items():
+            for name, value in found.items():
+                assert torch.equal(value, before[i][name]), f"stage {i}, {name} was stepped"
+
+
+def no_stage() -> str:
+    import onefold
+
+    try:
+        onefold.clip_grad_norm_([], 1.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_empty_list_is_refused() -> None:
+    assert "was given no stage" in run_ranks(1, no_stage)[0]
