@@ -4,6 +4,7 @@ and without the axis. Each rank reads what it will own, and little more.
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from torch import nn
 from needed import skip_without
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder_source import FolderSource
-from onefold.checkpoint.manifest import read_manifest
+from onefold.checkpoint.manifest import key_of, read_manifest
 from onefold.checkpoint.source import Item
+from onefold.checkpoint.tensorfile import TensorFile
 from onefold.inspection.diff import differences
 from onefold.inspection.reshard import reshard
 from onefold.inspection.verify import examine
@@ -363,3 +365,122 @@ def test_packed_moments_are_the_same_codes_on_a_mesh_of_the_same_boxes(
         with pytest.raises(CheckpointError, match="packed in blocks of the boxes of a mesh"):
             reshard(tmp_path / "boxes", tmp_path / "one file", 1)
     assert not examine(tmp_path / "boxes").problems
+
+
+# -- what must not go through silently -------------------------------------------------------------
+
+LOSSY = {"reduce_codec": "int8", "error_feedback": True}
+
+
+def told(call: Any) -> str:
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def elsewhere(folder: str, names: dict[str, str], case: Case) -> dict[str, Any]:
+    """What loads of these checkpoints say on this mesh."""
+    import onefold
+    import onefold.checkpoint.source as sources
+
+    sources.BOX_BLOCK = 256
+    out: dict[str, Any] = {}
+    model, optimizer, mesh = made(2, case, **LOSSY)
+    out["coordinate"] = mesh.get_coordinate()
+    for name, path in names.items():
+        if name != "whole":
+            out[name] = told(lambda path=path: onefold.load(path, model=model, optimizer=optimizer))
+            continue
+        loaded = onefold.load(path, model=model, optimizer=optimizer)
+        out[name] = loaded.data, loaded.notes
+        kept = onefold.engine_of(model).residuals.kept
+        out[f"{name}, residuals"] = len(kept)
+    position: dict[str, Any] = {}
+    thing = Position(position)
+    out["position"] = told(
+        lambda: onefold.load(names["whole"], model=model, optimizer=optimizer, data=thing)
+    )
+    out["position"] = out["position"] or position
+    return out
+
+
+class Position:
+    """A data loader: what it was given is put into a dict."""
+
+    def __init__(self, into: dict[str, Any]) -> None:
+        self.into = into
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.into.update(state)
+
+
+def saved_lossy(folder: str) -> dict[str, Any]:
+    import onefold
+
+    model, optimizer, mesh = made(2, MESH, **LOSSY)
+    dp, rank = mesh.get_local_rank("dp"), mesh.get_rank()
+    train(model, optimizer, MESH, dp)
+    give = {"model": model, "optimizer": optimizer}
+    onefold.save(f"{folder}/whole", **give, data={"seen": 10 + dp})
+    out: dict[str, Any] = {
+        "other data": told(lambda: onefold.save(f"{folder}/never", **give, data={"seen": rank}))
+    }
+    state = optimizer.state[next(iter(model.parameters()))]
+    state["of its own"] = torch.zeros(3, 5)
+    out["odd"] = told(lambda: onefold.save(f"{folder}/never", **give))
+    return out
+
+
+def test_what_another_mesh_cannot_have_is_told(tmp_path: Path) -> None:
+    said = run_ranks(4, saved_lossy, str(tmp_path))
+    for seen in said:
+        assert (
+            "compute with the same data, and were given different positions" in seen["other data"]
+        )
+        assert "'of its own' of shape (3, 5) for parameter 'tok_embeddings.weight'" in seen["odd"]
+    assert not (tmp_path / "never").exists()
+
+    manifest = read_manifest(tmp_path / "whole")
+    names = {"whole": str(tmp_path / "whole")}
+    record = next(r for r in manifest.records if r.item.name.endswith("feed_forward.w2.weight"))
+    for number, piece in enumerate(record.pieces[:2]):
+        folder = tmp_path / f"damaged {number}"
+        shutil.copytree(tmp_path / "whole", folder)
+        with closing(TensorFile(folder / piece.file)) as file:
+            at = file.header[key_of(record.item, piece.start, piece.box)].begin + 9
+        data = bytearray((folder / piece.file).read_bytes())
+        data[at] ^= 1
+        (folder / piece.file).write_bytes(data)
+        names[folder.name] = str(folder)
+
+    import onefold
+
+    model = onefold.shard(built(MESH), onefold.Recipe.zero(0))
+    rows = torch.optim.Adafactor(model.parameters(), lr=0.01)
+    train(model, rows, MESH, 0)
+    names["rows"] = str(onefold.save(tmp_path / "rows", model=model, optimizer=rows))
+
+    anew = "error feedback begins anew"
+    for case in (replace(MESH, dp=1, tp=4), MESH, replace(MESH, dp=4, tp=1, plan="none")):
+        mesh = f"dp {case.dp} × tp {case.tp}"
+        for seen in run_ranks(4, elsewhere, str(tmp_path), names, case):
+            data, notes = seen["whole"]
+            for name in names:
+                if name.startswith("damaged"):
+                    assert "bytes have changed since they were written" in seen[name], (
+                        f"{mesh}: {name}"
+                    )
+                    assert "feed_forward.w2.weight'" in seen[name], f"{mesh}: {name}"
+            if case.tp > 1:
+                words = "has a shape of its own and cannot be divided along another axis than data"
+                assert words in seen["rows"], f"{mesh}: {seen['rows']}"
+            if case == MESH:
+                dp = seen["coordinate"][0]
+                assert (data, notes) == ({"seen": 10 + dp}, ()), f"{mesh}: {seen}"
+                assert seen["position"] == {"seen": 10 + dp} and seen["whole, residuals"] > 0
+            else:
+                assert data is None and anew in notes[0], f"{mesh}: {seen}"
+                words = f"each of its 2 ranks was elsewhere in its data, which cannot be divided among {case.dp}"
+                assert words in seen["position"] and seen["whole, residuals"] == 0
