@@ -156,13 +156,14 @@ def test_a_checkpoint_goes_through_all_meshes_and_comes_back_bit_equal(tmp_path:
     assert not by_name["norm.weight"].boxed, "replicated: every rank of the mesh holds it"
     assert not examine(first).problems
 
+    nvme = {"offload_optimizer": "nvme", "nvme": str(tmp_path / "nvme")}
     hops: list[tuple[str, int, Case, bool]] = [
-        ("tp 4", 1, replace(MESH, dp=1, tp=4), False),
+        ("tp 4", 1, replace(MESH, dp=1, tp=4, options={"offload_optimizer": "cpu"}), False),
         ("dp 4", 2, replace(MESH, plan="none", dp=4, tp=1), False),
         ("dp 2 × tp 2 again", 0, MESH, True),
         ("tp 2 of other layers", 3, replace(MESH, plan="layers"), False),
         ("dp 3, uneven", 3, replace(MESH, plan="none", dp=3, tp=1), False),
-        ("tp 3, uneven", 2, replace(MESH, plan="layers", dp=1, tp=3), True),
+        ("tp 3, uneven", 2, replace(MESH, plan="layers", dp=1, tp=3, options=nvme), True),
     ]
     source = first
     for number, (name, stage, case, later) in enumerate(hops):
@@ -427,6 +428,12 @@ def saved_lossy(folder: str) -> dict[str, Any]:
     out: dict[str, Any] = {
         "other data": told(lambda: onefold.save(f"{folder}/never", **give, data={"seen": rank}))
     }
+    at_stage_0, _, _ = made(0, MESH)
+    rows = torch.optim.Adafactor(at_stage_0.parameters(), lr=0.01)
+    try:
+        train(at_stage_0, rows, MESH, dp)
+    except ValueError as error:
+        out["rows"] = str(error)
     state = optimizer.state[next(iter(model.parameters()))]
     state["of its own"] = torch.zeros(3, 5)
     out["odd"] = told(lambda: onefold.save(f"{folder}/never", **give))
@@ -439,6 +446,7 @@ def test_what_another_mesh_cannot_have_is_told(tmp_path: Path) -> None:
         assert (
             "compute with the same data, and were given different positions" in seen["other data"]
         )
+        assert "Adafactor cannot step sharded parameters" in seen["rows"], "a box is a part too"
         assert "'of its own' of shape (3, 5) for parameter 'tok_embeddings.weight'" in seen["odd"]
     assert not (tmp_path / "never").exists()
 

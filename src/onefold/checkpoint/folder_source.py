@@ -127,10 +127,11 @@ class FolderSource(Source):
             raise CheckpointError(f"{self.describe} holds no {item}.")
         return self._items[item]
 
-    def files_of(self, item: Item) -> tuple[str, ...]:
-        """Return the files that hold pieces of a tensor."""
-        found = self._moments.get(item) or [self.records[item]]
-        return tuple(dict.fromkeys(piece.file for r in found for piece in r.pieces))
+    def records_of(self, item: Item) -> list[Record]:
+        """Return the record of a tensor in `items`; of a moment that is packed in blocks of boxes,
+        those of its codes and scales.
+        """
+        return self._moments.get(item) or [self.records[item]]
 
     def items(self) -> Mapping[Item, Stored]:
         return self._items

@@ -389,6 +389,7 @@ def saved_by(engine: Engine) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "world_size": engine.world_size,
+        **({"mesh": engine.mesh.describe()} if engine.mesh.several else {}),
         "stage": recipe.stage,
         "recipe": {name: str(getattr(recipe, name)) for name in type(recipe).__dataclass_fields__},
     }

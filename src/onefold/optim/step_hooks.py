@@ -247,7 +247,9 @@ class _Arguments(tuple[Any, ...]):
 def _is_cut(engine: Engine) -> bool:
     """Return whether the optimizer sees parts of parameters, or steps a few of them at a time."""
     return any(
-        not f.whole_master or f.tiled or f.storage.offloaded for u in engine.units for f in u.flats
+        not f.whole_master or f.tiled or f.in_boxes or f.storage.offloaded
+        for u in engine.units
+        for f in u.flats
     )
 
 
