@@ -73,7 +73,7 @@ from onefold.runtime.state.start import (
     tie,
     with_replicas,
 )
-from onefold.runtime.stepper import Stepper
+from onefold.runtime.stepper import Stepper, Steppers
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
 from onefold.runtime.uninitialized import is_marked, without_value
 from onefold.runtime.unit import Unit
@@ -156,7 +156,7 @@ def shard(
     from_rank_0(engine.resources, list(module.buffers()), "state")
     engine.buffers.find(module)
     _note_uninitialized(engine, uninitialized, specs, module)
-    engine.start(_stepper(engine))
+    engine.start(_steppers(engine))
     _install_hooks(engine, specs, module)
     install_step_hooks(engine, held)
     if engine.rank == 0:
@@ -226,7 +226,7 @@ def _laid_out(
     if incoming is not None:
         incoming.settle(engine)
     values = rank_0_needs_values(engine, module)
-    refuse_missing_boxes(engine, specs, values)
+    refuse_missing_boxes(engine, values)
     refuse_uneven_groups(engine)
     for spec, unit in zip(specs, engine.units, strict=True):
         fetch(found.param for found in spec.found)
@@ -378,14 +378,10 @@ def capabilities() -> Capabilities:
             from onefold.quant.encoded_storage import EncodedStorage
 
             return EncodedStorage(flat, named(shared.recipe.frozen or ""))
-        if tiers is not None and tiers.optimizer is Tier.NVME:
-            from onefold.offload.nvme_storage import NvmeStorage
-
-            return NvmeStorage(flat, tiers, shared)
         if tiers is not None:
-            from onefold.offload.storage import HostStorage
+            from onefold.offload.tiers import STORAGES
 
-            return HostStorage(flat, tiers, shared)
+            return STORAGES[tiers.optimizer](flat, tiers, shared)
         return InPlaceStorage(flat) if flat.unsharded else DeviceStorage(flat)
 
     def gather(flat: Flat, shared: Resources) -> Gather:
@@ -441,7 +437,10 @@ def capabilities() -> Capabilities:
             from onefold.offload.heap import give_large_blocks_back
 
             give_large_blocks_back()
-        return Nvme(recipe.nvme, name=f"rank{rank}", threads=recipe.nvme_threads)
+        tier = recipe.disk
+        assert tier is not None, "nothing of the recipe is in files"
+        folders, name = recipe.folders_of(tier), f"rank{rank}"
+        return Nvme(folders, name=name, threads=recipe.nvme_threads, tier=tier)
 
     return Capabilities(storage, gather, reduce, activations, named, store)
 
@@ -503,10 +502,17 @@ def _device(module: nn.Module, device: torch.device | str | None, at_once: bool)
     return with_index(devices.pop()) if devices else default_device()
 
 
-def _stepper(engine: Engine) -> Stepper:
-    from onefold.offload.stepper import OffloadStepper
+def _steppers(engine: Engine) -> Steppers:
+    """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py."""
+    from onefold.quant.stepper import LowBitStepper
 
-    return OffloadStepper(engine)
+    apart: list[Stepper] = [LowBitStepper(engine)]
+    if engine.offloaded_flats:
+        from onefold.offload.stepper import OffloadStepper
+
+        # First: before anything is stepped, the ranks agree that no disk has failed
+        apart.insert(0, OffloadStepper(engine))
+    return Steppers(apart)
 
 
 def _close(engine: Engine) -> None:

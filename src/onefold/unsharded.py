@@ -167,6 +167,8 @@ def _refuse_unless_possible(engine: Engine) -> None:
         why = f"weights above tile={engine.recipe.tile} are cut into tiles"
     elif any(flat.storage.encoded for flat in flats):
         why = f"frozen={engine.recipe.frozen!r} keeps frozen weights encoded"
+    elif any(flat.boxed for flat in flats):
+        why = "some parameters are DTensors, of which each rank has its own part"
     elif engine.recipe.moments is not None:
         why = f"moments={engine.recipe.moments!r} keeps the optimizer's states in another format"
     if why is not None:

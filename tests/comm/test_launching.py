@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onefold.comm import launching
 from onefold.quant import codec, kernels
+from onefold.quant.registry import WITH_KERNELS
 
 GPU_1 = torch.device("cuda", 1)
 
@@ -100,7 +101,7 @@ def test_every_kernel_goes_to_the_device_of_its_tensors(devices, monkeypatch):
         triton_kernels, "pairs", lambda device: torch.empty(256, dtype=torch.float64)
     )
     source = on_gpu_1(512)
-    for name in kernels.NAMES:
+    for name in WITH_KERNELS:
         by = codec(name)
         with source.fake_mode:
             payload = torch.empty(by.payload_bytes(512), dtype=torch.uint8, device=GPU_1)

@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 from codec_intervals import (
+    BLOCKWISE,
+    PROMISES,
     ROUNDED,
     decoded,
     encoded,
@@ -125,7 +127,10 @@ def test_the_mean_of_rounded_values_is_the_value(name):
     )
     for value in values:
         mine = got[source == value]
-        spread = max(abs(value) / 8, scale * 2.0**-9) if name == "fp8" else scale
+        # The gap between the two neighbours that it is rounded to
+        spread = 2 * float(
+            PROMISES[name].off(torch.tensor(abs(value)).double(), torch.tensor(scale))
+        )
         allowed = spread * 2.0**-17 + hoeffding(spread, mine.numel(), 5) + abs(value) * 2.0**-20
         assert abs(float(mine.mean()) - value) <= allowed, (
             name,
@@ -165,7 +170,7 @@ def test_draws_are_centred_and_neighbours_and_steps_do_not_know_of_each_other():
 
 def test_rounding_that_cannot_be_had_is_refused():
     source = torch.zeros(4)
-    for name in ("plain", "nf4"):
+    for name in ("plain", *(name for name in BLOCKWISE if name not in ROUNDED)):
         buffer = torch.empty(codec(name).encoded_bytes(4), dtype=torch.uint8)
         with pytest.raises(ValueError, match=f"codec '{name}' rounds to the nearest value only"):
             codec(name).encode(source, buffer, rounding=Stochastic(1))

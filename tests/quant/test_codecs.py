@@ -9,6 +9,7 @@ import torch
 from codec_intervals import (
     BLOCKWISE,
     DTYPES,
+    PROMISES,
     codecs,
     decoded,
     encoded,
@@ -30,16 +31,10 @@ FEW = examples(60)
 
 
 def allowed(by: Blockwise, source: torch.Tensor) -> torch.Tensor:
-    """How far each element may be off in fp32, in fp64: half a step, or half of fp8's or nf4's own
-    gap; and fp32's rounding of a value.
+    """How far each element may be off in fp32, in fp64: what its codec promises, and fp32's rounding
+    of a value.
     """
-    scale, size = steps(by, source), source.double().abs()
-    if by.name == "fp8":
-        half = torch.maximum(size / 16, scale * 2.0**-10)
-    elif by.name == "nf4":
-        half = scale * max(b - a for a, b in zip(levels(), levels()[1:], strict=False)) / 2
-    else:
-        half = scale / 2
+    half = PROMISES[by.name].off(source.double().abs(), steps(by, source))
     return half + largest_of_blocks(by, source) * 2.0**-22
 
 
@@ -128,7 +123,7 @@ def test_what_was_decoded_encodes_to_the_same_bytes(by, source, kept_in, through
     assert torch.equal(again, kept), (by, source)
     # Near zero the dtype's own steps may be coarser than a block's: other bytes, the same values.
     own = torch.finfo(kept.dtype).smallest_normal * torch.finfo(kept.dtype).eps
-    finest = steps(by, source) * (2.0**-9 if by.name == "fp8" else 1.0)
+    finest = steps(by, source) * PROMISES[by.name].finest
     if (finest > 2 * own).all():
         assert torch.equal(encoded(by, kept), encoded(by, source)), (by, source)
 
@@ -179,7 +174,7 @@ def test_an_infinity_or_nan_makes_its_block_nan_and_no_other(by, source, data):
     ), (by, total)
     assert (
         not by.split(encoded(by, hurt), hurt.numel())[0]
-        .view(-1)[inside.nonzero()[0] // by.packed : 1]
+        .view(-1)[inside.nonzero()[0] // by.packed[0] : 1]
         .any()
     ), by
 
@@ -196,8 +191,9 @@ def test_the_plain_codec_hands_infinities_nan_and_every_bit_on():
 
 @given(codecs, lengths)
 def test_encoded_bytes_are_the_payload_to_an_even_byte_and_two_a_block(by, numel):
-    bits = {"int8": 8, "fp8": 8, "int4": 4, "nf4": 4}[by.name]
-    payload = (numel * bits + 7) // 8
+    elements, nbytes = by.packed
+    assert nbytes * 8 == elements * PROMISES[by.name].bits, by
+    payload = (numel + elements - 1) // elements * nbytes
     expected = payload + payload % 2 + 2 * ((numel + by.block - 1) // by.block)
     assert by.encoded_bytes(numel) == expected, (by, numel)
 

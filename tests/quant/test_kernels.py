@@ -18,6 +18,7 @@ from torch import nn
 import onefold
 from onefold.comm import launching, sums
 from onefold.quant import codec, kernel_check, kernels
+from onefold.quant.registry import WITH_KERNELS
 from ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def test_kernels_have_the_bits_of_torch(sample):
     """On the GPU if there is one, else in Triton's interpreter. With `--all` by the command."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     here = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    names = sample(kernels.NAMES, 4)
+    names = sample(WITH_KERNELS, 4)
     program = (
         "import torch\nfrom onefold.quant import kernel_check as k\n"
         f"device = torch.device({device!r})\n"
@@ -50,7 +51,7 @@ def test_kernels_have_the_bits_of_torch(sample):
         " + k.moment_differences(device) + k.sum_differences(device))"
     )
     command = ["-m", "benchmarks.codecs", "--check", "--device", device]
-    every = len(names) == len(kernels.NAMES)
+    every = len(names) == len(WITH_KERNELS)
     found = run("-W", "ignore", *(command if every else ["-c", program]), **here)
     said = "agree on every bit of 120 intervals and 48 sums" if every else "[]"
     assert found.returncode == 0 and said in found.stdout, found.stdout + found.stderr
@@ -144,7 +145,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", kernels.NAMES)
+@pytest.mark.parametrize("name", WITH_KERNELS)
 def test_the_intervals_of_all_ranks_take_one_launch(launched: list[str], name: str) -> None:
     by, ranks, numel = codec(name), 64, 256 * 3
     used = by.encoded_bytes(numel)

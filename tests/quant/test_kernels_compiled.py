@@ -17,6 +17,7 @@ import torch
 
 from onefold.comm.launching import OPTIONS
 from onefold.quant import Stochastic, codec
+from onefold.quant.registry import WITH_KERNELS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -139,7 +140,7 @@ def codec_launches(launches, by, dtype, stochastic=False, numel=4096 * 3, start=
     return found
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "nf4"])
+@pytest.mark.parametrize("name", WITH_KERNELS)
 def test_codecs_round_every_operation_once_and_move_16_bytes_at_a_time(launches, name):
     by = codec(name)
     for dtype in (torch.float32, torch.bfloat16):
@@ -256,7 +257,7 @@ def test_lengths_and_distances_beyond_32_bits_are_64_bit_integers(launches):
     check((kernel, (small, small, small, *arguments[3:]), options))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "nf4"])
+@pytest.mark.parametrize("name", WITH_KERNELS)
 def test_rows_of_all_ranks_are_read_and_written_16_bytes_at_a_time(launches, name):
     from onefold.quant import triton_kernels
 

@@ -15,6 +15,7 @@ import onefold
 from invariants.test_same_numbers import Run as Accumulating
 from models import TinyGPT, tokens_of
 from onefold.memory import RESIDUALS
+from onefold.quant.integers import Int4
 from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
 from trials import GPTCase, differences, train_sharded
@@ -317,3 +318,12 @@ def test_what_is_not_finite_is_passed_on_and_the_step_skipped_everywhere(sample:
                 case,
                 steps,
             )
+
+
+def test_rounding_that_a_codec_does_not_have_is_refused_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Int4, "stochastic", False)
+    recipe = onefold.Recipe.zero(3, reduce_codec="int4", wire_rounding="stochastic")
+    with pytest.raises(ValueError, match="reduce_codec='int4': this codec rounds to the nearest"):
+        onefold.shard(TinyGPT(), recipe)

@@ -121,6 +121,14 @@ def test_each_part_for_slow_links_sends_what_its_formula_says_and_learns_the_sam
     ), losses
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_data_and_tensor_parallel_ranks_learn_together(stage: int) -> None:
+    lines = forked("several_axes.py", "--stage", str(stage), ranks=4).splitlines()
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines]
+    norms = [float(line.split("norm ")[1]) for line in lines]
+    assert len(losses) == 4 and losses[-1] < losses[0] and min(norms) > 0, lines
+
+
 def test_a_model_larger_than_its_memory_trains_from_the_disk_and_leaves_nothing_there(
     tmp_path: Path,
 ) -> None:

@@ -4,7 +4,6 @@ sentence for what is not known.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 from functools import partial
@@ -15,12 +14,13 @@ import pytest
 import torch
 
 from onefold.plan.states import MOMENTS_OF
+from onefold.recipe.optimizers import TRAINED
 from onefold.train import checkpoints
 from onefold.train.config import resolve
 from onefold.train.early import check_early
 from onefold.train.keeper import Keeper
 from onefold.train.loop import train
-from onefold.train.optimizers import ELSEWHERE, KINDS, make, planned_as
+from onefold.train.optimizers import ELSEWHERE, make, planned_as
 from onefold.train.output import write_config
 from onefold.train.prepare import prepare
 from onefold.train.report import Reporter
@@ -32,7 +32,7 @@ from started_runs import JOB, alone, losses_in_ranks, losses_on
 #: Of ranks.SERVERS.
 SERVER = "libraries"
 
-HERE = [name for name, kind in KINDS.items() if importlib.util.find_spec(kind.module) is not None]
+HERE = [name for name, row in TRAINED.items() if importlib.util.find_spec(row.module) is not None]
 GIVEN: dict[str, dict[str, Any]] = {
     "adamw": {"beta2": 0.99},
     "adam": {"optimizer_options": "betas=0.8,0.9 eps=1e-6 amsgrad=true"},
@@ -76,11 +76,11 @@ def test_each_gives_on_two_ranks_what_it_gives_on_one_and_all_of_them_differ(
 
 def test_the_options_arrive_and_the_table_says_what_each_takes(tmp_path: Path) -> None:
     for name in HERE:
-        kind = KINDS[name]
-        made = getattr(importlib.import_module(kind.module), kind.name)
+        row = TRAINED[name]
+        made = row.load()
         known = inspect.signature(made).parameters
-        assert set(kind.options) <= known.keys() and kind.planned in MOMENTS_OF, name
-        assert not set(kind.options) & ELSEWHERE.keys(), name
+        assert set(row.options) <= known.keys() and row.planned in MOMENTS_OF, name
+        assert not set(row.options) & ELSEWHERE.keys(), name
         config = resolve({**JOB, "optimizer": name, **GIVEN[name]})
         optimizer = make(config, [{"params": list(SmallLM(0.0).parameters())}], "cpu")
         assert type(optimizer) is made

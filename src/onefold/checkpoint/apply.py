@@ -21,7 +21,6 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Local, Recoded
-from onefold.offload.step import stepped_apart
 from onefold.optim.state_dicts import show_states
 from onefold.optim.state_parts import OptimizerParts, placed
 from onefold.quant.moments import moment_policy
@@ -297,7 +296,9 @@ def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: 
     try:
         for optimizer in optimizers:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            stepped_apart(optimizer, engine, [e for e in engine.entries if id(e.param) in stepped])
+            for flat in (f for unit in engine.units for f in unit.flats):
+                if any(id(e.param) in stepped for e in flat.entries):
+                    moment_policy(optimizer, engine.recipe, flat)  # refuses formats that disagree
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     for number, (optimizer, stored) in enumerate(zip(optimizers, groups, strict=True)):
@@ -376,7 +377,7 @@ def _load_flat_states(
                 into = parts[optimizer].place(entry, item.state, *entry.owned())
                 kind = (item.state, dtype, isinstance(into, OnDisk))
                 found.setdefault(kind, []).append(Wanted(entry, item, into))
-            elif not (flat.divided or flat.tiled or flat.in_boxes or flat.storage.on_disk):
+            elif not (flat.divided or flat.tiled or flat.storage.on_disk):
                 made = torch.empty(stored.shape, dtype=dtype, device=entry.param.device)
                 reading.read(item, 0, made.numel(), made)
                 state[item.state] = made

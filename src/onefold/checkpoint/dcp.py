@@ -358,7 +358,7 @@ def _part(entry: Entry, value: Any, key: str = "") -> Any:
     Raises:
         CheckpointError: the state is divided between ranks, but not shaped like the parameter.
     """
-    slot, replicated = entry.slot, not (entry.flat.divided or entry.flat.in_boxes)
+    slot, replicated = entry.slot, not entry.flat.divided
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if replicated or value.dim() == 0:

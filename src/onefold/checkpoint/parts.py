@@ -275,7 +275,7 @@ class States:
                     start, stop = entry.accounted()
                     if stop > start or entry.numel == 0:
                         self.scalars.setdefault(entry.part.names[0], {})[key] = value
-                elif not (entry.flat.divided or entry.flat.tiled or entry.flat.in_boxes):
+                elif not (entry.flat.divided or entry.flat.tiled):
                     self.wholes.append((entry, key, value))
                 else:
                     raise CheckpointError(

@@ -19,7 +19,8 @@ from torch import nn
 import onefold
 from onefold.comm.launching import INTERPRETED, usable
 from onefold.doctor.checks import Findings, Here, LeftOut
-from onefold.quant import kernel_check, kernels
+from onefold.quant import kernel_check
+from onefold.quant.registry import WITH_KERNELS
 from onefold.recipe import Recipe
 from onefold.shard import engine_of
 
@@ -291,13 +292,13 @@ def kernels_and_operations(here: Here, findings: Findings) -> str:
     compared = sum(kernel_check.compared(blocks))
     findings.figures |= {
         "compared": compared,
-        "codecs": list(kernels.NAMES),
+        "codecs": list(WITH_KERNELS),
         "interpreted": interpreted,
     }
     how = ""
     if interpreted:
         how = " in Triton's interpreter (the device's own compiler is not tried on a CPU)"
     return (
-        f"{compared} sums and intervals of {', '.join(kernels.NAMES)} have the bits of torch's"
+        f"{compared} sums and intervals of {', '.join(WITH_KERNELS)} have the bits of torch's"
         f" operations{how}"
     )

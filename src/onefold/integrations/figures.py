@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from onefold.observe import Meter
-from onefold.recipe import Tier
+from onefold.recipe.tiers import Tier, off_device
 
 
 class Figures:
@@ -46,8 +46,7 @@ class Figures:
         }
         if self._tiers:
             out |= {
-                "host_bytes": row["host"],
-                "nvme_bytes": row["nvme"],
+                **{f"{tier.value}_bytes": row[tier.value] for tier in off_device()},
                 "moved_bytes": sum(row["moved_bytes"].values()) // each,
                 "io_wait_ms": row["io_ms"] / each,
             }

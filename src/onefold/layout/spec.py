@@ -134,7 +134,7 @@ class Tiers:
 
     @property
     def on_disk(self) -> bool:
-        return Tier.NVME in (self.parameters, self.gradients, self.optimizer)
+        return any(tier.on_disk for tier in (self.parameters, self.gradients, self.optimizer))
 
 
 @dataclass(frozen=True)
@@ -443,27 +443,27 @@ class ShardSpec:
         """
         if self.tiers is None:
             return ()
-        d, p, disk = self.dtypes, self.tiers.parameters, self.tiers.optimizer is Tier.NVME
-        out = [(Tier.NVME if disk else Tier.HOST, "master", self.own * d.master.itemsize)]
-        if (p is Tier.HOST and (disk or d.compute != d.master)) or self.lies_apart:
+        d, p, o = self.dtypes, self.tiers.parameters, self.tiers.optimizer
+        out = [(o, "master", self.own * d.master.itemsize)]
+        if (p is Tier.HOST and (o.on_disk or d.compute != d.master)) or self.lies_apart:
             out.append((p, "parameter", self.own * d.compute.itemsize))
-        if self.trainable and self.tiers.gradients is Tier.NVME:
-            out.append((Tier.NVME, "gradient", self.own * d.master.itemsize))
+        if self.trainable and self.tiers.gradients.on_disk:
+            out.append((self.tiers.gradients, "gradient", self.own * d.master.itemsize))
         return tuple(out)
 
     @property
     def lies_apart(self) -> bool:
-        """Whether parameters in the compute dtype are stored on NVMe apart from the masters."""
+        """Whether parameters in the compute dtype are stored in files apart from the masters."""
         return (
             self.tiers is not None
-            and self.tiers.parameters is Tier.NVME
+            and self.tiers.parameters.on_disk
             and self.dtypes.compute != self.dtypes.master
         )
 
     @property
     def gathers_from_disk(self) -> bool:
-        """Whether a gather begins with a read from NVMe."""
-        return self.tiers is not None and self.tiers.parameters is Tier.NVME and not self.resident
+        """Whether a gather begins with a read from a disk."""
+        return self.tiers is not None and self.tiers.parameters.on_disk and not self.resident
 
     def moment_bytes(self, slot: Slot, count: int) -> int:
         """Return the bytes of `count` optimizer states of one parameter. Each state has one element

@@ -3,7 +3,7 @@
 tier     the engine's ledger      where the optimizer's states are counted
 device   engine.memory            `optimizer.state` of parameters that are stored on the device
 host     engine.transfers.host    `optimizer.state` of parameters that are stepped on the host
-nvme     engine.transfers.disk    in this ledger, by the engine; `optimizer.state` has only meta tensors
+a disk   engine.transfers.disk    in this ledger, by the engine; `optimizer.state` has only meta tensors
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from onefold.device import memory_figures
 from onefold.memory import MemoryLedger
 from onefold.plan.schema import MOVED
+from onefold.recipe.tiers import Tier, off_device
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameters.parameter import disable_torch_function
 
@@ -115,12 +116,12 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 __all__ = ["DEVICE", "HOST", "MOVED", "NVME", "ledgers_of", "moments_by_tier", "moments_of"]
 
-DEVICE, HOST, NVME = "device", "host", "nvme"
+DEVICE, HOST, NVME = Tier.DEVICE.value, Tier.HOST.value, Tier.NVME.value
 
 
 def ledgers_of(engine: Engine) -> dict[str, MemoryLedger]:
     """Return the memory ledgers of the offload tiers."""
-    return {HOST: engine.transfers.host, NVME: engine.transfers.disk}
+    return {tier.value: engine.transfers.ledgers[tier] for tier in off_device()}
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int:

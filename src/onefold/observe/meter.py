@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from onefold.device import Reading, has_streams
-from onefold.observe.memory import DEVICE, HOST, NVME, ledgers_of, moments_by_tier
+from onefold.observe.memory import DEVICE, ledgers_of, moments_by_tier
 from onefold.plan.schema import MOMENTS
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -121,7 +121,7 @@ class Meter:
         Returns:
             step, loss, grad_norm, lr, scale, skipped (so far), tokens, tokens_per_s, mfu, step_ms,
             exposed_ms, wire_bytes, memory (of the device, {"now", "peak"} by category, bytes),
-            host, nvme (bytes held there now), moved_bytes (in the step, by "up", "down", "read",
+            host, nvme (bytes held there now; every tier besides the device), moved_bytes (in the step, by "up", "down", "read",
             "written"; {} without such tiers), io_ms (waiting for NVMe). A figure that is not known
             is None. With several nodes (or groups of the recipe) also wire_bytes_between, the part
             of wire_bytes that went to others. With codecs also wire_bytes_plain, what wire_bytes
@@ -152,8 +152,7 @@ class Meter:
                 "now": {**self.engine.memory.now(), **own},
                 "peak": {**self.engine.memory.peak(), **own},
             },
-            "host": held.get(HOST, 0) + moments.get(HOST, 0),
-            "nvme": held.get(NVME, 0),
+            **{tier: nbytes + moments.get(tier, 0) for tier, nbytes in held.items()},
             "moved_bytes": {
                 move: nbytes - self._moved.get(move, 0) for move, nbytes in moved.by_move().items()
             },

@@ -1,8 +1,8 @@
-"""Room `offload`: state, gradients and activations on the host or NVMe, and their optimizer step.
+"""Room `offload`: state, gradients and activations on the host or a disk, and their optimizer step.
 
 | question                                   | files, in the order to read them                                   |
 |--------------------------------------------|--------------------------------------------------------------------|
-| Where are offloaded shards stored?         | `storage` (host), `nvme_storage`, `nvme` (files, reads and writes) |
+| Where are offloaded shards stored?         | `tiers`, `storage` (host), `nvme_storage` and `nvme` (files)       |
 | Who steps them, and when?                  | `stepper`, `step`, `in_backward`                                     |
 | How do activations go to the host?         | `engine_activations`, `activations`, `saved`                       |
 | Which host memory holds the copies?        | `arena`, `heap`                                                    |

@@ -24,7 +24,6 @@ from onefold.memory import (
 )
 from onefold.memory.pool import TierError
 from onefold.offload.storage import OffloadStorage, grain_of_kind, state_kind
-from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of, items_of
 from onefold.recipe.options import SECTOR
 from onefold.runtime.parameters.values import StatePlace, storageless
@@ -55,9 +54,9 @@ class NvmeStorage(OffloadStorage):
     on_disk = True
 
     def __init__(self, flat: Flat, tiers: Tiers, resources: Resources) -> None:
-        self.gradients_on_disk = tiers.gradients is Tier.NVME
+        self.gradients_on_disk = tiers.gradients.on_disk
         super().__init__(flat, tiers, resources)
-        self.reads_ahead = tiers.parameters is Tier.NVME
+        self.reads_ahead = tiers.parameters.on_disk
         self.regions: dict[str, Region] = {}
         self.written: set[tuple[str, int]] = set()
         self.scale: torch.Tensor | None = None

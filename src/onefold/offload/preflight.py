@@ -1,4 +1,4 @@
-"""Check before a run with state on NVMe: measure the disks, and refuse a run that does not fit."""
+"""Check before a run with state on a disk: measure the disks, and refuse a run that does not fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from onefold.offload.nvme import (
     substitute,
 )
 from onefold.offload.storage import OffloadStorage
-from onefold.recipe import Tier
 from onefold.recipe.moments import FORMATS
 from onefold.runtime.backward import agree_on_failure
 
@@ -31,22 +30,22 @@ _SAMPLE = 16 << 20
 
 
 def needed(engine: Engine) -> int:
-    """Return the bytes of this rank's state on NVMe, with two moments in the recipe's format."""
+    """Return the bytes of this rank's state on disk, with two moments in the recipe's format."""
     total = 0
     for flat in engine.offloaded_flats:
         assert isinstance(flat.storage, OffloadStorage)
         tiers, d, n = flat.storage.tiers, flat.dtypes, flat.storage.numel
         trained = any(e.param.requires_grad for e in flat.entries)
-        if tiers.optimizer is Tier.NVME:
+        if tiers.optimizer.on_disk:
             moment = (
                 FORMATS[engine.recipe.moments].nbytes(n)
                 if engine.recipe.moments is not None
                 else n * d.master.itemsize
             )
             total += n * d.master.itemsize + (MOMENTS_EXPECTED * moment if trained else 0)
-        if tiers.gradients is Tier.NVME and trained:
+        if tiers.gradients.on_disk and trained:
             total += n * d.master.itemsize
-        if tiers.parameters is Tier.NVME and d.compute != d.master:
+        if tiers.parameters.on_disk and d.compute != d.master:
             total += n * d.compute.itemsize
     return total
 
@@ -65,22 +64,25 @@ def preflight(engine: Engine) -> None:
     Raises:
         TierError: on every rank, if a folder of one rank is missing or has no room.
     """
-    if not engine.on_disk or substitute() is not None:
+    tier = engine.recipe.disk
+    if not engine.on_disk or tier is None or substitute() is not None:
         return
+    folders = engine.recipe.folders_of(tier)
     ranks = min(engine.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", engine.world_size)))
     mine, error = needed(engine), None
     try:
         refuse_unless_fits(
-            engine.recipe.nvme,
+            folders,
             mine * ranks,
-            f"the state of {ranks} rank{'s' if ranks > 1 else ''} on NVMe",
+            f"the state of {ranks} rank{'s' if ranks > 1 else ''} {tier.where}",
+            tier,
         )
-        if engine.rank == 0 and _has_room(engine.recipe.nvme):
-            for disk in measure(engine.recipe.nvme, _SAMPLE, seconds=0.25):
+        if engine.rank == 0 and _has_room(folders):
+            for disk in measure(folders, _SAMPLE, seconds=0.25, tier=tier):
                 logging.getLogger("onefold").info(
-                    "NVMe %s: %.0f MB/s written, %.0f MB/s read%s; the run takes %.2f GB of %.1f GB free (with Adam's two moments).",
-                    disk.path, disk.write / 1e6, disk.read / 1e6, "" if disk.direct else " (no direct access here: buffered)",
-                    mine * ranks / 1e9 / len(engine.recipe.nvme), disk.free / 1e9,
+                    "%s %s: %.0f MB/s written, %.0f MB/s read%s; the run takes %.2f GB of %.1f GB free (with Adam's two moments).",
+                    tier.title, disk.path, disk.write / 1e6, disk.read / 1e6, "" if disk.direct else " (no direct access here: buffered)",
+                    mine * ranks / 1e9 / len(folders), disk.free / 1e9,
                 )  # fmt: skip
     except TierError as failure:
         error = failure

@@ -1,6 +1,5 @@
-"""Step offloaded shards, and shards with packed moments, with the user's optimizer.
+"""Step offloaded shards with the user's optimizer.
 
-    device  if moments are packed: piece by piece (quant/moments.py)
     host    unit by unit: the optimizer's own step over host tensors and host states ─► copy up during the next unit's step
     NVMe    chunk by chunk, reads ahead and writes behind:
 
@@ -56,24 +55,8 @@ HALF = (
 )
 
 
-def stepped_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -> list[Entry]:
-    """Return those of `entries` that `step_apart` steps: offloaded, or with moments in a format
-    of their own.
-
-    Raises:
-        ValueError: recipe and optimizer contradict each other about moments.
-    """
-    flats = {entry.flat.index: entry.flat for entry in entries}
-    apart = {
-        i: flat.storage.offloaded
-        or moments.moment_policy(optimizer, engine.recipe, flat) is not None
-        for i, flat in flats.items()
-    }
-    return [entry for entry in entries if apart[entry.flat.index]]
-
-
 def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -> None:
-    """Step `entries`, which `stepped_apart` returned. Collective if any is on NVMe.
+    """Step `entries`, all of offloaded flat buffers. Collective if any flat buffer is on NVMe.
 
     Raises:
         TierError: on every rank, if a disk failed on one.

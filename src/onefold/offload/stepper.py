@@ -1,36 +1,44 @@
-"""The `Stepper` for shards that the user's optimizer cannot step by itself: see runtime/stepper.py."""
+"""The `Stepper` for shards on the host and on NVMe: see runtime/stepper.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.optim.optimizer import Optimizer
 
 from onefold.offload.in_backward import InBackwardStepper
-from onefold.offload.step import step_apart, stepped_apart
-from onefold.quant.moments import torchao_format
+from onefold.offload.step import step_apart
+from onefold.quant.moments import moment_policy, torchao_format
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.stepper import Stepper
+from onefold.runtime.stepper import GroupVerdict, Stepper, refuse_cut
 from onefold.runtime.unit import Unit
 
 
 class OffloadStepper(Stepper):
-    """Steps offloaded shards, and shards with moments in a format of their own."""
+    """Steps offloaded shards, with the optimizer's own step or by the rule of low-bit moments."""
+
+    collective = True  # the ranks agree on failures of the disk
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.in_backward = engine.recipe.step_in_backward
         # Created by the first step, which shows which optimizer has which parameters
         self._in_backward: InBackwardStepper | None = None
 
-    def keeps_own_format(self, optimizer: Optimizer) -> bool:
-        return torchao_format(optimizer) is not None
-
-    def apart(self, optimizer: Optimizer, entries: Sequence[Entry]) -> list[Entry]:
-        return stepped_apart(optimizer, self.engine, entries)
+    def accepts(
+        self, optimizer: Optimizer, flat: Flat, verdict: Callable[[], GroupVerdict]
+    ) -> bool:
+        if not flat.storage.offloaded:
+            return False
+        moment_policy(optimizer, self.engine.recipe, flat)  # refuses formats that disagree
+        # torchao's optimizers are known to be element-wise, and a trial would compile them
+        if torchao_format(optimizer) is None:
+            refuse_cut(optimizer, flat, verdict)
+        return True
 
     def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
-        if self.engine.recipe.step_in_backward:
+        if self.in_backward:
             self._in_backward = self._in_backward or InBackwardStepper(self.engine)
             self._in_backward.comes(optimizer)
             self._in_backward.know(optimizer, entries)

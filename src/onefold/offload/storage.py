@@ -73,7 +73,7 @@ def grain_of_kind(kind: str) -> int:
 
 
 class OffloadStorage(Storage):
-    """Base of the shards on the host and on NVMe. Elements are counted from the first that this
+    """Base of the shards on the host and in files. Elements are counted from the first that this
     rank owns.
 
     Attributes:
@@ -91,8 +91,7 @@ class OffloadStorage(Storage):
         self.tiers, self.transfers, self.device = tiers, resources.transfers, resources.device
         self.rest: torch.Tensor | None = None
         self.shown: torch.Tensor
-        on_host = tiers.gradients is not Tier.NVME
-        self.adds_on_device = on_host and self.transfers.down.asynchronous
+        self.adds_on_device = not tiers.gradients.on_disk and self.transfers.down.asynchronous
         self.measures_gradients = self.gradients_on_disk or self.transfers.down.asynchronous
         # What is to be measured: (index of the entry, its elements of a sum on the device)
         self._parts: list[tuple[int, torch.Tensor]] = []
@@ -123,8 +122,7 @@ class OffloadStorage(Storage):
             and self.rest is not self.shown
             and (full is None or storage_of(full) != storage_of(self.rest))
         ):
-            tier = Tier.DEVICE if self.tiers.parameters is Tier.DEVICE else Tier.HOST
-            out[tier][PARAMETERS] = nbytes_of(self.rest)
+            out[self.tiers.parameters][PARAMETERS] = nbytes_of(self.rest)
         return out
 
     # -- masters -----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ step intervals. It does not depend on the forward pass.
 |------------------------------------------------------------------|--------------------------|
 | How are gradients clipped, and losses scaled?                    | `clip`                   |
 | What happens before and after a step?                            | `step_hooks`             |
-| Which optimizers may step parts of parameters?                   | `verdict`                |
+| What does the update of an optimizer look at?                    | `verdict`                |
 | How are states read and written, wherever they are?              | `state_parts`            |
 | What do `state_dict()` and `load_state_dict()` do?               | `state_dicts`            |
 | What does `optimizer.state` show between steps?                  | `faced_states`, `fresh`  |

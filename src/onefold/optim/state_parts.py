@@ -302,7 +302,7 @@ class Outline:
             out.groups.append(params)
         out.engines = list(found.values())
         entries = [e for param in out.params for e in param.entries]
-        out.divided = any(e.flat.divided or e.flat.in_boxes for e in entries)
+        out.divided = any(e.flat.divided for e in entries)
         out.special = out.divided or any(
             e.flat.storage.on_disk or e.flat.tiled or moment_policy(optimizer, e) is not None
             for e in entries

@@ -1,9 +1,10 @@
 """Hooks before and after each optimizer step over sharded parameters.
 
 Before the step:
-1. Refuse an optimizer whose update of an element depends on other elements (optim/verdict.py).
-2. Step offloaded shards, and shards with moments in a format of their own (runtime/stepper.py). Put
-   their gradients aside, so that the optimizer's own step does only the rest.
+1. Choose who steps each shard (runtime/stepper.py), by what the update of each parameter group looks
+   at (optim/verdict.py). An optimizer, or a group, that nobody can step is refused.
+2. Step what the optimizer's own step cannot. Put these gradients aside, so that it does only the
+   rest.
 
 After the step: mark resident copies of the parameters as stale.
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,13 +37,14 @@ from torch.optim.optimizer import (
 import onefold.optim.faced_states as faced_states
 import onefold.optim.state_dicts as state_dicts
 from onefold.optim import whole
-from onefold.optim.verdict import refuse_unless_elementwise
+from onefold.optim.verdict import verdict_of
+from onefold.recipe.optimizers import ELEMENTWISE
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.operators import Stepping
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
-from onefold.runtime.stepper import Chosen
+from onefold.runtime.stepper import Chosen, GroupVerdict
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _handles: list[Any] = []
@@ -88,17 +91,11 @@ def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
 def _with_unsharded(
     optimizer: Optimizer, found: dict[Engine, list[Entry]]
 ) -> dict[Engine, list[Entry]]:
-    """Return `found` plus the unsharded parameters (one rank) of engines with moments in a format
-    of their own or stochastic rounding.
+    """Return `found` plus the unsharded parameters (one rank) of engines whose steppers ask for
+    them.
     """
     out = {engine: list(entries) for engine, entries in found.items()}
-    asking = [
-        e
-        for e in _engines
-        if e.recipe.moments is not None
-        or e.recipe.stochastic_rounding
-        or e.stepper.keeps_own_format(optimizer)
-    ]
+    asking = [e for e in _engines if e.stepper.wants_unsharded(optimizer)]
     unsharded = {
         id(entry.param): (engine, entry)
         for engine in asking
@@ -176,27 +173,22 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         found = _entries_of(optimizer)
         whole.seen.add(optimizer)
         apart = {
-            engine: engine.stepper.apart(optimizer, entries)
+            engine: engine.stepper.choose(optimizer, entries, _verdicts(engine))
             for engine, entries in _with_unsharded(optimizer, found).items()
         }
-        offloaded = any(engine.offloaded_flats or apart[engine] for engine in apart)
-    changed = _after_closure(args, kwargs) if offloaded else _faced_closure(optimizer, args, kwargs)
+    changed = (
+        _after_closure(args, kwargs)
+        if any(apart.values())
+        else _faced_closure(optimizer, args, kwargs)
+    )
     with disable_torch_function():
         for engine in found:
             engine.optimizer_is_stepping()
-            # torchao's low-bit optimizers are checked elsewhere, and a trial would compile them
-            own_format = engine.stepper.keeps_own_format(optimizer)
-            if (
-                engine.recipe.elementwise_optimizer is not True
-                and _is_cut(engine)
-                and not own_format
-            ):
-                refuse_unless_elementwise(optimizer)
-        for engine, entries in apart.items():
-            if engine.offloaded_flats or entries:
+        for engine, by_stepper in apart.items():
+            if by_stepper:
                 with torch.no_grad():
-                    engine.stepper.step(optimizer, entries)
-                gone = [e.param for e in entries]
+                    engine.stepper.step(optimizer, by_stepper)
+                gone = [e.param for entries in by_stepper.values() for e in entries]
                 _aside.setdefault(optimizer, []).extend((p, p.grad) for p in gone)
                 for param in gone:
                     param.grad = None
@@ -244,13 +236,11 @@ class _Arguments(tuple[Any, ...]):
         return out
 
 
-def _is_cut(engine: Engine) -> bool:
-    """Return whether the optimizer sees parts of parameters, or steps a few of them at a time."""
-    return any(
-        not f.whole_master or f.tiled or f.in_boxes or f.storage.offloaded
-        for u in engine.units
-        for f in u.flats
-    )
+def _verdicts(engine: Engine) -> Callable[[Optimizer, int], GroupVerdict]:
+    """Return what to ask for the verdict on a group: the user's word, or the trial."""
+    if engine.recipe.elementwise_optimizer is True:
+        return lambda optimizer, group: GroupVerdict(ELEMENTWISE)
+    return verdict_of
 
 
 def _after_closure(args: Any, kwargs: Any) -> Any:

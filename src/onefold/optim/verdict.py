@@ -1,9 +1,17 @@
-"""Which optimizers may step intervals of parameters, found out by trial.
+"""What the update of an optimizer looks at, found out by trial, for each parameter group.
 
-An optimizer may, if its update of an element depends on that element alone. The trial steps a small
-matrix, and the same matrix cut into pieces. The results, and every number that the optimizer keeps,
-must be equal bit for bit. Optimizers with a factored second moment, or with a norm of a matrix or a
-layer, fail. With intervals they would silently compute something else.
+| verdict        | the trial                                                              | may step                     |
+|----------------|------------------------------------------------------------------------|------------------------------|
+| "element-wise" | a small matrix, and the same matrix cut into pieces, come out the same | intervals of parameters      |
+| "whole"        | they do not, but two matrices together come out as each by itself      | whole parameters             |
+| "refused"      | neither, or the trial failed                                           | all parameters, in one place |
+
+The results, and every number that the optimizer keeps, must be equal bit for bit. Optimizers with a
+factored second moment, or with a norm of a matrix or a layer, are "whole". Optimizers that learn from
+all their parameters are "refused". With intervals both would silently compute something else.
+
+A group is tried with its own options, since they may decide what is done with its parameters. If it
+cannot be tried with them, the verdict on the optimizer's defaults stands.
 """
 
 from __future__ import annotations
@@ -19,48 +27,129 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, WHOLE
 from onefold.runtime.parameters.interval import spec_of
+from onefold.runtime.stepper import GroupVerdict, not_elementwise
 
-_verdicts: weakref.WeakKeyDictionary[Optimizer, str | None] = weakref.WeakKeyDictionary()
+_ELEMENTWISE = GroupVerdict(ELEMENTWISE)
+#: From the best to the worst.
+_ORDER = (ELEMENTWISE, WHOLE, REFUSED)
+#: In the order of the groups.
+_verdicts: weakref.WeakKeyDictionary[Optimizer, list[GroupVerdict]] = weakref.WeakKeyDictionary()
 #: {class: {everything that a trial depends on: its verdict}}. A second optimizer of the same kind
 #: in this process needs no trial.
-_tried: weakref.WeakKeyDictionary[type, dict[Any, str | None]] = weakref.WeakKeyDictionary()
+_tried: weakref.WeakKeyDictionary[type, dict[Any, GroupVerdict | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def verdict_of(optimizer: Optimizer, group: int) -> GroupVerdict:
+    """Return what the update of a parameter group looks at. Verdicts are cached.
+
+    If one group is refused, all are: its update may look at the parameters of the others.
+    """
+    known = _verdicts.get(optimizer)
+    if known is None or len(known) < len(optimizer.param_groups):
+        trials = _Trials(optimizer)
+        known = [trials.verdict_of(each) for each in optimizer.param_groups]
+        refused = next((v for v in known if v.update == REFUSED), None)
+        known = known if refused is None else [refused] * len(known)
+        _verdicts[optimizer] = known
+    return known[group]
+
+
+def tell_verdict(optimizer: Optimizer, verdict: GroupVerdict) -> None:
+    """Let `verdict` stand for all groups without a trial, which needs real values."""
+    _verdicts[optimizer] = [verdict] * len(optimizer.param_groups)
 
 
 def refuse_unless_elementwise(optimizer: Optimizer) -> None:
     """Raise if the optimizer's update is not element-wise.
 
     Raises:
-        ValueError: the update is not element-wise, or the trial failed.
+        ValueError: the update of a group is not element-wise, or the trial failed.
     """
-    if optimizer not in _verdicts:
-        _verdicts[optimizer] = _probe(optimizer)
-    verdict = _verdicts[optimizer]
-    if verdict is not None:
-        raise ValueError(
-            f"{type(optimizer).__name__} cannot step sharded parameters: {verdict} Stages 1 to 3"
-            " and offloading give the optimizer one part of each parameter at a time, which serves"
-            " updates that treat every element alike (SGD, Adam, AdamW, Adagrad, RMSprop, Lion,"
-            " ...). Use stage 0 on the device, or one of those; if you know the update to be"
-            " element-wise, give the recipe elementwise_optimizer=True."
+    for number in range(len(optimizer.param_groups)):
+        verdict = verdict_of(optimizer, number)
+        if verdict.update != ELEMENTWISE:
+            raise not_elementwise(optimizer, verdict)
+
+
+#: The shapes of the matrices of a trial. Some optimizers treat only large matrices as matrices.
+_MATRICES = ((16, 24), (160, 144))
+
+
+class _Trials:
+    """The trials of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, kind = optimizer, type(optimizer)
+        self.device = next(
+            (p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu")
+        )
+        arguments = _arguments(optimizer)
+        # The class may have been patched since the last trial
+        inside = tuple((name, id(value)) for c in kind.__mro__ for name, value in vars(c).items())
+        self._depends = (inside, repr(arguments), str(self.device))
+        self._known = _tried.setdefault(kind, {}) if _is_plain(arguments) else {}
+
+    def verdict_of(self, group: dict[str, Any]) -> GroupVerdict:
+        """Return the worst verdict over the group's parameters."""
+        options, told = self._own_options(group)
+        dims = sorted({max(2, len((spec_of(p) or p).shape)) for p in group["params"]})
+        # A third dimension (convolutions) may change the kind of update
+        shapes = [*_MATRICES, *((*(2,) * (n - 3), 8, 6, 16) for n in dims if n > 2)]
+        own = self._worst(shapes, options) if options else None
+        if own is not None and own.update == ELEMENTWISE and told:
+            return own
+        by_default = self._worst(shapes, {})
+        assert by_default is not None
+        # Without a trial: these options may make sense for the group's own parameters only
+        if own is None or own.update == ELEMENTWISE:
+            return by_default
+        return (
+            own if by_default.update == ELEMENTWISE else GroupVerdict(own.update, by_default.reason)
         )
 
+    def _own_options(self, group: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Return the options in which a group differs from the optimizer's defaults, and whether a
+        trial can be told all of them.
+        """
+        own = {
+            k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")
+        }
+        plain = {
+            k: v
+            for k, v in own.items()
+            if isinstance(v, (bool, int, float, str, tuple, type(None)))
+        }
+        return {k: v for k, v in plain.items() if self.optimizer.defaults.get(k) != v}, own == plain
 
-def _probe(optimizer: Optimizer) -> str | None:
-    """Return None if the update is element-wise, else the reason why not. Verdicts are cached."""
-    device = next(
-        (p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu")
-    )
-    kind = type(optimizer)
-    if not _is_plain(arguments := _arguments(optimizer)):
-        return _tried_anew(optimizer, device)
-    # The class may have been patched since the last trial
-    inside = tuple((name, id(value)) for c in kind.__mro__ for name, value in vars(c).items())
-    depends = (inside, repr(arguments), repr(_kinds_of(optimizer)), str(device))
-    known = _tried.setdefault(kind, {})
-    if depends not in known:
-        known[depends] = _tried_anew(optimizer, device)
-    return known[depends]
+    def _worst(
+        self, shapes: Sequence[tuple[int, ...]], options: dict[str, Any]
+    ) -> GroupVerdict | None:
+        """Return the worst verdict over tensors of these shapes; None: it would be element-wise, but the
+        optimizer cannot be tried with such options on all of them.
+        """
+        found, failed = _ELEMENTWISE, False
+        for shape in shapes:
+            verdict = self._one(shape, options)
+            if verdict is None:
+                failed = True
+            elif _ORDER.index(verdict.update) > _ORDER.index(found.update):
+                found = GroupVerdict(verdict.update, found.reason or verdict.reason)
+        return None if failed and found.update == ELEMENTWISE else found
+
+    def _one(self, shape: tuple[int, ...], options: dict[str, Any]) -> GroupVerdict | None:
+        # For weight decay only zero or not matters. Its value does not change the kind of update.
+        key = repr(sorted((k, v != 0 if k == "weight_decay" else v) for k, v in options.items()))
+        depends = (*self._depends, shape, key)
+        if depends not in self._known:
+            apart = [self.device] if self.device.type != "cpu" else []
+            kind = {"device_type": self.device.type} if apart else {}
+            with torch.random.fork_rng(devices=apart, **kind), torch.enable_grad():
+                self._known[depends] = _try(self.optimizer, shape, options, self.device)
+        return self._known[depends]
 
 
 def _is_plain(value: Any) -> bool:
@@ -72,57 +161,10 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _tried_anew(optimizer: Optimizer, device: torch.device) -> str | None:
-    apart = (
-        {"devices": [device], "device_type": device.type}
-        if device.type != "cpu"
-        else {"devices": []}
-    )
-    with torch.random.fork_rng(**apart), torch.enable_grad():
-        # Some optimizers treat only large matrices as matrices
-        for shape in ((16, 24), (160, 144)):
-            if said := _try(optimizer, shape, {}, device):
-                return said
-        for dims, options in _kinds_of(optimizer):
-            # A group's own option, or a third dimension (convolutions), may change the kind of
-            # update.
-            if said := _try(
-                optimizer,
-                (16, 24) if dims == 2 else (*(2,) * (dims - 3), 8, 6, 16),
-                options,
-                device,
-            ):
-                return said
-    return None
-
-
-def _kinds_of(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
-    """Return each distinct (number of dimensions, options of the group itself) among the
-    optimizer's parameters, except plain matrices without such options.
-    """
-    found: dict[tuple[int, str], tuple[int, dict[str, Any]]] = {}
-    for group in optimizer.param_groups:
-        own = {
-            k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")
-        }
-        own = {
-            k: v
-            for k, v in own.items()
-            if isinstance(v, (bool, int, float, str, tuple, type(None)))
-            and optimizer.defaults.get(k) != v
-        }
-        # For weight decay only zero or not matters. Its value does not change the kind of update.
-        key = repr(sorted((k, v != 0 if k == "weight_decay" else v) for k, v in own.items()))
-        for p in group["params"]:
-            dims = max(2, len((spec_of(p) or p).shape))
-            if own or dims > 2:
-                found.setdefault((dims, key), (dims, own))
-    return list(found.values())
-
-
 #: Steps of a trial. An optimizer may begin with steps of a millionth (Prodigy), so the trial also
 #: compares the numbers that the optimizer keeps.
 _TRIED = 4
+_Start = tuple[torch.Tensor, Sequence[torch.Tensor]]  # (a parameter, its gradient in each step)
 
 
 @dataclass
@@ -137,9 +179,9 @@ class _Trial:
 
 def _try(
     optimizer: Optimizer, shape: tuple[int, ...], options: dict[str, Any], device: torch.device
-) -> str | None:
-    """Compare steps of a parameter of this shape with steps of its parts. Return None if they are
-    equal, else the reason for a refusal.
+) -> GroupVerdict | None:
+    """Compare steps of a parameter of this shape with steps of its parts, and with steps beside
+    another one. Return None if the optimizer cannot be tried with these options.
 
     The cuts are at multiples of 128 elements, where SIMD vectors end.
     """
@@ -153,20 +195,47 @@ def _try(
     # (Prodigy) then finds one.
     grads = [way + 0.3 * drawn() for _ in range(_TRIED)]
     try:
-        whole = _run(optimizer, start, grads, options)
+        (whole,) = _run(optimizer, [(start, grads)], options)
     except Exception as error:
-        if options:  # a group's options may make sense for its own parameters only
+        if options:
             return None
-        return (
+        return GroupVerdict(
+            REFUSED,
             f"its constructor or step could not be tried on a small matrix ({type(error).__name__}:"
-            f" {error})."
+            f" {error}).",
         )
+    cut = (numel // 3 // 128 * 128, 2 * numel // 3 // 128 * 128)
+    cuts = zip(_split(start, cut), *(_split(g, cut) for g in grads), strict=True)
+    reason = _reason(optimizer, whole, [(s, gs) for s, *gs in cuts], shape, options)
+    if reason is None:
+        return _ELEMENTWISE
+    # Far from the first, so that what is summed over both shows
+    other = (3.0 * drawn(), [7.0 * drawn() for _ in range(_TRIED)])
     try:
-        cut = (numel // 3 // 128 * 128, 2 * numel // 3 // 128 * 128)
+        together = _run(optimizer, [(start, grads), other], options)
+        alone = [whole, *_run(optimizer, [other], options)]
+    except Exception:
+        return GroupVerdict(REFUSED, reason)
+    return GroupVerdict(
+        WHOLE if all(map(_equal, together, alone)) else REFUSED,
+        reason,
+    )
+
+
+def _reason(
+    optimizer: Optimizer,
+    whole: _Trial,
+    cuts: Sequence[_Start],
+    shape: tuple[int, ...],
+    options: dict[str, Any],
+) -> str | None:
+    """Step the pieces `cuts` of the parameter of the trial `whole`. Return None if they come out
+    equal, else the reason for a refusal.
+    """
+    try:
         # Each piece has an optimizer of its own, as on each rank. What one optimizer sums over all
         # its parameters, the others do not know.
-        cuts = zip(_split(start, cut), *(_split(g, cut) for g in grads), strict=True)
-        pieces = [_run(optimizer, s, gs, options) for s, *gs in cuts]
+        pieces = [piece for each in cuts for piece in _run(optimizer, [each], options)]
     except Exception as error:
         return (
             f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
@@ -182,15 +251,7 @@ def _try(
             "its update of an element depends on other elements (cutting a small"
             f" {what}{with_options} changed the result)."
         )
-    learned = next(
-        (
-            key
-            for piece in pieces
-            for key, value in whole.numbers.items()
-            if not _same(value, piece.numbers.get(key))
-        ),
-        None,
-    )
+    learned = next((key for piece in pieces if (key := _differs(whole, piece))), None)
     if learned is not None:
         return (
             f"its update depends on what it sums over all elements ({learned} came out otherwise"
@@ -199,30 +260,38 @@ def _try(
     return None
 
 
+def _equal(a: _Trial, b: _Trial) -> bool:
+    return torch.equal(a.param, b.param) and _differs(a, b) is None
+
+
+def _differs(a: _Trial, b: _Trial) -> str | None:
+    """Return the first number that `b` keeps otherwise than `a`."""
+    return next((k for k, v in a.numbers.items() if not _same(v, b.numbers.get(k))), None)
+
+
 def _split(t: torch.Tensor, cut: tuple[int, int]) -> tuple[torch.Tensor, ...]:
     return t.reshape(-1).tensor_split(cut)
 
 
-def _run(
-    optimizer: Optimizer,
-    start: torch.Tensor,
-    grads: Sequence[torch.Tensor],
-    options: dict[str, Any],
-) -> _Trial:
-    param = nn.Parameter(start.clone())
+def _run(optimizer: Optimizer, starts: Sequence[_Start], options: dict[str, Any]) -> list[_Trial]:
+    """Step these parameters with one new optimizer."""
+    params = [nn.Parameter(start.clone()) for start, _ in starts]
     trial: Any = type(optimizer)(
-        [{"params": [param], **options}] if options else [param], **_arguments(optimizer)
+        [{"params": params, **options}] if options else params, **_arguments(optimizer)
     )
     if callable(getattr(trial, "train", None)):  # schedule-free optimizers have two modes
         trial.train()
-    for grad in grads:
-        param.grad = grad.clone()
+    for grads in zip(*(grads for _, grads in starts), strict=True):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
         trial.step()
     group = {f"{key!r} of its groups": value for key, value in trial.param_groups[0].items()}
-    state = {f"{key!r} of a parameter's state": value for key, value in trial.state[param].items()}
-    return _Trial(
-        param.detach(), {key: value for key, value in (group | state).items() if _is_number(value)}
-    )
+    return [_trial(param, group, trial.state[param]) for param in params]
+
+
+def _trial(param: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> _Trial:
+    kept = group | {f"{key!r} of a parameter's state": value for key, value in state.items()}
+    return _Trial(param.detach(), {key: value for key, value in kept.items() if _is_number(value)})
 
 
 def _is_number(value: Any) -> bool:

@@ -25,7 +25,7 @@ from onefold.plan.job import Job
 from onefold.plan.planner import Plan
 from onefold.plan.planner import plan as _plan
 from onefold.plan.shapes import ModelShape
-from onefold.recipe import Recipe
+from onefold.recipe import Recipe, Tier
 
 #: The share of free memory that training may take. The rest is for buffers of libraries and for
 #: later processes.
@@ -35,14 +35,15 @@ USABLE = 0.9
 @dataclass(frozen=True)
 class Beside:
     """A node's free bytes beside its devices: of the host's memory, and of the disks that may be
-    used.
+    used, which are of `tier`.
     """
 
     host: float
     disk: float
+    tier: Tier = Tier.NVME
 
     @classmethod
-    def here(cls, folders: Sequence[str]) -> Beside:
+    def here(cls, folders: Sequence[str], tier: Tier = Tier.NVME) -> Beside:
         """Look at this node, with state striped over `folders`: each takes the same, and folders on
         one disk share its free bytes. Raises ValueError for a folder that does not exist.
         """
@@ -50,12 +51,12 @@ class Beside:
         for path in map(Path, folders):
             if not path.is_dir():
                 raise ValueError(
-                    f"nvme={str(path)!r}: there is no such folder; make one on the disk that is to"
-                    " be used."
+                    f"{tier.folders}={str(path)!r}: there is no such folder; make one on the disk"
+                    " that is to be used."
                 )
             disks.setdefault(path.stat().st_dev, []).append(path)
         each = [shutil.disk_usage(there[0]).free / len(there) for there in disks.values()]
-        return cls(free_host_memory(), min(each) * len(folders) if each else 0.0)
+        return cls(free_host_memory(), min(each) * len(folders) if each else 0.0, tier)
 
 
 def machine_here(
@@ -79,7 +80,7 @@ def machine_here(
         gpu = Gpu("here", "this machine", free, {"fp32": 1e12}, 1.0, 1e10, 1e9, 1e9)
         host, shared = known.hosts["default"], device == "cpu"
         found = Machine(gpu, ranks, local_ranks, between, host, shared=shared)
-    host = replace(found.host, memory=beside.host, nvme=beside.disk)
+    host = replace(found.host, memory=beside.host).with_room(beside.tier, beside.disk)
     return replace(found, gpu=replace(found.gpu, capacity=free), host=host), measured
 
 
@@ -131,13 +132,13 @@ def plan_here(
     )
 
 
-def _least(free: int, folders: Sequence[str], ranks: int) -> tuple[int, Beside]:
+def _least(free: int, job: Job, ranks: int) -> tuple[int, Beside]:
     """Return the free bytes of the rank that has least, on its device and beside it. Collective;
     raises ValueError on every rank if a folder of any rank does not exist.
     """
     found: Beside | str
     try:
-        found = Beside.here(folders)
+        found = Beside.here(job.folders, job.disk)
     except ValueError as error:
         found = str(error)
     every: list[Any] = [(free, found)] * ranks
@@ -146,7 +147,7 @@ def _least(free: int, folders: Sequence[str], ranks: int) -> tuple[int, Beside]:
     for _, said in every:
         if isinstance(said, str):
             raise ValueError(said)
-    least = Beside(min(b.host for _, b in every), min(b.disk for _, b in every))
+    least = Beside(min(b.host for _, b in every), min(b.disk for _, b in every), job.disk)
     return min(f for f, _ in every), least
 
 
@@ -188,7 +189,7 @@ def recipe_for(
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     local = min(ranks, ranks if where.type == "cpu" else device_count())
     free = free_memory(where) if where.type != "cpu" else free_host_memory() // local
-    free, beside = _least(free, job.folders, ranks)
+    free, beside = _least(free, job, ranks)
     found = plan_here(
         model,
         job,
@@ -210,11 +211,7 @@ def _planned(best: Candidate, ranks: int) -> str:
     """Return the note of a planned recipe."""
     accumulated = f" x {best.accumulation} accumulated" if best.accumulation > 1 else ""
     peak = f"{best.needed / 2**20:,.0f} MiB of {best.usable / 2**20:,.0f}"
-    others = [
-        f"{n / 2**20:,.0f} MiB {where}"
-        for n, where in ((best.account.host, "on the host"), (best.account.nvme, "on NVMe"))
-        if n
-    ]
+    others = [f"{n / 2**20:,.0f} MiB {tier.where}" for tier, n in best.account.by_tier.items() if n]
     more = f", {' and '.join(others)}" if others else ""
     return (
         f"planned: {best.scheme}, micro-batch {best.scheme.micro_batch}{accumulated} on {ranks}"
@@ -279,6 +276,7 @@ def plan(
         machine = hardware.machine(gpus, min(per_node, gpus), gpu, link)
     if machine is None:
         free = free_memory() if available() else free_host_memory()
-        machine, _ = machine_here(1, 1, free, default_device().type, Beside.here(asked.folders))
+        beside = Beside.here(asked.folders, asked.disk)
+        machine, _ = machine_here(1, 1, free, default_device().type, beside)
     stages = () if stage is None else (stage,)
     return _plan(model, machine, asked, stages=stages, batch=batch, loss=loss, largest=largest)

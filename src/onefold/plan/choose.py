@@ -32,6 +32,7 @@ from onefold.plan.job import (
     Scheme,
 )
 from onefold.plan.shapes import ModelShape
+from onefold.recipe.tiers import disks
 
 #: Where the searches end: samples of a micro-batch, blocks of a model, devices.
 MOST_SAMPLES, MOST_BLOCKS, MOST_RANKS = 4096, 1024, 1 << 17
@@ -114,7 +115,7 @@ def places_on(machine: Machine) -> tuple[str, ...]:
     """Return the names in `OFFLOAD` that can help on this machine. Moving states to the host frees
     nothing if the device is a CPU.
     """
-    useless = {"nvme"} if machine.host.nvme <= 0 else set()
+    useless = {t.option for t in disks() if machine.host.disk(t).capacity <= 0}
     useless |= {"cpu"} if machine.shared else set()
     return tuple(name for name, way in OFFLOAD.items() if not useless & {*way.options.values()})
 
@@ -319,9 +320,11 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
             f" {_gib(-nearest.spare)}."
         )
     else:
+        held = nearest.account.by_tier.items()
+        parts = " and ".join(f"{_gib(nbytes)} of {tier.title}" for tier, nbytes in held)
         said = (
-            f"{model.name} does not fit: {nearest.scheme} needs {_gib(nearest.account.host)} of"
-            f" host and {_gib(nearest.account.nvme)} of NVMe for each rank, more than a node has."
+            f"{model.name} does not fit: {nearest.scheme} needs {parts} for each rank, more than a"
+            " node has."
         )
     for relaxed, at in _relaxed(question, stages):
         if (found := recommend(relaxed, at)) is not None:

@@ -26,6 +26,7 @@ from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.offloaded import (
     HOST,
+    NVME,
     OffloadedBytes,
     OnHost,
     filled,
@@ -43,6 +44,7 @@ from onefold.plan.traffic import Software, node_links, traffic_over
 from onefold.plan.wire import Leg, coded_bytes, handled_bytes, legs_of, summed_bytes, wire
 from onefold.recipe import Recipe
 from onefold.recipe.rows import GROUP
+from onefold.recipe.tiers import Tier
 
 #: The share of temporary bytes on a GPU that its allocator cannot use again (blocks of other
 #: sizes). An assumption, in line with the largest models that were trained: 0.63 to 0.90 of what
@@ -57,7 +59,7 @@ class Candidate:
     """A scheme with its account.
 
     Attributes:
-        fits: the peak is within the device's `usable` bytes, and the host's and NVMe's bytes are
+        fits: the peak is within the device's `usable` bytes, and the host's and the disks' bytes are
             within a node's. If the device is a CPU, `usable` has to hold the peak and the host's.
         usable: bytes of the device that training may take.
         reserve: the device's other bytes, on a GPU of the table.
@@ -132,6 +134,7 @@ def evaluate(
         host_optimizer_numel=host_stepped,
         host_optimizer_bytes=touched * host_stepped + engine.offloaded.cast,
         carried=carried,
+        disk=recipe.disk or Tier.NVME,
         in_backward=recipe.step_in_backward,
         hidden=model.transformer.hidden if model.transformer else 0,
         micro_tokens=micro_tokens,
@@ -157,7 +160,8 @@ def evaluate(
     reserve = Reserve() if machine.is_here else reserve_of(recipe, machine, topology)
     usable = max(0, machine.capacity - reserve.nbytes)
     ranks, host = machine.local, machine.host
-    fits = account.nvme * ranks <= host.nvme and (
+    on_disks = {tier: nbytes for tier, nbytes in account.by_tier.items() if tier.on_disk}
+    fits = all(n * ranks <= host.disk(tier).capacity for tier, n in on_disks.items()) and (
         account.peak_bytes + account.host <= usable  # the memory of a CPU is the host's
         if machine.shared
         else account.peak_bytes <= usable and account.host * ranks <= host.memory
@@ -193,7 +197,7 @@ def _memory(engine: _Engine, offloading: OnHost, machine: Machine) -> dict[str, 
         "ledger": dict(engine.ledger),
         "bound": bound + peak.get(FRAGMENTATION, 0),
         "host": sum(held[HOST].values()),
-        "nvme": engine.offloaded.nvme,
+        "nvme": sum(held[NVME].values()),
         "offloaded": {tier: by for tier, by in held.items() if by},
     }
 

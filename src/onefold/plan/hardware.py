@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold.machine.calibration import Calibration
+from onefold.recipe.tiers import Disk, Tier
 from onefold.wording import did_you_mean
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -66,6 +67,7 @@ class Host:
         nvme_bandwidth: of reading; also of writing if `nvme_write` is 0.
         nvme_latency: seconds from the launch of a read or write to its first bytes, an assumption.
             Only timelines use it (`onefold.simulation.timeline`).
+        disks: disks besides NVMe that are not as their tier assumes (`Tier.disk`).
     """
 
     memory: float
@@ -75,6 +77,23 @@ class Host:
     nvme_bandwidth: float
     nvme_write: float = 0.0
     nvme_latency: float = 1e-4
+    disks: tuple[tuple[Tier, Disk], ...] = ()
+
+    def disk(self, tier: Tier) -> Disk:
+        """Return the figures of a disk."""
+        if tier is Tier.NVME:
+            writes = self.nvme_write or self.nvme_bandwidth
+            return Disk(self.nvme, self.nvme_bandwidth, writes, self.nvme_latency)
+        found = dict(self.disks).get(tier, tier.disk)
+        assert found is not None, f"{tier} has no figures for a plan"
+        return found
+
+    def with_room(self, tier: Tier, nbytes: float) -> Host:
+        """Return the host with `nbytes` of capacity on a disk."""
+        if tier is Tier.NVME:
+            return replace(self, nvme=nbytes)
+        figures = dict(self.disks) | {tier: replace(self.disk(tier), capacity=nbytes)}
+        return replace(self, disks=tuple(figures.items()))
 
 
 @dataclass(frozen=True)
@@ -213,7 +232,9 @@ _KINDS: Mapping[str, Any] = {"gpu": Gpu, "link": Link, "host": Host}
 
 def _figures(kind: str) -> list[str]:
     """Return the numbers of a kind of entry, without a GPU's rates."""
-    return [f.name for f in fields(_KINDS[kind]) if f.name not in ("name", "title", "rates")]
+    return [
+        f.name for f in fields(_KINDS[kind]) if f.name not in ("name", "title", "rates", "disks")
+    ]
 
 
 def _unknown(name: str, known: Iterable[str], what: str) -> str:

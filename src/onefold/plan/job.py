@@ -29,6 +29,7 @@ from onefold.plan.formulas import RECOMPUTE, Convention
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
 from onefold.recipe.moments import bytes_an_element
 from onefold.recipe.options import NODES, OPTIONS, Dtype, Precision, refuse_unknown
+from onefold.recipe.tiers import Tier, disks
 
 #: Arguments of `Recipe.zero` about groups, codecs and frozen weights.
 COMMUNICATION_OPTIONS = {name for name, option in OPTIONS.items() if option.panel == NODES} - {
@@ -88,7 +89,7 @@ CHECKPOINTING = RECOMPUTE
 RECIPE_OPTIONS = set(OPTIONS) - {"stage", "precision", "accumulate_dtype"}
 #: Options that say where states are stored. If a job sets one, the plan offloads nothing more.
 PLACES = {"offload_optimizer", "offload_gradients", "offload_param"}
-#: A placeholder for the folders on NVMe while a plan knows none.
+#: A placeholder for the folders on a disk while a plan knows none.
 SOMEWHERE = "(a folder on NVMe)"
 
 
@@ -204,10 +205,11 @@ class Job:
             ValueError: this stage cannot have such a recipe.
         """
         given = {k: v for k, v in self.options if k != "reduce_at" or stage >= 2} | places
-        on_disk = "nvme" in str([given.get(name) for name in PLACES]).lower()
-        folders = given.pop("nvme", None)
-        if on_disk:
-            given["nvme"] = folders or SOMEWHERE
+        asked = str([given.get(name) for name in PLACES]).lower()
+        for tier in disks():
+            folders = given.pop(tier.folders, None)
+            if str(tier.option) in asked:
+                given[tier.folders] = folders or SOMEWHERE
         return Recipe.zero(
             stage, precision=self.precision, accumulate_dtype=self.accumulate_dtype, **given
         )
@@ -231,9 +233,15 @@ class Job:
         return {k: v for k, v in self.options if k in COMMUNICATION_OPTIONS and v not in unsaid}
 
     @property
+    def disk(self) -> Tier:
+        """The disk that a plan may store states on."""
+        return self.recipe(3).disk or Tier.NVME
+
+    @property
     def folders(self) -> tuple[str, ...]:
-        """The folders on NVMe that were given."""
-        folders: tuple[str, ...] = OPTIONS["nvme"].read(dict(self.options).get("nvme"))
+        """The folders on `disk` that were given."""
+        name = self.disk.folders
+        folders: tuple[str, ...] = OPTIONS[name].read(dict(self.options).get(name))
         return folders
 
     @property

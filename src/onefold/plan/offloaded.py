@@ -1,6 +1,6 @@
-"""Offloaded state in bytes: what the host and NVMe hold, and what moves between tiers in a step.
+"""Offloaded state in bytes: what the host and disks hold, and what moves between tiers in a step.
 
-                 host                                            NVMe
+                 host                                            a disk
     at rest      masters, moments, parameters: by their rows     the same, and gradients, which keep their place
     in a step    + gradients, from their reduction to the end    –
                  + chunks on their way to and from the disk
@@ -46,6 +46,7 @@ from onefold.plan.wire import puts_of, reductions_of
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import SECTOR
+from onefold.recipe.tiers import off_device
 from onefold.runtime.storage import BEHIND as WRITES
 
 Move = Literal["up", "down", "read", "written"]
@@ -69,7 +70,7 @@ class OffloadedBytes:
     """One rank's bytes off its device.
 
     Attributes:
-        rest: between steps, gradients dropped, by tier ("host", "nvme") and category.
+        rest: between steps, gradients dropped, by tier ("host", "nvme", ...) and category.
         peak: the same in a step, at most.
         carried: what a step moves.
         stepped: elements whose update runs on the host.
@@ -86,11 +87,6 @@ class OffloadedBytes:
     def host(self) -> int:
         """Bytes of host memory, at most."""
         return sum(self.peak[HOST].values())
-
-    @property
-    def nvme(self) -> int:
-        """Bytes on NVMe."""
-        return sum(self.peak[NVME].values())
 
     @property
     def moved(self) -> dict[str, int]:
@@ -125,12 +121,12 @@ def offloaded_bytes(
     reductions = max((reductions_of(f, recipe, micro_batches) for f in flats), default=1)
     # With several reductions gradients wait for those of the last micro-batch
     in_backward = recipe.step_in_backward and reductions == 1
-    rest = {HOST: Counter[str](), NVME: Counter[str]()}
+    rest = {tier.value: Counter[str]() for tier in off_device()}
     for tier, category, nbytes in (row for f in flats for row in _resting(f, optimizer)):
         rest[tier][category] += nbytes
     again = reductions > 1
     passing = Counter(_passing(flats, recipe, optimizer, again, in_backward, streams))
-    peak = {HOST: rest[HOST] + passing, NVME: rest[NVME]}
+    peak = rest | {HOST: rest[HOST] + passing}
     if streams:
         rest[HOST][IDLE] = passing[STAGING]  # pinned, and therefore kept
     return OffloadedBytes(
@@ -157,10 +153,11 @@ def _resting(flat: ShardSpec, optimizer: str) -> Iterable[tuple[str, str, int]]:
         yield tier.value, _CATEGORIES[kind], nbytes
     if not flat.trainable:
         return
-    # On NVMe moments have room for padding too. Memory keeps Adam's counts, and moments that are
+    # In files moments have room for padding too. Memory keeps Adam's counts, and moments that are
     # too small to be packed
-    if flat.tiers.optimizer is Tier.NVME:
-        yield NVME, MOMENTS, _states(flat, flat.own, optimizer)
+    tier = flat.tiers.optimizer
+    if tier.on_disk:
+        yield tier.value, MOMENTS, _states(flat, flat.own, optimizer)
         held = sum(
             flat.moment_bytes(slot, MOMENTS_OF[optimizer])
             for slot in flat.layout.slots
@@ -168,7 +165,7 @@ def _resting(flat: ShardSpec, optimizer: str) -> Iterable[tuple[str, str, int]]:
         )
         yield HOST, MOMENTS, moments(flat, optimizer) - held
     else:
-        yield HOST, MOMENTS, moments(flat, optimizer)
+        yield tier.value, MOMENTS, moments(flat, optimizer)
 
 
 def _stays(flat: ShardSpec, slot: layout.Slot) -> bool:
@@ -216,8 +213,7 @@ def _passing(
     """
     trained = [f for f in flats if f.trainable and f.own]
     on_disk = (
-        any(f.tiers is not None and f.tiers.gradients is Tier.NVME for f in trained)
-        and not in_backward
+        any(f.tiers is not None and f.tiers.gradients.on_disk for f in trained) and not in_backward
     )
     kept = sorted((f.own * f.dtypes.master.itemsize for f in trained), reverse=True)
     # Sums land beside the kept gradients if those are on NVMe, or if the host casts or adds
@@ -258,7 +254,7 @@ def _backward_staging(
     read = sorted(
         f.own * f.dtypes.compute.itemsize
         for f in flats
-        if f.tiers is not None and f.tiers.parameters is Tier.NVME
+        if f.tiers is not None and f.tiers.parameters.on_disk
     )
     ahead = 2 + recipe.units_ahead(any(f.topology.two_levels for f in flats))
     master = max((f.dtypes.master.itemsize for f in flats), default=0)
@@ -278,7 +274,7 @@ def _step_staging(
     disk = [
         f
         for f in flats
-        if f.trainable and f.tiers is not None and f.tiers.optimizer is Tier.NVME and f.own
+        if f.trainable and f.tiers is not None and f.tiers.optimizer.on_disk and f.own
     ]
     if not disk:
         return 0
@@ -327,7 +323,7 @@ def _moves(
     d, own, p = flat.dtypes, flat.own, flat.tiers.parameters
     compute, master = own * d.compute.itemsize, own * d.master.itemsize
     if p is not Tier.DEVICE:
-        move: Move = "up" if p is Tier.HOST else "read"
+        move: Move = "read" if p.on_disk else "up"
         forward = puts_of(unit, flat, recipe, micro_batches, backward=False)
         both = puts_of(unit, flat, recipe, micro_batches)
         yield Carried(move, forward * compute, "forward")
@@ -338,13 +334,13 @@ def _moves(
     landed = master if streams else own * flat.landed.itemsize
     yield Carried("down", reductions * landed, "backward")
     in_backward = recipe.step_in_backward and reductions == 1
-    on_disk = flat.tiers.gradients is Tier.NVME and not in_backward
+    on_disk = flat.tiers.gradients.on_disk and not in_backward
     if streams and not on_disk:
         yield Carried("up", (reductions - 1) * master, "backward")
     if on_disk:
         yield Carried("written", reductions * master, "backward")
         yield Carried("read", (reductions - 1) * master, "backward")
-    if flat.tiers.optimizer is Tier.NVME:
+    if flat.tiers.optimizer.on_disk:
         states = master + _states(flat, own, optimizer)
         yield Carried("read", states + (master if on_disk else 0), "step")
         yield Carried("written", states + (compute if flat.lies_apart else 0), "step")

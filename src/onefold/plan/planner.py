@@ -41,6 +41,7 @@ from onefold.plan.states import topology_of, units_of
 from onefold.plan.subject import is_in_tiles, subject_of
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.rows import FLAT
+from onefold.recipe.tiers import Tier, disks
 from onefold.runtime.units import offload_notes
 
 
@@ -93,14 +94,15 @@ class Plan:
         if self.recommended is None:
             raise ValueError(self.why_not)
         recipe = self.recommended.scheme.recipe(self.job)
-        if SOMEWHERE not in recipe.nvme:
+        tier = recipe.disk
+        if tier is None or SOMEWHERE not in recipe.folders_of(tier):
             return recipe
         measured = self.machine.measured
         disk = measured.disk if measured is not None else None
-        if disk is None:
+        if disk is None or tier is not Tier.NVME:
             raise ValueError(
                 f"the plan is {self.recommended.scheme}, and no folder for it is known: give"
-                " nvme='/path/on/the/disk'."
+                f" {tier.folders}='/path/on/the/disk'."
             )
         return recipe.replace(nvme=(disk.folder,))
 
@@ -158,10 +160,12 @@ class Plan:
         scheme, options = self.recommended.scheme, dict(self.job.options)
         if scheme.stage < 2:
             options.pop("reduce_at", None)  # these stages always reduce at the boundary
-        options.pop("nvme", None)
+        for tier in disks():
+            options.pop(tier.folders, None)
         options |= scheme.asked
         with suppress(ValueError):  # the planned machine has folders that are not known here
-            options |= {"nvme": folders} if (folders := self.recipe.nvme) else {}
+            if (on := self.recipe.disk) is not None:
+                options |= {on.folders: self.recipe.folders_of(on)}
         asked = {
             "stage": scheme.stage,
             "precision": self.job.precision,

@@ -24,6 +24,7 @@ from onefold.memory import (
     REDUCTION,
     RESIDUALS,
 )
+from onefold.recipe.tiers import Tier, off_device
 
 ACTIVATIONS = "activations"
 LOGITS = "logits"
@@ -64,7 +65,7 @@ class Account:
             category.
         bound: bytes that the peak never exceeds; 0 without a bound (a measurement).
         host, nvme: bytes of offloaded state on the host and on NVMe, with data on its way, at most.
-        offloaded: the same by tier ("host", "nvme") and category; {} if only the sums are known.
+        offloaded: the same by tier ("host", "nvme", ...) and category; {} if only the sums are known.
         moved: bytes of a step between tiers, by `MOVED`.
         wire: payload bytes sent in a step, by move.
         links: the same bytes by link, "inside" a node and "between" nodes, as the traffic ledger
@@ -93,6 +94,15 @@ class Account:
     tiers: Mapping[str, float] = field(default_factory=dict)
     tokens_per_s: float = 0.0
     mfu: float | None = None
+
+    @property
+    def by_tier(self) -> dict[Tier, int]:
+        """Bytes off the device by tier, the fastest first."""
+        named = {Tier.HOST: self.host, Tier.NVME: self.nvme}
+        return {
+            tier: named.get(tier, sum(self.offloaded.get(tier.value, {}).values()))
+            for tier in off_device()
+        }
 
     @property
     def rest_bytes(self) -> int:
@@ -134,11 +144,11 @@ class Account:
                 yield f"{title}: all", "bytes", sum(table.values())
         if self.bound:
             yield "bound of the peak", "bytes", self.bound
-        for tier, nbytes in (("host", self.host), ("nvme", self.nvme)):
-            for category, part in self.offloaded.get(tier, {}).items():
-                yield f"{tier}: {category}", "bytes", part
+        for tier, nbytes in self.by_tier.items():
+            for category, part in self.offloaded.get(tier.value, {}).items():
+                yield f"{tier.value}: {category}", "bytes", part
             if nbytes:
-                yield f"{tier}: all", "bytes", nbytes
+                yield f"{tier.value}: all", "bytes", nbytes
         for move in MOVED:
             if self.moved.get(move):
                 yield f"moved: {move}", "bytes", self.moved[move]

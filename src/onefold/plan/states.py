@@ -55,8 +55,9 @@ from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, Topology, grouped_as
 from onefold.memory import MASTERS, MOMENTS, PARAMETERS, RESIDUALS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
-from onefold.recipe import Recipe, Tier
+from onefold.recipe import Recipe
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
+from onefold.recipe.optimizers import PLANNED
 from onefold.recipe.rows import GROUP
 from onefold.runtime.units import offloaded_of_sizes
 
@@ -84,15 +85,7 @@ def decided(recipe: Recipe, ranks: int, per_node: int | None, nccl: bool) -> Rec
 
 
 #: Moments of the parameter's size that an optimizer keeps.
-MOMENTS_OF = {
-    "adamw": 2,
-    "adam": 2,
-    "lion": 1,
-    "sgd-momentum": 1,
-    "rmsprop": 1,
-    "adagrad": 1,
-    "sgd": 0,
-}
+MOMENTS_OF = {name: row.elementwise_states for name, row in PLANNED.items()}
 
 
 @dataclass(frozen=True)
@@ -239,16 +232,17 @@ def resting(flat: ShardSpec) -> dict[str, int]:
 
 
 def moments(flat: ShardSpec, optimizer: str) -> int:
-    """Return the bytes of optimizer states for the part of `flat` that this rank steps. Adam also
-    keeps a 4-byte count for each parameter of which the rank steps any element.
+    """Return the bytes of optimizer states for the part of `flat` that this rank steps. Some
+    optimizers also keep a number for each parameter of which the rank steps any element: Adam's
+    count of steps has 4 bytes.
     """
     if optimizer not in MOMENTS_OF:
         raise ValueError(f"optimizer {optimizer!r}: expected one of {', '.join(MOMENTS_OF)}.")
     if not flat.trainable:
         return 0
-    step = 4 if optimizer in ("adamw", "adam") else 0
+    kept = PLANNED[optimizer]
     return sum(
-        flat.moment_bytes(slot, MOMENTS_OF[optimizer]) + step
+        flat.moment_bytes(slot, kept.elementwise_states) + kept.number_bytes
         for slot in flat.layout.slots
         if flat.local(slot)
     )
@@ -327,8 +321,7 @@ def adds_on_device(flat: ShardSpec, again: bool) -> bool:
     """
     if flat.tiers is None:
         return False
-    on_host = flat.tiers.gradients is not Tier.NVME
-    return (again and on_host) or flat.landed != flat.dtypes.master
+    return (again and not flat.tiers.gradients.on_disk) or flat.landed != flat.dtypes.master
 
 
 def sums_chunk(units: Sequence[UnitPlan]) -> int:

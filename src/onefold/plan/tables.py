@@ -15,6 +15,7 @@ from rich.table import Table
 from onefold.plan.alternatives import SlowLinks, Sums
 from onefold.plan.evaluate import Candidate
 from onefold.plan.schema import CATEGORIES, MOVED, SECONDS, TIER_SECONDS, Account
+from onefold.recipe.tiers import Tier, disks, off_device
 
 if TYPE_CHECKING:
     from onefold.plan.planner import Plan
@@ -143,8 +144,8 @@ def _stages(plan: Plan) -> Table:
     if any(c.reserve.nbytes for c in columns):
         kept = (f"[dim]{gib(c.reserve.nbytes)}[/dim]" for c in columns)
         table.add_row("[dim]driver and NCCL beside it[/dim]", *kept)
-    row("host", lambda a: a.host, always=False)
-    row("NVMe", lambda a: a.nvme, always=False)
+    for tier in off_device():
+        row(tier.title, lambda a, t=tier: a.by_tier[t], always=False)  # type: ignore[misc]
     table.add_row("fits", *(_fit(c, plan) for c in columns))
     row("[bold]sent in a step[/bold]", lambda a: a.wire_bytes)
     row("  within a node", lambda a: a.links.get("inside", 0), always=False)
@@ -180,10 +181,11 @@ def _fit(c: Candidate, plan: Plan) -> str:
         return "yes"
     if c.spare < 0:
         return f"no, by {gib(-c.spare)}"
-    host = (
-        not plan.machine.shared and c.account.host * plan.machine.local > plan.machine.host.memory
-    )
-    return "no, host" if host else "no, NVMe"
+    machine, held = plan.machine, c.account.by_tier
+    if not machine.shared and c.account.host * machine.local > machine.host.memory:
+        return f"no, {Tier.HOST.title}"
+    full = [t for t in disks() if held[t] * machine.local > machine.host.disk(t).capacity]
+    return f"no, {full[0].title}"
 
 
 def _recommendation(best: Candidate) -> str:
@@ -193,10 +195,9 @@ def _recommendation(best: Candidate) -> str:
         f" {gib(best.needed)} of the {gib(best.usable)} that a rank may use,"
         f" {in_seconds(best.account.seconds.get('step', 0))} a step."
     )
-    if best.account.host:
-        text += f" Host: {gib(best.account.host)} a rank."
-    if best.account.nvme:
-        text += f" NVMe: {gib(best.account.nvme)} a rank."
+    for tier, nbytes in best.account.by_tier.items():
+        if nbytes:
+            text += f" {tier.title[0].upper()}{tier.title[1:]}: {gib(nbytes)} a rank."
     return text
 
 
@@ -216,8 +217,9 @@ def tiers_table(found: Candidate) -> Table | None:
     account = found.account
     if not account.offloaded:
         return None
-    table = _table(f"where it is at peak: {found.scheme}", "", "device", "host", "NVMe")
-    held = [account.peak, *(account.offloaded.get(tier, {}) for tier in ("host", "nvme"))]
+    titles = [tier.title for tier in Tier]
+    table = _table(f"where it is at peak: {found.scheme}", "", *titles)
+    held = [account.peak, *(account.offloaded.get(tier.value, {}) for tier in off_device())]
     others = sorted({c for by in held for c in by} - set(CATEGORIES))
     for category in (*CATEGORIES, *others):
         if any(by.get(category) for by in held):

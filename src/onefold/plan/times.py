@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onefold.machine.kernels import Kernels
@@ -41,6 +41,7 @@ from onefold.plan.hardware import Machine
 from onefold.plan.offloaded import Carried
 from onefold.plan.schema import SECONDS
 from onefold.plan.traffic import Software, Traffic
+from onefold.recipe.tiers import Tier
 
 #: The share of a copy's speed that encoding and decoding reach: on a GPU the goal of the kernels,
 #: which has not been measured; on a CPU what the plain operations reach (docs/decisions.md,
@@ -67,6 +68,7 @@ class Work:
             bytes that it moves (28 an element: Adam in fp32 reads p, g, m, v and writes p, m, v).
         host_optimizer_numel, host_optimizer_bytes: the same on the host, with its casts of masters.
         carried: bytes between tiers, by the phase behind which they can hide.
+        disk: the disk that they are read from and written to.
         in_backward: units are stepped in the backward pass.
         host_bytes, nvme_bytes: bytes over this rank's host link, and to and from NVMe, that hide
             behind any compute: for published systems.
@@ -91,6 +93,7 @@ class Work:
     host_optimizer_numel: float = 0.0
     host_optimizer_bytes: float = 0.0
     carried: Sequence[Carried] = ()
+    disk: Tier = Tier.NVME
     in_backward: bool = False
     host_bytes: float = 0.0
     nvme_bytes: float = 0.0
@@ -283,7 +286,7 @@ def tier_times(
     left, parts = dict(room), defaultdict[str, float](float)
     io = 0.0
     for phase in ("forward", "backward"):
-        beside, alone = _beside(work.carried, phase, machine, parts)
+        beside, alone = _beside(work, phase, machine, parts)
         io += alone + _hide(beside, phase, left, parts)
     link = work.host_bytes / machine.host_link()
     disk = work.nvme_bytes / (machine.host.nvme_bandwidth / machine.local)
@@ -293,7 +296,7 @@ def tier_times(
         anywhere = _hide(anywhere, phase, left, parts)
     io += anywhere
     update = update_seconds(work, machine, on_host=True)
-    beside, alone = _beside(work.carried, "step", machine, parts)
+    beside, alone = _beside(work, "step", machine, parts)
     parts["host update"] = update
     parts["hidden behind the update"] = min(beside, update)
     waits = max(update, beside) + alone
@@ -314,16 +317,14 @@ def update_seconds(work: Work, machine: Machine, *, on_host: bool) -> float:
 
 
 def _beside(
-    carried: Iterable[Carried], phase: str, machine: Machine, parts: dict[str, float]
+    work: Work, phase: str, machine: Machine, parts: dict[str, float]
 ) -> tuple[float, float]:
     """Return the seconds of one phase's carried bytes (that compute can hide, that nothing can)."""
     nbytes = defaultdict[str, float](float)
-    for c in carried:
+    for c in work.carried:
         nbytes[c.move] += c.nbytes if c.phase == phase else 0.0
-    local, host = machine.local, machine.host
-    disk = nbytes["read"] / (host.nvme_bandwidth / local) + nbytes["written"] / (
-        (host.nvme_write or host.nvme_bandwidth) / local
-    )
+    local, there = machine.local, machine.host.disk(work.disk)
+    disk = nbytes["read"] / (there.read / local) + nbytes["written"] / (there.write / local)
     read = nbytes["read"] if phase != "step" else 0  # parameters, which go on to the device
     link = max(nbytes["up"] + read, nbytes["down"]) / machine.host_link()  # both at once
     if machine.shared:

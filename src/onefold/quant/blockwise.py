@@ -49,9 +49,13 @@ class Blockwise(Codec):
         block: elements that share a scale, a power of two from 16 to 4096.
     """
 
-    #: The largest number that a payload can hold, and the elements per byte.
+    #: The largest number that a payload can hold.
     top: ClassVar[float]
-    packed: ClassVar[int] = 1
+    #: (elements, bytes): so many neighbours are packed into so many bytes. `elements` divides 16, so
+    #: that they are of one block.
+    packed: ClassVar[tuple[int, int]] = (1, 1)
+    #: Whether triton_kernels.py has kernels for it. Else torch's operations do it all.
+    has_kernel: ClassVar[bool] = False
 
     block: int = 256
 
@@ -73,7 +77,8 @@ class Blockwise(Codec):
 
     def payload_bytes(self, numel: int) -> int:
         """Return the bytes of the numbers of `numel` elements, without magnitudes and padding."""
-        return -(-numel // self.packed)
+        elements, nbytes = self.packed
+        return -(-numel // elements) * nbytes
 
     def encoded_bytes(self, numel: int) -> int:
         return self._even(numel) + _KEPT_BYTES * -(-numel // self.block)
@@ -244,20 +249,26 @@ class Blockwise(Codec):
             yield whole, numel, numel - whole
 
     def _scratch(self, numel: int, device: torch.device) -> torch.Tensor:
-        return torch.empty(numel + self.packed - 1, dtype=torch.float32, device=device)
+        return torch.empty(numel + self.packed[0] - 1, dtype=torch.float32, device=device)
 
     def _rows(self, scratch: torch.Tensor, numel: int, width: int) -> torch.Tensor:
-        """Return rows of scratch for `numel` elements, their width rounded up to whole bytes."""
-        rows, wide = numel // width, -(-width // self.packed) * self.packed
+        """Return rows of scratch for `numel` elements, their width rounded up to what is packed."""
+        rows, wide = numel // width, -(-width // self.packed[0]) * self.packed[0]
         return scratch[: rows * wide].view(rows, wide)
 
     def _bytes_of(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        return payload[start // self.packed : self.payload_bytes(stop)]
+        return payload[self.payload_bytes(start) : self.payload_bytes(stop)]
 
     def _kept_of(self, kept: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         return kept[start // self.block : -(-stop // self.block)]
 
     # -- defined by each codec ---------------------------------------------------------------------
+
+    def numbers(self) -> torch.Tensor:
+        """Return the numbers that a payload can hold, on the CPU: the integers up to `top`, unless a
+        codec has others.
+        """
+        return torch.arange(-self.top, self.top + 1, device="cpu")
 
     @abstractmethod
     def _pack(self, numbers: torch.Tensor, payload: torch.Tensor) -> None:

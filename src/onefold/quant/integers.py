@@ -34,6 +34,7 @@ class Int8(_Integers):
 
     name: ClassVar[str] = "int8"
     top: ClassVar[float] = 127.0
+    has_kernel: ClassVar[bool] = True
 
     def _pack(self, numbers: torch.Tensor, payload: torch.Tensor) -> None:
         payload.view(torch.int8).copy_(numbers.add_(MAGIC).view(torch.int32))
@@ -54,7 +55,8 @@ class Int4(_Integers):
 
     name: ClassVar[str] = "int4"
     top: ClassVar[float] = 7.0
-    packed: ClassVar[int] = 2
+    packed: ClassVar[tuple[int, int]] = (2, 1)
+    has_kernel: ClassVar[bool] = True
 
     block: int = 64
 

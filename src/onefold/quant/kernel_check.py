@@ -26,11 +26,10 @@ import torch
 
 from onefold.comm.launching import INTERPRETED, by_torch, served
 from onefold.comm.sums import sum_parts
-from onefold.quant import Blockwise, Encoded, Stochastic, codec, kernels
+from onefold.quant import Blockwise, Encoded, Stochastic, codec
 from onefold.quant.bf16_rounding import to_bf16
-from onefold.quant.fp8 import numbers_of_bytes
 from onefold.quant.moment_packing import MomentPacking
-from onefold.quant.nf4 import levels
+from onefold.quant.registry import WITH_KERNELS
 from onefold.recipe.moments import FORMATS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,7 +60,7 @@ def differences(device: torch.device | str) -> list[str]:
 def compared(blocks: Sequence[int] = BLOCKS) -> tuple[int, int]:
     """Return the numbers of intervals and of sums that `differences` compares."""
     intervals = sum(
-        1 for name in kernels.NAMES for block in blocks for _ in cases(_blockwise(name, block))
+        1 for name in WITH_KERNELS for block in blocks for _ in cases(_blockwise(name, block))
     )
     return intervals, len(list(sums()))
 
@@ -86,7 +85,7 @@ def placed(t: torch.Tensor, device: torch.device, start: int) -> torch.Tensor:
 
 def codec_differences(
     device: torch.device,
-    names: Sequence[str] = kernels.NAMES,
+    names: Sequence[str] = WITH_KERNELS,
     blocks: Sequence[int] = BLOCKS,
 ) -> list[str]:
     """Return the `differences` of these codecs, with blocks of these sizes."""
@@ -131,11 +130,7 @@ def ties(by: Blockwise) -> torch.Tensor:
     """Return fp32 blocks with a scale of 1. They hold the midpoints between any two of the codec's
     numbers, the next floats above and below, and the numbers themselves.
     """
-    numbers = {
-        "fp8": numbers_of_bytes().nan_to_num(),
-        "nf4": torch.tensor(levels(), device="cpu"),
-    }.get(by.name, torch.arange(-by.top, by.top + 1, device="cpu"))
-    numbers = numbers.double().unique()
+    numbers = by.numbers().double().unique()
     halves = ((numbers[1:] + numbers[:-1]) / 2).float()
     up, down = torch.tensor(torch.inf, device="cpu"), torch.tensor(-torch.inf, device="cpu")
     near = torch.cat([halves, halves.nextafter(up), halves.nextafter(down), numbers.float()])
@@ -197,7 +192,7 @@ def _blockwise(name: str, block: int) -> Blockwise:
 
 
 def row_differences(
-    device: torch.device, names: Sequence[str] = kernels.NAMES, rows: int = 3
+    device: torch.device, names: Sequence[str] = WITH_KERNELS, rows: int = 3
 ) -> list[str]:
     """Return the `differences` of codecs on rows of intervals."""
     return [

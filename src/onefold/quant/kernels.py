@@ -17,12 +17,10 @@ from onefold.quant.rounding import Stochastic
 if TYPE_CHECKING:
     from onefold.quant.blockwise import Blockwise
 
-NAMES = ("int8", "int4", "fp8", "nf4")
-
 
 def serve(codec: Blockwise, floats: torch.Tensor) -> bool:
     """Return whether kernels process the whole blocks of this interval."""
-    return codec.name in NAMES and floats.numel() >= codec.block and served(floats)
+    return codec.has_kernel and floats.numel() >= codec.block and served(floats)
 
 
 def encode(

@@ -154,7 +154,7 @@ def _check_torchao(optimizer: Any, own: Format, recipe: Recipe, flat: Flat) -> N
             f"{name} steps parameters of up to 32 bits, and {flat.unit_name!r} has some in"
             f" {flat.dtypes.master}: use torch.optim.AdamW."
         )
-    if not flat.layout.block and (not flat.whole_master or flat.tiled or flat.storage.on_disk):
+    if not flat.layout.block and (flat.divided or flat.tiled or flat.storage.on_disk):
         raise ValueError(
             f"{name} keeps its moments in blocks of {own.block} elements, and this model was"
             " divided without regard to them, so that results would depend on the number of ranks:"

@@ -47,9 +47,13 @@ class Nf4(Blockwise):
 
     name: ClassVar[str] = "nf4"
     top: ClassVar[float] = 1.0
-    packed: ClassVar[int] = 2
+    packed: ClassVar[tuple[int, int]] = (2, 1)
+    has_kernel: ClassVar[bool] = True
 
     block: int = 64
+
+    def numbers(self) -> torch.Tensor:
+        return torch.tensor(levels(), device="cpu")
 
     def _pack(self, numbers: torch.Tensor, payload: torch.Tensor) -> None:
         """Round to the nearest level, or to the lower one of two that are equally near. The tables

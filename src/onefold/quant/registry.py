@@ -1,4 +1,17 @@
-"""Codecs by name, as recipes name them."""
+"""Codecs by name, as recipes name them.
+
+| name  | bits an element, scales included | largest error of an element               | meant for               |
+|-------|----------------------------------|-------------------------------------------|-------------------------|
+| plain | 32 or 16                         | its dtype's rounding                      | anything                |
+| int8  | 8.06 (block 256)                 | half a step, 1/254 of the block's largest | gathers, stored weights |
+| fp8   | 8.06 (block 256)                 | 1/16 of itself                            | blocks of mixed sizes   |
+| int4  | 4.25 (block 64)                  | half a step, 1/14 of the block's largest  | reductions              |
+| nf4   | 4.25 (block 64)                  | 0.152 of the block's largest              | stored weights          |
+
+A block's largest magnitude is stored in bf16, which changes steps by at most one part in 256.
+`Codec.bound` and `reduction_bound` return the largest errors of a value and of a sum. Decoded
+values encode to the same bytes again (scales.py).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +19,17 @@ from difflib import get_close_matches
 from typing import Any
 
 from onefold.comm.codec import Codec
+from onefold.quant.blockwise import Blockwise
 from onefold.quant.fp8 import Fp8
 from onefold.quant.integers import Int4, Int8
 from onefold.quant.nf4 import Nf4
 from onefold.quant.plain import Plain
 
 CODECS: dict[str, type[Codec]] = {kind.name: kind for kind in (Plain, Int8, Int4, Fp8, Nf4)}
+#: The names of those that have kernels.
+WITH_KERNELS = tuple(
+    name for name, kind in CODECS.items() if issubclass(kind, Blockwise) and kind.has_kernel
+)
 
 
 def codec(name: str, **fields: Any) -> Codec:

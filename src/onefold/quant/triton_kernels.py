@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from onefold.quant.blockwise import Blockwise
 
 ELEMENTS = 4096  # of one program
+#: The codecs with kernels (`Blockwise.has_kernel`) by name.
 _KINDS = {"int8": 0, "int4": 1, "fp8": 2, "nf4": 3}
 _INT8, _INT4, _FP8, _NF4 = (tl.constexpr(kind) for kind in _KINDS.values())
 _MAGIC = tl.constexpr(MAGIC)
@@ -156,11 +157,10 @@ def _table(codec: Blockwise, into: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(codec: Blockwise) -> dict[str, Any]:
-    width = codec.block // codec.packed
     return {
         "KIND": _KINDS[codec.name],
         "BLOCK": codec.block,
-        "WIDTH": width,
+        "WIDTH": codec.payload_bytes(codec.block),
         "ROWS": max(ELEMENTS // codec.block, 1),
     }
 

@@ -1,7 +1,7 @@
-"""Room `recipe`: placements, tiers, dtypes, the presets, the table of options. Knows no modules and
-no processes.
+"""Room `recipe`: placements, tiers, dtypes, the presets, the tables of options and of known
+optimizers. Knows no modules and no processes.
 
-`onefold.recipe.options` must not import torch, so the names below are imported on first use.
+`options` and `optimizers` must not import torch, so the names below are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -4,14 +4,15 @@ messages say what to write. Checks of single values are in recipe/options.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import SECTOR, FrozenCodec, WireCodec, choices_of
-from onefold.recipe.rows import ALL, FLAT, GROUP, NATIVE, NODE, Placement, Tier
+from onefold.recipe.rows import ALL, FLAT, GROUP, NATIVE, NODE, Placement
+from onefold.recipe.tiers import Tier, disks
 
 if TYPE_CHECKING:
     from onefold.recipe.core import Recipe
@@ -102,21 +103,25 @@ def _check_tiers(recipe: Recipe) -> None:
             f"the parameters row is stored on {p.value!r} but is replicated: every rank computes from"
             " all of it all the time. Shard the parameters (stage 3), or leave offload_param out."
         )
-    if p is Tier.NVME and o is not Tier.NVME:
+    for name, row in _rows(recipe).items():
+        if name not in row.tier.holds:
+            raise ValueError(
+                f"the {name} row is stored on {row.tier.value!r}, which holds {_list(row.tier.holds)} only."
+            )
+    if p.on_disk and o is not p:
         raise ValueError(
-            "parameters on NVMe with optimizer states elsewhere would keep three times as many"
-            " bytes in the faster memory: give offload_optimizer='nvme' too."
+            f"parameters {p.where} with optimizer states elsewhere would keep three times as many"
+            f" bytes in the faster memory: give offload_optimizer={p.option!r} too."
         )
-    if (o is Tier.DEVICE) != (g is Tier.DEVICE) or (g is Tier.NVME and o is not Tier.NVME):
+    if (o is Tier.DEVICE) != (g is Tier.DEVICE) or (g.on_disk and g is not o):
         raise ValueError(
             f"gradients are stored on {g.value!r} and the optimizer's states on {o.value!r}: gradients go"
-            " where the states are stepped (both 'device', both 'host'; states on 'nvme' take"
-            " gradients on 'nvme' or 'host')."
+            f" where the states are stepped (both 'device', both 'host'; {_beside_disks()})."
         )
-    if Tier.NVME in (p, g, o) and not recipe.nvme:
+    if (disk := recipe.disk) is not None and not recipe.folders_of(disk):
         raise ValueError(
-            "the recipe keeps state on NVMe but names no folder: give nvme='/path/on/the/disk', or"
-            " a list of such."
+            f"the recipe keeps state {disk.where} but names no folder: give"
+            f" {disk.folders}='/path/on/the/disk', or a list of such."
         )
     share, budget = recipe.offload_share, recipe.offload_bytes
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
@@ -126,20 +131,34 @@ def _check_tiers(recipe: Recipe) -> None:
     ):
         raise ValueError(f"offload_bytes={budget!r}: expected a number of bytes above 0, or None.")
     if (
-        o is Tier.NVME
+        o.on_disk
         and recipe.moments is not None
         and (most := FORMATS[recipe.moments].block * SECTOR // 4)
         and recipe.chunk % most
     ):
         raise ValueError(
-            f"chunk={recipe.chunk}: with moments={recipe.moments!r} on NVMe it has to be a multiple"
-            f" of {most} elements, whose scales fill whole sectors of {SECTOR} bytes."
+            f"chunk={recipe.chunk}: with moments={recipe.moments!r} {o.where} it has to be a"
+            f" multiple of {most} elements, whose scales fill whole sectors of {SECTOR} bytes."
         )
     if recipe.step_in_backward and o is Tier.DEVICE:
         raise ValueError(
             "step_in_backward=True steps offloaded states in the backward pass;"
             " offload_optimizer says where they are."
         )
+
+
+def _beside_disks() -> str:
+    """Return which gradients states in files take."""
+    return "; ".join(
+        f"states on {tier.value!r} take gradients on"
+        f" {repr(tier.value) + ' or ' if 'gradients' in tier.holds else ''}'host'"
+        for tier in disks()
+    )
+
+
+def _list(names: Collection[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _rows(recipe: Recipe) -> dict[str, Any]:
@@ -274,8 +293,11 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
         for name in ("offload_share", "offload_bytes"):
             if given.get(name) not in (None, 1.0):
                 said[name] = "where the optimizer's states stay on the device"
-    if Tier.NVME not in (recipe.parameters.tier, recipe.optimizer.tier):
-        for name in ("nvme", "chunk", "nvme_threads"):
+    for tier in disks():
+        if tier is not recipe.disk and given.get(tier.folders):
+            said[tier.folders] = f"where no state is stored {tier.where}"
+    if recipe.disk is None:
+        for name in ("chunk", "nvme_threads"):
             if given.get(name):
                 said[name] = "where no state is stored on NVMe"
     if recipe.gradients.codec is None:

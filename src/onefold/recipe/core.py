@@ -33,7 +33,8 @@ from onefold.recipe.options import (
     ZeroOptions,
     refuse_unknown,
 )
-from onefold.recipe.rows import FLAT, GROUP, NATIVE, NODE, Placement, Tier
+from onefold.recipe.rows import FLAT, GROUP, NATIVE, NODE, Placement
+from onefold.recipe.tiers import ROWS, Tier, disks
 
 #: Bytes of small units that may be gathered ahead, and of small reductions that may be in flight,
 #: beyond the counts `prefetch` and `in_flight`. For so few bytes latency dominates, and waiting for
@@ -186,17 +187,18 @@ class Recipe(EngineOptions):
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        for name in _ROWS:
+        for name in ROWS:
             if not isinstance(getattr(self, name), Row):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: expected a Row(placement, dtype, wire)."
                 )
             if name != "parameters":
                 check_dtype(f"{name}.dtype", getattr(self, name).dtype)
-        for name in _FIELDS & OPTIONS.keys():
-            value = getattr(self, name)
-            none = name == "nvme" and not value  # a recipe has () for none, `zero` takes None
-            object.__setattr__(self, name, OPTIONS[name].read(None if none else value))
+        for option in (OPTIONS[name] for name in _FIELDS & OPTIONS.keys()):
+            value = getattr(self, option.name)
+            # A recipe has () for no folders, `zero` takes None
+            none = option.repeated and not value
+            object.__setattr__(self, option.name, option.read(None if none else value))
         if self.reduce_at is None:
             object.__setattr__(self, "reduce_at", _usual_time(self.gradients.placement))
         check_recipe(self)
@@ -226,7 +228,8 @@ class Recipe(EngineOptions):
         compute = DTYPES[given["precision"]] if given["precision"] is not None else None
         gradients_tier = given["offload_gradients"]
         if gradients_tier is Tier.DEVICE:
-            gradients_tier = optimizer_tier
+            there = "gradients" in optimizer_tier.holds
+            gradients_tier = optimizer_tier if there else Tier.HOST
         p, g, o = PLACEMENTS_OF_STAGE[given["stage"]]
         parameters = Row(
             p,
@@ -295,6 +298,17 @@ class Recipe(EngineOptions):
         return replace(self, reduce=NATIVE) if decides and native and flat_over_nodes else self
 
     @property
+    def disk(self) -> Tier | None:
+        """The tier of files that some of the state is stored on; None: all of it is in memory."""
+        rows = self.parameters, self.gradients, self.optimizer
+        return next((row.tier for row in rows if row.tier.on_disk), None)
+
+    def folders_of(self, tier: Tier | None) -> tuple[str, ...]:
+        """Return the folders that were named for a tier of files; () for memory and for None."""
+        found: tuple[str, ...] = getattr(self, tier.folders) if tier and tier.folders else ()
+        return found
+
+    @property
     def stage(self) -> int | None:
         """The ZeRO stage with these placements, or None. For display only: the runtime does not
         read it.
@@ -331,7 +345,7 @@ class Recipe(EngineOptions):
     def describe(self) -> str:
         """Return the recipe as a table like the one in this module's docstring."""
         lines = [f"{'':12}{'placement':12}{'tier':8}{'at rest':10}{'wire':10}"]
-        for name in ("parameters", "gradients", "optimizer"):
+        for name in ROWS:
             row: Row = getattr(self, name)
             at_rest, wire = self.in_words(name)
             lines.append(
@@ -417,15 +431,15 @@ class Recipe(EngineOptions):
             tail.append(f"activations on the host{most}")
         if self.tile is not None:
             tail.append(f"weights above {self.tile:,} bytes computed in tiles")
-        if self.nvme:
-            tail.append(f"NVMe: {', '.join(self.nvme)}")
+        for tier in disks():
+            if folders := self.folders_of(tier):
+                tail.append(f"{tier.title}: {', '.join(folders)}")
         return tail
 
 
 #: The name of each parameter's own dtype in a table.
 MODELS = "model's"
-_ROWS = ("parameters", "gradients", "optimizer")
-_FIELDS = frozenset(Recipe.__dataclass_fields__) - {*_ROWS, "notes"}
+_FIELDS = frozenset(Recipe.__dataclass_fields__) - {*ROWS, "notes"}
 
 
 def _usual_time(gradients: Placement) -> ReduceAt:

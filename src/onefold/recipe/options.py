@@ -19,11 +19,12 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
-from onefold.recipe.rows import FLAT, Tier
+from onefold.recipe.rows import FLAT
+from onefold.recipe.tiers import RowName, Tier, by_option
 from onefold.wording import did_you_mean
 
 Stage = Literal[0, 1, 2, 3]
@@ -52,7 +53,6 @@ _BYTES = (
     | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
     | {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 )
-_TIERS = {"cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
 # -- checks: return the value as the recipe keeps it, or raise a ValueError with what was expected -
@@ -164,27 +164,41 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _tier(value: Any) -> Tier:
+def _tier_of(row: RowName) -> Callable[[Any], Tier]:
+    """Return a check for the tier of a row."""
+    return lambda value: _tier(row, value)
+
+
+def _tier(row: RowName, value: Any) -> Tier:
     if value is None:
         return Tier.DEVICE
-    if isinstance(value, str) and value in _TIERS:
-        return _TIERS[value]
+    known = by_option(row)
+    if isinstance(value, str) and value in known:
+        return known[value]
     raise ValueError(
-        f"expected 'cpu', 'nvme', or None to keep it on the device.{_tier_meant(value)}"
+        f"expected {', '.join(map(repr, known))}, or None to keep it on the"
+        f" device.{_tier_meant(row, value)}"
     )
 
 
-def _tier_meant(value: Any) -> str:
+def _tier_meant(row: RowName, value: Any) -> str:
     """Return "Did you mean ...?" for a tier by another name; "" if there is nothing to suggest."""
     name = str(getattr(value, "value", value)).lower()
-    meant = {"cpu": "'cpu'", "host": "'cpu'", "nvme": "'nvme'", "device": "None", "none": "None"}
-    return f" Did you mean {meant[name]}?" if name in meant else ""
+    meant: dict[str, str | None] = {"none": None}
+    for tier in Tier:
+        if row in tier.holds:
+            meant |= {tier.value: tier.option, str(tier.option).lower(): tier.option}
+    return f" Did you mean {meant[name]!r}?" if name in meant else ""
+
+
+_STATES: RowName = "optimizer"
 
 
 def _optimizer_tier(value: Any) -> tuple[Tier, float, int | None]:
     """Return `offload_optimizer` as (tier, share of the states, budget in bytes or None)."""
-    if value is None or (isinstance(value, str) and value in _TIERS) or _tier_meant(value):
-        return _tier(value), 1.0, None
+    known = list(by_option(_STATES))
+    if value is None or (isinstance(value, str) and value in known) or _tier_meant(_STATES, value):
+        return _tier(_STATES, value), 1.0, None
     if isinstance(value, (tuple, list)) and len(value) == 2:
         raise ValueError(f"expected a tier and an amount in one text: '{value[0]}:{value[1]}'.")
     if isinstance(value, Mapping):
@@ -196,10 +210,12 @@ def _optimizer_tier(value: Any) -> tuple[Tier, float, int | None]:
     tier, amount = Tier.HOST, value
     if isinstance(value, str):
         name, colon, rest = value.partition(":")
-        tier, amount = (_tier(name.strip()), rest) if colon else (tier, value)
+        tier, amount = (_tier(_STATES, name.strip()), rest) if colon else (tier, value)
         amount = _number(amount.strip())
     if isinstance(amount, bool):
-        raise ValueError("expected 'cpu', 'nvme', a share such as 0.6, or a budget such as '6GB'.")
+        raise ValueError(
+            f"expected {', '.join(map(repr, known))}, a share such as 0.6, or a budget such as '6GB'."
+        )
     if (isinstance(amount, float) and amount <= 1) or amount == 1:
         if not 0 < amount <= 1:
             raise ValueError("a share lies above 0 and is at most 1; None keeps all on the device.")
@@ -213,9 +229,14 @@ def _optimizer_tier(value: Any) -> tuple[Tier, float, int | None]:
         return tier, 1.0, _size(amount)
     except ValueError as error:
         raise ValueError(
-            f"{str(error).rstrip('.')}; 'cpu' and 'nvme' take all of it, a number from 0 to 1 a"
+            f"{str(error).rstrip('.')}; {_and(map(repr, known))} take all of it, a number from 0 to 1 a"
             " share."
         ) from None
+
+
+def _and(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _number(text: str) -> Any:
@@ -487,10 +508,13 @@ class ZeroOptions(EngineOptions):
     reduce_codec: WireCodec | None = _nodes(None, "ZeRO++ qgZ: the format in which gradients are sent; they are summed in fp32.")
 
     offload_optimizer: str | float | None = _tiers(None,
-        "Where masters and moments are stored: cpu, nvme, a share on the host (0.6), a budget there (6GB), or both: nvme:0.6.",
+        f"Where masters and moments are stored: {', '.join(by_option(_STATES))}, a share on the host (0.6), a budget there (6GB),"
+        " or both: nvme:0.6.",
         check=_optimizer_tier)
-    offload_gradients: OffloadTier | None = _tiers(None, "Where gradients wait for the step (default: with the optimizer).", check=_tier)
-    offload_param: OffloadTier | None = _tiers(None, "Where parameters are stored between uses; stage 3 only.", check=_tier)
+    offload_gradients: OffloadTier | None = _tiers(None, "Where gradients wait for the step (default: with the optimizer).",
+        check=_tier_of("gradients"))
+    offload_param: OffloadTier | None = _tiers(None, "Where parameters are stored between uses; stage 3 only.",
+        check=_tier_of("parameters"))
     offload_activations: str | int | None = _tiers(None,
         "Host memory for activations between forward and backward: cpu for as much as it takes, or a budget (8GB).", check=_on_the_host)
     nvme: Folders | None = _tiers(None, "Folder on the disk for state on NVMe; data is striped over several.", check=_folders)

@@ -1,4 +1,5 @@
-"""The vocabulary of recipe rows: placements, tiers, and the ranks that a row is divided among.
+"""The vocabulary of recipe rows: placements, and the ranks that a row is divided among. tiers.py has
+the tiers.
 
 Ranks are arranged in groups, usually the ranks of a node, because links inside a node are faster
 than between nodes. If the launcher says that there are several nodes, everything moves over two
@@ -43,11 +44,3 @@ class Placement(enum.Enum):
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
-
-
-class Tier(enum.Enum):
-    """The memory that holds one kind of state: the device's, the host's, or files on a disk."""
-
-    DEVICE = "device"
-    HOST = "host"
-    NVME = "nvme"

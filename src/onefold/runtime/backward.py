@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from onefold.runtime.parameters.values import ForwardPass
     from onefold.runtime.reduce import Reducer
     from onefold.runtime.resources import Activations, Resources, Spans
-    from onefold.runtime.stepper import Stepper
+    from onefold.runtime.stepper import Steppers
 
 
 class Backward:
@@ -39,7 +39,7 @@ class Backward:
         resources: Resources,
         gather: Gatherer,
         reduce: Reducer,
-        stepper: Stepper,
+        stepper: Steppers,
         activations: Activations,
         spans: Spans,
     ) -> None:

@@ -54,7 +54,7 @@ from onefold.runtime.refresh import Copies
 from onefold.runtime.residuals import Residuals
 from onefold.runtime.resources import Capabilities, MasterAccess, Progress, Resources, Span, Spans
 from onefold.runtime.schedule import Schedule
-from onefold.runtime.stepper import Stepper
+from onefold.runtime.stepper import Steppers
 from onefold.runtime.storage import Transfers
 from onefold.runtime.uninitialized import Uninitialized
 from onefold.runtime.unit import State, Unit, bind
@@ -115,7 +115,7 @@ class Engine:
         self.pool = Pool(
             device,
             self.memory,
-            paged=bool(offloaded) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier),
+            paged=bool(offloaded) and recipe.disk is not None,
         )
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.spans = Spans(self.timeline)
@@ -162,9 +162,9 @@ class Engine:
         # Waits for background work (a save), so that its failure is known
         self.settle: Callable[[], None] | None = None
 
-    def start(self, stepper: Stepper) -> None:
-        """Create the parts that work on the bound units. `stepper` steps the shards that the user's
-        optimizer does not step by itself.
+    def start(self, stepper: Steppers) -> None:
+        """Create the parts that work on the bound units. `stepper`: who steps the shards, and
+        when.
         """
         self.stepper = stepper
         self.reduce: Reducer  # created below: it needs the gatherer, which calls it in turn
@@ -225,9 +225,8 @@ class Engine:
         for unit in self.units:
             for flat in unit.flats:
                 for tier, held in flat.storage.resting_bytes().items():
-                    ledger = self.memory if tier is Tier.DEVICE else self.transfers.host
                     for category, nbytes in held.items():
-                        ledger.add(category, nbytes, unit.name)
+                        self.transfers.ledgers[tier].add(category, nbytes, unit.name)
                 for category, nbytes in flat.gather.resting_bytes.items():
                     self.memory.add(category, nbytes, unit.name)
         if self.transfers.up.asynchronous:
@@ -239,13 +238,9 @@ class Engine:
                 self.recipe.chunk,
                 round_up(max(f.owned[1] - f.owned[0] for f in self.offloaded_flats), SECTOR),
             )
-        self.memory.probes[GRADIENTS] = partial(
-            gradient_bytes, self.units, self.resources, Tier.DEVICE
-        )
-        if self.offloaded_flats:
-            self.transfers.host.probes[GRADIENTS] = partial(
-                gradient_bytes, self.units, self.resources, Tier.HOST
-            )
+        for tier, ledger in self.transfers.ledgers.items():
+            if tier is Tier.DEVICE or (self.offloaded_flats and not tier.on_disk):
+                ledger.probes[GRADIENTS] = partial(gradient_bytes, self.units, self.resources, tier)
         self.memory.reset_peak()
 
     def close(self, but_group: bool = False) -> None:
@@ -278,8 +273,8 @@ class Engine:
         self.buffers.close()
         self.uninitialized.close()
         self.pool.drain()
-        self.memory.probes.clear()
-        self.transfers.host.probes.clear()
+        for ledger in self.transfers.ledgers.values():
+            ledger.probes.clear()
         if self.started:
             self.activations.close()
             del self.gather, self.reduce, self.stepper, self.copies, self.backward, self.forward

@@ -255,6 +255,11 @@ class Entry:
         self.number = 0  # among all entries of the engine
         self.last_write = 0  # the last write to its master, see runtime/parameters/values.py
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter as users and checkpoints know it."""
+        return self.part.shape if self.box is None else tuple(self.box.shape)
+
     def seen(self) -> torch.Tensor:
         """Return what code in a pass sees of the whole parameter: a DTensor over it, if the
         parameter is one.
@@ -322,7 +327,7 @@ class Entry:
 #     stages 1, 2         replicated   sharded       [shard], one interval        resident; master is a slice of it when dtypes agree
 #     stage 3             sharded      sharded       [shard], one interval        exists only between gather and release
 #
-# `divided`: this rank's masters are an interval, not the whole. `shared`: other ranks step the same
+# `divided`: this rank's masters are an interval, or a box, not the whole. `shared`: other ranks step the same
 # elements.
 #
 #     masters are                                        `divided`   `shared`
@@ -454,7 +459,7 @@ class Flat:
     @property
     def divided(self) -> bool:
         """Optimizers of different ranks step different elements."""
-        return not self.whole_master
+        return not self.whole_master or self.in_boxes
 
     @property
     def shared(self) -> bool:

@@ -98,7 +98,7 @@ class StateItem:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole; of a box, that of the global tensor."""
-        return tuple(self.box.shape) if self.box is not None else self.entries[0].part.shape
+        return self.entries[0].shape
 
     @property
     def box(self) -> Box | None:
@@ -342,7 +342,7 @@ def to_all(resources: Resources, parts: HeldParts, items: Sequence[StateItem]) -
                 if a < b:
                     at = entry.slot.start
                     full[at + a : at + b].copy_(parts.read(item, entry, a, b))
-        if flat.divided:
+        if not flat.whole_master:
             context = state_context(resources, flat.unit_name)
             flat.owners_group.all_gather(full, context, flat.index, move="state").wait()
     return full

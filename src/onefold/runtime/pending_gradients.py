@@ -185,7 +185,7 @@ def gradient_bytes(units: Sequence[Unit], resources: Resources, tier: Tier) -> i
     """Return the bytes of gradients on a tier that wait for the optimizer: of reduced ones, and on
     the device also of those that wait for the boundary.
     """
-    ledger = resources.memory if tier is Tier.DEVICE else resources.transfers.host
+    ledger = resources.transfers.ledgers[tier]
     # In a backward pass buffers change owners: only the ledger's own count is right
     if resources.progress.backward_open:
         return ledger.held(GRADIENTS)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from onefold.runtime.gather import Gatherer
     from onefold.runtime.parameters.values import WriteCounters
     from onefold.runtime.resources import Resources, Spans
-    from onefold.runtime.stepper import Stepper
+    from onefold.runtime.stepper import Steppers
 
 
 #: A gradient of at most SMALL bytes waits for others of its unit, until the waiting ones have more
@@ -57,7 +57,7 @@ class Reducer:
         units: list[Unit],
         resources: Resources,
         gather: Gatherer,
-        stepper: Stepper,
+        stepper: Steppers,
         spans: Spans,
         write_counters: WriteCounters,
         backward_event: Callable[[bool], None],

@@ -40,12 +40,19 @@ class Residuals:
         memory: MemoryLedger,
         progress: Progress,
     ) -> None:
+        """Raises ValueError: the codec cannot round as the recipe asks."""
         self.codec, self.device, self.memory, self.progress = codec, device, memory, progress
         self.kept: dict[Key, torch.Tensor] = {}
         self._feeds_back, self._stochastic = (
             recipe.error_feedback,
             recipe.wire_rounding == "stochastic",
         )
+        # Otherwise the first backward pass would raise it
+        if self._stochastic and codec is not None and not codec.stochastic:
+            raise ValueError(
+                f"wire_rounding='stochastic' with reduce_codec={codec.name!r}: this codec rounds to the"
+                " nearest value only; leave wire_rounding out, or choose another codec."
+            )
         self._rank, self._ranks = group.number, group.size
         self._drawn = 0  # how far the run that this one resumes was ahead of it
 

@@ -2,57 +2,97 @@
 
 | shard                                   | stepped by                                   | when                         |
 |-----------------------------------------|----------------------------------------------|------------------------------|
-| on the device                           | the user's optimizer itself                  | at `optimizer.step()`        |
-| with moments in 8 or 4 bits             | its rule, piece by piece (quant/moments.py)  | before the rest of that step |
-| on the host                             | the user's optimizer, unit by unit           | before the rest of that step |
-| on NVMe                                 | the user's optimizer, chunk by chunk         | before the rest of that step |
+| on the device                           | the user's optimizer itself (`OwnStep`)      | at `optimizer.step()`        |
+| with moments in 8 or 4 bits             | its rule, piece by piece (quant/stepper.py)  | before the rest of that step |
+| on the host                             | the user's optimizer, unit by unit (offload/stepper.py) | before the rest of that step |
+| on NVMe                                 | the user's optimizer, chunk by chunk (the same) | before the rest of that step |
 | on the host or NVMe, `step_in_backward` | as above, in a thread (offload/in_backward.py) | when its gradient has landed |
 
 The user's step leaves out what was stepped "before the rest": such parameters have no `.grad` while
 it runs (optim/step_hooks.py).
+
+[Note: which stepper] Before each step, `Steppers.choose` asks the steppers of the engine in their
+order, for each flat buffer and each parameter group with some of its parameters:
+
+    is this shard yours?   no ─► the next one is asked; `OwnStep`, the last, takes any
+                           yes, and it can take this group's update ─► it steps these parameters
+                           yes, but it cannot                       ─► ValueError: why, and what to do
+
+A stepper judges by the group's `GroupVerdict`. The groups of one optimizer may have different
+verdicts, and so different steppers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import Optimizer
+
+from onefold.recipe.optimizers import ELEMENTWISE, Update
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry, Flat
     from onefold.runtime.unit import Unit
 
 
+@dataclass(frozen=True)
+class GroupVerdict:
+    """What the update of one parameter group looks at (optim/verdict.py).
+
+    `reason`: why the update is not element-wise, as sentences; "" if it is.
+    """
+
+    update: Update
+    reason: str = ""
+
+
 class Stepper(ABC):
-    """Steps those shards of one engine that the user's optimizer does not step by itself."""
+    """One way to step shards."""
+
+    #: Whether `step` is called in every step, also without entries, because the ranks exchange
+    #: something in it.
+    collective = False
+    #: Whether it steps in the backward pass too.
+    in_backward = False
 
     # -- at optimizer.step() -----------------------------------------------------------------------
 
     @abstractmethod
-    def keeps_own_format(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer itself keeps its moments in fewer bits (as torchao's do)."""
+    def accepts(
+        self, optimizer: Optimizer, flat: Flat, verdict: Callable[[], GroupVerdict]
+    ) -> bool:
+        """Whether it steps those parameters of `flat` that one group of the optimizer has. False:
+        the next stepper is asked.
 
-    @abstractmethod
-    def apart(self, optimizer: Optimizer, entries: Sequence[Entry]) -> list[Entry]:
-        """Return those of `entries` that `step` is to be called for. `optimizer` steps them all.
+        Args:
+            verdict: returns the group's. Asked for only if the answer depends on it, since it may
+                take a trial.
 
         Raises:
-            ValueError: the recipe and the optimizer disagree on the format of moments.
+            ValueError: the shard is this stepper's, and it cannot take the optimizer, or such a
+                group.
         """
 
     @abstractmethod
     def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
-        """Step `entries`, which `apart` has returned. Collective if any is stored on NVMe.
+        """Step `entries`, which it has accepted, before the optimizer's own step. Collective if
+        `collective`.
 
         Raises:
             TierError: on every rank, if a disk failed on one.
         """
 
-    # -- in the backward pass ----------------------------------------------------------------------
+    def wants_unsharded(self, optimizer: Optimizer) -> bool:
+        """Whether it is to be asked about parameters that are not sharded, too (one rank)."""
+        return False
+
+    # -- in the backward pass, if `in_backward` ----------------------------------------------------
 
     def takes(self, flat: Flat, which: list[bool]) -> bool:
         """Whether `flat` is stepped as soon as the gradients of the entries `which` are there."""
@@ -72,6 +112,143 @@ class Stepper(ABC):
 
     def close(self) -> None:
         """End the work in the background."""
+
+
+class OwnStep(Stepper):
+    """The user's optimizer steps this rank's intervals by itself."""
+
+    def accepts(
+        self, optimizer: Optimizer, flat: Flat, verdict: Callable[[], GroupVerdict]
+    ) -> bool:
+        refuse_cut(optimizer, flat, verdict)
+        return True
+
+    def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
+        """Nothing to do: the optimizer's own step follows."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What `Steppers.choose` has returned for these entries, in groups of these parameters (ids)."""
+
+    groups: list[list[int]]
+    entries: list[Entry]
+    chosen: dict[Stepper, list[Entry]]
+
+
+class Steppers:
+    """The steppers of one engine, in the order in which they are asked. See [Note: which stepper]."""
+
+    def __init__(self, apart: Iterable[Stepper]) -> None:
+        """`apart`: what steps before the user's optimizer steps the rest by itself."""
+        self.apart = tuple(apart)
+        self._in_order = (*self.apart, OwnStep())
+        self._early = next((s for s in self.apart if s.in_backward), None)
+        # What the last step of an optimizer asked, and the answer
+        self._chosen: weakref.WeakKeyDictionary[Optimizer, _Choice] = weakref.WeakKeyDictionary()
+
+    # -- at optimizer.step() -----------------------------------------------------------------------
+
+    def wants_unsharded(self, optimizer: Optimizer) -> bool:
+        """Whether a stepper is to be asked about parameters that are not sharded, too."""
+        return any(stepper.wants_unsharded(optimizer) for stepper in self.apart)
+
+    def choose(
+        self,
+        optimizer: Optimizer,
+        entries: list[Entry],
+        verdict_of: Callable[[Optimizer, int], GroupVerdict],
+    ) -> dict[Stepper, list[Entry]]:
+        """Return what is stepped before the optimizer's own step, by stepper, in the order of the
+        steps. The optimizer's own step steps the rest.
+
+        Args:
+            entries: of this engine, all in groups of the optimizer.
+            verdict_of: the verdict of an optimizer's group, by its number.
+
+        Raises:
+            ValueError: the stepper of some of the shards cannot take the optimizer, or a group.
+        """
+        groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        last = self._chosen.get(optimizer)
+        if last is not None and last.groups == groups and last.entries == entries:
+            return last.chosen
+        chosen: dict[Stepper, list[Entry]] = {s: [] for s in self._in_order}
+        group_of = groups_of(optimizer)
+        known: dict[tuple[int, int], list[Entry]] = {}
+        for entry in entries:
+            key = entry.flat.index, group_of[id(entry.param)]
+            if key not in known:
+                known[key] = chosen[self._stepper_of(optimizer, entry.flat, key[1], verdict_of)]
+            known[key].append(entry)
+        apart = {s: chosen[s] for s in self.apart if chosen[s] or s.collective}
+        self._chosen[optimizer] = _Choice(groups, entries, apart)
+        return apart
+
+    def _stepper_of(
+        self,
+        optimizer: Optimizer,
+        flat: Flat,
+        group: int,
+        verdict_of: Callable[[Optimizer, int], GroupVerdict],
+    ) -> Stepper:
+        def verdict() -> GroupVerdict:
+            return verdict_of(optimizer, group)
+
+        return next(s for s in self._in_order if s.accepts(optimizer, flat, verdict))
+
+    def step(self, optimizer: Optimizer, chosen: Mapping[Stepper, Sequence[Entry]]) -> None:
+        """Step what `choose` has returned. Collective if any of these steppers is.
+
+        Raises:
+            TierError: on every rank, if a disk failed on one.
+        """
+        for stepper, entries in chosen.items():
+            stepper.step(optimizer, entries)
+
+    # -- in the backward pass ----------------------------------------------------------------------
+
+    def takes(self, flat: Flat, which: list[bool]) -> bool:
+        return self._early is not None and self._early.takes(flat, which)
+
+    def landed(self, flat: Flat) -> None:
+        assert self._early is not None
+        self._early.landed(flat)
+
+    def has_stepped(self, unit: Unit) -> bool:
+        return self._early is not None and self._early.has_stepped(unit)
+
+    def join(self) -> None:
+        if self._early is not None:
+            self._early.join()
+
+    def close(self) -> None:
+        for stepper in self.apart:
+            stepper.close()
+
+
+def is_cut(flat: Flat) -> bool:
+    """Whether an optimizer sees parts of the parameters, or steps a few of them at a time."""
+    return flat.divided or flat.tiled or flat.storage.offloaded
+
+
+def refuse_cut(optimizer: Optimizer, flat: Flat, verdict: Callable[[], GroupVerdict]) -> None:
+    """Raise ValueError if the optimizer sees parts of the parameters, and its update of an element
+    depends on others.
+    """
+    if is_cut(flat) and verdict().update != ELEMENTWISE:
+        raise not_elementwise(optimizer, verdict())
+
+
+def not_elementwise(optimizer: Optimizer, verdict: GroupVerdict) -> ValueError:
+    """Return the refusal of an optimizer that cannot step parts of parameters."""
+    return ValueError(
+        f"{type(optimizer).__name__} cannot step sharded parameters: {verdict.reason} Stages 1 to 3"
+        " and offloading give the optimizer one part of each parameter at a time, which serves"
+        " updates that treat every element alike (SGD, Adam, AdamW, Adagrad, RMSprop, Lion,"
+        " ...). Use stage 0 on the device, or one of those; if you know the update to be"
+        " element-wise, give the recipe elementwise_optimizer=True."
+    )
 
 
 # -- which of torch's implementations steps --------------------------------------------------------

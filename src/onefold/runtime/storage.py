@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 # -- copies between tiers --------------------------------------------------------------------------
 #
-# What an engine has off the device: copy streams, host buffers, files on NVMe, and the ledgers of
+# What an engine has off the device: copy streams, host buffers, files, and the ledgers of
 # all three.
 
 
@@ -53,12 +53,12 @@ BEHIND = 3
 
 
 class Transfers:
-    """The transfers of one rank between the device, the host and NVMe.
+    """The transfers of one rank between the device, the host and a disk.
 
     Attributes:
-        device: the ledger of the device's memory. host: the ledger of host memory, for what is
-            offloaded or under way. disk: the ledger of NVMe.
-        moved: bytes "up" to the device and "down" to the host, "read" from and "written" to NVMe,
+        ledgers: the ledgers of memory by tier. device: that of the device. host: that of host
+            memory, for what is offloaded or under way. disk: that of the recipe's disk.
+        moved: bytes "up" to the device and "down" to the host, "read" from and "written" to a disk,
             with the seconds waited for them.
         down, up: the copy streams to the host and to the device, which work at the same time.
         sums: adds gradients to those on the host, on the device.
@@ -82,7 +82,9 @@ class Transfers:
     ) -> None:
         self._make, self._world_size = make, world_size
         self.recipe, self.rank, self.device = recipe, rank, memory
-        self.host, self.disk = MemoryLedger(), MemoryLedger()
+        self.ledgers = {tier: MemoryLedger() for tier in Tier} | {Tier.DEVICE: memory}
+        self.host = self.ledgers[Tier.HOST]
+        self.disk = self.ledgers[recipe.disk or Tier.NVME]
         self.moved = TrafficLedger()
         self.down, self.up = (
             CopyStream(device, name="copies down"),
@@ -109,7 +111,7 @@ class Transfers:
 
     @property
     def store(self) -> Store:
-        """The files of this rank on NVMe. They are made at the first access.
+        """The files of this rank on a disk. They are made at the first access.
 
         Raises:
             TierError: a folder does not exist, or cannot be written to.
@@ -250,7 +252,7 @@ class Transfers:
 # | `DeviceStorage`  | here                     | on the device                           | yes               |
 # | `InPlaceStorage` | here                     | where they were: one rank, no division  | yes               |
 # | `HostStorage`    | offload/storage.py       | in host memory                          | yes               |
-# | `NvmeStorage`    | offload/nvme_storage.py  | in files on NVMe                        | no                |
+# | `NvmeStorage`    | offload/nvme_storage.py  | in files on a disk                      | no                |
 # | `EncodedStorage` | quant/encoded_storage.py | on the device, encoded (frozen weights) | no                |
 #
 #     build ─► bound ─► ( put ─► gather ... backward ─► bring_down ─► take_gradient ─► step ─► follow )*

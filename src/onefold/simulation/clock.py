@@ -275,13 +275,13 @@ class Clock:
         return self._communicators[ranks, name]
 
     def transfer(self, op: str, unit: str, nbytes: int) -> tuple[float, int]:
-        """Start to read or write `nbytes` on NVMe. Returns (when it ends, its span).
+        """Start to read or write `nbytes` on the disk. Returns (when it ends, its span).
 
         The first bytes come a latency later, behind which earlier reads and writes go on.
         """
         self._launch()
         seconds = self.prices.disk(op, nbytes)
-        begin = max(self._disk.free, self.host + self.prices.machine.host.nvme_latency)
+        begin = max(self._disk.free, self.host + self.prices.latency)
         self._lines["disk"].take(begin, seconds)
         self._add(self._disk, "disk", op, unit, self._phase, begin, begin + seconds, nbytes)
         return self._disk.free, self._disk.last

@@ -5,7 +5,7 @@ operation of the model     FLOPs ÷ rate of large products, or bytes read and wr
 operation of the engine    bytes read and written ÷ memory bandwidth: casts, copies, sums, the optimizer's update
 collective                 `Traffic` of one call: seconds of each link, and of its hops
 copy to or from the host   bytes ÷ rate of the host link while all GPUs of the node move
-read or write on NVMe       bytes ÷ this rank's share of the node's rate; the first bytes come a latency later
+read or write on a disk     bytes ÷ this rank's share of the node's rate; the first bytes come a latency later
 work on the host           bytes read and written ÷ what an update moves there, divided by the node's ranks
 """
 
@@ -20,6 +20,7 @@ from onefold.plan.efficiency import measured_software
 from onefold.plan.hardware import Machine
 from onefold.plan.times import SUMMING_ON_A_GPU, Work, compute_seconds
 from onefold.plan.traffic import Traffic
+from onefold.recipe import Tier
 
 Link = Literal["inside", "between"]
 
@@ -39,6 +40,7 @@ class Prices:
         precision: of the matrix products.
         hidden, micro_tokens: used on a calibrated machine that was measured by blocks alone; see
             `Work`.
+        disk: the disk that is read from and written to.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Prices:
         precision: str = "bf16",
         hidden: int = 0,
         micro_tokens: int = 0,
+        disk: Tier = Tier.NVME,
     ) -> None:
-        self.machine = machine
+        self.machine, self._tier = machine, disk
         self._like = Work(
             0.0, precision=precision, hidden=hidden, micro_tokens=micro_tokens, kernels=Kernels()
         )
@@ -86,11 +89,15 @@ class Prices:
         """Return the seconds of a copy between the device and the host, in one direction."""
         return nbytes / self.machine.host_link()
 
+    @property
+    def latency(self) -> float:
+        """Seconds from the launch of a read or write to its first bytes."""
+        return self.machine.host.disk(self._tier).latency
+
     def disk(self, op: str, nbytes: float) -> float:
-        """Return the seconds in which this rank's share of NVMe reads ("read") or writes `nbytes`."""
-        host = self.machine.host
-        rate = (op != "read" and host.nvme_write) or host.nvme_bandwidth
-        return nbytes / (rate / self.machine.local)
+        """Return the seconds in which this rank's share of the disk reads ("read") or writes `nbytes`."""
+        there = self.machine.host.disk(self._tier)
+        return nbytes / ((there.read if op == "read" else there.write) / self.machine.local)
 
     def on_host(self, nbytes: float) -> float:
         """Return the seconds in which this rank's share of the host reads and writes `nbytes`."""

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch.distributed as dist
 
 from onefold.plan.hardware import Machine
 from onefold.recipe import Recipe, Tier
+from onefold.recipe.optimizers import SIMULATED
 
 #: The most ranks that may be asked for. More would work.
 MOST_RANKS = 4096
-OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("AdamW", {}),
-    "adam": ("Adam", {}),
-    "sgd": ("SGD", {}),
-    "sgd-momentum": ("SGD", {"momentum": 0.9}),
-}
 
 
 def check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer: str) -> None:
@@ -42,10 +34,10 @@ def check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer: 
         raise ValueError(f"rank {rank} of {ranks}: expected 0 to {ranks - 1}.")
     if micro_batches < 1:
         raise ValueError(f"{micro_batches} micro-batches: expected at least 1.")
-    if optimizer not in OPTIMIZERS:
+    if optimizer not in SIMULATED:
         raise ValueError(
             f"optimizer {optimizer!r}: a simulation runs torch's own; expected one of"
-            f" {', '.join(OPTIMIZERS)}."
+            f" {', '.join(SIMULATED)}."
         )
     if dist.is_available() and dist.is_initialized():
         raise RuntimeError(

@@ -46,15 +46,17 @@ from onefold.plan.shapes import ModelShape, architecture, known
 from onefold.plan.states import UnitPlan, at_rest, decided, units_of
 from onefold.plan.subject import dtype_of, in_tiles, shape_in_tiles, tokens
 from onefold.plan.wire import wire
-from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe
+from onefold.recipe import COMPUTE_DTYPES, Recipe
+from onefold.recipe.optimizers import SIMULATED
 from onefold.recipe.rows import FLAT, NODE
+from onefold.recipe.tiers import Tier
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.refresh import FIRST
 from onefold.simulation.clock import Clock, Recording
 from onefold.simulation.disk import Disk
 from onefold.simulation.places import fused_there, only_engine_calls, put_on_host
 from onefold.simulation.prices import Prices
-from onefold.simulation.refusals import OPTIMIZERS, check, check_timed, check_untimed, has_tiers
+from onefold.simulation.refusals import check, check_timed, check_untimed, has_tiers
 from onefold.simulation.result import Simulation, events_of, summaries_of
 from onefold.simulation.stand_in import code_of, stand_in
 from onefold.tracing.calling import backward, call, loss_of
@@ -93,7 +95,7 @@ def simulate(
         micro_batches: number per step; all but the last run under `onefold.no_sync`.
         batch, loss: as `onefold.tracing.trace.trace` takes them. Without a batch, `samples` of
             `seq` tokens; what the engine holds and sends does not depend on them.
-        optimizer: one of `OPTIMIZERS`.
+        optimizer: one of `SIMULATED` (recipe/optimizers.py).
         machine: time the last step on this machine (`Simulation.timeline`). Its nodes are the
             groups, if the recipe names no groups.
 
@@ -108,9 +110,6 @@ def simulate(
     check(recipe, ranks, rank, micro_batches, optimizer)
     module, shape, units, source = _subject(model, recipe)
     recipe = dataclasses.replace(recipe, units=units)
-    # All optimizers of OPTIMIZERS are element-wise
-    if recipe.optimizer.placement is Placement.SHARDED:
-        recipe = dataclasses.replace(recipe, elementwise_optimizer=True)
     begun, integers, own_code = time.perf_counter(), Integers(), source != _STAND_IN
     clock = None
     if machine is not None and own_code:
@@ -207,7 +206,8 @@ def _clock(
     own = recipe.compute_dtype
     precision = named[own] if own is not None else dtype_of(module)
     hidden = shape.transformer.hidden if shape.transformer else 0
-    return Clock(Prices(machine, precision, hidden, tokens), rank, has_tiers(recipe))
+    prices = Prices(machine, precision, hidden, tokens, disk=recipe.disk or Tier.NVME)
+    return Clock(prices, rank, has_tiers(recipe))
 
 
 def _subject(
@@ -348,10 +348,14 @@ def _steps(
     micro_batches: int,
     clock: Clock | None,
 ) -> Account:
+    from onefold.optim.verdict import tell_verdict
+    from onefold.runtime.stepper import GroupVerdict
     from onefold.shard import no_sync
 
-    kind, options = OPTIMIZERS[optimizer]
-    stepper = getattr(torch.optim, kind)(twin.parameters(), lr=1e-3, fused=True, **options)
+    known = SIMULATED[optimizer]
+    options = {**known.arguments, **({"fused": True} if known.can_fuse("cpu") else {})}
+    stepper = known.load()(twin.parameters(), lr=1e-3, **options)
+    tell_verdict(stepper, GroupVerdict(known.update))  # fake tensors have no values to try it on
     steps = STEPS_IN_BACKWARD if engine.recipe.step_in_backward else STEPS
     for step in range(steps):
         if step + 1 == steps:

@@ -26,10 +26,10 @@ from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import load as load_checkpoint
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.models.names import weights_digest
+from onefold.recipe.optimizers import TRAINED
 from onefold.recipe.options import NODES
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.train.config import TrainConfig
-from onefold.train.optimizers import KINDS
 from onefold.wording import TrainError
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def take_over(run: Run, point: Point) -> list[str]:
     """
     run.order.load_state_dict(point.order)
     groups = run.optimizer.param_groups
-    names = {"weight_decay", *KINDS[run.config.optimizer].options}
+    names = {"weight_decay", *TRAINED[run.config.optimizer].options}
     given = [{name: group[name] for name in names & group.keys()} for group in groups]
     states = {"model": run.model, "optimizer": run.optimizer, "scaler": run.scaler}
     base = point.extra.get("base")

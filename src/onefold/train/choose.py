@@ -126,7 +126,7 @@ def _planned(model: nn.Module, asked: Asked) -> Choice:
     found = plan_here(
         model, job, ranks=asked.ranks, local_ranks=asked.local_ranks, free=asked.free, device=asked.device,
         stages=() if asked.stage == "auto" else (int(asked.stage),), batch=batch,
-        beside=Beside(free_host_memory(), math.inf),  # the disks are looked at before the run itself
+        beside=Beside(free_host_memory(), math.inf, job.disk),  # the disks are looked at before the run itself
     )  # fmt: skip
     possible = asked.stages()
     everything = not asked.says(TIERS, NODES)
@@ -161,8 +161,7 @@ def _why(asked: Asked, chosen: Candidate, needed: Mapping[int, int], fits: bool)
             f" {readable(chosen.usable)} free: it may run out of memory"
         )
     peak = f"its peak takes {readable(needed[stage])} of {readable(chosen.usable)} a rank may use"
-    places = ((account.host, "on the host"), (account.nvme, "on NVMe"))
-    beside = [f"{readable(size)} {where}" for size, where in places if size]
+    beside = [f"{readable(size)} {tier.where}" for tier, size in account.by_tier.items() if size]
     if beside:
         peak += f", with {' and '.join(beside)}"
     if asked.stage != "auto":

@@ -175,9 +175,7 @@ class TrainConfig(_RecipeOptions):
     # optimization
     lr: Above0 = 1e-4
     """Peak learning rate."""
-    optimizer: str = "adamw"
-    """adamw, adam, nadam, radam, adamax, sgd, rmsprop, adagrad, adadelta or lion (needs
-    lion-pytorch)."""
+    optimizer: str = Field("adamw", description=f"{optimizers.offered()}.")
     optimizer_options: OptimizerOptions = None
     """More options of the optimizer, as name=value, such as "momentum=0.9 nesterov=true"."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -190,8 +188,9 @@ class TrainConfig(_RecipeOptions):
     """Largest gradient norm; 0 does not clip."""
     weight_decay: From0 = 0.01
     """Decay of matrices; biases, norms, embeddings and everything 1-D get none."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Adam's first moment, of adamw, adam, nadam, radam and adamax."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.9, description=f"Adam's first moment, of {optimizers.with_betas()}."
+    )
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Their second moment."""
     seed: CountFrom0 = 0

@@ -1,23 +1,20 @@
-"""`--optimizer` and `--optimizer-options`: the known optimizers, their options, and how to make
-one.
+"""`--optimizer` and `--optimizer-options`: check them, and make the optimizer.
 
     --optimizer sgd --optimizer-options "momentum=0.9 nesterov=true"
     --optimizer adamw --optimizer-options "betas=0.9,0.99 eps=1e-6"
 
-All of these optimizers update each element by itself, so ranks can step parts of a parameter. The
-table needs no torch, so an unknown name or option is reported at once.
+recipe/optimizers.py has the known optimizers and their options. It needs no torch, so an unknown name
+or option is reported at once.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onefold.recipe.optimizers import TRAINED
 from onefold.wording import TrainError, did_you_mean
 
 if TYPE_CHECKING:
@@ -26,39 +23,26 @@ if TYPE_CHECKING:
 Value = bool | float | tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A known optimizer.
-
-    Attributes:
-        module, name: the module and name of its class.
-        options: the names that `--optimizer-options` may set.
-        package: the package to install for it, "" for torch's own.
-        planned: the plan's name for an optimizer with as many states (plan/states.py).
-    """
-
-    module: str
-    name: str
-    options: tuple[str, ...]
-    planned: str
-    package: str = ""
-
-
-_ADAM = ("betas", "eps", "amsgrad")
-KINDS = {
-    "adamw": Kind("torch.optim", "AdamW", _ADAM, "adamw"),
-    "adam": Kind("torch.optim", "Adam", (*_ADAM, "decoupled_weight_decay"), "adam"),
-    "nadam": Kind("torch.optim", "NAdam", ("betas", "eps", "momentum_decay", "decoupled_weight_decay"), "adam"),
-    "radam": Kind("torch.optim", "RAdam", ("betas", "eps", "decoupled_weight_decay"), "adam"),
-    "adamax": Kind("torch.optim", "Adamax", ("betas", "eps"), "adam"),
-    "sgd": Kind("torch.optim", "SGD", ("momentum", "dampening", "nesterov"), "sgd"),
-    "rmsprop": Kind("torch.optim", "RMSprop", ("alpha", "eps", "momentum", "centered"), "rmsprop"),
-    "adagrad": Kind("torch.optim", "Adagrad", ("lr_decay", "initial_accumulator_value", "eps"), "adagrad"),
-    "adadelta": Kind("torch.optim", "Adadelta", ("rho", "eps"), "adam"),
-    "lion": Kind("lion_pytorch", "Lion", ("betas",), "lion", "lion-pytorch"),
-}  # fmt: skip
 #: Optimizers whose betas are --beta1 and --beta2.
-WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
+WITH_BETAS = tuple(name for name, known in TRAINED.items() if known.betas)
+
+
+def offered() -> str:
+    """List the optimizers, and what to install for them."""
+    names = (name + (f" (needs {o.package})" if o.package else "") for name, o in TRAINED.items())
+    return _listed(names, "or")
+
+
+def with_betas() -> str:
+    """List the optimizers of `WITH_BETAS`."""
+    return _listed(WITH_BETAS, "and")
+
+
+def _listed(names: Iterable[str], last: str) -> str:
+    *most, final = names
+    return f"{', '.join(most)} {last} {final}"
+
+
 #: Arguments of an optimizer that are options of the command.
 ELSEWHERE = {"lr": "--lr", "weight_decay": "--weight-decay"}
 
@@ -108,26 +92,28 @@ def _number(name: str, given: object) -> float:
 
 def check_optimizer(config: TrainConfig) -> None:
     """Raise TrainError if the optimizer or an option is unknown, or the package not installed."""
-    kind = KINDS.get(config.optimizer)
-    if kind is None:
-        raise TrainError(f"--optimizer {config.optimizer}: {did_you_mean(config.optimizer, KINDS)}")
-    if kind.package and importlib.util.find_spec(kind.module) is None:
-        raise TrainError(f"--optimizer {config.optimizer} needs: pip install {kind.package}.")
+    known = TRAINED.get(config.optimizer)
+    if known is None:
+        raise TrainError(
+            f"--optimizer {config.optimizer}: {did_you_mean(config.optimizer, TRAINED)}"
+        )
+    if known.package and importlib.util.find_spec(known.module) is None:
+        raise TrainError(f"--optimizer {config.optimizer} needs: pip install {known.package}.")
     given = config.optimizer_options or {}
     for name in given:
         if name in ELSEWHERE:
             raise TrainError(f"--optimizer-options {name}: give {ELSEWHERE[name]} instead.")
-        if name not in kind.options:
+        if name not in known.options:
             raise TrainError(
                 f"--optimizer-options {name}: {config.optimizer} has no such option."
-                f" {did_you_mean(name, kind.options)}"
+                f" {did_you_mean(name, known.options)}"
             )
     for name in ("beta1", "beta2"):
         default = type(config).model_fields[name].default
         if getattr(config, name) != default and config.optimizer not in WITH_BETAS:
             instead = (
                 "give betas in --optimizer-options"
-                if "betas" in kind.options
+                if "betas" in known.options
                 else "it has no betas"
             )
             raise TrainError(
@@ -158,23 +144,20 @@ def planned_as(config: TrainConfig) -> str:
     given = config.optimizer_options or {}
     if config.optimizer == "sgd" and given.get("momentum"):
         return "sgd-momentum"
-    return KINDS[config.optimizer].planned
+    return TRAINED[config.optimizer].planned
 
 
 def make(config: TrainConfig, groups: list[dict[str, Any]], device: str) -> Any:
     """Make the optimizer over the groups, fused if torch has a fused kernel for it.
     Raises TrainError for values that the optimizer does not take.
     """
-    kind = KINDS[config.optimizer]
-    made: Any = getattr(importlib.import_module(kind.module), kind.name)
+    known = TRAINED[config.optimizer]
     given: dict[str, Any] = dict(config.optimizer_options or {})
     if config.optimizer in WITH_BETAS:
         given = {"betas": (config.beta1, config.beta2), **given}
-    # Adagrad's fused kernel is for the CPU alone
-    can_fuse = "fused" in inspect.signature(made).parameters
-    if can_fuse and (config.optimizer != "adagrad" or device == "cpu"):
+    if known.can_fuse(device):
         given["fused"] = True
     try:
-        return made(groups, lr=config.lr, **given)
+        return known.load()(groups, lr=config.lr, **given)
     except (ValueError, TypeError) as error:
         raise TrainError(f"--optimizer {config.optimizer}: {error}") from error

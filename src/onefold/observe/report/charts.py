@@ -12,7 +12,7 @@ from typing import Any
 
 from onefold.comm import MOVES
 from onefold.observe.chrome import lanes
-from onefold.observe.memory import DEVICE, HOST, MOVED, NVME
+from onefold.observe.memory import DEVICE, MOVED
 from onefold.observe.report.figures import (
     COLOURS,
     Figure,
@@ -187,7 +187,7 @@ def _lines(step: Recording, plan: Account | None, tier: str) -> list[tuple[str, 
     if plan is None:
         return []
     if tier != DEVICE:
-        planned = {HOST: plan.host, NVME: plan.nvme}[tier]
+        planned = {there.value: nbytes for there, nbytes in plan.by_tier.items()}[tier]
         return [("plan", planned, "dash")] if planned else []
     out = [(*planned_peak(plan, step), "dash")] if plan.peak else []
     return (

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from onefold.memory.pool import TierError, failure
 from onefold.offload.nvme.datafile import DataFile
+from onefold.recipe import Tier
 
 LOCK, DATA = "lock", "data"
 MARK = b"onefold nvme store"
@@ -47,7 +48,7 @@ class Folder:
         path: the folder. data: its file.
     """
 
-    def __init__(self, parent: Path, name: str) -> None:
+    def __init__(self, parent: Path, name: str, tier: Tier = Tier.NVME) -> None:
         """Make the folder in `parent`, after removing stale folders of crashed runs there.
 
         Raises:
@@ -59,7 +60,7 @@ class Folder:
                 f"{name!r} cannot be a part of a folder's name; use letters, digits, '.', '_' and"
                 " '-'."
             )
-        check_folder(parent)
+        check_folder(parent, tier)
         reclaim(parent)
         self._lock = -1
         for _ in range(_TRIES):
@@ -69,12 +70,13 @@ class Folder:
                     break
             except OSError as error:
                 self._remove_files()
-                raise failure("making the NVMe folder", self.path, error) from None
+                what = f"making the {tier.title} folder"
+                raise failure(what, self.path, error, tier.folders) from None
             self._remove_files()
         else:
             raise TierError(
                 f"no folder can be made in {parent}: it disappeared {_TRIES} times. Name another"
-                " folder in nvme=."
+                f" folder in {tier.folders}=."
             )
         _close_in_children(self)
 
@@ -120,15 +122,17 @@ class Folder:
             self._lock = -1
 
 
-def as_paths(paths: Sequence[str | Path] | str | Path) -> list[Path]:
+def as_paths(paths: Sequence[str | Path] | str | Path, tier: Tier = Tier.NVME) -> list[Path]:
     """Return one or several folders as a list. Raises: ValueError: none was given."""
     given = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
     if not given:
-        raise ValueError("no folder was given for states on NVMe; name at least one in nvme=.")
+        raise ValueError(
+            f"no folder was given for states {tier.where}; name at least one in {tier.folders}=."
+        )
     return given
 
 
-def check_folder(path: Path) -> None:
+def check_folder(path: Path, tier: Tier = Tier.NVME) -> None:
     """Check that the folder exists. Raises: TierError: it does not.
 
     The folder is not created: with a mistyped mount point it would be on another disk.
@@ -136,8 +140,8 @@ def check_folder(path: Path) -> None:
     if not path.is_dir():
         what = "is a file" if path.exists() else "is not there"
         raise TierError(
-            f"the folder {path} for states on NVMe {what}. Create it on the disk that is meant, or"
-            " name another one in nvme=."
+            f"the folder {path} for states {tier.where} {what}. Create it on the disk that is meant,"
+            f" or name another one in {tier.folders}=."
         )
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from onefold.memory.pool import TierError, in_words
 from onefold.offload.nvme.buffer import PAGE
 from onefold.offload.nvme.datafile import READ, WRITE, DataFile
+from onefold.recipe import Tier
 
 #: For tests: a function that makes transfers fail. It is called as (operation, region, offset in
 #: the region, nbytes) before each system call, on one of the threads. An OSError that it returns is
@@ -92,8 +93,8 @@ class Io:
         fault: see `Fault`; None except in tests.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
-        self.name = name
+    def __init__(self, name: str, threads: int, tier: Tier = Tier.NVME) -> None:
+        self.name, self._tier = name, tier
         self.fault: Fault | None = None
         self.moved = {READ: 0, WRITE: 0}
         self._process, self._closed = os.getpid(), False
@@ -142,7 +143,7 @@ class Io:
             raise self._closed_error()
         if os.getpid() != self._process:
             raise TierError(
-                f"the NVMe store {self.name!r} belongs to process {self._process}; this is a child"
+                f"the {self._tier.title} store {self.name!r} belongs to process {self._process}; this is a child"
                 f" that was forked from it (process {os.getpid()}) and cannot use it. Make a store"
                 " of its own in the child, or start the child with spawn."
             )
@@ -157,8 +158,8 @@ class Io:
 
     def _closed_error(self) -> TierError:
         return TierError(
-            f"the NVMe store {self.name!r} is closed; nothing can be read from it or written to it"
-            " any more."
+            f"the {self._tier.title} store {self.name!r} is closed; nothing can be read from it or"
+            " written to it any more."
         )
 
     def _run(self, op: str, region: str, piece: Piece, transfer: Transfer) -> None:
@@ -196,7 +197,7 @@ class Io:
                 raise TierError(
                     f"{_doing(op, region, piece)} ended after {done:,} of {total:,} bytes, as if"
                     " the file was cut short there, which it was not. The file system does not"
-                    " keep its word: name another disk in nvme=."
+                    f" keep its word: name another disk in {self._tier.folders}=."
                 )
 
     def _once(self, op: str, region: str, piece: Piece, done: int) -> int:
@@ -219,13 +220,14 @@ class Io:
                 if error.errno == errno.EINVAL and direct:
                     piece.file.give_up_direct()
                     continue
-                raise TierError(f"{_doing(op, region, piece)} failed: {in_words(error)}.") from None
+                said = in_words(error, self._tier.folders)
+                raise TierError(f"{_doing(op, region, piece)} failed: {said}.") from None
             if moved == 0:
                 piece.file.check()
                 raise TierError(
                     f"{_doing(op, region, piece)} ended after {done:,} of {len(piece.view):,}"
                     " bytes: the file was cut short, or the file system does not keep its word."
-                    " Start again from the last checkpoint, with another disk in nvme=."
+                    f" Start again from the last checkpoint, with another disk in {self._tier.folders}=."
                 )
             return moved
         raise AssertionError("the second turn is never a direct one")

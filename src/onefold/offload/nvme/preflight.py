@@ -18,6 +18,7 @@ from onefold.offload.nvme.buffer import bytes_of, page_buffer, rounded
 from onefold.offload.nvme.datafile import READ, WRITE, DataFile
 from onefold.offload.nvme.files import as_paths, check_folder, reclaim
 from onefold.offload.nvme.io import Io, Piece, Transfer
+from onefold.recipe import Tier
 
 _BLOCK = 4 << 20
 #: Bytes that must be free for a disk to be measured.
@@ -48,6 +49,7 @@ def measure(
     *,
     threads: int = 4,
     seconds: float = 0.5,
+    tier: Tier = Tier.NVME,
 ) -> list[DiskRate]:
     """Measure each path in turn: write at most `nbytes`, then read them again.
 
@@ -57,10 +59,12 @@ def measure(
     Raises:
         TierError: a path is missing, is not writable or has no room to measure in.
     """
-    return [_measure(path, nbytes, threads, seconds) for path in as_paths(paths)]
+    return [_measure(path, nbytes, threads, seconds, tier) for path in as_paths(paths, tier)]
 
 
-def refuse_unless_fits(paths: Sequence[str | Path] | str | Path, need: int, what: str) -> None:
+def refuse_unless_fits(
+    paths: Sequence[str | Path] | str | Path, need: int, what: str, tier: Tier = Tier.NVME
+) -> None:
     """Raise if `need` bytes, striped over `paths`, do not fit.
 
     Stale folders of crashed runs are removed first. Folders on one file system share its free
@@ -68,15 +72,15 @@ def refuse_unless_fits(paths: Sequence[str | Path] | str | Path, need: int, what
 
     Args:
         need: bytes of all ranks of this host together.
-        what: the subject of the message.
+        what: the subject of the message. tier: of the folders.
 
     Raises:
         TierError: the bytes do not fit, or a path is missing.
     """
     together: dict[int, list[Path]] = defaultdict(list)
-    given = as_paths(paths)
+    given = as_paths(paths, tier)
     for path in given:
-        check_folder(path)
+        check_folder(path, tier)
         reclaim(path)
         together[path.stat().st_dev].append(path)
     for folders in together.values():
@@ -86,17 +90,17 @@ def refuse_unless_fits(paths: Sequence[str | Path] | str | Path, need: int, what
             raise TierError(
                 f"{what}: {share:,} bytes{of} are needed at {' and '.join(map(str, folders))},"
                 f" where {free:,} are free. Free {share - free:,} bytes there, name larger or more"
-                " disks in nvme=, or store more on the host or the device."
+                f" disks in {tier.folders}=, or store more on the host or the device."
             )
 
 
-def _measure(path: Path, nbytes: int, threads: int, seconds: float) -> DiskRate:
-    check_folder(path)
+def _measure(path: Path, nbytes: int, threads: int, seconds: float, tier: Tier) -> DiskRate:
+    check_folder(path, tier)
     free = shutil.disk_usage(path).free
     if free < ROOM_TO_MEASURE:
         raise TierError(
             f"{path} has {free:,} bytes free, too few to measure the disk; free some space or name"
-            " another folder in nvme=."
+            f" another folder in {tier.folders}=."
         )
     nbytes = rounded(min(nbytes, free // 10))
     staging = page_buffer(threads * _BLOCK)
@@ -109,7 +113,7 @@ def _measure(path: Path, nbytes: int, threads: int, seconds: float) -> DiskRate:
         # The threads end before their file is closed.
         with (
             contextlib.closing(DataFile.nameless(path)) as file,
-            contextlib.closing(Io("preflight", threads)) as io,
+            contextlib.closing(Io("preflight", threads, tier)) as io,
         ):
             file.extend(nbytes)
             written, write_s = _move(io, WRITE, file, staging, nbytes, seconds)
@@ -122,7 +126,7 @@ def _measure(path: Path, nbytes: int, threads: int, seconds: float) -> DiskRate:
                 direct=file.direct,
             )
     except OSError as error:
-        raise failure("measuring the disk at", path, error) from None
+        raise failure("measuring the disk at", path, error, tier.folders) from None
 
 
 def _move(

@@ -180,7 +180,7 @@ class ShardInfo:
         self._box = box = entry.box
         self.shape = torch.Size(entry.slot.shape) if box is None else box.shape
         self.dtype = entry.compute.dtype
-        self.sharded = not entry.flat.whole_master
+        self.sharded = entry.flat.divided
         self.in_place = entry.flat.storage.in_place
 
     def __deepcopy__(self, memo: object) -> ShardInfo:

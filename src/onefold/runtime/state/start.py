@@ -22,7 +22,7 @@ from onefold.memory import GATHERED
 from onefold.recipe import Recipe
 from onefold.recipe.options import OPTIONS
 from onefold.recipe.rows import FLAT, GROUP, NATIVE
-from onefold.runtime.boxes import is_dtensor, local_of
+from onefold.runtime.boxes import dtensor_over, is_dtensor, local_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.hooks import is_sharded
@@ -404,7 +404,12 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                     whole = flat.view(full, entry)
                     if flat.tiled:
                         whole = _place_in(joint, entry, whole).copy_(whole)
-                    stand_in = nn.Parameter(whole, requires_grad=False)
+                    shown_as = (
+                        whole
+                        if entry.box is None
+                        else dtensor_over(whole, entry.box.spec(whole.dtype))
+                    )
+                    stand_in = nn.Parameter(shown_as, requires_grad=False)
                     flat.swap(entry, stand_in)
                     if write:
                         shown.append((entry, stand_in, whole))
@@ -444,7 +449,7 @@ def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | N
             for places, attribute, _ in entry.places
             if (found := places.get(attribute)) is not None
         ]
-        param = next((p for p in placed if p is not stand_in), stand_in)
+        param = local_of(next((p for p in placed if p is not stand_in), stand_in))
         if param.data_ptr() != whole.data_ptr():
             if param.shape == whole.shape:
                 whole.copy_(param)
@@ -530,18 +535,19 @@ def _source(engine: Engine, entry: Entry, dtype: torch.dtype) -> torch.Tensor | 
     return boxes_from_first(engine.resources, item, entry.box, source.detach())
 
 
-def refuse_missing_boxes(engine: Engine, specs: Iterable[UnitSpec], values: bool) -> None:
-    """Raise ValueError on every rank if a rank has a box on the meta device that no other rank has
-    the values of. Collective. `values`: rank 0's model is on the meta device.
+def refuse_missing_boxes(engine: Engine, values: bool) -> None:
+    """Raise ValueError on every rank if the first holder of a box has it on the meta device, and
+    rank 0 does not. Collective. `values`: rank 0's model is on the meta device.
     """
-    boxes = [f for spec in specs for f in spec.found if f.box is not None]
-    if not any(f.box.divided for f in boxes):  # type: ignore[union-attr]
+    boxes = [e for e in engine.entries if e.box is not None and e.box.divided]
+    if not boxes:
         return
-    missing = [f.names[0] for f in boxes if f.param.is_meta] if not values else []
+    firsts = [e for e in boxes if e.flat.rank == 0 and e.param.is_meta] if not values else []
+    missing = [e.slot.name for e in firsts]
     if engine.group.any_of(bytes([bool(missing)]), _START)[0]:
         name = f" (here {missing[0]!r})" if missing else ""
         raise ValueError(
-            f"rank 0's model has values, and some rank's DTensors are on the meta device{name}:"
+            f"rank 0's model has values, and DTensors of another rank are on the meta device{name}:"
             " rank 0 has only its own part of them. Build the model on the meta device on every"
             " rank, or on none."
         )

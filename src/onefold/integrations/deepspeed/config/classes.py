@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from onefold.integrations.deepspeed.config.keys import REMOVED, Key, Section
-from onefold.integrations.deepspeed.lion import Lion
+from onefold.recipe.optimizers import KNOWN, OF_DEEPSPEED
 
 _WARMUP: Section = {
     "warmup_min_lr": Key("numbers", low=0),
@@ -53,39 +53,17 @@ SCHEDULES: Mapping[str, Section] = {
     },
 }
 
-ELEMENTWISE_OPTIMIZERS = (
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "Lion",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
-
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return the class of a name in `ELEMENTWISE_OPTIMIZERS`: torch's, or Onefold's `Lion`."""
-    found: type[torch.optim.Optimizer] = Lion if name == "Lion" else getattr(torch.optim, name)
+    """Return the class of a name in `OF_DEEPSPEED`: torch's, or Onefold's `Lion`."""
+    found: type[torch.optim.Optimizer] = OF_DEEPSPEED[name].load(package=False)
     return found
 
 
-_MATRIX = (
-    "its update looks at whole matrices or their norms, and a rank holds a flat interval of them"
-)
 _OWN = "it is not part of torch: build it yourself and pass it to initialize(optimizer=...)"
 
 REFUSED_OPTIMIZERS: Mapping[str, str] = {
-    "lamb": _MATRIX,
-    "muon": _MATRIX,
-    "adafactor": _MATRIX,
-    "lbfgs": _MATRIX,
-    "sparseadam": "it needs sparse gradients, and reduced gradients are dense",
+    **{name: row.refused for name, row in KNOWN.items() if row.refused},
     "muadam": _OWN,
     "muadamw": _OWN,
     "musgd": _OWN,

@@ -23,7 +23,6 @@ import torch
 
 from onefold.integrations.deepspeed.config.classes import (
     ADAM_EXTRAS,
-    ELEMENTWISE_OPTIMIZERS,
     REFUSED_OPTIMIZERS,
     SCHEDULES,
     optimizer_class,
@@ -31,6 +30,7 @@ from onefold.integrations.deepspeed.config.classes import (
 from onefold.integrations.deepspeed.config.keys import Key, Section
 from onefold.integrations.deepspeed.config.reading import Reading
 from onefold.integrations.deepspeed.config.values import check_arguments, nearest
+from onefold.recipe.optimizers import OF_DEEPSPEED
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def read_optimizer(section: Mapping[str, Any], read: Reading) -> OptimizerSpec:
         NotImplementedError: a variant of Adam that torch does not have.
     """
     given = section["type"]
-    names = {name.lower(): name for name in ELEMENTWISE_OPTIMIZERS}
+    names = {name.lower(): name for name in OF_DEEPSPEED}
     refused = REFUSED_OPTIMIZERS.get(given.lower())
     if refused:
         raise ValueError(f"optimizer.type={given!r} cannot be used: {refused}.")

@@ -1,0 +1,174 @@
+"""The optimizers that Onefold knows by name. Needs no torch: a misspelt name is reported at once.
+
+One row says all that the package knows of an optimizer:
+
+| who reads the row                    | what it reads                                                |
+|--------------------------------------|--------------------------------------------------------------|
+| the plan (plan/states.py)            | `states`: their bytes                                        |
+| the simulation                       | `simulated`: the class and its arguments; `update`           |
+| `onefold train --optimizer`          | `options`: what `--optimizer-options` may set; `package`     |
+| DeepSpeed's `"optimizer": {"type"}`  | `deepspeed`, or why it is refused: `refused`                 |
+
+To add an optimizer, add a row. If its update is not element-wise, also write the `Stepper` that steps
+it (runtime/stepper.py). A class that no row names may step too: optim/verdict.py tries its update.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+#: What the update of one element looks at:
+#: - "element-wise": at its own gradient and states. Any part of a parameter can be stepped by itself.
+#: - "whole": at its whole parameter, such as a matrix, and at no other.
+#: - "refused": at other parameters too, or at what is not known.
+Update = Literal["element-wise", "whole", "refused"]
+ELEMENTWISE: Update = "element-wise"
+WHOLE: Update = "whole"
+REFUSED: Update = "refused"
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """A tensor that an optimizer keeps for each parameter, by its key in `optimizer.state`.
+
+    `number`: it is one fp32 number. Else it has the parameter's shape, in the dtype of the master
+    weights.
+    """
+
+    key: str
+    number: bool = False
+
+
+@dataclass(frozen=True)
+class KnownOptimizer:
+    """A row of `KNOWN`.
+
+    Attributes:
+        name: of the class.
+        module: where the class is; "" if no library that Onefold knows has it.
+        package: what to install for the module; "" for torch's own.
+        builtin: a module of Onefold with the same update, for front ends that need no package.
+        update: what the update looks at. tests/recipe/test_optimizers.py holds it against a trial.
+        refused: why no front end offers it, as a sentence without its end; "" if some do.
+        states: what it keeps for a parameter, if the plan counts it.
+        arguments: what the row's name says beyond the class.
+        trained: whether `onefold train --optimizer` offers it.
+        options: the names that `--optimizer-options` may set.
+        planned: the name of the row whose states the plan counts; "": the plan does not know it.
+        simulated: whether the simulation runs it.
+        betas: whether `--beta1` and `--beta2` are its betas.
+        fused: where torch has a fused kernel for it: nowhere, on the CPU alone, or on any device.
+        deepspeed: whether a DeepSpeed configuration may name it.
+    """
+
+    name: str
+    module: str = "torch.optim"
+    package: str = ""
+    builtin: str = ""
+    update: Update = ELEMENTWISE
+    refused: str = ""
+    states: tuple[KeptState, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    trained: bool = False
+    options: tuple[str, ...] = ()
+    planned: str = ""
+    simulated: bool = False
+    betas: bool = False
+    fused: Literal["", "cpu", "any"] = ""
+    deepspeed: bool = False
+
+    @property
+    def elementwise_states(self) -> int:
+        """The states of the parameter's shape."""
+        return sum(not state.number for state in self.states)
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of the other states of one parameter."""
+        return 4 * sum(state.number for state in self.states)
+
+    def load(self, package: bool = True) -> Any:
+        """Import the class. `package`: from `module`, else from `builtin` if there is one."""
+        module = self.module if package else self.builtin or self.module
+        return getattr(importlib.import_module(module), self.name)
+
+    def can_fuse(self, device: str) -> bool:
+        """Return whether torch has a fused kernel for it on a type of device."""
+        return self.fused == "any" or self.fused == device
+
+
+_STEP = KeptState("step", number=True)
+_ADAM = (KeptState("exp_avg"), KeptState("exp_avg_sq"), _STEP)
+_OF_ADAM = ("betas", "eps", "amsgrad")
+_MATRIX = (
+    "its update looks at whole matrices or their norms, and a rank holds a flat interval of them"
+)
+
+#: {the name on command lines and in files, in lower case: the row}
+KNOWN: Mapping[str, KnownOptimizer] = {
+    "adamw": KnownOptimizer(
+        "AdamW", states=_ADAM, trained=True, options=_OF_ADAM, planned="adamw",
+        simulated=True, betas=True, fused="any", deepspeed=True,
+    ),
+    "adam": KnownOptimizer(
+        "Adam", states=_ADAM, trained=True, options=(*_OF_ADAM, "decoupled_weight_decay"), planned="adam",
+        simulated=True, betas=True, fused="any", deepspeed=True,
+    ),
+    "nadam": KnownOptimizer(
+        "NAdam", trained=True, options=("betas", "eps", "momentum_decay", "decoupled_weight_decay"), planned="adam",
+        betas=True, deepspeed=True,
+    ),
+    "radam": KnownOptimizer(
+        "RAdam", trained=True, options=("betas", "eps", "decoupled_weight_decay"), planned="adam",
+        betas=True, deepspeed=True,
+    ),
+    "adamax": KnownOptimizer(
+        "Adamax", trained=True, options=("betas", "eps"), planned="adam", betas=True, deepspeed=True,
+    ),
+    "sgd": KnownOptimizer(
+        "SGD", trained=True, options=("momentum", "dampening", "nesterov"), planned="sgd",
+        simulated=True, fused="any", deepspeed=True,
+    ),
+    "sgd-momentum": KnownOptimizer(
+        "SGD", states=(KeptState("momentum_buffer"),), arguments={"momentum": 0.9},
+        planned="sgd-momentum", simulated=True, fused="any",
+    ),
+    "rmsprop": KnownOptimizer(
+        "RMSprop", states=(KeptState("square_avg"), _STEP), trained=True, options=("alpha", "eps", "momentum", "centered"),
+        planned="rmsprop", deepspeed=True,
+    ),
+    "adagrad": KnownOptimizer(
+        "Adagrad", states=(KeptState("sum"), _STEP), trained=True, options=("lr_decay", "initial_accumulator_value", "eps"),
+        planned="adagrad", fused="cpu", deepspeed=True,
+    ),
+    "adadelta": KnownOptimizer(
+        "Adadelta", trained=True, options=("rho", "eps"), planned="adam", deepspeed=True,
+    ),
+    "lion": KnownOptimizer(
+        "Lion", "lion_pytorch", "lion-pytorch", "onefold.integrations.deepspeed.lion",
+        states=(KeptState("exp_avg"),), trained=True, options=("betas",), planned="lion", deepspeed=True,
+    ),
+    "asgd": KnownOptimizer("ASGD", deepspeed=True),
+    "rprop": KnownOptimizer("Rprop", deepspeed=True),
+    "adafactor": KnownOptimizer("Adafactor", update=WHOLE, refused=_MATRIX),
+    "muon": KnownOptimizer("Muon", update=WHOLE, refused=_MATRIX),
+    "lamb": KnownOptimizer("Lamb", "", update=WHOLE, refused=_MATRIX),
+    "lbfgs": KnownOptimizer("LBFGS", update=REFUSED, refused=_MATRIX),
+    "sparseadam": KnownOptimizer(
+        "SparseAdam", update=REFUSED,
+        refused="it needs sparse gradients, and reduced gradients are dense",
+    ),
+}  # fmt: skip
+
+PLANNED = {name: row for name, row in KNOWN.items() if row.planned == name}
+SIMULATED = {name: row for name, row in KNOWN.items() if row.simulated}
+TRAINED = {name: row for name, row in KNOWN.items() if row.trained}
+#: By the name of the class, as a DeepSpeed configuration spells it.
+OF_DEEPSPEED = {
+    row.name: row
+    for row in sorted(KNOWN.values(), key=lambda row: row.name.lower())
+    if row.deepspeed
+}

@@ -1,0 +1,261 @@
+"""Who steps a parameter is decided for each parameter group, by what its update looks at."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import onefold
+from onefold.optim.verdict import refuse_unless_elementwise, tell_verdict, verdict_of
+from onefold.recipe.optimizers import ELEMENTWISE, KNOWN, REFUSED, WHOLE
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.stepper import GroupVerdict, Stepper, Steppers
+from ranks import run_ranks
+
+
+class Looking(torch.optim.SGD):
+    """SGD that divides each gradient by a norm: of nothing, of its parameter, or of all parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.1, looks_at: str = "element") -> None:
+        super().__init__(params, lr=lr)
+        self.defaults["looks_at"] = looks_at
+        for group in self.param_groups:
+            group.setdefault("looks_at", looks_at)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        every = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norms = {p: p.grad.norm() for p in every}
+        total = sum(norms.values(), torch.zeros(()))
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and group["looks_at"] != "element":
+                    p.grad = p.grad / (norms[p] if group["looks_at"] == "parameter" else total)
+        super().step()
+        return loss
+
+
+UPDATES = {"element": ELEMENTWISE, "parameter": WHOLE, "all": REFUSED}
+
+
+def matrix() -> nn.Parameter:
+    return nn.Parameter(torch.ones(4, 4))
+
+
+def test_each_group_of_an_optimizer_has_a_verdict_of_its_own() -> None:
+    for default in ("element", "parameter"):
+        groups = [{"params": [matrix()], "looks_at": name} for name in ("parameter", "element")]
+        optimizer = Looking([*groups, {"params": [matrix()]}], looks_at=default)
+        found = [verdict_of(optimizer, number).update for number in range(3)]
+        assert found == [WHOLE, ELEMENTWISE, UPDATES[default]], default
+
+
+def test_a_group_that_looks_at_the_others_refuses_them_all_also_when_it_comes_later() -> None:
+    optimizer = Looking([{"params": [matrix()]}, {"params": [matrix()], "looks_at": "parameter"}])
+    assert [verdict_of(optimizer, number).update for number in (0, 1)] == [ELEMENTWISE, WHOLE]
+    optimizer.add_param_group({"params": [matrix()], "looks_at": "all"})
+    assert {verdict_of(optimizer, number).update for number in range(3)} == {REFUSED}
+
+
+def test_an_option_that_no_trial_can_be_told_leaves_the_verdict_on_the_defaults() -> None:
+    group = {"params": [matrix()], "looks_at": "element", "with": object()}
+    assert verdict_of(Looking([group], looks_at="parameter"), 0).update == WHOLE
+
+
+def test_a_group_that_cannot_be_tried_has_the_verdict_on_the_defaults() -> None:
+    class Picky(Looking):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                if "rows" in group and any(p.shape[0] != group["rows"] for p in group["params"]):
+                    raise ValueError("other rows")
+            return super().step(closure)
+
+    for default, update in UPDATES.items():
+        optimizer = Picky([{"params": [matrix()], "rows": 4}], looks_at=default)
+        assert verdict_of(optimizer, 0).update == update
+
+
+def test_a_group_that_fails_on_one_shape_is_not_excused_by_an_error_on_another() -> None:
+    class Small(Looking):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                if "small" in group and any(p.numel() > 400 for p in group["params"]):
+                    raise ValueError("too large")
+            return super().step(closure)
+
+    group = {"params": [matrix()], "small": True, "looks_at": "parameter"}
+    assert verdict_of(Small([group]), 0).update == WHOLE
+
+
+def test_a_refused_group_is_named_by_its_options_and_a_refused_optimizer_is_not() -> None:
+    groups = [{"params": [matrix()], "looks_at": "parameter"}, {"params": [matrix()]}]
+    with pytest.raises(ValueError, match="with a group's looks_at='parameter', changed"):
+        refuse_unless_elementwise(Looking(groups))
+    with pytest.raises(ValueError, match=r"\(cutting a small matrix changed the result\)"):
+        refuse_unless_elementwise(Looking(groups, looks_at="all"))
+
+
+def test_a_verdict_that_was_told_needs_no_trial() -> None:
+    optimizer = Looking([matrix()], looks_at="all")
+    tell_verdict(optimizer, GroupVerdict(ELEMENTWISE))
+    refuse_unless_elementwise(optimizer)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n, row in KNOWN.items() if row.module and importlib.util.find_spec(row.module)],
+)
+def test_the_table_of_optimizers_says_what_a_trial_finds(name: str) -> None:
+    row = KNOWN[name]
+    for package in {True, not row.builtin}:
+        optimizer = row.load(package)([matrix()], lr=0.1, **row.arguments)
+        assert verdict_of(optimizer, 0).update == row.update
+
+
+class TakesWhole(Stepper):
+    """Counts the parameters whose update needs them whole, and steps none."""
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+    def accepts(
+        self, optimizer: Optimizer, flat: Flat, verdict: Callable[[], GroupVerdict]
+    ) -> bool:
+        return verdict().update == WHOLE
+
+    def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
+        self.given += [entry.part.names[0] for entry in entries]
+
+
+def sharded(stage: int) -> tuple[nn.Module, list[nn.Parameter], list[nn.Parameter]]:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = onefold.shard(inner, onefold.Recipe.zero(stage, stall_timeout=20.0))
+    params = list(model.parameters())
+    return model, [p for p in params if p.dim() == 2], [p for p in params if p.dim() == 1]
+
+
+def two_groups(stage: int) -> dict[str, Any]:
+    """What a stepper of whole parameters is given, and what moves, in two steps."""
+    model, matrices, vectors = sharded(stage)
+    engine, whole = onefold.engine_of(model), TakesWhole()
+    engine.stepper = Steppers([whole, *engine.stepper.apart])
+    optimizer = Looking([{"params": matrices, "looks_at": "parameter"}, {"params": vectors}])
+    before = onefold.full_state_dict(model)
+    for _ in range(2):
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+        graded = all(p.grad is not None for p in matrices)
+        optimizer.zero_grad()
+    after = onefold.full_state_dict(model)
+    moved = sorted(k for k in before if not torch.equal(before[k], after[k]))
+    return {"given": sorted(whole.given), "moved": moved, "graded": graded}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_groups_of_one_optimizer_may_have_two_steppers(stage: int) -> None:
+    first, second = run_ranks(2, two_groups, stage)
+    weights, biases = ["0.weight", "1.weight"], ["0.bias", "1.bias"]
+    assert first == {"given": sorted(weights * 2), "moved": biases, "graded": True}
+    assert second["given"] == sorted(weights * 2)
+
+
+def moved_to_another_group(stage: int) -> list[list[str]]:
+    """What a stepper of whole parameters is given, before and after a parameter leaves its group.
+    The order of all parameters stays.
+    """
+    model, matrices, vectors = sharded(stage)
+    engine, whole = onefold.engine_of(model), TakesWhole()
+    engine.stepper = Steppers([whole, *engine.stepper.apart])
+    optimizer = Looking([{"params": matrices, "looks_at": "parameter"}, {"params": vectors}])
+    given = []
+    for _ in range(2):
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        given.append(whole.given)
+        whole.given = []
+        first, second = optimizer.param_groups
+        second["params"].insert(0, first["params"].pop())
+    return given
+
+
+def test_a_parameter_that_moves_to_another_group_has_the_stepper_of_that_group() -> None:
+    assert run_ranks(2, moved_to_another_group, 3) == [[["0.weight", "1.weight"], ["0.weight"]]] * 2
+
+
+def refused_before_anything(stage: int) -> tuple[str, int, bool]:
+    """An optimizer whose second group nobody can step, with a closure."""
+    model, matrices, vectors = sharded(stage)
+    optimizer = Looking([{"params": vectors}, {"params": matrices, "looks_at": "all"}])
+    before, calls = [p.detach().clone() for p in model.parameters()], []
+
+    def closure() -> torch.Tensor:
+        calls.append(1)
+        loss = model(torch.ones(2, 8)).square().sum()
+        loss.backward()
+        return loss
+
+    closure()
+    message = ""
+    try:
+        optimizer.step(closure)
+    except ValueError as error:
+        message = str(error)
+    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    return message, len(calls), same
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_with_a_group_that_nobody_steps_is_refused_before_its_closure(
+    stage: int,
+) -> None:
+    for message, calls, same in run_ranks(2, refused_before_anything, stage):
+        assert "Looking cannot step sharded parameters" in message
+        assert "with a group's looks_at='all'" in message
+        assert (calls, same) == (1, True)
+
+
+def whole_on_one_rank() -> str:
+    """Parameters that are whole are stepped by any optimizer, at stage 0."""
+    model, matrices, vectors = sharded(0)
+    optimizer = Looking([{"params": matrices, "looks_at": "all"}, {"params": vectors}])
+    model(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+    return "stepped"
+
+
+def test_whole_parameters_are_stepped_by_any_optimizer() -> None:
+    assert run_ranks(2, whole_on_one_rank) == ["stepped", "stepped"]
+
+
+def low_bit_beside_offloaded(offload: str) -> list[str]:
+    """Which steppers step which parameters, by the name of their class."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    recipe = onefold.Recipe.zero(
+        1, moments="int8", units=("Linear",), offload_optimizer=offload, stall_timeout=20.0
+    )
+    model = onefold.shard(inner, recipe)
+    engine = onefold.engine_of(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    chosen = engine.stepper.choose(optimizer, engine.entries, verdict_of)
+    return [
+        f"{type(stepper).__name__} {entry.part.names[0]}"
+        for stepper, entries in chosen.items()
+        for entry in entries
+    ]
+
+
+def test_offloaded_shards_are_stepped_first_and_low_bit_moments_on_the_device_after() -> None:
+    for found in run_ranks(2, low_bit_beside_offloaded, "cpu:0.5"):
+        steppers = [line.split()[0] for line in found]
+        assert set(steppers) == {"OffloadStepper", "LowBitStepper"}, found
+        assert steppers == sorted(steppers, reverse=True), found

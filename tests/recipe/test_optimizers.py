@@ -1,0 +1,78 @@
+"""The table of known optimizers: what it says of a class is what the class does."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onefold.recipe.optimizers import KNOWN, PLANNED, KnownOptimizer
+
+HERE = {
+    name: row
+    for name, row in KNOWN.items()
+    if row.module and importlib.util.find_spec(row.module) is not None
+}
+
+
+def after_a_step(row: KnownOptimizer, package: bool) -> tuple[nn.Parameter, dict[str, Any]]:
+    param = nn.Parameter(torch.arange(12.0).view(3, 4))
+    optimizer = row.load(package)([param], lr=0.1, **row.arguments)
+    param.grad = torch.linspace(-1, 2, 12).view(3, 4)
+    optimizer.step()
+    return param, optimizer.state[param]
+
+
+@pytest.mark.parametrize("name", [name for name in PLANNED if name in HERE])
+@pytest.mark.parametrize("package", [True, False])
+def test_an_optimizer_keeps_the_states_that_the_plan_counts(name: str, package: bool) -> None:
+    row = PLANNED[name]
+    param, state = after_a_step(row, package)
+    kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    assert {each.key for each in row.states} == kept.keys()
+    for each in row.states:
+        shape = () if each.number else param.shape
+        assert kept[each.key].shape == shape and kept[each.key].dtype == torch.float32, each
+    nbytes = sum(value.nbytes for value in kept.values())
+    assert nbytes == row.elementwise_states * 4 * param.numel() + row.number_bytes
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if KNOWN[name].builtin])
+def test_a_built_in_class_steps_as_the_package_does(name: str) -> None:
+    row = KNOWN[name]
+    same = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}
+    found = []
+    for package in (True, False):
+        param = nn.Parameter(torch.arange(12.0).view(3, 4))
+        optimizer = row.load(package)([param], **same)
+        for step in range(3):
+            param.grad = torch.linspace(-1, 2, 12).view(3, 4) * (1 - step)
+            optimizer.step()
+        found.append(param.detach())
+    assert torch.equal(*found)
+
+
+def test_fused_kernels_are_named_where_the_class_has_them() -> None:
+    for name, row in HERE.items():
+        has = "fused" in inspect.signature(row.load()).parameters
+        assert bool(row.fused) == has, name
+        assert row.can_fuse("cpu") == has, name
+        assert row.can_fuse("cuda") == (row.fused == "any"), name
+
+
+def test_what_is_offered_by_no_front_end_says_why() -> None:
+    for name, row in KNOWN.items():
+        offered = row.trained or row.simulated or row.deepspeed or bool(row.planned)
+        assert offered != bool(row.refused), name
+        assert row.planned in ("", *PLANNED), name
+
+
+def test_the_table_needs_no_torch() -> None:
+    code = "import sys, onefold.recipe.optimizers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
