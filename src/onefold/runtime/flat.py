@@ -279,11 +279,6 @@ class Entry:
         return self.box.here if self.box is not None and self.box.divided else None
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the parameter as users and checkpoints know it: that of the global tensor."""
-        return self.part.shape if self.region is None else tuple(self.box.shape)  # type: ignore[union-attr]
-
-    @property
     def numel(self) -> int:
         """Elements of the parameter as users know it; of a tile, those of the tile."""
         return self.slot.numel if self.region is None else self.box.shape.numel()  # type: ignore[union-attr]
