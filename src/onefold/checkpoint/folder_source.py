@@ -194,15 +194,15 @@ class FolderSource(Source):
     def _decode(self, moment: Item, box: Region, start: int, stop: int, out: torch.Tensor) -> None:
         """Read elements [start, stop) of a box of a packed moment into `out`, in fp32."""
         a, b = start // BLOCK * BLOCK, min(box.numel, -(-stop // BLOCK) * BLOCK)
-        parts: dict[bool, torch.Tensor] = {}
+        read: dict[bool, torch.Tensor] = {}  # the codes, and the scales
         for record in self._moments[moment]:
             part = packed(record.item.state)
-            assert part is not None
+            assert part is not None, "by it the moment was found"
             i, j = items_of(a, b, part.grain)
-            parts[part.scale] = torch.empty(j - i, dtype=part.dtype, device="cpu")
-            self.read_box(record.item, box, i, j, parts[part.scale])
-        codec = MomentPacking(part.format, torch.device("cpu"))
-        values = codec.decode(parts[False], parts[True], b - a, SIGNED[part.key])
+            read[part.scale] = torch.empty(j - i, dtype=part.dtype, device="cpu")
+            self.read_box(record.item, box, i, j, read[part.scale])
+            codec = MomentPacking(part.format, torch.device("cpu"))
+        values = codec.decode(read[False], read[True], b - a, SIGNED[moment.state])
         out.copy_(values[start - a : stop - a])
 
     def _read(
