@@ -3,7 +3,7 @@ optimizers.
 
 | question                                     | files, in the order to read them       |
 |----------------------------------------------|----------------------------------------|
-| Who are the ranks, and which share a node?   | `communicators`                        |
+| Who are the ranks, and which share a node?   | `mesh`, `communicators`                |
 | How do tensors move, on one level or two?    | `group` ► `moves` ► `wire`             |
 | How do ranks exchange a few bytes?           | `peers`                                |
 | How does a rank wait, and give up waiting?   | `pending`, `peers`                     |

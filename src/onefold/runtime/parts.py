@@ -285,8 +285,7 @@ def to_first(
                 out[a:b].copy_(part)
     if item.box is None:
         return whole
-    if everywhere:
-        raise RuntimeError(f"{item.name!r} is divided along several axes: no rank holds all of it")
+    assert not everywhere, "no rank holds all of it"
     return _boxes_to_first(resources, item, item.box, whole)
 
 
