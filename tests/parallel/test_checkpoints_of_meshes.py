@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 import torch
 from axes_models import Case, batches_of, built, mesh_of_case, parallelized
+from test_experts import Case as ExpertCase
+from test_experts import Net, batches, divided
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from needed import skip_without
 from onefold.checkpoint.errors import CheckpointError
@@ -198,6 +202,68 @@ def test_a_checkpoint_goes_through_all_meshes_and_comes_back_bit_equal(tmp_path:
     assert read_manifest(tmp_path / "two files").version == 1
     with closing(FolderSource(first)) as a, closing(FolderSource(source)) as b:
         assert differences(a, b, parts=("weights", "optimizer")).equal
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+
+class Cut(nn.Module):
+    """A weight that two axes divide, in parts of unequal sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = torch.arange(5 * 4 * 7, dtype=torch.float32)
+        self.weight = nn.Parameter(numbers.view(5, 4, 7))
+
+
+def experts_moved(
+    folder: str, source: str, target: str, stage: int, dp: int, ep: int
+) -> dict[str, Any]:
+    """Load `source`, or train if it is "", on this mesh of experts; save as `target`."""
+    import onefold
+
+    mesh = init_device_mesh("cpu", (dp, ep), mesh_dim_names=("dp", "ep"))
+    net, cut = Net(), Cut()
+    if ep > 1:
+        divided(net, mesh["ep"])
+        placements = [Shard(1), Shard(2)] if dp == 1 else [Shard(0), Shard(2)]
+        parts = distribute_tensor(cut.weight.detach(), mesh, placements)
+        cut.weight = nn.Parameter(torch.zeros_like(parts) if source else parts)
+    elif source:
+        nn.init.zeros_(cut.weight)
+    recipe = onefold.Recipe.zero(stage, stall_timeout=30.0)
+    model = onefold.shard(net, recipe, mesh=mesh, data=("dp", "ep"))
+    also = onefold.shard(cut, recipe, mesh=mesh, data=("dp", "ep"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if source:
+        onefold.load(f"{folder}/{source}", model=model, optimizer=optimizer)
+        onefold.load(f"{folder}/{source}-cut", model=also)
+    else:
+        for batch in batches(ExpertCase(dp, ep), torch.distributed.get_rank()):
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    onefold.save(f"{folder}/{target}", model=model, optimizer=optimizer)
+    onefold.save(f"{folder}/{target}-cut", model=also)
+    found: dict[str, Any] = wholes(model, optimizer)
+    return found | {"cut": onefold.full_state_dict(also).get("weight")}
+
+
+def test_experts_go_to_other_ranks_bit_equal(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    expected = run_ranks(4, experts_moved, folder, "", "first", 3, 2, 2)[0]
+    assert torch.equal(expected["cut"], Cut().weight.detach())
+    hops = [("first", "four", 2, 1, 4), ("four", "plain", 3, 4, 1), ("plain", "back", 1, 2, 2)]
+    for source, target, stage, dp, ep in hops:
+        found = run_ranks(4, experts_moved, folder, source, target, stage, dp, ep)[0]
+        told = f"{source} to dp {dp} × ep {ep}"
+        same(found, expected, told)
+    records = {r.item.name: r for r in read_manifest(tmp_path / "first").records}
+    assert len(records["blocks.0.experts.up"].boxes) == 2
+    (weight,) = (
+        r for r in read_manifest(tmp_path / "first-cut").records if r.item.name == "weight"
+    )
+    assert {box.shape for box in weight.boxes} == {(3, 4, 4), (3, 4, 3), (2, 4, 4), (2, 4, 3)}
 
 
 # -- everything beside save and load ---------------------------------------------------------------
@@ -472,6 +538,9 @@ def test_what_another_mesh_cannot_have_is_told(tmp_path: Path) -> None:
     train(model, rows, MESH, 0)
     names["rows"] = str(onefold.save(tmp_path / "rows", model=model, optimizer=rows))
 
+    small = onefold.shard(built(replace(MESH, hidden=20)), onefold.Recipe.zero(0))
+    names["small"] = str(onefold.save(tmp_path / "small", model=small))
+
     anew = "error feedback begins anew"
     for case in (replace(MESH, dp=1, tp=4), MESH, replace(MESH, dp=4, tp=1, plan="none")):
         mesh = f"dp {case.dp} × tp {case.tp}"
@@ -483,6 +552,9 @@ def test_what_another_mesh_cannot_have_is_told(tmp_path: Path) -> None:
                         f"{mesh}: {name}"
                     )
                     assert "feed_forward.w2.weight'" in seen[name], f"{mesh}: {name}"
+            # A rank's own part of w1 has that very shape under TP 2
+            words = "feed_forward.w1.weight: (20, 16) in it, (40, 16) in the model"
+            assert words in seen["small"], f"{mesh}: {seen['small']}"
             if case.tp > 1:
                 words = "has a shape of its own and cannot be divided along another axis than data"
                 assert words in seen["rows"], f"{mesh}: {seen['rows']}"
