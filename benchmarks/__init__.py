@@ -1,3 +1,1 @@
-"""Measurements of Onefold beside other libraries. Nothing in the package `onefold` imports from
-here.
-"""
+"""Measurements of Onefold beside other libraries. The package `onefold` imports nothing of it."""

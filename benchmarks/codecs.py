@@ -12,7 +12,6 @@ only: on a machine without a GPU but with Triton,
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import harness, launch
+from benchmarks import harness, launch, pages
 from onefold.comm.launching import INTERPRETED, served
 from onefold.comm.sums import sum_parts
 from onefold.quant import Encoded, Stochastic, codec
@@ -82,9 +81,7 @@ def acts(name: str, source: torch.Tensor) -> Iterator[tuple[str, int, Callable[[
 
 
 def measured(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
-    """One row for each codec, dtype and act, and for sums: nanoseconds an element, bytes a second,
-    and the part of a copy's rate.
-    """
+    """A row for each codec, dtype and act, and for sums; rates beside that of a copy."""
     rows: list[dict[str, Any]] = []
     drawn = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     for dtype in ("fp32", "bf16"):
@@ -108,9 +105,7 @@ def measured(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def errors(numel: int = 1 << 20) -> list[dict[str, Any]]:
-    """Relative error (root mean square) of values drawn from a normal distribution, and bits an
-    element, by codec and block.
-    """
+    """Relative error (root mean square) of normal values, and bits, by codec and block."""
     source = torch.randn(numel, generator=torch.Generator().manual_seed(3))
     rows = []
     for name in NAMES:
@@ -155,17 +150,15 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return {"rates": rates, "differences": differing(device) if device == "cuda" else []}
 
 
-def chapter(options: argparse.Namespace) -> tuple[harness.Table, list[dict[str, Any]]]:
-    """The chapter "codecs" of benchmarks/gpu.py. Kernels that differ from torch fail it; a rate
-    below the goal does not.
-    """
+def chapter(options: harness.Options) -> tuple[pages.Table, list[dict[str, Any]]]:
+    """The chapter of gpu.py. It fails if kernels differ from torch, not for a low rate."""
     columns = ("codec", "dtype", "act", "ns an element", "GB/s", "of a copy")
     title = f"Codecs and sums: the goal of their kernels is {GOAL:.0%} of a copy"
     elements = 1 << 28 if options.device == "cuda" else 1 << 20
     job = {"device": options.device, "elements": elements, "rounds": 5}
     found = launch.run_ranks("benchmarks.codecs", job, 1, timeout=options.timeout)
     outcome = {"peer": "codecs", **found}
-    table = harness.Table(title, columns)
+    table = pages.Table(title, columns)
     if outcome["status"] == "ok":
         table.rows = lines(outcome["ranks"][0]["rates"])
         if differ := outcome["ranks"][0]["differences"]:
@@ -174,31 +167,31 @@ def chapter(options: argparse.Namespace) -> tuple[harness.Table, list[dict[str, 
     return table, [outcome]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@harness.command(
+    "codecs",
+    __doc__,
+    rounds=7,
+    output=None,
+    device=(HERE, "where they run", ["cuda", "cpu"]),
+    elements=(1 << 24, "floats that are encoded"),
+    check=(False, "compare kernels and torch, and measure nothing"),
+)
+def main(options: harness.Options) -> int:
     """0 unless kernels and torch differ."""
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    p = harness.parser(
-        "codecs",
-        __doc__,
-        rounds=7,
-        output=None,
-        device=(here, "where they run", ["cuda", "cpu"]),
-        elements=(1 << 24, "floats that are encoded"),
-        check=(False, "compare kernels and torch, and measure nothing"),
-    )
-    options = harness.parsed(p, arguments)
     torch.set_num_threads(1)
     cuda = options.device == "cuda"
     if options.check:
         if not cuda and not INTERPRETED:
-            p.error("--check on a CPU needs TRITON_INTERPRET=1")
+            raise harness.Refused("--check on a CPU needs TRITON_INTERPRET=1")
         found = differences(options.device)
         intervals, sums = compared()
         agree = f"kernels and torch agree on every bit of {intervals} intervals and {sums} sums"
         print("\n".join(found) or agree)
         return int(bool(found))
     result: dict[str, Any] = {
-        **harness.about(options, SCHEMA),
         "elements": options.elements,
         "device": torch.cuda.get_device_name() if cuda else "cpu, one thread",
         "errors": errors(),
@@ -215,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("{:5} {:5} {:20} {:>8} ns {:>8} GB/s {:>6} of a copy".format(*line))
     print("\n".join(result["differences"]))
     if options.output:
-        harness.keep(options, result)
+        harness.keep(options, SCHEMA, **result)
     return int(bool(result["differences"]))
 
 

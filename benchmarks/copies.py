@@ -16,15 +16,14 @@ Nothing is computed and nothing is copied. Writes benchmarks/results/NAME.json.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import onefold
-from benchmarks import harness
-from benchmarks.harness import RESULTS
+from benchmarks import harness, pages
 from onefold.device import copies
 from onefold.offload.storage import OffloadStorage
 from onefold.plan import hardware
@@ -36,14 +35,14 @@ SCHEMA = "onefold-copies/1"
 CASES = ("llama-3-8b:4:1", "llama-3-8b:1:1", "llama-3-8b:8:4", "llama-3-70b:8:1")
 #: Micro-batches that are run; a step of more has others like the middle one.
 RUN = 3
-COLUMNS: harness.Columns = {
-    "case": harness.shown("case"),
-    "row": harness.shown("row"),
-    "step ms": harness.shown("step_s", "{:,.0f}", 1e-3),
-    "passes wait ms": harness.shown("waits_s", "{:,.1f}", 1e-3),
-    "host adds ms": harness.shown("adds_s", "{:,.1f}", 1e-3),
-    "update ms": harness.shown("update_s", "{:,.0f}", 1e-3),
-    "link busy ms": harness.shown("down_s", "{:,.0f}", 1e-3),
+COLUMNS: pages.Columns = {
+    "case": pages.shown("case"),
+    "row": pages.shown("row"),
+    "step ms": pages.shown("step_s", "{:,.0f}", 1e-3),
+    "passes wait ms": pages.shown("waits_s", "{:,.1f}", 1e-3),
+    "host adds ms": pages.shown("adds_s", "{:,.1f}", 1e-3),
+    "update ms": pages.shown("update_s", "{:,.0f}", 1e-3),
+    "link busy ms": pages.shown("down_s", "{:,.0f}", 1e-3),
 }
 
 
@@ -114,20 +113,22 @@ def row(
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser("copies", __doc__, name="copies", output=RESULTS)
-    parser.add_argument("--cases", nargs="+", default=CASES, help="MODEL:RANKS:MICRO-BATCHES")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--link", type=float, default=50.0, help="GB/s in each direction")
-    options = harness.parsed(parser, arguments)
+@harness.command(
+    "copies",
+    __doc__,
+    cases=(list(CASES), "MODEL:RANKS:MICRO-BATCHES"),
+    tokens=(8192, "tokens a sample"),
+    link=(50.0, "GB/s in each direction"),
+)
+def main(options: harness.Options) -> int:
     rows = []
     for case in options.cases:
         now = row(case, options.link * 1e9, options.tokens, False)
         then = row(case, options.link * 1e9, options.tokens, True, now["engine_s"])
         rows += [then, now]
-        print(harness.text_table(COLUMNS, rows[-2:]), flush=True)
-    print(harness.text_table(COLUMNS, rows))
-    harness.keep(options, {**harness.about(options, SCHEMA), "rows": rows})
+        pages.show(pages.table(COLUMNS, rows[-2:]))
+    pages.show(pages.table(COLUMNS, rows))
+    harness.keep(options, SCHEMA, rows=rows)
     return 0
 
 

@@ -11,13 +11,11 @@ benchmarks/results/curves.json. Ends with status 1 if a curve differs by more th
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import harness
@@ -26,7 +24,7 @@ SCHEMA = "onefold-curves/1"
 ROUNDING = 2e-3  # of the loss, after some tens of steps of Adam on sums taken in another order
 
 
-def curve(stage: int, ranks: int, args: argparse.Namespace, folder: Path) -> list[float]:
+def curve(stage: int, ranks: int, args: harness.Options, folder: Path) -> list[float]:
     """Losses of one run, [steps]."""
     out = folder / f"stage{stage}-ranks{ranks}"
     options = {
@@ -54,18 +52,17 @@ def curve(stage: int, ranks: int, args: argparse.Namespace, folder: Path) -> lis
     return losses
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser(
-        "curves",
-        __doc__,
-        steps=30,
-        model=("smollm2", "as in `onefold train --model`"),
-        stages=([0, 1, 2, 3], "which stages"),
-        ranks=([2, 4], "how many ranks"),
-        seq=(64, "tokens a sample"),
-        global_batch=(4, "samples a step"),
-    )
-    args = harness.parsed(parser, arguments)
+@harness.command(
+    "curves",
+    __doc__,
+    steps=30,
+    model=("smollm2", "as in `onefold train --model`"),
+    stages=([0, 1, 2, 3], "which stages"),
+    ranks=([2, 4], "how many ranks"),
+    seq=(64, "tokens a sample"),
+    global_batch=(4, "samples a step"),
+)
+def main(args: harness.Options) -> int:
     curves: dict[tuple[int, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in args.ranks:
@@ -88,13 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"largest difference between stages on the same ranks: {between_stages:g}; between any two:"
         f" {between_ranks:g}"
     )
-    result = {
-        **harness.about(args, SCHEMA),
-        "between_stages": between_stages,
-        "between_any": between_ranks,
-        "curves": [{"stage": s, "ranks": r, "losses": c} for (s, r), c in curves.items()],
-    }
-    harness.keep(args, result)
+    rows = [{"stage": s, "ranks": r, "losses": c} for (s, r), c in curves.items()]
+    apart_by = {"between_stages": between_stages, "between_any": between_ranks}
+    harness.keep(args, SCHEMA, **apart_by, curves=rows)
     return 0 if between_stages == 0 and between_ranks < ROUNDING else 1
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,18 +54,17 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser(
-        "generating",
-        __doc__,
-        results=False,
-        rounds=3,
-        model=("smollm2", "as in `onefold train --model`"),
-        precision=("fp32", "what is computed in", ("fp32", "bf16")),
-        ranks=(2, "how many ranks"),
-        tokens=(16, "tokens that each continues its prompt by"),
-    )
-    options = harness.parsed(parser, arguments)
+@harness.command(
+    "generating",
+    __doc__,
+    results=False,
+    rounds=3,
+    model=("smollm2", "as in `onefold train --model`"),
+    precision=("fp32", "what is computed in", ("fp32", "bf16")),
+    ranks=(2, "how many ranks"),
+    tokens=(16, "tokens that each continues its prompt by"),
+)
+def main(options: harness.Options) -> int:
     job = {name: getattr(options, name) for name in ("model", "precision", "tokens", "rounds")}
     found, *_ = launch.all_ranks("benchmarks.generating", job, options.ranks, timeout=7200.0)
     print(

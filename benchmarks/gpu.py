@@ -38,9 +38,8 @@ Without a GPU it says so and exits 0.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 # Started as a file: Python put its folder on the path, not the repository
@@ -49,7 +48,7 @@ if __package__ in (None, ""):
 
 import torch
 
-from benchmarks import codecs, harness
+from benchmarks import codecs, harness, pages
 from benchmarks.on_gpu import chapters, largest, offload
 from benchmarks.on_gpu.comparison import GOAL, compared
 from benchmarks.on_gpu.turns import Report, take_turns
@@ -60,7 +59,7 @@ CHAPTERS = (
     "numbers", "offload", "largest", "groups",
 )  # fmt: skip
 USUAL = CHAPTERS[: CHAPTERS.index("overlap")]
-SINGLE: dict[str, Callable[[argparse.Namespace], chapters.Chapter]] = {
+SINGLE: dict[str, Callable[[harness.Options], chapters.Chapter]] = {
     "check": chapters.check,
     "codecs": codecs.chapter,
     "numbers": chapters.same_numbers,
@@ -73,43 +72,35 @@ TINY = {"device": "cpu", "model": "gpt-tiny", "smaller": "gpt-tiny", "tokens": 6
 TINY |= {"rounds": 1, "threads": 1}
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options; the defaults take under ten minutes on one large GPU."""
-    both = ["fp32", "bf16"]
-    p = harness.parser(
-        "gpu",
-        __doc__,
-        rounds=2,
-        steps=8,
-        threads=8,
-        timeout=240.0,
-        deepspeed_python=sys.executable,
-        only=(list(USUAL), "chapters", CHAPTERS),
-        seconds=(570.0, "no turn goes on beyond that"),
-        model=("gpt-1b", "which GPT", SHAPES),
-        smaller=("gpt-110m", "the other model of `step` and `ranks`", SHAPES),
-        tokens=(8192, "tokens a rank and micro-batch"),
-        precisions=(both, "what is computed in", both),
-        ranks=([2, 3], "ranks of `numbers`"),
-        accumulations=([1, 8], "micro-batches a step of `offload`"),
-        blocks=(16, "blocks of the first attempt of `largest`"),
-        width=(4096, "width of the blocks of `largest`, a multiple of 128"),
-        largest_tokens=(1024, "tokens a step of `largest`"),
-        disk=(Path.cwd(), "a folder on the disk for state on NVMe"),
-        deepspeed_adam=(False, "DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler"),
-        device=("cuda", "cpu: a rehearsal of the script itself", ["cuda", "cpu"]),
-        tiny=(
-            False,
-            "every row with a tiny model on a CPU, several GPUs being two ranks over gloo",
-        ),
-    )
-    p.prog = "python benchmarks/gpu.py"
-    return p
+BOTH = ["fp32", "bf16"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@harness.command(
+    "gpu.py",
+    __doc__,
+    rounds=2,
+    steps=8,
+    threads=8,
+    timeout=240.0,
+    deepspeed_python=sys.executable,
+    only=(list(USUAL), "chapters", CHAPTERS),
+    seconds=(570.0, "no turn goes on beyond that"),
+    model=("gpt-1b", "which GPT", SHAPES),
+    smaller=("gpt-110m", "the other model of `step` and `ranks`", SHAPES),
+    tokens=(8192, "tokens a rank and micro-batch"),
+    precisions=(BOTH, "what is computed in", BOTH),
+    ranks=([2, 3], "ranks of `numbers`"),
+    accumulations=([1, 8], "micro-batches a step of `offload`"),
+    blocks=(16, "blocks of the first attempt of `largest`"),
+    width=(4096, "width of the blocks of `largest`, a multiple of 128"),
+    largest_tokens=(1024, "tokens a step of `largest`"),
+    disk=(Path.cwd(), "a folder on the disk for state on NVMe"),
+    deepspeed_adam=(False, "DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler"),
+    device=("cuda", "cpu: a rehearsal of the script itself", ["cuda", "cpu"]),
+    tiny=(False, "every row with a tiny model on a CPU, several GPUs being two ranks over gloo"),
+)
+def main(options: harness.Options) -> int:
     """0 when every turn ended well or there is no GPU, else 1."""
-    options = harness.parsed(parser(), arguments)
     if options.tiny:
         vars(options).update(TINY)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -134,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpu, over = report.head["machine"]["gpu"], f'"!": over the goal of {GOAL} × plain PyTorch'
     print(f"\nmeasured on {gpu}; {over}\n")
     for table in report.tables.values():
-        print(table)
+        pages.show(str(table))
     return int(bool(failed))
 
 

@@ -1,13 +1,12 @@
 """What every benchmark does alike. A benchmark is a small declaration beside it: its options, its
 sides, a function that measures one of them, and the columns of its table.
 
-options   parser(module, doc, rounds=3, sides=(SIDES, "help"), ...), parsed, command, Refused
-turns     Comparison, turns(...), in_turns(...), stoppable()    sides take turns, so that a drift of the machine meets all alike
-ranks     launch.run_ranks(module, job, ranks)                  fresh processes; each calls `module.measure(job)`
+options   @command(module, doc, rounds=3, sides=(SIDES, "help"), ...)   the parsed options; Refused
+turns     study.Study, in_turns(...), stoppable()    sides take turns, so that a drift of the machine meets all alike
+ranks     launch.run_ranks(module, job, ranks)       fresh processes; each calls `module.measure(job)`
 figures   step_seconds, losses, ratios, spread, over_rounds     medians over rounds, with their range
-results   about(...), keep(...), earlier(...)                   JSON with command, date, machine and versions; each file whole
-pages     shown, text_table, markdown_table, page, where        the same columns for a terminal and for Markdown
-plot      Panel, plot                                           bars and curves, as a PNG
+results   keep(...), earlier(...)                    JSON with command, date, machine and versions; each file whole
+pages     pages.py                                   tables for a terminal and for Markdown, plots
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cache, wraps
@@ -31,13 +29,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
 
+from benchmarks import pages
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DASH = "–"
 PLACES = ("--disk", "--folder", "--output", "--deepspeed-python", "--against")
 """Options whose values are places on one machine: the results name the option and not the place."""
 
 T = TypeVar("T")
+Options = argparse.Namespace
+"""What a command line says, by name."""
 
 # -- options ---------------------------------------------------------------------------------------
 
@@ -66,20 +67,23 @@ class Refused(ValueError):
 def parser(
     module: str, doc: str | None, *, results: bool = True, **options: Any
 ) -> argparse.ArgumentParser:
-    """A parser for `python -m benchmarks.MODULE`, with --name and --output if it has `results`.
+    """A parser for `python -m benchmarks.MODULE`, with --name and --output if it has `results`. A
+    module of the form "NAME.py" is started as a file.
 
     Of an option that several benchmarks have (`_SHARED`) its default is given. Any other is
     `name=(default, help, *more)`, where `more` are a type, choices, or {"nargs": ...} for argparse.
-    The default says what is read: False is a flag, a list takes several values.
+    The default says what is read: False is a flag, a list takes several values. Without a default
+    (`...`) the values stand on the command line without a name.
     """
+    name, _, file = module.partition(".")
     p = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{module}",
+        prog=f"python benchmarks/{module}" if file else f"python -m benchmarks.{module}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     if results:
-        options = {"name": module, "output": RESULTS, **options}
+        options = {"name": name, "output": RESULTS, **options}
     for name, given in options.items():
         default, text, *more = given if isinstance(given, tuple) else (given, *_SHARED[name])
         how: dict[str, Any] = {"default": default, "help": text}
@@ -95,14 +99,15 @@ def parser(
                 how |= extra
             else:
                 how |= {"type": extra} if isinstance(extra, type) else {"choices": list(extra)}
-        p.add_argument(f"--{name.replace('_', '-')}", **how)
+        if default is ...:
+            p.add_argument(name, **how)
+        else:
+            p.add_argument(f"--{name.replace('_', '-')}", **how)
     return p
 
 
-def parsed(p: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, with `command`: the command line as the results tell it, PATH in place of this
-    machine's paths.
-    """
+def parsed(p: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Options:
+    """The options, with `command`: the command line, PATH in place of this machine's paths."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = p.parse_args(given)
     words: list[str] = []
@@ -119,21 +124,28 @@ def parsed(p: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argpa
     return options
 
 
-def command(main: Callable[..., int]) -> Callable[..., int]:
-    """`main(arguments, ...)` that answers 2, and says why, where the command line is `Refused`."""
+def command(module: str, doc: str | None, **options: Any) -> Callable[..., Callable[..., int]]:
+    """Makes a command of `main(options, ...)`; where it is `Refused`, it says why and answers 2."""
 
-    @wraps(main)
-    def told(arguments: Sequence[str] | None = None, *more: Any, **named: Any) -> int:
-        try:
-            return main(arguments, *more, **named)
-        except Refused as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+    def made(main: Callable[..., int]) -> Callable[..., int]:
+        def read() -> argparse.ArgumentParser:
+            return parser(module, doc, **options)
 
-    return told
+        @wraps(main)
+        def told(arguments: Sequence[str] | None = None, *more: Any, **named: Any) -> int:
+            try:
+                return main(parsed(read(), arguments), *more, **named)
+            except Refused as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+
+        told.parser = read  # type: ignore[attr-defined]
+        return told
+
+    return made
 
 
-def check_at_least(options: argparse.Namespace, least: int, *names: str) -> None:
+def check_at_least(options: Options, least: int, *names: str) -> None:
     """Refuses an option below `least`."""
     for name in names:
         value = getattr(options, name)
@@ -143,9 +155,7 @@ def check_at_least(options: argparse.Namespace, least: int, *names: str) -> None
 
 
 def chosen(names: Iterable[str], known: Sequence[str], option: str = "sides") -> list[str]:
-    """Names in the order of `known`; one that is none of them stands for all that begin with it and
-    a dash. Refuses a name that fits none.
-    """
+    """Names in the order of `known`; "fsdp2" stands for "fsdp2-..." too. Refuses other names."""
     found: set[str] = set()
     for name in names:
         fit = {name} if name in known else {k for k in known if k.startswith(f"{name}-")}
@@ -163,9 +173,7 @@ def chosen(names: Iterable[str], known: Sequence[str], option: str = "sides") ->
 
 @dataclass
 class Run:
-    """One turn of one side in one round. `status` is "ok", "failed" or "timeout"; `ranks` holds
-    what each rank wrote.
-    """
+    """One turn of one side. `status` is "ok", "failed" or "timeout"; `ranks` is what each wrote."""
 
     side: Any
     round: int
@@ -187,74 +195,6 @@ class Run:
         return cls(**{**known, "side": values[key]})
 
 
-@dataclass
-class Comparison:
-    """One setting, all that was measured in it so far, and the sides that are not installed."""
-
-    setting: Any
-    runs: list[Run] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-
-
-def turns(
-    options: argparse.Namespace,
-    comparisons: Sequence[Comparison],
-    sides: Callable[[Any], Sequence[str]],
-    *,
-    whole_rounds: bool = False,
-) -> Iterator[tuple[Comparison, int, str]]:
-    """(comparison, round, side) of what is still to be measured, as long as --budget lasts. Every
-    comparison gets a round before any gets a second, so that a budget that ends early leaves none
-    out.
-
-    Args:
-        sides: those that mean something in a setting, in the order of a round.
-        whole_rounds: measure a round again of which an interruption has left a part: its sides met
-            another machine.
-    """
-    begun, budget = time.monotonic(), getattr(options, "budget", None)
-    for number in range(1, options.rounds + 1):
-        for comparison in comparisons:
-            wanted = [s for s in sides(comparison.setting) if s not in comparison.missing]
-            there = {run.side for run in comparison.runs if run.round == number}
-            if whole_rounds and there and not there >= set(wanted):
-                say(f"round {number} was incomplete: it is measured again")
-                comparison.runs = [run for run in comparison.runs if run.round != number]
-                there = set()
-            left = [side for side in wanted if side not in there]
-            spent = sum(
-                run.wall_s
-                for run in comparison.runs
-                if run.round == number - 1 and run.side in left
-            )
-            if left and budget and time.monotonic() - begun + spent > 60 * budget:
-                say(f"the budget of {budget:g} minutes is spent: round {number} is left out")
-                return
-            for side in left:
-                yield comparison, number, side
-
-
-def take_over(
-    comparisons: Sequence[Comparison],
-    old: Iterable[tuple[Any, Sequence[Mapping[str, Any]]]],
-    again: Sequence[str] = (),
-    key: str = "side",
-) -> list[Comparison]:
-    """Put what an earlier command measured, as (setting, runs), into the comparisons of the same
-    setting; answers the other ones. Sides of `again` that failed are measured again.
-    """
-    others = []
-    mine = {comparison.setting: comparison for comparison in comparisons}
-    for setting, runs in old:
-        found = mine.get(setting) or Comparison(setting)
-        found.runs = [Run.of(run, key) for run in runs]
-        if setting in mine:
-            found.runs = [r for r in found.runs if r.status == "ok" or r.side not in again]
-        else:
-            others.append(found)
-    return others
-
-
 def in_turns(names: Iterable[T], count: int) -> Iterator[tuple[int, T]]:
     """(round, name): all names in each round, in the other direction every other round."""
     ordered = list(names)
@@ -263,17 +203,19 @@ def in_turns(names: Iterable[T], count: int) -> Iterator[tuple[int, T]]:
             yield number, name
 
 
+class CannotGoOn(RuntimeError):
+    """Nothing more can be measured; the message says why."""
+
+
 class Stop:
-    """How a command ended: status 0, or 130 where it was interrupted."""
+    """How a command ended: status 0, 1 (it could not go on) or 130 (interrupted)."""
 
     status = 0
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Inside, Ctrl-C and SIGTERM (`timeout`, schedulers) end the measuring and not the command: what
-    was measured so far is kept.
-    """
+    """Inside, Ctrl-C, SIGTERM and `CannotGoOn` end the measuring; what was measured is kept."""
     stop = Stop()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -281,6 +223,9 @@ def stoppable() -> Iterator[Stop]:
     except KeyboardInterrupt:
         say("stopped; what was measured so far is kept")
         stop.status = 130
+    except CannotGoOn as error:
+        print(f"error: {error}", file=sys.stderr)
+        stop.status = 1
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -293,7 +238,9 @@ def say(text: str) -> None:
 def say_turn(run: Run, title: str) -> None:
     """How a turn ended: seconds of its steps, or the error."""
     seconds = " ".join(f"{s:.2f}" for s in step_seconds(run)) if run.status == "ok" else ""
-    say(f"round {run.round}  {title}  {run.side}: {run.status}  {seconds or essence(run.error)}")
+    say(
+        f"round {run.round}  {title}  {run.side}: {run.status}  {seconds or pages.essence(run.error)}"
+    )
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -322,9 +269,7 @@ def by_round(runs: Iterable[Run], side: str) -> dict[int, Run]:
 
 
 def ratios(runs: Iterable[Run], references: Mapping[int, Run]) -> list[float]:
-    """The median step of each run over that of the reference of its round: a drift of the machine
-    from round to round cancels.
-    """
+    """Each run's median step over that of its round's reference: a drift of the machine cancels."""
     both = [(run, references[run.round]) for run in runs if run.round in references]
     return [median(step_seconds(run)) / median(step_seconds(other)) for run, other in both]
 
@@ -369,9 +314,7 @@ def relative(found: Sequence[float], expected: Sequence[float]) -> float | None:
 def loss_difference(
     runs: Iterable[Run], references: Mapping[int, Run], count: int | None = None
 ) -> float | None:
-    """The largest relative difference of the first `count` losses to those of the reference of the
-    same round.
-    """
+    """The largest relative difference of the first losses to those of the round's reference."""
     found = [
         relative(losses(run.ranks)[:count], losses(references[run.round].ranks))
         for run in runs
@@ -412,20 +355,13 @@ def rows_of(
 
 def machine() -> dict[str, Any]:
     """Where it was measured: processor, cores that this process may use, memory, system."""
-    cpu, memory = platform.processor() or platform.machine(), None
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(
-            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu
-        )
-        memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (OSError, ValueError):
-        pass
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    from onefold.machine.identity import cpu_name, usable_cpus
+    from onefold.memory.pool import total_host_memory
+
     return {
-        "cpu": cpu,
-        "cores": cores,
-        "memory_gib": memory,
+        "cpu": cpu_name(),
+        "cores": usable_cpus(),
+        "memory_gib": round(total_host_memory() / 2**30, 1),
         "system": platform.system(),
         "kernel": platform.release(),
     }
@@ -433,9 +369,7 @@ def machine() -> dict[str, Any]:
 
 @cache
 def versions(deepspeed_python: str | None = None) -> Mapping[str, str | None]:
-    """Versions of all that took part, None for what is not installed; DeepSpeed's is asked of the
-    interpreter that runs it.
-    """
+    """Versions of all that took part, None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("torch", "onefold"):
         found[package] = version(package)
@@ -462,10 +396,8 @@ def _answer(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def sources(options: argparse.Namespace) -> dict[str, Path]:
-    """The `src` folders that are measured: "this", and those of --against by commit (or else by the
-    name of their folder).
-    """
+def sources(options: Options) -> dict[str, Path]:
+    """The `src` folders that are measured: "this", and those of --against by commit or folder."""
     found = {"this": ROOT / "src"}
     for path in options.against:
         commit = _answer("git", "-C", str(path), "rev-parse", "--short", "HEAD")
@@ -473,10 +405,8 @@ def sources(options: argparse.Namespace) -> dict[str, Path]:
     return found
 
 
-def about(options: argparse.Namespace, schema: str, *packages: str) -> dict[str, Any]:
-    """What every result begins with: schema, command, date, machine, versions (of `packages`
-    too).
-    """
+def about(options: Options, schema: str, packages: Iterable[str] = ()) -> dict[str, Any]:
+    """What every result begins with: schema, command, date, machine, versions."""
     return {
         "schema": schema,
         "command": " && ".join(dict.fromkeys([*options.earlier_commands, options.command])),
@@ -490,13 +420,22 @@ def about(options: argparse.Namespace, schema: str, *packages: str) -> dict[str,
 
 
 def keep(
-    options: argparse.Namespace, result: Mapping[str, Any], markdown: str | None = None
-) -> None:
-    """`result` and its page as OUTPUT/NAME.json and .md. Each file is replaced whole, so that a
-    kill leaves the former one.
-    """
+    options: Options,
+    schema: str,
+    page: Callable[[dict[str, Any]], str] | None = None,
+    packages: Iterable[str] = (),
+    **found: Any,
+) -> dict[str, Any]:
+    """Writes `about` and what was found as OUTPUT/NAME.json, and a page as NAME.md; answers it."""
+    result = {**about(options, schema, packages), **found}
+    write(options, result, page(result) if page else None)
+    return result
+
+
+def write(options: Options, result: Mapping[str, Any], page: str | None = None) -> None:
+    """OUTPUT/NAME.json and .md, each replaced whole: a kill leaves the former one."""
     options.output.mkdir(parents=True, exist_ok=True)
-    files = {"json": json.dumps(result, indent=1) + "\n", "md": markdown}
+    files = {"json": json.dumps(result, indent=1) + "\n", "md": page}
     for ending, text in files.items():
         if text is not None:
             part = options.output / f".{options.name}.{ending}.part"
@@ -504,7 +443,7 @@ def keep(
             part.replace(options.output / f"{options.name}.{ending}")
 
 
-def earlier(options: argparse.Namespace, schema: str, **same: Any) -> dict[str, Any] | None:
+def earlier(options: Options, schema: str, **same: Any) -> dict[str, Any] | None:
     """What an earlier command of this name has left; None without --resume, or where there is none.
     `about` names its command too. Refuses a file of another schema, or that differs in one of
     `same`.
@@ -520,142 +459,8 @@ def earlier(options: argparse.Namespace, schema: str, **same: Any) -> dict[str, 
     return old
 
 
-# -- pages -----------------------------------------------------------------------------------------
-
-Cell = Callable[[Any], str]
-Columns = Mapping[str, Cell]
-
-
-def shown(name: str, form: str = "{}", scale: float = 1.0) -> Cell:
-    """A cell: a field of a row, a dash where there is none."""
-
-    def cell(row: Any) -> str:
-        value = row.get(name)
-        return DASH if value is None else form.format(value if scale == 1.0 else value / scale)
-
-    return cell
-
-
-def range_of(low: str, high: str) -> Cell:
-    """A cell: "low-high" of two fields."""
-
-    def cell(row: Any) -> str:
-        ends = (row.get(low), row.get(high))
-        return DASH if None in ends else "{:.2f}-{:.2f}".format(*ends)
-
-    return cell
-
-
-def cells(columns: Columns, row: Any) -> list[str]:
-    """The row as text, one string a column; of one that failed its name and status."""
-    if isinstance(row, Mapping) and row.get("status", "ok") != "ok":
-        return [next(iter(columns.values()))(row), row["status"], *[DASH] * (len(columns) - 2)]
-    return [cell(row) for cell in columns.values()]
-
-
-def text_table(columns: Columns, rows: Sequence[Any]) -> str:
-    """A table of aligned text; failures are explained under it."""
-    failed = failures(rows)
-    text = aligned([list(columns), *[cells(columns, row) for row in rows]])
-    return "\n".join([*text, *(["", *failed] if failed else [])]) + "\n"
-
-
-def markdown_table(columns: Columns, rows: Sequence[Any], left: int = 1) -> str:
-    """The same as a Markdown table, the first `left` columns aligned to the left; failures are not
-    explained.
-    """
-    return markdown([list(columns), *[cells(columns, row) for row in rows]], left)
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of text with their columns under each other, and a rule under the first."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join(
-            c.rjust(w) if i else c.ljust(w)
-            for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    return [text[0], "  ".join("-" * width for width in widths), *text[1:]]
-
-
-def markdown(lines: Sequence[Sequence[Any]], left: int = 1) -> str:
-    """The same lines as a Markdown table."""
-    rows = [
-        "| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines
-    ]
-    marks = ["---" if number < left else "---:" for number in range(len(lines[0]))]
-    return "\n".join([rows[0], f"|{'|'.join(marks)}|", *rows[1:]]) + "\n"
-
-
-@dataclass
-class Table:
-    """A heading, column names and rows of text; the first column is aligned left."""
-
-    title: str
-    columns: Sequence[str]
-    rows: list[list[str]] = field(default_factory=list)
-
-    def add(self, *cells: str) -> None:
-        """A row; dashes where cells are left out."""
-        self.rows.append([*cells, *[DASH] * (len(self.columns) - len(cells))])
-
-    def __str__(self) -> str:
-        return "\n".join([self.title, *aligned([self.columns, *self.rows]), ""])
-
-    def markdown(self) -> str:
-        """The same as a heading and a table of Markdown."""
-        return f"## {self.title}\n\n{markdown([self.columns, *self.rows])}"
-
-
-def page(*parts: str) -> str:
-    """Parts of a page with an empty line between them."""
-    return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
-
-
-def notes(told: Mapping[str, str], of: Iterable[str] | None = None) -> list[str]:
-    """A sentence for each side (of those that are named), how it is set up."""
-    return [f"{name}: {note}." for name, note in told.items() if of is None or name in of]
-
-
-def failures(rows: Iterable[Any]) -> list[str]:
-    """A sentence for each row that failed."""
-    return [
-        f"{next(iter(row.values()))}: {row['status']}: {essence(row['error'])}"
-        for row in rows
-        if isinstance(row, Mapping) and row.get("error") and "status" in row
-    ]
-
-
-def essence(error: str) -> str:
-    """The line of a failed worker's output that says most: the last that names an error, else the
-    last.
-    """
-    lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
-    return next(
-        (line for line in reversed(lines) if "Error" in line or "error:" in line), lines[-1]
-    )[:300]
-
-
-def where(document: Mapping[str, Any], *more: str) -> str:
-    """When and on what a result was measured, and by which command: one line of a page."""
-    place = document["machine"]
-    named = ", ".join(f"{name} {found}" for name, found in document["versions"].items() if found)
-    on = [
-        place["cpu"],
-        f"{place['cores']} cores",
-        f"{place['memory_gib']} GiB",
-        f"{place['system']} {place['kernel']}",
-        *more,
-    ]
-    return f"Measured {document['date']} on {', '.join(on)}; {named}. `{document['command']}`"
-
-
 def write_page(module: str, doc: str | None, path: Path, page: Callable[[], str]) -> int:
-    """The command of a page of docs/ that follows from code: writes it, or with --check answers 1
-    if it is another.
-    """
+    """The command of a page of docs/: writes it, or with --check answers 1 if it differs."""
     check = (False, "write nothing; fail if the page is not what the code says")
     given, text = parser(module, doc, results=False, check=check).parse_args(), page()
     if not given.check:
@@ -667,81 +472,3 @@ def write_page(module: str, doc: str | None, path: Path, page: Callable[[], str]
     said = f"run `python -m benchmarks.{module}`."
     print(f"{path.name} is not what the code says: {said}", file=sys.stderr)
     return 1
-
-
-# -- plot ------------------------------------------------------------------------------------------
-
-COLORS = {
-    "ddp": "#7f7f7f",
-    "zero": "#9467bd",
-    "fsdp2": "#d62728",
-    "deepspeed": "#1f77b4",
-}
-OURS = "#2ca02c"
-
-
-@dataclass
-class Panel:
-    """One chart: bars by side, or curves by side.
-
-    Attributes:
-        bars: heights; form: of the figures on them. marks: a short line at a height, over some of
-            them. curves: (x, y) of each point. dotted: curves that are drawn so. levels: heights of
-            lines through the whole panel.
-    """
-
-    label: str
-    title: str = ""
-    bars: Mapping[str, float] = field(default_factory=dict)
-    form: str = "%.2f"
-    marks: Mapping[str, float] = field(default_factory=dict)
-    curves: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
-    dotted: Sequence[str] = ()
-    levels: Sequence[float] = ()
-    across: str = ""
-
-
-def plot(path: Path, rows: Sequence[Sequence[Panel]], width: float = 13) -> bool:
-    """Panels as a PNG, a row each. False, and no file, where matplotlib is missing or there is
-    nothing to draw.
-    """
-    if not rows:
-        return False
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(width, 3.3 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    every = figure.subplots(len(rows), len(rows[0]), squeeze=False)
-    for panels, line in zip(rows, every, strict=True):
-        for panel, axes in zip(panels, line, strict=True):
-            _draw(panel, axes)
-    figure.savefig(path, dpi=110)
-    return True
-
-
-def _draw(panel: Panel, axes: Any) -> None:
-    if panel.bars:
-        names = list(panel.bars)
-        colors = [COLORS.get(name.partition("-")[0], OURS) for name in names]
-        bars = axes.bar(names, list(panel.bars.values()), color=colors)
-        axes.bar_label(bars, fmt=panel.form, fontsize=7)
-        turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor", "fontsize": 7}
-        axes.set_xticks(range(len(names)), names, **turned)
-    if panel.marks:
-        look = {"marker": "_", "s": 300, "color": "black", "label": "formula"}
-        axes.scatter(list(panel.marks), list(panel.marks.values()), **look)
-    for number, (name, points) in enumerate(panel.curves.items()):
-        how = {"color": f"C{number}", "linewidth": 1.2, "marker": ".", "label": name}
-        axes.plot(*zip(*points, strict=True), linestyle=":" if name in panel.dotted else "-", **how)
-    for level in panel.levels:
-        axes.axhline(level, color="black", linewidth=0.8, linestyle=":")
-    if panel.marks or panel.curves:
-        axes.legend(fontsize=7, frameon=False)
-    axes.set_ylabel(panel.label, fontsize=8)
-    axes.set_xlabel(panel.across, fontsize=8)
-    axes.set_title(panel.title, fontsize=8, loc="left")
-    axes.tick_params(labelsize=7)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -60,9 +59,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing that is measured: `ranks` of 2 are two processes over gloo, more are one process
-    over torch's fake backend.
-    """
+    """What is measured: two ranks are processes over gloo, more are one on the fake backend."""
 
     side: str
     blocks: int
@@ -80,7 +77,7 @@ class Cell:
 def join(job: dict[str, Any]) -> None:
     """Over gloo, or alone as rank 0 of `world` over torch's fake backend."""
     if job["world"] == 2:
-        launch.join_over_gloo(job)
+        launch.join(job)
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -88,9 +85,7 @@ def join(job: dict[str, Any]) -> None:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """The seconds of each step, of the optimizer's part of it, of the processor (all threads), and
-    the last loss.
-    """
+    """Seconds of each step, of the optimizer's part, of the processor; and the last loss."""
     torch.manual_seed(0)
     blocks, count = nn.Sequential(*(Block() for _ in range(job["blocks"]))), job["steps"]
     model = _on(job["side"], blocks, job["world"])
@@ -137,9 +132,7 @@ def _on(side: str, model: nn.Module, ranks: int) -> nn.Module:
 
 
 def measured(cell: Cell, source: Path, count: int) -> dict[str, Any]:
-    """Seconds of a step, of the optimizer in it, of the processor, and the last loss; Onefold comes
-    from `source`.
-    """
+    """The medians of `measure` over steps, of the slower rank; Onefold comes from `source`."""
     job = {"side": cell.side, "blocks": cell.blocks, "world": cell.ranks, "steps": count}
     here = 2 if cell.world == "gloo" else 1
     ranks = launch.all_ranks("benchmarks.host_time", job, here, source=source)
@@ -150,25 +143,23 @@ def measured(cell: Cell, source: Path, count: int) -> dict[str, Any]:
 # -- all of them -----------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@harness.command(
+    "host_time",
+    __doc__,
+    rounds=5,
+    steps=30,
+    against=[],
+    sides=(
+        list(SIDES),
+        f"those that end in {INDUCTOR} have their blocks compiled",
+        [*SIDES, *COMPILED_SIDES],
+        {"nargs": "*"},
+    ),
+    blocks=([48, 96], "blocks of the model"),
+    fake=([8, 64, 1024], "ranks over torch's fake backend; none: leave it out", {"nargs": "*"}),
+)
+def main(options: harness.Options) -> int:
     """0 if every side was measured and all sources had the same losses over gloo."""
-    some = {"nargs": "*"}
-    parser = harness.parser(
-        "host_time",
-        __doc__,
-        rounds=5,
-        steps=30,
-        against=[],
-        sides=(
-            list(SIDES),
-            f"those that end in {INDUCTOR} have their blocks compiled",
-            [*SIDES, *COMPILED_SIDES],
-            some,
-        ),
-        blocks=([48, 96], "blocks of the model"),
-        fake=([8, 64, 1024], "ranks over torch's fake backend; none: leave it out", some),
-    )
-    options = harness.parsed(parser, arguments)
     sources = harness.sources(options)
     cells = [
         Cell(side, blocks, ranks, name)
@@ -183,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [_row(cell, runs) for cell in cells]
     for row in rows:
         print(_line(row))
-    harness.keep(options, {**harness.about(options, SCHEMA), "rows": rows})
+    harness.keep(options, SCHEMA, rows=rows)
     losses: dict[Cell, set[float]] = {}
     for cell in cells:
         if cell.world == "gloo":  # what the fake backend brings is undefined
@@ -193,9 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _row(cell: Cell, runs: dict[Cell, list[dict[str, Any]]]) -> dict[str, Any]:
-    """A side's medians, and its multiples: of the peer of its goal ("gloo"), of the fewest ranks
-    ("fake"), of this source.
-    """
+    """A side's medians, and its multiples of peers, of the fewest ranks, of this source."""
     own = runs[cell]
     row: dict[str, Any] = {"world": cell.world, "ranks": cell.ranks, "blocks": cell.blocks}
     row |= {"side": cell.side, "source": cell.source}

@@ -18,13 +18,13 @@ from each other's memory bandwidth. Writes benchmarks/results/NAME.json.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import onefold
-from benchmarks import harness
+from benchmarks import harness, pages
 from onefold.comm import group
 from onefold.device import new_stream
 from onefold.memory import GATHERED, REDUCTION
@@ -41,16 +41,16 @@ ROWS = {
     "beside": (False, True),
     "both": (True, True),
 }
-COLUMNS: harness.Columns = {
-    "model": harness.shown("model"),
-    "tokens": harness.shown("tokens", "{:,}"),
-    "row": harness.shown("row"),
-    "step ms": harness.shown("step_s", "{:.1f}", 1e-3),
-    "waits ms": harness.shown("waits_s", "{:.1f}", 1e-3),
-    "own kernels ms": harness.shown("engine_s", "{:.1f}", 1e-3),
-    "reductions GB": harness.shown("reduction_bytes", "{:.2f}", 1e9),
-    "gathered GB": harness.shown("gathered_bytes", "{:.2f}", 1e9),
-    "peak GB": harness.shown("peak_bytes", "{:.2f}", 1e9),
+COLUMNS: pages.Columns = {
+    "model": pages.shown("model"),
+    "tokens": pages.shown("tokens", "{:,}"),
+    "row": pages.shown("row"),
+    "step ms": pages.shown("step_s", "{:.1f}", 1e-3),
+    "waits ms": pages.shown("waits_s", "{:.1f}", 1e-3),
+    "own kernels ms": pages.shown("engine_s", "{:.1f}", 1e-3),
+    "reductions GB": pages.shown("reduction_bytes", "{:.2f}", 1e9),
+    "gathered GB": pages.shown("gathered_bytes", "{:.2f}", 1e9),
+    "peak GB": pages.shown("peak_bytes", "{:.2f}", 1e9),
 }
 
 
@@ -109,23 +109,22 @@ def row(model: str, tokens: int, gpus: int, name: str) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser(
-        "in_flight",
-        __doc__,
-        models=(["llama-3-8b", "llama-3-70b"], "which models"),
-        tokens=([2048, 4096], "tokens a sample"),
-        gpus=(8, "how many GPUs"),
-    )
-    options = harness.parsed(parser, arguments)
+@harness.command(
+    "in_flight",
+    __doc__,
+    models=(["llama-3-8b", "llama-3-70b"], "which models"),
+    tokens=([2048, 4096], "tokens a sample"),
+    gpus=(8, "how many GPUs"),
+)
+def main(options: harness.Options) -> int:
     rows = [
         row(model, tokens, options.gpus, name)
         for model in options.models
         for tokens in options.tokens
         for name in ROWS
     ]
-    print(harness.text_table(COLUMNS, rows))
-    harness.keep(options, {**harness.about(options, SCHEMA), "rows": rows})
+    pages.show(pages.table(COLUMNS, rows))
+    harness.keep(options, SCHEMA, rows=rows)
     return 0
 
 

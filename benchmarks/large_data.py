@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -79,24 +78,22 @@ def measure(folder: Path, megabytes: int, options: Any) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    p = harness.parser(
-        "large_data",
-        __doc__,
-        steps=4,
-        megabytes=([10, 100, 4096], "sizes of the text"),
-        seq=(128, "tokens a sample"),
-        folder=(None, "where the text and its tokens lie meanwhile", Path),
-    )
-    options = harness.parsed(p, arguments)
+@harness.command(
+    "large_data",
+    __doc__,
+    steps=4,
+    megabytes=([10, 100, 4096], "sizes of the text"),
+    seq=(128, "tokens a sample"),
+    folder=(None, "where the text and its tokens lie meanwhile", Path),
+)
+def main(options: harness.Options) -> int:
     harness.check_at_least(options, 1, "megabytes", "steps")
     runs = []
     for megabytes in options.megabytes:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             runs.append(measure(Path(folder), megabytes, options))
         print(line_of(runs[-1]), flush=True)
-    result = harness.about(options, SCHEMA)
-    harness.keep(options, {**result, "steps": options.steps, "seq": options.seq, "runs": runs})
+    harness.keep(options, SCHEMA, steps=options.steps, seq=options.seq, runs=runs)
     return 0
 
 

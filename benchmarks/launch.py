@@ -20,7 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,9 +58,7 @@ def absent(sides: Iterable[str], options: Any) -> set[str]:
 
 
 def environment(threads: int, source: Path = ROOT / "src") -> dict[str, str]:
-    """The ranks' environment: threads pinned down, gloo on the loopback interface, this repository
-    importable, and Onefold from `source`.
-    """
+    """The ranks' environment: threads, gloo on the loopback interface, Onefold from `source`."""
     launchers = (
         "RANK",
         "WORLD_SIZE",
@@ -123,6 +122,28 @@ def run_ranks(
         return {"status": "failed", "error": error, "wall_s": wall}
 
 
+def run_side(
+    side: str,
+    setting: Any,
+    options: Any,
+    job: dict[str, Any] | None = None,
+    *,
+    module: str = "benchmarks.worker",
+    run: Callable[..., dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Measure a side in a `peers.settings.Setting` once, with the interpreter that has its library.
+    `run` may stand in for `run_ranks`.
+    """
+    return (run or run_ranks)(
+        module,
+        {"side": side, "setting": asdict(setting), **(job or {})},
+        setting.ranks,
+        threads=setting.threads,
+        python=python_of(side, options),
+        timeout=options.timeout,
+    )
+
+
 def all_ranks(module: str, job: dict[str, Any], ranks: int, **how: Any) -> list[dict[str, Any]]:
     """What each rank's `module.measure(job)` returned; raises RuntimeError unless all ended well."""
     found = run_ranks(module, job, ranks, **how)
@@ -133,9 +154,7 @@ def all_ranks(module: str, job: dict[str, Any], ranks: int, **how: Any) -> list[
 
 
 def start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A process that ends with us. Standard input is a pipe that only this process holds open: it
-    closes with us, and the rank leaves.
-    """
+    """A process that ends with us: its standard input is a pipe that only we hold open."""
     with log.open("wb") as out:
         return subprocess.Popen(
             command,
@@ -149,9 +168,7 @@ def start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Pope
 
 
 def wait(workers: list[subprocess.Popen[bytes]], deadline: float) -> int | None:
-    """The number of the worker (a rank, or an agent of a host) that failed first, None if all ended
-    well or the time is up. Others get 3 s to notice a failure.
-    """
+    """The number of the worker that failed first, None if none did. Others get 3 s to notice."""
     failed: int | None = None
     while time.monotonic() < deadline and any(w.poll() is None for w in workers):
         if failed is None and (bad := [r for r, w in enumerate(workers) if w.poll()]):
@@ -176,16 +193,8 @@ def reap(worker: subprocess.Popen[Any]) -> None:
 # -- a rank ----------------------------------------------------------------------------------------
 
 
-def join_over_gloo(job: dict[str, Any], **more: Any) -> None:
-    """Meet the other ranks over gloo."""
-    import torch.distributed as dist
-
-    given = {"init_method": job["store"], "rank": job["rank"], "world_size": job["ranks"]}
-    dist.init_process_group("gloo", **given, **more)
-
-
-def join_on_devices(job: dict[str, Any], device: str) -> str:
-    """Take a GPU and meet the other ranks; the backend: NCCL with a GPU each, else gloo."""
+def join(job: dict[str, Any], device: str = "cpu", **more: Any) -> None:
+    """Meet the other ranks: over NCCL where each has a GPU, else over gloo."""
     import torch
     import torch.distributed as dist
 
@@ -195,8 +204,7 @@ def join_on_devices(job: dict[str, Any], device: str) -> str:
         torch.cuda.set_device(job["rank"] % gpus)
         backend = "nccl" if job["ranks"] <= gpus else "gloo"
     given = {"init_method": job["store"], "rank": job["rank"], "world_size": job["ranks"]}
-    dist.init_process_group(backend, **given)
-    return backend
+    dist.init_process_group(backend, **given, **more)
 
 
 def leave(result: dict[str, Any], folder: Path, rank: int) -> NoReturn:
@@ -215,9 +223,7 @@ def leave(result: dict[str, Any], folder: Path, rank: int) -> NoReturn:
 
 
 def _exit_with_the_launcher() -> None:
-    """End this process when the launcher is gone: its end of our standard input closes with it,
-    however it died.
-    """
+    """End this process when the launcher is gone, which closes our standard input."""
 
     def watch() -> None:
         # Not sys.stdin: its lock, held here, would be fatal to an interpreter that is ending
@@ -244,7 +250,7 @@ def main() -> NoReturn:
     import torch
 
     torch.set_num_threads(job["threads"])
-    getattr(module, "join", join_over_gloo)(job)
+    getattr(module, "join", join)(job)
     result = module.measure(job)
     gc.collect()  # `leave` ends the process at once: what is freed with a side must go before
     leave(result, path.parent, rank)

@@ -14,13 +14,14 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from statistics import median, quantiles
 from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks import harness, launch
-from benchmarks.harness import shown
+from benchmarks import harness, launch, pages
+from benchmarks.pages import shown
 from benchmarks.peers import adapters, model
 from benchmarks.peers.settings import Setting
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
@@ -68,9 +69,7 @@ def nothing(ledger: type, name: str, method: Any) -> Any:
 
 
 class Counter:
-    """Counts the entries of a step and the seconds inside them; an entry that another one makes
-    belongs to it.
-    """
+    """Counts entries and the seconds inside them; an entry made by another belongs to it."""
 
     def __init__(self) -> None:
         self.calls, self.seconds, self.inside = 0, 0.0, False
@@ -91,9 +90,7 @@ class Counter:
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What one rank of a process group measures: seconds of every step with and without entries,
-    and the entries' own.
-    """
+    """Seconds of every step with and without entries, and the entries' own, on one rank."""
     setting, pairs = Setting(**job["setting"]), job["pairs"]
     trainer: Any = adapters.build("onefold-3", setting, model.build(setting.model))
     taken = 0
@@ -151,9 +148,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summarized(setting: Setting, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One row: medians over steps of the slower rank, their ratio pair by pair, and the share that
-    the entries themselves take.
-    """
+    """One row: medians of the slower rank, their ratio pair by pair, and the entries' share."""
     slower = {name: harness.slowest(ranks, name) for name in ("with", "without")}
     ratios = [a / b for a, b in zip(slower["with"], slower["without"], strict=True)]
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
@@ -177,22 +172,19 @@ def summarized(setting: Setting, ranks: Sequence[Mapping[str, Any]]) -> dict[str
     }
 
 
-def main(
-    arguments: Sequence[str] | None = None, run: Callable[..., dict[str, Any]] = launch.run_ranks
-) -> int:
+@harness.command(
+    "ledgers",
+    __doc__,
+    models=(list(MODELS), "which GPTs", MODELS),
+    pairs=(0, "pairs of steps (0: as many as suit each model)"),
+)
+def main(options: harness.Options, run: Callable[..., dict[str, Any]] = launch.run_ranks) -> int:
     """0 if every model was measured, else 1. `run` starts the ranks; see `launch.run_ranks`."""
-    parser = harness.parser(
-        "ledgers",
-        __doc__,
-        models=(list(MODELS), "which GPTs", MODELS),
-        pairs=(0, "pairs of steps (0: as many as suit each model)"),
-    )
-    options = harness.parsed(parser, arguments)
     rows, failed = [], False
     for name in options.models:
         tokens, pairs = MODELS[name]
         setting = Setting(model=name, tokens=tokens, ranks=2)
-        job = {"setting": setting.to_json(), "pairs": options.pairs or pairs}
+        job = {"setting": asdict(setting), "pairs": options.pairs or pairs}
         outcome = run(
             "benchmarks.ledgers", job, setting.ranks, threads=setting.threads, timeout=1200.0
         )
@@ -201,12 +193,12 @@ def main(
             failed = True
             continue
         rows.append(summarized(setting, outcome["ranks"]))
-    harness.keep(options, {**harness.about(options, SCHEMA), "goal": GOAL, "rows": rows})
-    print(harness.markdown_table(COLUMNS, rows))
+    harness.keep(options, SCHEMA, goal=GOAL, rows=rows)
+    pages.show(pages.table(COLUMNS, rows))
     return int(failed)
 
 
-COLUMNS: dict[str, harness.Cell] = {
+COLUMNS: dict[str, pages.Cell] = {
     "model": lambda r: f"{r['model']}, {r['tokens']} tokens a rank",
     "step with": shown("with_s", "{:.2f} ms", 1e-3),
     "without": shown("without_s", "{:.2f} ms", 1e-3),

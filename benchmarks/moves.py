@@ -10,13 +10,13 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import harness, launch
+from benchmarks import harness, launch, pages
 
 SCHEMA = "onefold-moves/1"
 ROUNDS, WARM = 12, 2
@@ -95,23 +95,22 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser(
-        "moves",
-        __doc__,
-        ranks=([2, 4], "how many ranks"),
-        mib=([1.0, 8.0, 28.0, 110.0], "sizes of the buffer"),
-    )
-    options = harness.parsed(parser, arguments)
+@harness.command(
+    "moves",
+    __doc__,
+    ranks=([2, 4], "how many ranks"),
+    mib=([1.0, 8.0, 28.0, 110.0], "sizes of the buffer"),
+)
+def main(options: harness.Options) -> int:
     found: list[dict[str, Any]] = []
     for size in options.ranks:
         found += launch.all_ranks("benchmarks.moves", {"mib": options.mib}, size)[0]["rows"]
-    columns: dict[str, harness.Cell] = {"ranks": harness.shown("ranks")}
-    columns["MiB"] = harness.shown("mib", "{:g}")
+    columns: dict[str, pages.Cell] = {"ranks": pages.shown("ranks")}
+    columns["MiB"] = pages.shown("mib", "{:g}")
     for name in found[0]["ms"]:
         columns[name.replace("_", " ")] = lambda row, name=name: f"{row['ms'][name]:.1f}"  # type: ignore[misc]
-    print(harness.markdown_table(columns, found))
-    harness.keep(options, {**harness.about(options, SCHEMA), "rows": found})
+    pages.show(pages.table(columns, found))
+    harness.keep(options, SCHEMA, rows=found)
     return 0
 
 

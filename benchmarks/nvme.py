@@ -23,12 +23,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from benchmarks import harness, probes
+from benchmarks import harness, pages, probes
 from onefold.offload.nvme import Nvme, Transfer, measure, page_buffer
 
 SCHEMA = "onefold-nvme/1"
@@ -38,9 +38,7 @@ GOAL = 0.85
 
 
 class Plain:
-    """Files of `nbytes` each, opened for direct transfers, and loops over them. They have no
-    names.
-    """
+    """Files without names, opened for direct transfers, and loops over them."""
 
     def __init__(self, folder: Path, nbytes: int, chunk: int) -> None:
         self.nbytes, self.chunk = nbytes, chunk
@@ -89,9 +87,7 @@ class Plain:
 
 
 class Stored:
-    """Four regions of a store and the optimizer's pipeline over them: a set of buffers is read,
-    stepped, written, and read into again.
-    """
+    """Four regions of a store, and the optimizer's pipeline over them through sets of buffers."""
 
     def __init__(self, paths: list[Path], nbytes: int, chunk: int, threads: int) -> None:
         self.store = Nvme(paths, name="benchmark", threads=threads)
@@ -152,18 +148,16 @@ class Stored:
             self.adamw(self.sets[0])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser(
-        "nvme",
-        __doc__,
-        rounds=7,
-        threads=4,
-        mib=(512, "of each of the four regions"),
-        chunk=(16, "MiB of each region at a time"),
-    )
-    folders = "on the disks to measure; the plain copies use the first"
-    parser.add_argument("folders", nargs="+", type=Path, help=folders)
-    args = harness.parsed(parser, arguments)
+@harness.command(
+    "nvme",
+    __doc__,
+    rounds=7,
+    threads=4,
+    mib=(512, "of each of the four regions"),
+    chunk=(16, "MiB of each region at a time"),
+    folders=(..., "on the disks to measure; the plain copies use the first", Path, {"nargs": "+"}),
+)
+def main(args: harness.Options) -> int:
     torch.set_num_threads(1)
     nbytes, chunk = args.mib * MIB, args.chunk * MIB
     moved = nbytes * (READS + WRITES)
@@ -201,19 +195,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for plain_way in ("copy", "copy, two")
         for ours in ("store", "store, step")
     }
-    columns: dict[str, harness.Cell] = {
+    columns: dict[str, pages.Cell] = {
         "": lambda item: item[0],
         "seconds": lambda item: f"{item[1]:.2f}",
         "MB/s": lambda item: "" if item[0] == "step" else f"{moved / item[1] / 1e6:,.0f}",
     }
-    print(harness.markdown_table(columns, list(median.items())))
+    pages.show(pages.table(columns, list(median.items())))
     print(
         f"rates, medians of the rounds (goal {GOAL} of the copy): "
         + ", ".join(f"{k} {v:.2f}" for k, v in shares.items())
         + f"; {grown}"
     )
     result = {
-        **harness.about(args, SCHEMA),
         "folders": len(args.folders),
         "direct": [rate.direct for rate in rates],
         "preflight_bytes_per_s": [
@@ -227,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "goal": GOAL,
         **grown,
     }
-    harness.keep(args, result)
+    harness.keep(args, SCHEMA, **result)
     return 0
 
 

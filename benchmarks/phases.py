@@ -25,7 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -136,8 +136,8 @@ def import_seconds(statement: str, source: Path) -> float:
     return float(asked.stdout)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = harness.parsed(harness.parser("phases", __doc__, rounds=7, against=[]), arguments)
+@harness.command("phases", __doc__, rounds=7, against=[])
+def main(options: harness.Options) -> int:
     sources = harness.sources(options)
     timed = {"torch": ("import torch", sources["this"])}
     for name, source in sources.items():
@@ -155,14 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name:10} {counts}   all {len(every):3}")
     for name, each in seconds.items():
         print(f"{name:28} {median(each):6.3f} s")
-    result = {
-        **harness.about(options, SCHEMA),
-        "rows": rows,
-        "import_s": {
-            name: {"median": median(each), "runs": each} for name, each in seconds.items()
-        },
-    }
-    harness.keep(options, result)
+    imports = {name: {"median": median(each), "runs": each} for name, each in seconds.items()}
+    harness.keep(options, SCHEMA, rows=rows, import_s=imports)
     return 0
 
 

@@ -39,16 +39,12 @@ def resident_mib() -> float | None:
 
 
 def peak_resident_mib() -> float | None:
-    """Highest resident set since `reset_peak`, or since the process started where a reset is not
-    permitted, MiB.
-    """
+    """Highest resident set since `reset_peak` or, where that is not permitted, ever, MiB."""
     return _mib(status_bytes("VmHWM"))
 
 
 def own_bytes(process: int | str = "self") -> int:
-    """Resident pages that no file stands behind (the kernel can take the others back at any time);
-    0 once the process has ended.
-    """
+    """Resident pages that no file stands behind; 0 once the process has ended."""
     return status_bytes("RssAnon", process) or 0
 
 
@@ -62,9 +58,7 @@ def reset_peak() -> bool:
 
 
 def give_back_free_heap() -> None:
-    """Ask the C library to return what it has of freed memory: nobody's state, though it would
-    count as resident.
-    """
+    """Ask the C library to return freed memory, which would count as resident."""
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -88,9 +82,7 @@ def family(process: int) -> list[int]:
 
 
 def moved_bytes(process: int | str = "self") -> dict[str, int]:
-    """Bytes of a process so far: `read_calls` and `write_calls` through system calls, `read_disk`
-    and `write_disk` of the disk. Empty where the kernel does not say.
-    """
+    """Bytes so far through system calls ("_calls") and of the disk; empty where nobody counts."""
     names = {"rchar": "read_calls", "wchar": "write_calls"}
     names |= {"read_bytes": "read_disk", "write_bytes": "write_disk"}
     try:
@@ -131,9 +123,7 @@ def cached_bytes(paths: Iterable[Path]) -> int:
 
 
 def page_cache_bytes() -> int:
-    """Bytes of all files that this machine holds in its page cache; shared memory, which is counted
-    among them, is not.
-    """
+    """Bytes of files in the machine's page cache, without shared memory."""
     found = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
     return 1024 * (int(found["Cached"]) - int(found["Shmem"]))
 
@@ -193,9 +183,7 @@ def socket_bytes_sent() -> int | None:
 
 
 def interface_bytes_sent(interface: str = "lo") -> int | None:
-    """Bytes that this host has sent over an interface so far, headers included. (/proc, since /sys
-    would show the network that it was mounted in.)
-    """
+    """Bytes sent over an interface, headers included. (/sys would show another network's.)"""
     try:
         for line in Path("/proc/self/net/dev").read_text().splitlines():
             name, _, fields = line.partition(":")

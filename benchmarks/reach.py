@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, pages
 from benchmarks.harness import ROOT
 from onefold.plan.choose import Question, recommend
 from onefold.plan.evaluate import Candidate
@@ -29,9 +29,7 @@ SEQ, TILE = 2048, "256MB"
 
 @dataclass(frozen=True)
 class Place:
-    """One GPU and what is beside it: a GPU of the table by its memory, host memory and disk in GB,
-    and the disk's GB/s.
-    """
+    """One GPU by its memory, host memory and disk in GB, and the disk's GB/s."""
 
     memory: int
     gpu: str
@@ -128,13 +126,11 @@ def table(models: Sequence[str] = MODELS, places: Sequence[Place] = PLACES) -> s
             for place in places
         ]
         lines.append([name, *cells])
-    return harness.markdown(lines, left=len(lines[0])).rstrip()
+    return pages.markdown(lines, left=len(lines[0])).rstrip()
 
 
 def large_run(path: Path = MEASURED) -> dict[str, Any] | None:
-    """The model too large for the memory it is given, as benchmarks/offload has measured it; None
-    if it has not run well.
-    """
+    """The large model as benchmarks/offload has measured it; None if it has not run well."""
     found = json.loads(path.read_text(encoding="utf-8")).get("large") if path.is_file() else None
     return (
         found

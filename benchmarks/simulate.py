@@ -18,7 +18,6 @@ from statistics import median
 from typing import Any
 
 from benchmarks import harness, launch
-from benchmarks.harness import RESULTS
 
 SCHEMA = "onefold-simulate/1"
 CORES = 2
@@ -26,12 +25,10 @@ CORES = 2
 
 @dataclass(frozen=True)
 class Question:
-    """A command line of `onefold` and the goals for it: seconds of wall clock, bytes of memory
-    (None: no goal).
-    """
+    """A command line of `onefold` and its goals: seconds, bytes of memory (None: no goal)."""
 
     name: str
-    arguments: tuple[str, ...]
+    arguments: str
     seconds: float
     nbytes: float | None = None
 
@@ -39,25 +36,12 @@ class Question:
 QUESTIONS = (
     Question(
         "plan 70B on 64 GPUs",
-        ("plan", "llama-3-70b", "--gpus", "64", "--gpu", "h100-80", "--seq", "4096", "--json"),
+        "plan llama-3-70b --gpus 64 --gpu h100-80 --seq 4096 --json",
         10.0,
     ),
     Question(
         "simulate 1T at stage 3 on 1,024 GPUs",
-        (
-            "plan",
-            "1t",
-            "--gpus",
-            "1024",
-            "--gpu",
-            "h200",
-            "--stage",
-            "3",
-            "--offload",
-            "none",
-            "--simulate",
-            "--json",
-        ),
+        "plan 1t --gpus 1024 --gpu h200 --stage 3 --offload none --simulate --json",
         120.0,
         4 * 2**30,
     ),
@@ -73,7 +57,7 @@ def ask(question: Question) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))[:CORES] if hasattr(os, "sched_getaffinity") else []
     begun = time.perf_counter()
     child = subprocess.Popen(
-        [sys.executable, "-m", "onefold", *question.arguments],
+        [sys.executable, "-m", "onefold", *question.arguments.split()],
         env=launch.environment(CORES),
         cwd=launch.ROOT,
         stdout=subprocess.PIPE,
@@ -88,9 +72,7 @@ def ask(question: Question) -> dict[str, Any]:
     seconds = time.perf_counter() - begun
     child.stdout.close()
     if child.returncode:
-        raise RuntimeError(
-            f"onefold {' '.join(question.arguments)} ended with status {child.returncode}."
-        )
+        raise RuntimeError(f"onefold {question.arguments} ended with status {child.returncode}.")
     nbytes = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "seconds": seconds,
@@ -114,10 +96,9 @@ def _facts(answer: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def main(arguments: Sequence[str] | None = None, questions: Sequence[Question] = QUESTIONS) -> int:
+@harness.command("simulate", __doc__, rounds=3)
+def main(options: harness.Options, questions: Sequence[Question] = QUESTIONS) -> int:
     """0 if every goal was met, else 1."""
-    parser = harness.parser("simulate", __doc__, rounds=3, name="simulate", output=RESULTS)
-    options = harness.parsed(parser, arguments)
     rows = []
     for question in questions:
         runs = [ask(question) for _ in range(options.rounds)]
@@ -136,7 +117,7 @@ def main(arguments: Sequence[str] | None = None, questions: Sequence[Question] =
             f"{question.name}: {seconds:.1f} s (goal {question.seconds:.0f}),"
             f" {nbytes / 2**30:.2f} GiB"
         )
-    harness.keep(options, {**harness.about(options, SCHEMA), "rows": rows})
+    harness.keep(options, SCHEMA, rows=rows)
     return int(not all(row["met"] for row in rows))
 
 

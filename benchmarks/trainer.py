@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks import harness, launch
+from benchmarks import harness, launch, pages
 from benchmarks.trainer_sides import BATCH, TOKENS
 
 SCHEMA = "onefold-trainer/2"
@@ -59,9 +59,7 @@ def loop_of(side: str) -> str | None:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Between which of the values the median of what they are drawn from lies with 95 % at least,
-    whatever its distribution: order statistics. All of them where they are too few (below six).
-    """
+    """The values between which the true median lies with 95 %, by order statistics."""
     ordered, n = sorted(values), len(values)
     left = 0
     while 2 * sum(math.comb(n, k) for k in range(left + 2)) / 2**n <= 0.05:
@@ -129,25 +127,25 @@ def measured(options: Any, sides: Sequence[str]) -> list[list[dict[str, Any]]]:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def _ratio(key: str) -> harness.Cell:
+def _ratio(key: str) -> pages.Cell:
     def cell(row: Any) -> str:
         if f"{key}_interval" not in row:
-            return harness.DASH
+            return pages.DASH
         return "{:.3f} ({:.3f}–{:.3f})".format(row[key], *row[f"{key}_interval"])
 
     return cell
 
 
-COLUMNS: harness.Columns = {
-    "side": harness.shown("side"),
-    "step, ms": harness.shown("step_s", "{:.0f}", 1e-3),
-    "processor, ms": harness.shown("cpu_s", "{:.0f}", 1e-3),
-    "peak, MiB": harness.shown("peak_mib", "{:.0f}"),
+COLUMNS: pages.Columns = {
+    "side": pages.shown("side"),
+    "step, ms": pages.shown("step_s", "{:.0f}", 1e-3),
+    "processor, ms": pages.shown("cpu_s", "{:.0f}", 1e-3),
+    "peak, MiB": pages.shown("peak_mib", "{:.0f}"),
     "step ÷ its loop": _ratio("step_s_of_loop"),
     "processor ÷ its loop": _ratio("cpu_s_of_loop"),
     "step ÷ Trainer on DDP": _ratio("step_s_of_ddp"),
     "processor ÷ Trainer on DDP": _ratio("cpu_s_of_ddp"),
-    "loss": harness.shown("loss", "{:.4f}"),
+    "loss": pages.shown("loss", "{:.4f}"),
 }
 
 
@@ -159,38 +157,34 @@ def page(document: dict[str, Any]) -> str:
     rounds = 1 + max(run["round"] for run in document["runs"][0])
     if rounds < 6:
         half = "the least and the greatest"
-    return "\n".join(
-        [
-            "# Hugging Face's Trainer beside loops of one's own",
-            "",
-            f"A Llama of {shape['layers']} layers of {shape['width']}, {shape['tokens']} tokens a rank, fp32, two ranks over"
-            f" gloo with one thread each. {rounds} rounds; the median",
-            f"of the rounds, and in brackets {half}. Load of the machine"
-            f" {loads[0]:.1f} to {loads[-1]:.1f}, two of",
-            "which are the ranks: processor time is what to trust where it is more.",
-            "",
-            harness.markdown_table(COLUMNS, rows),
-            harness.where(document),
-            "",
-        ]
+    return pages.page(
+        "# Hugging Face's Trainer beside loops of one's own",
+        (
+            f"A Llama of {shape['layers']} layers of {shape['width']}, {shape['tokens']} tokens a"
+            f" rank, fp32, two ranks over gloo with one thread each. {rounds} rounds; the median"
+            f" of the rounds, and in brackets {half}. Load of the machine {loads[0]:.1f} to"
+            f" {loads[-1]:.1f}, two of which are the ranks: processor time is what to trust where"
+            " it is more."
+        ),
+        pages.table(COLUMNS, rows),
+        pages.where(document),
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@harness.command(
+    "trainer",
+    __doc__,
+    rounds=5,
+    steps=10,
+    warmup=3,
+    timeout=300.0,
+    deepspeed_python=sys.executable,
+    sides=(list(SIDES), "what makes the steps", SIDES),
+    layers=(6, "layers of the Llama"),
+    width=(256, "its width"),
+)
+def main(options: harness.Options) -> int:
     """0 if every side was measured and computed something."""
-    parser = harness.parser(
-        "trainer",
-        __doc__,
-        rounds=5,
-        steps=10,
-        warmup=3,
-        timeout=300.0,
-        deepspeed_python=sys.executable,
-        sides=(list(SIDES), "what makes the steps", SIDES),
-        layers=(6, "layers of the Llama"),
-        width=(256, "its width"),
-    )
-    options = harness.parsed(parser, arguments)
     harness.check_at_least(options, 1, "rounds", "steps", "warmup", "layers", "width")
     sides = list(options.sides)
     if any(kind_of(side) == "deepspeed" for side in sides) and not launch.interpreter_has(
@@ -201,12 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = measured(options, sides)
     if not runs[0]:
         return 1
-    about = harness.about(options, SCHEMA, "transformers", "accelerate")
     shape = {"layers": options.layers, "width": options.width, "tokens": BATCH * TOKENS}
-    document = {**about, "model": shape, "goal": GOAL, "rows": rows_of(runs), "runs": runs}
-    harness.keep(options, document, page(document))
-    print(harness.text_table(COLUMNS, document["rows"]))
-    return 0 if all(math.isfinite(row["loss"]) for row in document["rows"]) else 1
+    kept = {"model": shape, "goal": GOAL, "rows": rows_of(runs), "runs": runs}
+    packages = ("transformers", "accelerate")
+    pages.show(page(harness.keep(options, SCHEMA, page, packages, **kept)))
+    return 0 if all(math.isfinite(row["loss"]) for row in kept["rows"]) else 1
 
 
 if __name__ == "__main__":

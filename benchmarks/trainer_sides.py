@@ -60,9 +60,7 @@ def llama(layers: int, width: int) -> Any:
 
 
 class Clock:
-    """Seconds between the ends of steps, on the wall and of the processor; memory is watched from
-    the end of the last step of the warm-up.
-    """
+    """Seconds between the ends of steps, wall and processor; memory from the end of the warm-up."""
 
     def __init__(self, warmup: int) -> None:
         self.warmup = warmup

@@ -19,7 +19,6 @@ The JSON, beside what every result has (`harness.about`):
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -30,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness, launch, probes
+from benchmarks import harness, launch, pages, probes
 from benchmarks.checkpoint import disk, report, rows
 from benchmarks.checkpoint.settings import (
     LIGHT,
@@ -42,46 +41,19 @@ from benchmarks.checkpoint.settings import (
     peers_turns,
     pretrained_turns,
 )
-from benchmarks.harness import Refused, Row, Run, essence
+from benchmarks.harness import Refused, Row, Run
+from benchmarks.pages import essence
 from benchmarks.peers.model import SHAPES, count_parameters
 from benchmarks.peers.settings import Setting
 
 SCHEMA = "onefold-checkpoint/1"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options; with the defaults a round takes about 20 minutes on two cores."""
-    some = {"nargs": "*", "metavar": "NAME"}
-    return harness.parser(
-        "checkpoint",
-        __doc__,
-        rounds=3,
-        threads=1,
-        timeout=900.0,
-        deepspeed_python=sys.executable,
-        json=False,
-        peers=(list(PEERS), f"which of {', '.join(PEERS)}", PEERS, some),
-        ways=(list(WAYS), f"which of {', '.join(WAYS)}", WAYS, some),
-        model=("gpt-110m", "which GPT", SHAPES),
-        ranks=(2, "who saves; loads are on as many, on twice and on half as many"),
-        saves=(2, "saves of a turn that the training waits for"),
-        behind=(3, "saves of a turn behind the training, in each of the peer's ways"),
-        steps=(3, "steps timed alone before each of these"),
-        tokens=(256, "tokens a rank and step"),
-        same_ranks=(False, "no loads on other numbers of ranks"),
-        folder=(
-            None,
-            "where checkpoints go while they are needed: on the disk to be measured",
-            Path,
-        ),
-    )
-
-
 class Session:
     """One command: its turns, and what they found so far."""
 
     def __init__(
-        self, options: argparse.Namespace, folder: Path, run_ranks: Callable[..., dict[str, Any]]
+        self, options: harness.Options, folder: Path, run_ranks: Callable[..., dict[str, Any]]
     ) -> None:
         self.options, self.folder, self.run_ranks = options, folder, run_ranks
         self.runs: list[Run] = []
@@ -91,14 +63,9 @@ class Session:
     def _start(self, module: str, turn: Turn | None, ranks: int, **more: Any) -> dict[str, Any]:
         o = self.options
         setting = Setting(model=o.model, tokens=o.tokens, ranks=ranks, threads=o.threads)
-        return self.run_ranks(
-            f"benchmarks.checkpoint.{module}",
-            {"turn": turn.to_json() if turn else None, "setting": setting.to_json(), **more},
-            ranks,
-            threads=o.threads,
-            python=launch.python_of(turn.peer if turn else "", o),
-            timeout=o.timeout,
-        )
+        side, job = turn.peer if turn else "", {"turn": asdict(turn) if turn else None, **more}
+        module = f"benchmarks.checkpoint.{module}"
+        return launch.run_side(side, setting, o, job, module=module, run=self.run_ranks)
 
     def _open(self, turn: Turn | None, ranks: int) -> dict[str, Any]:
         """A turn that opens the folder of weights; without one, the folder is written."""
@@ -146,10 +113,8 @@ class Session:
         """Results so far as JSON and Markdown."""
         o, runs = self.options, self.runs
         saves, behind, loads = rows.save_rows(runs), rows.behind_rows(runs), rows.load_rows(runs)
-        head, parameters = harness.about(o, SCHEMA, "transformers"), count_parameters(o.model)
-        cores = head["machine"]["cores"]
-        result = {
-            **head,
+        parameters, cores = count_parameters(o.model), harness.machine()["cores"]
+        found = {
             "finished": finished,
             "file_system": probes.file_system(self.folder),
             "cached": _cached(loads),
@@ -165,8 +130,7 @@ class Session:
             "missing": self.missing,
             "runs": [run.to_json("turn") for run in runs],
         }
-        harness.keep(o, result, report.to_markdown(result))
-        return result
+        return harness.keep(o, SCHEMA, report.to_markdown, ("transformers",), **found)
 
 
 def _cached(loads: Sequence[Row]) -> str:
@@ -183,22 +147,39 @@ def _cached(loads: Sequence[Row]) -> str:
     )
 
 
-def _absent(options: argparse.Namespace) -> list[str]:
+def _absent(options: harness.Options) -> list[str]:
     """Peers and ways whose packages are not installed."""
     gone = launch.absent(options.peers, options)
     ways = options.ways if harness.version("transformers") is None else []
     return [*(peer for peer in options.peers if peer in gone), *ways]
 
 
-@harness.command
+SOME = {"nargs": "*", "metavar": "NAME"}
+
+
+@harness.command(
+    "checkpoint",
+    __doc__,
+    rounds=3,
+    threads=1,
+    timeout=900.0,
+    deepspeed_python=sys.executable,
+    json=False,
+    peers=(list(PEERS), f"which of {', '.join(PEERS)}", PEERS, SOME),
+    ways=(list(WAYS), f"which of {', '.join(WAYS)}", WAYS, SOME),
+    model=("gpt-110m", "which GPT", SHAPES),
+    ranks=(2, "who saves; loads are on as many, on twice and on half as many"),
+    saves=(2, "saves of a turn that the training waits for"),
+    behind=(3, "saves of a turn behind the training, in each of the peer's ways"),
+    steps=(3, "steps timed alone before each of these"),
+    tokens=(256, "tokens a rank and step"),
+    same_ranks=(False, "no loads on other numbers of ranks"),
+    folder=(None, "where checkpoints go while they are needed: on the disk to be measured", Path),
+)
 def main(
-    arguments: Sequence[str] | None = None,
-    run_ranks: Callable[..., dict[str, Any]] = launch.run_ranks,
+    options: harness.Options, run_ranks: Callable[..., dict[str, Any]] = launch.run_ranks
 ) -> int:
-    """0 when every turn ended well, 1 when one failed, 2 for a wrong command line, 130 after
-    Ctrl-C. `run_ranks` starts the ranks of a turn.
-    """
-    options = harness.parsed(parser(), arguments)
+    """A round takes about 20 minutes on two cores. `run_ranks` starts the ranks of a turn."""
     harness.check_at_least(options, 1, "ranks", "rounds", "saves", "steps", "tokens")
     harness.check_at_least(options, 0, "behind")
     if shutil.which(options.deepspeed_python) is None:
@@ -216,8 +197,7 @@ def main(
     if options.json:
         print(json.dumps(result))
     else:
-        print(report.to_markdown(result))
-        print(f"written: {os.path.join(options.output, options.name)}.json, .md")
+        pages.show(report.to_markdown(result))
     return stop.status or int(any(run.status != "ok" for run in session.runs))
 
 

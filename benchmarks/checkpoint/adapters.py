@@ -1,6 +1,4 @@
-"""One class a peer: how it saves, saves behind the training, and loads. The models and loops are
-those of `benchmarks.peers`.
-"""
+"""How each peer saves, saves behind the training, and loads; trainers are `benchmarks.peers`'."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ Keeper = Onefold | Distributed | DeepSpeed
 
 
 def keeper(peer: str, trainer: Any) -> Keeper:
-    """What saves and loads `trainer`, which `benchmarks.peers.adapters.build` has made for `peer`.
-    Collective.
-    """
+    """What saves and loads a trainer that `peers.adapters.build` has made. Collective."""
     family = peer.partition("-")[0]
     kinds: dict[str, type[Keeper]] = {
         "onefold": Onefold,

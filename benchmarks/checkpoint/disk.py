@@ -20,9 +20,7 @@ VARIED = 64 << 20
 
 
 def write(path: Path, nbytes: int, direct: int = 0, chunk: int = CHUNK) -> float:
-    """Seconds to write a new file of that many random bytes from first to last and have the disk
-    know it (fsync). `direct`: a further flag to open it with.
-    """
+    """Seconds to write and flush a new file of random bytes. `direct`: a further open flag."""
     content = mmap.mmap(-1, min(-(-nbytes // PAGE) * PAGE or PAGE, VARIED))  # begins on a page
     content.write(os.urandom(len(content)))
     whole = memoryview(content)
@@ -40,9 +38,7 @@ def write(path: Path, nbytes: int, direct: int = 0, chunk: int = CHUNK) -> float
 
 
 def write_direct(path: Path, nbytes: int) -> float | None:
-    """The same without the page cache (O_DIRECT), to whole pages; None where the file system does
-    not let us.
-    """
+    """The same past the page cache (O_DIRECT), in whole pages; None where that is not allowed."""
     try:
         return write(path, nbytes // PAGE * PAGE, os.O_DIRECT, 2 * CHUNK)
     except (OSError, AttributeError):
@@ -70,9 +66,7 @@ def nbytes_of(folder: Path) -> int:
 
 
 def flush(folder: Path) -> float:
-    """Seconds until the disk knows every file below the folder: nothing where the library has
-    flushed them.
-    """
+    """Seconds to flush every file below the folder: none where the library has done it."""
     begun = time.perf_counter()
     for path in files(folder):
         file = os.open(path, os.O_RDONLY)

@@ -165,9 +165,7 @@ def _loss(model: nn.Module) -> float:
 
 
 def open_turn(turn: Turn, folder: Path, toy: Path) -> dict[str, Any]:
-    """Open the folder once, from the disk, after a toy of its kind. Memory in MiB beyond what the
-    libraries take.
-    """
+    """Open the folder once, from the disk. Memory in MiB beyond what the libraries take."""
     opener = Opener(turn.peer)
     _loss(opener.open(toy))
     gc.collect()
@@ -197,9 +195,7 @@ def prepare(job: dict[str, Any]) -> None:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """What this rank measured in the job's turn, or the bytes of the folders that it wrote; the
-    process group is there.
-    """
+    """What this rank measured in the job's turn, or the bytes of the folders that it wrote."""
     folder, toy = Path(job["folder"]), Path(job["toy"])
     if job["turn"] is None:
         return {

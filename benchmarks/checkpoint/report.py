@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import pages
 from benchmarks.checkpoint.settings import NOTES
-from benchmarks.harness import Cell, Row, essence, shown
+from benchmarks.harness import Row
+from benchmarks.pages import Cell, essence, shown
 
 
 def _s(name: str) -> Cell:
@@ -121,7 +122,7 @@ def goals_table(goals: Sequence[Row]) -> str:
         "measured": lambda row: row["form"].format(row["value"]),
         "": lambda row: "" if row["met"] else "missed",
     }
-    return harness.markdown_table(columns, goals)
+    return pages.table(columns, goals)
 
 
 def to_markdown(document: dict[str, Any]) -> str:
@@ -130,7 +131,7 @@ def to_markdown(document: dict[str, Any]) -> str:
     tables = []
     for kind, columns in TABLES.items():
         if document[kind]:
-            table = harness.markdown_table(columns, document[kind])
+            table = pages.table(columns, document[kind])
             tables += [f"## {TITLES[kind]}", table, LEGENDS[kind]]
     lines = [
         f"- {r['turn']['kind']} {r['turn']['peer']}, round {r['round']}: {r['status']}:"
@@ -139,8 +140,8 @@ def to_markdown(document: dict[str, Any]) -> str:
         if r["status"] != "ok"
     ]
     lines += [f"- {peer}: not installed" for peer in document["missing"]]
-    return harness.page(
-        harness.where(document, document["file_system"]),
+    return pages.page(
+        pages.where(document, document["file_system"]),
         (
             f"{model['name']}, {model['parameters']:,} parameters in fp32 with AdamW"
             f" ({model['state_bytes'] / 1e9:.2f} GB of state), {document['ranks']} ranks,"
@@ -151,5 +152,5 @@ def to_markdown(document: dict[str, Any]) -> str:
         *tables,
         *(["## Not measured", "\n".join(lines)] if lines else []),
         "## How each is set up",
-        "\n".join(f"- {line}" for line in harness.notes(NOTES)),
+        "\n".join(f"- {line}" for line in pages.notes(NOTES)),
     )

@@ -1,6 +1,4 @@
-"""From turns to rows and goals. Seconds of a turn are those of its slowest rank; rows are medians
-over rounds and repetitions. GB are 10^9 bytes, MiB 2^20.
-"""
+"""From turns to rows and goals: slowest ranks, medians over rounds; GB are 10^9 bytes."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ Rank = dict[str, Any]
 
 
 def _groups(runs: Sequence[Run], kind: str) -> dict[tuple[str, int, int], list[Run]]:
-    """The turns of a kind that ended well, by peer and sizes, in the order in which they came
-    first.
-    """
+    """The turns of a kind that ended well, by peer and sizes, in their order."""
     found: dict[tuple[str, int, int], list[Run]] = {}
     for run in runs:
         if run.side.kind == kind and run.status == "ok":
@@ -32,14 +28,7 @@ def _each(turns: Sequence[Run], name: str) -> list[list[Rank]]:
 
 
 def save_rows(runs: Sequence[Run]) -> list[Row]:
-    """Saves that the training waits for: a row for each peer and number of ranks.
-
-    `seconds` until the call returns, `on_disk_s` until the disk also knows every file. `disk_s`:
-    what the same ranks take to write and flush as many bytes with nothing but write(2), beside each
-    save; `rate` is the median of the pairs' disk_s / on_disk_s, `rate_low` the smallest;
-    `alone_rate` the same against one process that writes everything; `direct_gb_s` the disk's past
-    the page cache (O_DIRECT). `peak_mib`: host memory beyond rest, the largest rank.
-    """
+    """A row for each peer and number of ranks that saved; `report.LEGENDS` says what it holds."""
     rows = []
     for (peer, _, size), turns in _groups(runs, "save").items():
         seconds, on_disk, disk, alone = [], [], [], []
@@ -87,14 +76,7 @@ def behind_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def behind(saves: Sequence[Sequence[Rank]]) -> Row:
-    """Saves behind the training, in one way; `saves`: of each save what the ranks said.
-
-    `first_stall_s`: how long the first of a run stands still, `stall_s`: later ones. `whole_s`:
-    from the call until the checkpoint is whole. `stall_share`, `first_share`: stall / whole_s of
-    later ones and of the first. `alone_s` and `beside_s`: a step alone, and one that begins while
-    the save is under way. `lost_s`: what a save costs the training: its stall and the steps' delay.
-    `copy_mib`: memory beyond rest after the first call.
-    """
+    """Saves behind the training, in one way; `saves`: of each save what the ranks said."""
     alone, beside, found = [], [], []
     for ranks in saves:
         usual = [max(step) for step in zip(*(s["alone_s"] for s in ranks), strict=True)]
@@ -125,15 +107,7 @@ def behind(saves: Sequence[Sequence[Rank]]) -> Row:
 
 
 def load_rows(runs: Sequence[Run]) -> list[Row]:
-    """Loads of a checkpoint that `saved` ranks wrote, on `ranks`: a row for each peer and pair of
-    sizes.
-
-    `cold_s` from the disk, `warm_s` with the files in the page cache. `need_gb`: what a rank owns
-    of the state in the checkpoint. `read_gb`: bytes that the rank which reads most asked the kernel
-    for; `disk_gb`: bytes that the disk gave all ranks in the cold load. `peak_mib` and `stays_mib`:
-    host memory beyond rest in the cold load and after it, the largest rank. `loss_difference`:
-    relative, of the two steps after the load to the two after the save.
-    """
+    """A row for each peer, ranks that saved, and ranks that loaded; see `report.LEGENDS`."""
     proofs = {
         (run.round, run.side.peer, run.side.ranks): run.ranks[0]["proof"]
         for run in runs
@@ -172,13 +146,7 @@ def load_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def open_rows(runs: Sequence[Run], nbytes: int) -> list[Row]:
-    """A Hugging Face folder with `nbytes` of weights opened as a sharded model, from the disk: a
-    row for each way and number of ranks.
-
-    Memory in MiB beyond what the libraries take: `peak_mib` resident, the largest rank;
-    `all_peak_mib` the sum over ranks; `own_peak_mib` without what is mapped from files, the largest
-    rank; `stays_mib` afterwards, the largest rank; `shard_mib` what a rank owns.
-    """
+    """A row for each way to open a folder with `nbytes` of weights, and number of ranks."""
     return [
         {
             "way": way,
@@ -203,9 +171,7 @@ def open_rows(runs: Sequence[Run], nbytes: int) -> list[Row]:
 def goals(
     saves: Sequence[Row], behind: Sequence[Row], loads: Sequence[Row], ranks: int, cores: int
 ) -> list[Row]:
-    """The goals that Onefold's checkpoints have: what was measured, in words what it should be, and
-    whether it is. Those that were not measured are left out.
-    """
+    """What Onefold's checkpoints should reach, what was measured, and whether that is enough."""
     ours = [[r for r in rows if r["peer"].startswith("onefold")] for rows in (saves, behind, loads)]
     theirs = [row for row in behind if row["peer"] == "fsdp2"]
     rates = [row for row in ours[0] if row["ranks"] == ranks]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 PEERS: tuple[str, ...] = ("onefold-3", "onefold-1", "fsdp2", "deepspeed-3", "deepspeed-1")
 """Every peer, in the order of a round. A number is the ZeRO stage."""
@@ -94,10 +93,6 @@ class Turn:
     saved: int
     light: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary that `Turn(**d)` reads back."""
-        return asdict(self)
-
     @property
     def title(self) -> str:
         sizes = f"{self.saved} -> {self.ranks}" if self.kind == "load" else str(self.ranks)
@@ -105,9 +100,7 @@ class Turn:
 
 
 def peers_turns(peer: str, ranks: int, elsewhere: bool = True) -> Iterator[Turn]:
-    """The turns of one peer in a round: save on `ranks`, load there and (`elsewhere`) on twice and
-    half as many; then the way back.
-    """
+    """Of one peer in a round: save on `ranks`, load there and `elsewhere`; then the way back."""
     yield Turn("save", peer, ranks, ranks)
     yield Turn("load", peer, ranks, ranks)
     if peer in ANYWHERE and elsewhere:

@@ -43,9 +43,7 @@ class Bench:
         return trainer, keeper(self.turn.peer, trainer)
 
     def _touch_libraries(self) -> None:
-        """Save and load a toy once, so that code and lazy imports are there before anything is
-        measured.
-        """
+        """Save and load a toy once, so that lazy imports are there before anything is measured."""
         toy = replace(self.setting, model="gpt-tiny", tokens=32)
         trainer, keeps = self._made(toy)
         trainer.step(_batch(toy, 0))
@@ -74,9 +72,7 @@ class Bench:
         return [self.trainer.step(_batch(self.setting, PROOF + k)) for k in range(2)]
 
     def settle(self) -> float | None:
-        """Before something is measured: all together, the heap given back, the peak forgotten.
-        Returns the resident MiB.
-        """
+        """Give the heap back and forget the peak, all together. Returns the resident MiB."""
         gc.collect()
         probes.give_back_free_heap()
         dist.barrier()
@@ -84,15 +80,11 @@ class Bench:
         return probes.resident_mib()
 
     def peak_above(self, rest: float | None) -> float | None:
-        """MiB that were needed beyond `rest` since `settle`; None where the kernel does not let the
-        peak be reset.
-        """
+        """MiB needed beyond `rest` since `settle`; None where the peak cannot be reset."""
         return probes.difference(probes.peak_resident_mib(), rest) if self.resettable else None
 
     def clear(self) -> None:
-        """No checkpoint is there any more, and the disk is at rest; `settle` has the others wait
-        for that.
-        """
+        """Remove the checkpoint and flush the disk; `settle` has the others wait for that."""
         if self.first:
             disk.remove(self.folder)
             os.sync()
@@ -100,9 +92,7 @@ class Bench:
     # -- a turn that saves -------------------------------------------------------------------------
 
     def save_turn(self) -> dict[str, Any]:
-        """Steps, saves behind them, saves that they wait for, the disk beside those; the last
-        checkpoint stays.
-        """
+        """Steps, saves of both kinds, and the disk beside them; the last checkpoint stays."""
         for _ in range(self.counts.warmup):
             self.step()
         numbers = range(self.counts.behind)
@@ -127,9 +117,7 @@ class Bench:
         return {**found, **moved}
 
     def _disk(self, nbytes: int, alone: bool) -> dict[str, Any]:
-        """Seconds for as many bytes written and flushed, read, and written with O_DIRECT, by all
-        ranks at once; `alone`: also by one.
-        """
+        """Seconds to write, read, and write past the cache; `alone`: also one rank's."""
         path = self.folder.with_name(f"{self.folder.name}-raw{dist.get_rank()}")
         found: dict[str, Any] = {"bytes": nbytes // dist.get_world_size()}
         self.settle()
@@ -154,9 +142,7 @@ class Bench:
         dist.barrier()
 
     def _behind(self, way: str, number: int) -> dict[str, Any]:
-        """One save behind the training: how long it stands still, the steps until the checkpoint is
-        whole.
-        """
+        """One save behind the training: its stall, and the steps until it is whole."""
         alone = [self.step() for _ in range(self.counts.steps)]
         self.clear()
         rest = self.settle()

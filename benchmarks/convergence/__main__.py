@@ -26,19 +26,18 @@ The JSON, beside what every result has (`harness.about`):
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from benchmarks import harness, launch
+from benchmarks import harness, launch, pages
 from benchmarks.convergence.rows import LAST, Run, missed, rows
 from benchmarks.convergence.settings import CASES, REFERENCE, SIDES, YARDSTICKS, Case, chosen
-from benchmarks.harness import DASH, Cell, Panel, Refused, Row, essence, shown
+from benchmarks.harness import Refused
+from benchmarks.pages import DASH, Cell, Panel, shown
+from benchmarks.study import Comparison, Study
 
-SCHEMA = "onefold-convergence/1"
 CHANGED = (
     "model", "tokenizer", "data", "precision", "steps", "seq", "micro_batch", "lr", "held_out",
     "every", "ranks", "ranks_a_node", "lora",
@@ -73,27 +72,7 @@ LEGEND = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    changes = {
-        name: (None, f"{name} of every case chosen", type(getattr(CASES["smollm2"], name)))
-        for name in CHANGED
-    }
-    several = {"nargs": "+"}
-    return harness.parser(
-        "convergence",
-        __doc__,
-        threads=1,
-        timeout=21600.0,
-        resume=False,
-        json=False,
-        cases=(list(CASES), f"which of {', '.join(CASES)}"),
-        sides=(None, f"which of {', '.join(SIDES)}; without it the case's own", several),
-        **changes,
-    )
-
-
-def cases_of(options: argparse.Namespace) -> dict[str, Case]:
+def cases_of(options: harness.Options) -> dict[str, Case]:
     """The cases with the options' changes. Refuses a number that cannot be."""
     changes = {name: value for name in CHANGED if (value := getattr(options, name)) is not None}
     out = {}
@@ -120,9 +99,6 @@ def run_side(case: Case, side: str, threads: int, timeout: float) -> Run:
     return Run(side, found["status"], curve, found.get("error", ""), found["wall_s"], threads)
 
 
-# -- pages -----------------------------------------------------------------------------------------
-
-
 def setting(case: Case) -> str:
     """What all sides of a case share, in words."""
     nodes = case.ranks // case.ranks_a_node
@@ -133,134 +109,118 @@ def setting(case: Case) -> str:
     )
 
 
-def plain_table(found: Sequence[Row]) -> str:
-    """Aligned text; failures are explained under it."""
-    return harness.text_table(COLUMNS, found)
+class Convergence(Study):
+    """The sides of every case, one round. `run_side` trains one side."""
 
+    schema, parts, part = "onefold-convergence/1", "cases", "case"
 
-def page(document: dict[str, Any]) -> str:
-    """The whole report: machine, date, a table a case, what the columns and sides are."""
-    text, used = [harness.where(document)], set()
-    for found in document["cases"].values():
-        case = Case.of(found["case"])
-        table = harness.markdown_table(COLUMNS, found["rows"])
-        text.append(f"**{case.title}**: {setting(case)}\n\n{table}")
-        used |= {row["side"] for row in found["rows"]}
-    return harness.page(*text, LEGEND, *harness.notes(document["notes"], used))
+    def __init__(self, options: harness.Options, run_side: Callable[..., Run]) -> None:
+        self.run_side, self.cases = run_side, cases_of(options)
+        options.rounds = 1
+        super().__init__(options, self.cases.values(), list(SIDES))
 
-
-def charts(cases: dict[str, Case], runs: dict[str, list[Run]]) -> list[list[Panel]]:
-    """Two panels a case: held-out losses, and their differences to the reference's in percent with
-    the limit.
-    """
-    found = []
-    for name, case in cases.items():
-        curves = {run.side: run.curve["held_out"] for run in runs[name] if run.status == "ok"}
-        if REFERENCE not in curves:
-            continue
-        theirs = [loss for _, loss in curves[REFERENCE]]
-        apart = {
-            side: [(n, 100 * (a / b - 1)) for (n, a), b in zip(points, theirs, strict=True)]
-            for side, points in curves.items()
-        }
-        title, limit = "difference to the reference, %, and the limit", 100 * case.limit
-        how: dict[str, Any] = {"dotted": YARDSTICKS, "across": "step"}
-        left = Panel("held-out loss", case.title, curves=curves, **how)
-        found.append([left, Panel("", title, curves=apart, levels=(-limit, limit), **how)])
-    return found
-
-
-# -- the command -----------------------------------------------------------------------------------
-
-
-class Session:
-    """One command: what it runs, and what was found so far."""
-
-    def __init__(self, options: argparse.Namespace, run: Callable[..., Run]) -> None:
-        self.options, self.run = options, run
-        self.cases = cases_of(options)
-        self.wanted = {name: chosen(case, options.sides) for name, case in self.cases.items()}
-        self.runs: dict[str, list[Run]] = {name: [] for name in self.cases}
-        old = harness.earlier(options, SCHEMA) or {"cases": {}}
-        for name, found in old["cases"].items():
-            self._take_over(name, Case.of(found["case"]), [Run(**run) for run in found["runs"]])
-
-    def _take_over(self, name: str, case: Case, runs: list[Run]) -> None:
-        """What an earlier command of this name has found. Refuses a case that was another."""
-        if name in self.cases and case.shared != self.cases[name].shared:
-            mine, theirs = self.cases[name].shared, case.shared
+    def known(self) -> list[tuple[Case, list[dict[str, Any]]]]:
+        """Refuses a case that was another."""
+        found = []
+        for name, part in self.old.get("cases", {}).items():
+            case = Case.of(part["case"])
+            mine = self.cases.get(name, case)
             differ = ", ".join(
-                f"{key} {theirs[key]} then and {mine[key]} now"
-                for key in mine
-                if mine[key] != theirs[key]
+                f"{key} {case.shared[key]} then and {value} now"
+                for key, value in mine.shared.items()
+                if value != case.shared[key]
             )
-            raise Refused(
-                f"{self.options.name}.json has case {name} with {differ}: choose another"
-                " --name, or leave --resume out, and it is written anew."
-            )
-        self.cases.setdefault(name, case)
-        self.runs[name] = [run for run in runs if run.status == "ok" or name not in self.wanted]
+            if differ:
+                raise Refused(
+                    f"{self.options.name}.json has case {name} with {differ}: choose another"
+                    " --name, or leave --resume out, and it is written anew."
+                )
+            found.append((mine, part["runs"]))
+        return found
 
-    def turns(self) -> Iterator[None]:
-        """Run what is not there yet; each side's result is taken in as it ends."""
-        for name, sides in self.wanted.items():
-            there = {run.side for run in self.runs[name]}
-            for side in (side for side in sides if side not in there):
-                run = self.run(self.cases[name], side, self.options.threads, self.options.timeout)
-                self.runs[name].append(run)
-                text = essence(run.error)
-                if run.status == "ok":
-                    text = f"held out {run.final:.4f} in {run.wall_s:.0f} s"
-                harness.say(f"{name}  {side}: {run.status}  {text}")
-                yield
+    def run_of(self, values: Mapping[str, Any]) -> Run:
+        return Run(**values)
 
-    def write(self, *, finished: bool) -> dict[str, Any]:
-        """Results so far as JSON, Markdown and PNG."""
-        options = self.options
-        there = {name: self.cases[name] for name in CASES if self.runs.get(name)}
-        result = {
-            **harness.about(options, SCHEMA),
-            "finished": finished,
-            "notes": {name: side.note for name, side in SIDES.items()},
-            "cases": {
-                name: {
-                    "case": case.to_json(),
-                    "rows": rows(case, self.runs[name]),
-                    "runs": [asdict(run) for run in self.runs[name]],
-                }
-                for name, case in there.items()
-            },
-        }
-        harness.keep(options, result, page(result))
-        harness.plot(options.output / f"{options.name}.png", charts(there, self.runs), 11)
-        return result
+    def those(self, setting: Case) -> list[str]:
+        return chosen(setting, self.options.sides)
 
+    def turn(self, setting: Case, side: str, number: int) -> Run:
+        run = self.run_side(setting, side, self.options.threads, self.options.timeout)
+        text = pages.essence(run.error)
+        if run.status == "ok":
+            text = f"held out {run.final:.4f} in {run.wall_s:.0f} s"
+        harness.say(f"{setting.title}  {side}: {run.status}  {text}")
+        return run
 
-@harness.command
-def main(arguments: Sequence[str] | None = None, run: Callable[..., Run] = run_side) -> int:
-    """0 when every side ended within its limit, 1 when one did not, 2 for a wrong command line, 130
-    after Ctrl-C.
-    """
-    options = harness.parsed(parser(), arguments)
-    session = Session(options, run)
-    with harness.stoppable() as stop:
-        for _ in session.turns():
-            session.write(finished=False)
-    result = session.write(finished=stop.status == 0)
-    if options.json:
-        print(json.dumps(result))
-    else:
+    def found(self, comparison: Comparison) -> dict[str, Any]:
+        return {"rows": rows(comparison.setting, comparison.runs)}
+
+    def named(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        names = {case.title: name for name, case in CASES.items()}
+        return {names[part["case"]["title"]]: part for part in parts}
+
+    def document(self) -> dict[str, Any]:
+        return {"notes": {name: side.note for name, side in SIDES.items()}}
+
+    def page(self, result: dict[str, Any]) -> str:
+        text, used = [pages.where(result)], set()
         for found in result["cases"].values():
             case = Case.of(found["case"])
-            print(f"{case.title}: {setting(case)}\n\n{plain_table(found['rows'])}")
-    far = [
-        (name, side)
-        for name in session.cases
-        for side in missed(rows(session.cases[name], session.runs[name]))
-    ]
-    for name, side in far:
-        harness.say(f"{name}  {side}: failed, or not within its limit")
-    return stop.status or int(bool(far))
+            text += [f"**{case.title}**: {setting(case)}", pages.table(COLUMNS, found["rows"])]
+            used |= {row["side"] for row in found["rows"]}
+        return pages.page(*text, LEGEND, *pages.notes(result["notes"], used))
+
+    def charts(self, result: dict[str, Any]) -> list[list[Panel]]:
+        """Two panels a case: held-out losses, and their differences to the reference's in percent
+        with the limit.
+        """
+        found = []
+        for part in result["cases"].values():
+            case = Case.of(part["case"])
+            good = [run for run in part["runs"] if run["status"] == "ok"]
+            curves = {run["side"]: run["curve"]["held_out"] for run in good}
+            if REFERENCE not in curves:
+                continue
+            theirs = [loss for _, loss in curves[REFERENCE]]
+            apart = {
+                side: [(n, 100 * (a / b - 1)) for (n, a), b in zip(points, theirs, strict=True)]
+                for side, points in curves.items()
+            }
+            title, limit = "difference to the reference, %, and the limit", 100 * case.limit
+            how: dict[str, Any] = {"dotted": YARDSTICKS, "across": "step"}
+            left = Panel("held-out loss", case.title, curves=curves, **how)
+            found.append([left, Panel("", title, curves=apart, levels=(-limit, limit), **how)])
+        return found
+
+    @property
+    def failed(self) -> bool:
+        """Whether a side has failed, or is not within its limit."""
+        far = [(c.setting, side) for c in self.asked for side in missed(self.found(c)["rows"])]
+        for case, side in far:
+            harness.say(f"{case.title}  {side}: failed, or not within its limit")
+        return bool(far)
+
+
+CHANGES = {
+    name: (None, f"{name} of every case chosen", type(getattr(CASES["smollm2"], name)))
+    for name in CHANGED
+}
+
+
+@harness.command(
+    "convergence",
+    __doc__,
+    threads=1,
+    timeout=21600.0,
+    resume=False,
+    json=False,
+    cases=(list(CASES), f"which of {', '.join(CASES)}"),
+    sides=(None, f"which of {', '.join(SIDES)}; without it the case's own", {"nargs": "+"}),
+    **CHANGES,
+)
+def main(options: harness.Options, run: Callable[..., Run] = run_side) -> int:
+    """0 when every side ended within its limit, 1 when one did not, 130 after Ctrl-C."""
+    return Convergence(options, run).run()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
@@ -16,9 +16,7 @@ LAST = 20
 
 @dataclass
 class Run:
-    """One side of one case. `status` is "ok", "failed" or "timeout"; `curve` is what rank 0
-    wrote.
-    """
+    """One side of one case. `curve` is what rank 0 wrote; `status` as in `harness.Run`."""
 
     side: str
     status: str
@@ -26,6 +24,11 @@ class Run:
     error: str = ""
     wall_s: float = 0.0
     threads: int = 1
+    round = 1
+
+    def to_json(self, key: str = "side") -> dict[str, Any]:
+        """A plain dictionary that `Run(**d)` reads back."""
+        return asdict(self)
 
     @property
     def final(self) -> float:
@@ -39,15 +42,7 @@ class Run:
 
 
 def rows(case: Case, runs: Sequence[Run]) -> list[Row]:
-    """The rows of one case in the order of `settings.SIDES`.
-
-    `first` and `final` are held-out losses before and after training; `difference` is the final
-    one's to the reference's, relative, and so is `masters_difference` for what a checkpoint of this
-    side holds, computed with nothing encoded. `largest` is the largest difference of a held-out
-    loss on the way, the one before the first step left out. `trained` is the mean training loss of
-    the last steps. `bytes_ratio`: bytes that a rank sends to the other node in a step, over the
-    reference's. `verdict` is a sentence.
-    """
+    """The rows of one case in the order of `settings.SIDES`; `LEGEND` says what they hold."""
     by_side = {run.side: run for run in runs}
     reference = by_side.get(REFERENCE)
     if reference is not None and reference.status != "ok":
@@ -77,9 +72,7 @@ def _row(case: Case, run: Run, reference: Run | None) -> Row:
 
 
 def verdict(case: Case, side: str, difference: float, fallen: float) -> str:
-    """Within the limit or not, unless there is nothing to judge: an untrained reference, the
-    reference itself, a yardstick.
-    """
+    """Whether a side is within the limit, or why there is nothing to judge."""
     if not fallen >= LEARNS:
         return f"shows nothing: the reference's held-out loss fell by {fallen:.1%} only"
     if side == REFERENCE:

@@ -112,9 +112,7 @@ class Case:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What must be equal for two runs to be compared: all but the sides, the title and the
-        limit.
-        """
+        """What must be equal for two runs to be compared."""
         return {k: v for k, v in self.to_json().items() if k not in ("sides", "title", "limit")}
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import onefold
 from benchmarks.convergence.settings import SIDES, Case
-from benchmarks.launch import join_over_gloo
+from benchmarks.launch import join as meet
 from onefold.comm import MOVES
 from onefold.data.order import DataOrder
 from onefold.data.samples import Data, eval_batches, held_out_batch, load_data
@@ -29,9 +29,7 @@ DECAY = 0.01
 
 
 def adapted(module: nn.Module, rank: int, seed: int) -> nn.Module:
-    """The module with LoRA adapters (Hu et al. 2021) around every linear layer but the head, and
-    everything else frozen.
-    """
+    """The module with LoRA adapters (Hu et al. 2021) around linear layers; the rest is frozen."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
@@ -56,9 +54,7 @@ def nudged(module: nn.Module, by: float, seed: int) -> None:
 
 
 def held_out_loss(model: nn.Module, data: Data, case: Case, ranks: Ranks) -> float:
-    """Mean loss a token of the first `case.held_out` held-out samples, as the model computes here
-    and now. Collective.
-    """
+    """Mean loss a token of the first `case.held_out` held-out samples. Collective."""
     total = counted = 0.0
     model.eval()
     with torch.no_grad():
@@ -74,9 +70,7 @@ def held_out_loss(model: nn.Module, data: Data, case: Case, ranks: Ranks) -> flo
 
 
 def loss_of_masters(model: nn.Module, data: Data, case: Case, ranks: Ranks) -> float:
-    """The same of what a checkpoint holds and an export writes, nothing encoded: rank 0 computes it
-    alone. Collective.
-    """
+    """The same of what a checkpoint holds, nothing encoded: by rank 0 alone. Collective."""
     state = onefold.full_state_dict(model)
     loss = 0.0
     if ranks.is_first:
@@ -89,9 +83,7 @@ def loss_of_masters(model: nn.Module, data: Data, case: Case, ranks: Ranks) -> f
 
 
 def _between(traffic: Any) -> int:
-    """Bytes to other nodes, of parameters and gradients: buffers that follow rank 0's are the
-    model's own, whatever the side.
-    """
+    """Bytes of parameters and gradients to other nodes; the model's own buffers are left out."""
     return sum(nbytes for move, nbytes in traffic.between_by_move().items() if move in MOVES)
 
 
@@ -165,7 +157,7 @@ def join(job: dict[str, Any]) -> None:
     """As a launcher would say where nodes end."""
     os.environ["LOCAL_WORLD_SIZE"] = str(job["case"]["ranks_a_node"])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    join_over_gloo(job, timeout=datetime.timedelta(seconds=job["timeout"]))
+    meet(job, timeout=datetime.timedelta(seconds=job["timeout"]))
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from benchmarks import harness
@@ -24,15 +23,14 @@ from benchmarks.faults.report import markdown
 SCHEMA = "onefold-faults/1"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser(
-        "faults",
-        __doc__,
-        kills=(200, "kills of a run"),
-        injuries=(200, "injuries of checkpoints"),
-        seed=(0, "of the moments and of the injuries"),
-    )
-    options = harness.parsed(parser, arguments)
+@harness.command(
+    "faults",
+    __doc__,
+    kills=(200, "kills of a run"),
+    injuries=(200, "injuries of checkpoints"),
+    seed=(0, "of the moments and of the injuries"),
+)
+def main(options: harness.Options) -> int:
     begun, fork = time.monotonic(), context()
 
     def tell(text: str) -> None:
@@ -42,13 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kills.go()
     injuries = drill(fork, options.injuries, options.seed, tell)
     found = {
-        **harness.about(options, SCHEMA),
         "seconds": time.monotonic() - begun,
         "kills": [asdict(k) for k in kills.kills],
         "runs": kills.runs,
         "injuries": [asdict(i) for i in injuries],
     }
-    harness.keep(options, found, markdown(found))
+    harness.keep(options, SCHEMA, markdown, **found)
     wrong = {
         f"{len(kills.kills)} kills": sum(bool(k.wrong) for k in kills.kills),
         f"{len(kills.runs)} runs to the end": sum(map(bool, kills.runs)),

@@ -1,6 +1,4 @@
-"""Checkpoints injured at random: `verify` must find and name each injury, and none may load as
-anything but what was saved.
-"""
+"""Checkpoints injured at random: `verify` must name each injury, and none may load wrong."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ class Injury:
 
 
 def injure(kind: str, folder: Path, other: Path, draw: random.Random) -> Injury:
-    """Change something in `folder`; `other` is a whole checkpoint of the same run at another
-    step.
-    """
+    """Change something in `folder`; `other` is a whole checkpoint of another step."""
     names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     name = draw.choice(names)
     path = folder / name
@@ -99,9 +95,7 @@ KINDS = ("flip", "flip", "flip", "truncate", "delete", "append", "lost block", "
 
 
 def _tensor_at(folder: Path, name: str, at: int) -> str:
-    """The tensor that byte `at` of a file belongs to, as `verify` calls it; "" for anything
-    else.
-    """
+    """The tensor that byte `at` of a file belongs to, as `verify` calls it; "" for none."""
     if not name.endswith(".safetensors"):
         return ""
     keys = {

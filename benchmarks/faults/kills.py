@@ -1,6 +1,4 @@
-"""A run of two ranks, killed at random moments; after each kill it must go on with the bits of the
-run that nobody disturbed.
-"""
+"""A run of two ranks, killed at random moments; it must go on with the undisturbed run's bits."""
 
 from __future__ import annotations
 
@@ -114,9 +112,7 @@ class Drill:
                 self.tell(f"wrong at stage {stage}, asynchronous={asynchronous}: {sentence}")
 
     def _one_run(self, root: Path, stage: int, asynchronous: bool) -> str:
-        """Start the run again and again until it is at its end. Returns what is wrong with the
-        end.
-        """
+        """Start the run again and again until its end. Returns what is wrong with the end."""
         reference = self._reference(stage)
         waiting: list[Kill] = []  # killed, and nobody has seen yet how the run goes on
         newest = 0
@@ -186,9 +182,7 @@ class Drill:
         return kill
 
     def _await_save(self, ranks: Ranks, root: Path, litter: list[str], number: int) -> bool:
-        """Wait for the `number`-th save of this start to begin; measures how long the others took.
-        False: the ranks ended before.
-        """
+        """Wait for this start's `number`-th save to begin. False: the ranks ended before."""
         seen: dict[str, float] = dict.fromkeys(litter, 0.0)
         while not ranks.ended(0.0):
             now, there = time.monotonic(), unfinished(root)
@@ -238,9 +232,7 @@ class Drill:
 
 
 def judge(said: Lines, reference: Lines, newest: int, rank: int) -> list[str]:
-    """What a rank has said differently than in the undisturbed run; `newest` is the step that it
-    had to go on from.
-    """
+    """How a rank differs from the undisturbed run; `newest` is the step it had to go on from."""
     states = {line["step"]: line["state"] for line in reversed(reference)}
     losses = {line["step"]: line["loss"] for line in reference if line["at"] == "step"}
     wrong = []
@@ -262,9 +254,7 @@ def judge(said: Lines, reference: Lines, newest: int, rank: int) -> list[str]:
 
 
 def unfinished(root: Path) -> list[str]:
-    """Checkpoints that are being written. (Old ones that are being removed have such names too, but
-    no owner.)
-    """
+    """Checkpoints that are being written. (Old ones that are being removed have no owner.)"""
     try:
         return [
             name

@@ -1,6 +1,4 @@
-"""Ranks that are forked from a server which has imported torch once, and can be killed one by
-one.
-"""
+"""Ranks forked from a server that has imported torch once; they can be killed one by one."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def context() -> Any:
-    """A fork server of one thread a process, gloo on the loopback interface, this repository
-    importable.
-    """
+    """A fork server: one thread a process, gloo on the loopback interface."""
     os.environ.update(environment(1))
     os.environ.update(CUDA_VISIBLE_DEVICES="", TORCH_CPP_LOG_LEVEL="ERROR")
     found = multiprocessing.get_context("forkserver")
@@ -36,9 +32,7 @@ def context() -> Any:
 
 
 class Ranks:
-    """`world` processes that run `function(rank, say, *args)`; `say` appends to the rank's file of
-    lines.
-    """
+    """Processes that run `function(rank, say, *args)`; `say` appends to the rank's lines."""
 
     def __init__(self, fork: Any, world: int, function: Callable[..., None], *args: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="faults-")

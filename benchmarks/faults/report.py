@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import pages
 
 
 def _count(rows: list[Any], moment: str) -> str:
     return str(sum(row["moment"] == moment for row in rows))
 
 
-KILLS: harness.Columns = {
+KILLS: pages.Columns = {
     "stage": lambda rows: str(rows[0]["stage"]),
     "saves": lambda rows: "behind the training" if rows[0]["asynchronous"] else "in its way",
     "killed at the start": lambda rows: _count(rows, "start"),
@@ -20,7 +20,7 @@ KILLS: harness.Columns = {
     "in a save": lambda rows: _count(rows, "save"),
     "wrong": lambda rows: str(sum(bool(row["wrong"]) for row in rows)),
 }
-INJURIES: harness.Columns = {
+INJURIES: pages.Columns = {
     "injury": lambda rows: rows[0]["kind"],
     "number": lambda rows: str(len(rows)),
     "found and named": lambda rows: str(
@@ -44,9 +44,9 @@ def markdown(found: Mapping[str, Any]) -> str:
     """The page for what `__main__` writes as JSON."""
     kills, injuries = found["kills"], found["injuries"]
     ordered = sorted(kills, key=lambda k: (k["stage"], k["asynchronous"]))
-    return harness.page(
+    return pages.page(
         "# Kills and injuries",
-        f"{harness.where(found)}; {found['seconds']:.0f} s.",
+        f"{pages.where(found)}; {found['seconds']:.0f} s.",
         (
             f"{len(kills)} kills of a run on 2 ranks, {sum(k['moment'] == 'save' for k in kills)}"
             f" of them while a checkpoint was being written; {len(found['runs'])} runs came to"
@@ -54,13 +54,13 @@ def markdown(found: Mapping[str, Any]) -> str:
             " losses and states of the run that nobody disturbed, bit for bit, from the newest"
             " checkpoint, and all that was left was whole."
         ),
-        harness.markdown_table(KILLS, _groups(ordered, "stage", "asynchronous")),
+        pages.table(KILLS, _groups(ordered, "stage", "asynchronous")),
         (
             f"{len(injuries)} injuries of whole checkpoints. Each was to be found by `verify` and"
             " named by file (a changed byte of a tensor also by tensor), and to be refused by a"
             " load on one rank and on two, or to load as what was saved."
         ),
-        harness.markdown_table(INJURIES, _groups(injuries, "kind")),
+        pages.table(INJURIES, _groups(injuries, "kind")),
         (
             "A load reads what it needs: damage to config.json, or for one rank to the random state"
             " of another, is found by `verify` alone."

@@ -43,9 +43,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """tokens (batch, length) -> the loss of the next one; tied weights, a buffer, sizes that no
-    number of ranks divides.
-    """
+    """tokens (batch, length) -> the loss; tied weights, a buffer, sizes that no number divides."""
 
     def __init__(self, width: int = 22, depth: int = 3) -> None:
         super().__init__()
@@ -129,9 +127,7 @@ class Run:
         return float(loss)
 
     def state(self) -> int:
-        """A checksum of everything on this rank: weights, optimizer state, rates, position, random
-        state.
-        """
+        """A checksum of this rank: weights, optimizer state, rates, position, random state."""
         found = zlib.crc32(
             json.dumps(
                 [self.data.position, [g["lr"].hex() for g in self.optimizer.param_groups]]
@@ -165,9 +161,7 @@ Say = Callable[[dict[str, Any]], None]
 def train(
     stage: int, rank: int, steps: int, root: Path | None, every: int, asynchronous: bool, say: Say
 ) -> None:
-    """Go on from the newest checkpoint in `root` up to `steps`, saving on the way; without a root
-    from the start, saving nothing.
-    """
+    """Go on from the newest checkpoint in `root`, and save; without a root, from the start."""
     run = Run(stage, rank)
     checkpoints = (
         onefold.Checkpointer(root, model=run.model, keep=2, asynchronous=asynchronous)

@@ -34,64 +34,22 @@ The JSON, beside what every result has (`harness.about`):
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness, launch, probes
-from benchmarks.harness import Comparison, Run
 from benchmarks.offload import large, report, rows
 from benchmarks.offload.sides import NOTES, SIDES, those
 from benchmarks.peers.model import SHAPES, count_parameters
 from benchmarks.peers.settings import SIZES, Setting
-
-SCHEMA = "onefold-offload/1"
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options; with the defaults a round takes about 25 minutes on two cores."""
-    which = f"which of {', '.join(SIDES)}; the beginning of names takes all of them"
-    return harness.parser(
-        "offload",
-        __doc__,
-        rounds=3,
-        steps=3,
-        warmup=2,
-        accumulation=1,
-        clip=0.0,
-        threads=1,
-        budget=None,
-        timeout=900.0,
-        resume=False,
-        deepspeed_python=sys.executable,
-        json=False,
-        sides=(list(SIDES), which),
-        model=("gpt-110m", "which GPT", SHAPES),
-        tokens=([256, 1024], "tokens a rank and micro-batch"),
-        precisions=(["fp32"], "what is computed in", ["fp32", "bf16"]),
-        ranks=(2, "how many ranks"),
-        disk=(Path.cwd(), "a folder on the disk to be measured; what is written there is removed"),
-        copy_mib=(64, "of each of the four files of the plain copy; 0: no copy"),
-        chunk_mib=(8, "what the plain copy reads and writes at a time"),
-        quick=(False, "256 tokens, fp32, one round of two steps"),
-        large=(
-            False,
-            "a model too large for its memory, and SmolLM2 on one process: 15 minutes more",
-        ),
-        only_large=(False, "nothing but that"),
-        only_smollm2=(False, "nothing but SmolLM2 on one process: some 3 minutes"),
-        large_size=("1.3b", "a size that examples/larger_than_memory.py knows"),
-        large_steps=(5, "steps of these two"),
-        deepspeed_adam=(False, "DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler"),
-    )
+from benchmarks.study import OPTIONS, Comparison, Study
 
 
-def settings_of(options: argparse.Namespace) -> list[Setting]:
+def settings_of(options: harness.Options) -> list[Setting]:
     """The settings that the command line asks for."""
     if options.quick:
         options.tokens, options.precisions = options.tokens[:1], options.precisions[:1]
@@ -109,66 +67,67 @@ def settings_of(options: argparse.Namespace) -> list[Setting]:
     ]
 
 
-class Session:
-    """One command: its turns, and what they found so far."""
+class Offload(Study):
+    """Every side, and the models too large for their memory.
 
-    def __init__(
-        self, options: argparse.Namespace, run_ranks: Callable[..., dict[str, Any]]
-    ) -> None:
-        self.options, self.run_ranks = options, run_ranks
-        self.sides = harness.chosen(options.sides, list(SIDES))
-        self.asked = [Comparison(setting) for setting in settings_of(options)]
-        old = harness.earlier(options, SCHEMA) or {"comparisons": []}
-        self.large, self.smollm2 = old.get("large"), old.get("smollm2")
-        known = [(Setting(**c["setting"]), c["runs"]) for c in old["comparisons"]]
-        self.comparisons = [*harness.take_over(self.asked, known), *self.asked]
-        absent = launch.absent(self.sides, options)
-        for c in self.asked:
-            c.missing = [side for side in those(self.sides, c.setting) if side in absent]
+    Args:
+        run_ranks: starts the ranks of a turn.
+    """
 
-    def measure(self, disk: Path) -> None:
-        """All turns; state on the disk goes to a folder that lasts for a turn."""
+    schema = "onefold-offload/1"
+
+    def __init__(self, options: harness.Options, run_ranks: Callable[..., dict[str, Any]]) -> None:
+        sides = harness.chosen(options.sides, list(SIDES))
+        super().__init__(options, settings_of(options), sides)
+        self.run_ranks = run_ranks
+        self.large, self.smollm2 = self.old.get("large"), self.old.get("smollm2")
+        self.disk = Path()
+
+    def read(self, setting: dict[str, Any]) -> Setting:
+        return Setting(**setting)
+
+    def those(self, setting: Setting) -> list[str]:
+        return those(self.sides, setting)
+
+    def measure(self) -> None:
+        """All turns; state on the disk goes to a folder that lasts as long as this."""
         o = self.options
-        for comparison, number, side in harness.turns(
-            o, self.asked, lambda setting: those(self.sides, setting)
-        ):
-            setting = comparison.setting
-            job = {"side": side, "setting": setting.to_json(), "own_adam": o.deepspeed_adam}
-            with tempfile.TemporaryDirectory(dir=disk) as place:
-                job |= {"disk": place if SIDES[side].on_disk else None}
-                found = self.run_ranks(
-                    "benchmarks.offload.worker",
-                    job | {"copy_mib": o.copy_mib, "chunk_mib": o.chunk_mib},
-                    setting.ranks,
-                    threads=setting.threads,
-                    python=launch.python_of(side, o),
-                    timeout=o.timeout,
-                )
-            comparison.runs.append(Run(side, number, **found))
-            harness.say_turn(comparison.runs[-1], setting.title)
-            self.write(finished=False)
+        only_large = o.only_large or o.only_smollm2
+        self.disk = Path(tempfile.mkdtemp(prefix="offload-", dir=o.disk)).resolve()
+        try:
+            if not only_large:
+                super().measure()
+            if o.large or only_large:
+                self.measure_large()
+        finally:
+            shutil.rmtree(self.disk, ignore_errors=True)
 
-    def measure_large(self, disk: Path) -> None:
+    def take(self, setting: Setting, side: str) -> dict[str, Any]:
+        o = self.options
+        with tempfile.TemporaryDirectory(dir=self.disk) as place:
+            job = {"copy_mib": o.copy_mib, "chunk_mib": o.chunk_mib, "own_adam": o.deepspeed_adam}
+            job["disk"] = place if SIDES[side].on_disk else None
+            return launch.run_side(side, setting, o, job, run=self.run_ranks)
+
+    def measure_large(self) -> None:
         """The models too large for their memory."""
         o = self.options
         shared = {"steps": o.large_steps, "tokens": 256, "threads": o.threads}
         if not o.only_smollm2:
             size, patience = ("--size", o.large_size), max(o.timeout, 3600.0)
             self.large = large.measure(
-                disk, options=size, ranks=o.ranks, timeout=patience, **shared
+                self.disk, options=size, ranks=o.ranks, timeout=patience, **shared
             )
-        self.smollm2 = large.measure_smollm2(disk, timeout=o.timeout, **shared)
+        self.smollm2 = large.measure_smollm2(self.disk, timeout=o.timeout, **shared)
 
-    def write(self, *, finished: bool) -> dict[str, Any]:
-        """Results so far as JSON and Markdown."""
+    def found(self, comparison: Comparison) -> dict[str, Any]:
+        c = comparison
+        return {"rows": rows.rows(c.setting, c.runs, c.missing), "pairs": rows.pairs(c.runs)}
+
+    def document(self) -> dict[str, Any]:
         o = self.options
-        measured = [
-            (c, rows.rows(c.setting, c.runs, c.missing)) for c in self.comparisons if c.runs
-        ]
-        judged = [(c.setting, found) for c, found in measured]
-        result = {
-            **harness.about(o, SCHEMA),
-            "finished": finished,
+        judged = [(c.setting, self.found(c)["rows"]) for c in self.comparisons if c.runs]
+        return {
             "disk": {
                 "file_system": probes.file_system(o.disk),
                 "copy_mib": o.copy_mib,
@@ -176,53 +135,51 @@ class Session:
             },
             "models": {o.model: {"parameters": count_parameters(o.model)}},
             "notes": NOTES,
-            "comparisons": [
-                {
-                    "setting": c.setting.to_json(),
-                    "rows": found,
-                    "pairs": rows.pairs(c.runs),
-                    "runs": [run.to_json() for run in c.runs],
-                }
-                for c, found in measured
-            ],
             "large": self.large,
             "smollm2": self.smollm2,
             "goals": rows.goals(judged, self.large, self.smollm2),
         }
-        harness.keep(o, result, report.to_markdown(result))
-        return result
+
+    def page(self, result: dict[str, Any]) -> str:
+        return report.to_markdown(result)
 
     @property
     def failed(self) -> bool:
-        """Whether something was measured and did not end well."""
         there = [found["status"] for found in (self.large, self.smollm2) if found is not None]
-        there += [run.status for comparison in self.asked for run in comparison.runs]
-        return any(status not in ("ok", "not installed") for status in there)
+        return super().failed or any(s not in ("ok", "not installed") for s in there)
 
 
-@harness.command
+@harness.command(
+    "offload",
+    __doc__,
+    rounds=3,
+    steps=3,
+    warmup=2,
+    accumulation=1,
+    clip=0.0,
+    timeout=900.0,
+    sides=(list(SIDES), f"which of {', '.join(SIDES)}; the beginning of names takes all of them"),
+    tokens=([256, 1024], "tokens a rank and micro-batch"),
+    precisions=(["fp32"], "what is computed in", ["fp32", "bf16"]),
+    ranks=(2, "how many ranks"),
+    disk=(Path.cwd(), "a folder on the disk to be measured; what is written there is removed"),
+    copy_mib=(64, "of each of the four files of the plain copy; 0: no copy"),
+    chunk_mib=(8, "what the plain copy reads and writes at a time"),
+    quick=(False, "256 tokens, fp32, one round of two steps"),
+    large=(False, "a model too large for its memory, and SmolLM2 on one process: 15 minutes more"),
+    only_large=(False, "nothing but that"),
+    only_smollm2=(False, "nothing but SmolLM2 on one process: some 3 minutes"),
+    large_size=("1.3b", "a size that examples/larger_than_memory.py knows"),
+    large_steps=(5, "steps of these two"),
+    deepspeed_adam=(False, "DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler"),
+    model=("gpt-110m", "which GPT", SHAPES),
+    **OPTIONS,
+)
 def main(
-    arguments: Sequence[str] | None = None,
-    run_ranks: Callable[..., dict[str, Any]] = launch.run_ranks,
+    options: harness.Options, run_ranks: Callable[..., dict[str, Any]] = launch.run_ranks
 ) -> int:
-    """0 when every turn ended well, 1 when one failed, 2 for a wrong command line, 130 after
-    Ctrl-C. `run_ranks` starts the ranks of a turn.
-    """
-    options = harness.parsed(parser(), arguments)
-    session = Session(options, run_ranks)
-    disk = Path(tempfile.mkdtemp(prefix="offload-", dir=options.disk)).resolve()
-    only_large = options.only_large or options.only_smollm2
-    try:
-        with harness.stoppable() as stop:
-            if not only_large:
-                session.measure(disk)
-            if options.large or only_large:
-                session.measure_large(disk)
-        result = session.write(finished=stop.status == 0)
-    finally:
-        shutil.rmtree(disk, ignore_errors=True)
-    print(json.dumps(result) if options.json else report.to_markdown(result))
-    return stop.status or int(session.failed)
+    """With the defaults a round takes about 25 minutes on two cores."""
+    return Offload(options, run_ranks).run()
 
 
 if __name__ == "__main__":

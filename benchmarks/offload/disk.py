@@ -49,9 +49,7 @@ class Copier:
         self._answer()
 
     def copy(self) -> dict[str, float]:
-        """Bytes a second, read and written ones counted alike: "copy", one thread; "two", one that
-        reads and one that writes.
-        """
+        """Bytes a second, read and written: "copy" by one thread, "two" by two."""
         assert self._process.stdin is not None
         self._process.stdin.write("copy\n")
         self._process.stdin.flush()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.harness import DASH, Cell, Row, essence, markdown_table, range_of, shown
+from benchmarks import pages
+from benchmarks.harness import Row
 from benchmarks.offload.sides import NOTES
+from benchmarks.pages import DASH, Cell, essence, range_of, shown, table
 from benchmarks.peers.settings import Setting
 
 TIMES: dict[str, Cell] = {
@@ -96,12 +97,11 @@ GOALS: dict[str, Cell] = {
 def comparison(setting: Setting, rows: Sequence[Row], pairs: Sequence[Row]) -> str:
     """One setting: times and memory, the disk, ours beside theirs, what failed."""
     on_disk = [row for row in rows if row.get("read_mib") is not None]
-    return harness.page(
+    return pages.page(
         f"**{setting.title}**",
-        markdown_table(TIMES, rows),
-        markdown_table(DISKS, on_disk) if on_disk else "",
-        markdown_table(PAIRS, pairs, left=2) if pairs else "",
-        *harness.failures(rows),
+        table(TIMES, rows),
+        table(DISKS, on_disk) if on_disk else "",
+        table(PAIRS, pairs, left=2) if pairs else "",
     )
 
 
@@ -115,7 +115,7 @@ def large_table(large: dict[str, Any]) -> str:
         " sum over the ranks at one time, seen from outside every 50 ms; libraries and"
         " interpreters are in it, shared pages once for each rank."
     )
-    return harness.page(title, markdown_table(LARGE, [large], left=0), said)
+    return pages.page(title, table(LARGE, [large], left=0), said)
 
 
 def _losses(found: dict[str, Any]) -> str:
@@ -141,15 +141,15 @@ def smollm2_table(found: dict[str, Any]) -> str:
         f"Losses: {_losses(found)}.{same} Above the interpreter: the most that the process had"
         " resident, as the kernel counts it, beyond what it had behind its imports."
     )
-    return harness.page(title, markdown_table(SMOLLM2, runs), said)
+    return pages.page(title, table(SMOLLM2, runs), said)
 
 
 def to_markdown(document: dict[str, Any]) -> str:
     """The whole report: machine, date, goals, the tables, footnotes."""
     large, smollm2 = document["large"], document["smollm2"]
-    return harness.page(
-        harness.where(document, f"disk {document['disk']['file_system']}"),
-        markdown_table(GOALS, document["goals"], left=3),
+    return pages.page(
+        pages.where(document, f"disk {document['disk']['file_system']}"),
+        table(GOALS, document["goals"], left=3),
         *(
             comparison(Setting(**c["setting"]), c["rows"], c["pairs"])
             for c in document["comparisons"]
@@ -158,5 +158,5 @@ def to_markdown(document: dict[str, Any]) -> str:
         smollm2_table(smollm2) if smollm2 is not None else "",
         LEGEND,
         DISK_LEGEND,
-        *harness.notes(NOTES),
+        *pages.notes(NOTES),
     )

@@ -10,36 +10,24 @@ from benchmarks import harness
 from benchmarks.harness import Row, Run, over_rounds, scaled
 from benchmarks.offload.sides import PAIRS, REFERENCE, SIDES
 from benchmarks.peers.settings import LOSSES_COMPARED, Setting
+from benchmarks.study import timings
 
 MIB = 1 << 20
 DISK_GOAL, HOST_GOAL, CACHE_GOAL, LARGE_GOAL, SMOLLM2_GOAL = 0.85, 0.05, 0.01, 8 << 30, 400 << 20
 
 
 def rows(setting: Setting, runs: Sequence[Run], missing: Sequence[str] = ()) -> list[Row]:
-    """The rows of one setting. None: not measured.
-
-    `step_s` is the median over all timed steps of all rounds, a step lasting until its slowest rank
-    is done; `optimizer_s` the same of what `optimizer.step()` takes of it. `ratio`: the median over
-    rounds of (median step here / that of the same stage of Onefold on the device in the same
-    round), with its extremes. MiB are a rank's, the largest rank and the median round: `peak_mib`
-    and `rest_mib` of resident memory beyond the baseline; `device_mib`, `host_mib`, `disk_mib` of
-    the engine's ledgers with the optimizer's states, at their peak; `host_planned`: `host_mib` over
-    what the recipe should take. `loss_difference`: the largest relative difference to the
-    reference's.
+    """The rows of one setting, as `report.LEGEND` says; MiB are those of the largest rank, in the
+    median round. None: not measured.
     """
     references = harness.by_round(runs, REFERENCE)
 
     def row(side: str, good: list[Run]) -> Row:
-        step = median(second for run in good for second in harness.step_seconds(run))
-        device = harness.by_round(runs, f"onefold-{SIDES[side].stage}")
-        ratio, low, high = harness.spread(harness.ratios(good, device))
+        timed = timings(good, harness.by_round(runs, f"onefold-{SIDES[side].stage}"))
         return {
-            "step_s": step,
-            "ratio": ratio,
-            "ratio_low": low,
-            "ratio_high": high,
+            **timed,
             "optimizer_s": median(s for r in good for s in harness.slowest(r.ranks, "optimizer_s")),
-            "tokens_a_second": setting.tokens_a_step / step,
+            "tokens_a_second": setting.tokens_a_step / timed["step_s"],
             "cpu_s": scaled(over_rounds(good, "cpu_s", fmean), setting.steps),
             "peak_mib": over_rounds(good, "peak_mib"),
             "rest_mib": over_rounds(good, "rest_mib"),
@@ -67,12 +55,7 @@ def _of_ledgers(good: Sequence[Run]) -> Row:
 
 
 def _of_disk(setting: Setting, good: Sequence[Run]) -> Row:
-    """Figures of all ranks in a step: `read_mib`, `written_mib`; `waited_s`: seconds for which a
-    rank waited for the disk; `disk_share` is the rate of the optimizer's step over that of plain
-    copies just before and behind it, `disk_share_two` over copies by two threads. `cache_mib`:
-    growth of the page cache in the timed steps; `file_cache_mib`: what of the run's own files lay
-    in it.
-    """
+    """Figures of all ranks in a step, as `report.DISK_LEGEND` says."""
 
     def moved(key: str) -> float:
         steps = [
@@ -108,9 +91,7 @@ def _of_disk(setting: Setting, good: Sequence[Run]) -> Row:
 
 
 def optimizer_rates(run: Run) -> list[float]:
-    """Bytes a second read and written by all ranks in the optimizer's part of each timed step; 0
-    where it moved nothing.
-    """
+    """Bytes a second of all ranks in the optimizer's part of each step; 0 where nothing moved."""
     seconds = harness.slowest(run.ranks, "optimizer_s")
     steps = zip(*(rank["optimizer_disk"] for rank in run.ranks), strict=True)
     moved = [sum(m.get("read", 0) + m.get("written", 0) for m in step) for step in steps]
@@ -118,9 +99,7 @@ def optimizer_rates(run: Run) -> list[float]:
 
 
 def pairs(runs: Sequence[Run]) -> list[Row]:
-    """Ours beside theirs, where both were measured. `faster`: the median over rounds of (their
-    median step / ours), with its extremes.
-    """
+    """Ours beside theirs. `faster`: the median over rounds of their step / ours."""
     found = []
     for ours, theirs in PAIRS:
         mine = harness.by_round(runs, ours)

@@ -1,11 +1,9 @@
-"""What is measured: a library with its state in a certain place; how each is built, and how its
-optimizer's step is watched. Peers themselves are those of `benchmarks.peers`.
-"""
+"""What is measured: a library with its state in a certain place, and how each is built."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +38,7 @@ class Side:
         return NVME in (self.optimizer, self.parameters)
 
     def recipe(self, disk: str | None) -> dict[str, Any]:
-        """The options of `Recipe.zero` beside stage and precision; `disk`: the folder for what
-        rests on NVMe.
-        """
+        """Further options of `Recipe.zero`; `disk`: the folder for what rests on NVMe."""
         out: dict[str, Any] = {}
         if self.optimizer != DEVICE:
             out["offload_optimizer"] = self.optimizer
@@ -55,9 +51,7 @@ class Side:
         return out
 
     def zero(self, device: str) -> dict[str, Any]:
-        """The keys of DeepSpeed's `zero_optimization`; on a GPU with what its tutorial on
-        ZeRO-Offload adds.
-        """
+        """Keys of DeepSpeed's `zero_optimization`; on a GPU with those of its tutorial."""
         cuda = device == "cuda"
         out: dict[str, Any] = {
             "stage": self.stage,
@@ -125,10 +119,13 @@ NOTES: dict[str, str] = {
 """How each side is set up, printed under the tables."""
 
 
-def those(sides: list[str], setting: Setting) -> list[str]:
-    """The sides that mean anything here: nobody can clip what is stepped before the norm is
-    known.
-    """
+def on_disk(name: str) -> bool:
+    """Whether a side has state on the disk; a peer has none."""
+    return name in SIDES and SIDES[name].on_disk
+
+
+def those(sides: Sequence[str], setting: Setting) -> list[str]:
+    """The sides that mean anything here: what is stepped behind cannot be clipped."""
     return [side for side in sides if not (SIDES[side].behind and setting.clip)]
 
 
@@ -140,9 +137,7 @@ def build(
     own_adam: bool = False,
     init: Callable[[nn.Module], object] | None = None,
 ) -> Any:
-    """The side around `model`, which holds whole fp32 weights on every rank (or comes on the meta
-    device; FSDP2 is told by `init` how it gets values). Other names are those of `adapters.build`.
-    """
+    """The side around whole fp32 weights, or (FSDP2, with `init`) a model on the meta device."""
     side = {**SIDES, **PLAIN}.get(name)
     if side is None or (side.optimizer == DEVICE and init is None):
         return adapters.build(name, setting, model)

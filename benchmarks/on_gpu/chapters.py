@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -13,8 +12,9 @@ from typing import Any
 import torch
 
 from benchmarks import harness, launch
-from benchmarks.harness import DASH, ROOT, Table, losses, relative
+from benchmarks.harness import ROOT, losses, relative
 from benchmarks.on_gpu.run import STAGES, run
+from benchmarks.pages import DASH, Table
 from benchmarks.peers.settings import Setting
 from benchmarks.wires.sides import HOSTS, RANKS_A_HOST, SIDES
 from onefold.doctor.chapter_runs import CHAPTERS, LIMIT, Scope
@@ -25,10 +25,8 @@ __all__ = ["CHAPTERS"]
 Chapter = tuple[Table, list[dict[str, Any]]]
 
 
-def of_the_first_hour(name: str, options: argparse.Namespace, left: float) -> Chapter:
-    """One of `CHAPTERS`, which `onefold doctor --check` measures (src/onefold/doctor/chapters.py),
-    within `left` seconds: an outcome for each run of it.
-    """
+def of_the_first_hour(name: str, options: harness.Options, left: float) -> Chapter:
+    """One of `CHAPTERS` of `onefold doctor --check`, within `left` seconds: an outcome a run."""
     cuda = options.device == "cuda"
     scope = Scope(
         device=options.device,
@@ -46,10 +44,8 @@ def of_the_first_hour(name: str, options: argparse.Namespace, left: float) -> Ch
     return Table(found.title, found.columns, found.rows), outcomes
 
 
-def check(options: argparse.Namespace) -> Chapter:
-    """`onefold doctor --check` on all GPUs, without the chapters that this run measures itself; its
-    JSON stays beside ours.
-    """
+def check(options: harness.Options) -> Chapter:
+    """`onefold doctor --check` without the chapters that are ours; its JSON is kept too."""
     table = Table("onefold doctor --check --quick", ("check", "found", "seconds", "said"))
     file, asked = options.output / "gpu-check.json", ["doctor", "--check", "--quick"]
     command = [sys.executable, "-m", "onefold", *asked]
@@ -72,7 +68,7 @@ def check(options: argparse.Namespace) -> Chapter:
     return table, [{**outcome, "report": report}]
 
 
-def same_numbers(options: argparse.Namespace) -> Chapter:
+def same_numbers(options: harness.Options) -> Chapter:
     """The reference is one process that takes the ranks' parts one after another."""
     columns = ("peer", "precision", "ranks", "backend", "last loss", "× one process's")
     table = Table("Several ranks, one GPU: losses", (*columns, "largest difference"))
@@ -99,7 +95,7 @@ def same_numbers(options: argparse.Namespace) -> Chapter:
     return table, outcomes
 
 
-def hidden(options: argparse.Namespace) -> Chapter:
+def hidden(options: harness.Options) -> Chapter:
     """Profiled steps of rank 0."""
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     columns = ("peer", "ranks", "backend", "comm + copies ms", "of it hidden", "compute ms")
@@ -141,7 +137,7 @@ TWICE = (REFERENCE, "zeropp", "hsdp")
 STEPS = 6
 
 
-def groups(options: argparse.Namespace) -> Chapter:
+def groups(options: harness.Options) -> Chapter:
     """Groups and codecs on one GPU: four ranks over gloo share it and pretend to be two nodes.
 
     Asked of each recipe: that it trains as plain stage 3 does (to the bit where nothing is encoded
@@ -185,9 +181,7 @@ def groups(options: argparse.Namespace) -> Chapter:
 
 
 def _bytes(name: str, setting: Setting, found: dict[str, Any]) -> tuple[str, str]:
-    """What a node's ranks send to the other node in a step, in bytes of 16-bit Ψ, and what the
-    formula says of it.
-    """
+    """What a node sends the other in a step, in bytes of 16-bit Ψ, and by the formula."""
     side = SIDES[name]
     sent = sum(rank["between_bytes"] for rank in found["ranks"][:RANKS_A_HOST]) / STEPS
     wide = 2 if setting.precision == "fp32" else 1

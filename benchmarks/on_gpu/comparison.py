@@ -1,29 +1,27 @@
-"""Sides that take turns: which ones each chapter compares on this machine, and the table of what
-they found.
-"""
+"""Which sides each chapter compares on this machine, and the table of what they found."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.harness import DASH, Table, relative
+from benchmarks import harness
+from benchmarks.harness import Options, Row, Run
 from benchmarks.on_gpu import turns_worker
 from benchmarks.on_gpu.run import STAGES
+from benchmarks.pages import Cell, Columns, Table, cells, shown
 from benchmarks.peers.settings import Setting
+from benchmarks.study import timings
 
 GOAL = 1.02  # of plain PyTorch's step time and memory at world size 1
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Sides that take turns, and the one that the others are measured by. `goal`: the most that a
-    stage may be of it, 0 for none.
-    """
+    """Sides that take turns; `to` is their measure, `goal` the most that a stage may be of it."""
 
     title: str
     setting: Setting
@@ -32,7 +30,7 @@ class Comparison:
     goal: float = 0.0
 
 
-def compared(options: argparse.Namespace) -> dict[str, list[Comparison]]:
+def compared(options: Options) -> dict[str, list[Comparison]]:
     """What each chapter compares on this machine, what tells most first."""
 
     def setting(
@@ -80,42 +78,55 @@ def compared(options: argparse.Namespace) -> dict[str, list[Comparison]]:
     return found
 
 
-def table(comparison: Comparison, turns: list[dict[str, Any]], absent: Sequence[str]) -> Table:
-    """A row of each side; DASH for what is not there yet."""
-    by = comparison.to
-    memory = ("peak MiB", f"peak × {by}", "rest MiB", "loss difference", "rounds")
-    columns = ("side", "step ms", f"time × {by}", "tokens/s", *memory)
-    table = Table(comparison.title, columns)
-    found = turns_worker.by_side(turns)
-    base = found.get(by, {})
-    for side in comparison.sides:
-        mine = found.get(side)
-        if mine is None or "error" in mine:
-            said = "not reached" if mine is None else "failed"
-            table.add(side, "not installed" if side in absent else said)
-            continue
-        slower = turns_worker.ratio(turns, side, by)
-        if slower is None and "step_s" in base:
-            slower = mine["step_s"] / base["step_s"]
-        peaks = mine["peak_mib"], base.get("peak_mib")
-        larger = peaks[0] / peaks[1] if all(peaks) else None
-        goal = comparison.goal if side in STAGES else 0.0
-        table.add(
-            side,
-            f"{1000 * mine['step_s']:.1f}",
-            _marked(slower, goal),
-            f"{comparison.setting.tokens_a_step / mine['step_s']:,.0f}",
-            f"{mine['peak_mib']:,.0f}" if mine["peak_mib"] is not None else DASH,
-            _marked(larger, goal),
-            f"{mine['rest_mib']:,.0f}" if mine["rest_mib"] is not None else DASH,
-            f"{relative(mine['losses'], base['losses']):.1e}" if "losses" in base else DASH,
-            str(mine["rounds"]),
-        )
-    return table
+def rows(
+    comparison: Comparison, turns: Sequence[dict[str, Any]], absent: Sequence[str]
+) -> list[Row]:
+    """A row of each side, as far as its turns have come."""
+    runs = [Run(turn["side"], turn["round"], turn["status"], [turn]) for turn in turns]
+    base = harness.by_round(runs, comparison.to)
+    their_peak = harness.over_rounds(base.values(), "peak_mib")
+
+    def row(_: str, good: list[Run]) -> Row:
+        timed = timings(good, base)
+        peak = harness.over_rounds(good, "peak_mib")
+        if timed["ratio"] is None and base:  # no round in common
+            timed["ratio"] = timed["step_s"] / timings(list(base.values()), base)["step_s"]
+        return {
+            **timed,
+            "tokens_a_second": comparison.setting.tokens_a_step / timed["step_s"],
+            "peak_mib": peak,
+            "larger": peak / their_peak if peak and their_peak else None,
+            "rest_mib": harness.over_rounds(good, "rest_mib"),
+            "loss_difference": harness.loss_difference(good, base),
+        }
+
+    found = {row["side"]: row for row in harness.rows_of(runs, row)}
+    missing = {
+        side: "not installed" if side in absent else "not reached" for side in comparison.sides
+    }
+    return [found.get(side) or {"side": side, "status": missing[side]} for side in comparison.sides]
 
 
-def _marked(multiple: float | None, goal: float) -> str:
-    """A multiple; with "!" where it is over the goal."""
-    if multiple is None:
-        return DASH
-    return f"{multiple:.3f}" + ("!" if goal and multiple > goal else "")
+def table(comparison: Comparison, turns: Sequence[dict[str, Any]], absent: Sequence[str]) -> Table:
+    """The rows as text; "!" behind a multiple of a stage that is over the goal."""
+
+    def marked(name: str) -> Cell:
+        def cell(row: Row) -> str:
+            over = comparison.goal and row["side"] in STAGES and (row[name] or 0) > comparison.goal
+            return shown(name, "{:.3f}")(row) + ("!" if over else "")
+
+        return cell
+
+    columns: Columns = {
+        "side": shown("side"),
+        "step ms": shown("step_s", "{:.1f}", 1e-3),
+        f"time × {comparison.to}": marked("ratio"),
+        "tokens/s": shown("tokens_a_second", "{:,.0f}"),
+        "peak MiB": shown("peak_mib", "{:,.0f}"),
+        f"peak × {comparison.to}": marked("larger"),
+        "rest MiB": shown("rest_mib", "{:,.0f}"),
+        "loss difference": shown("loss_difference", "{:.1e}"),
+        "rounds": shown("rounds"),
+    }
+    found = [cells(columns, row) for row in rows(comparison, turns, absent)]
+    return Table(comparison.title, list(columns), found)

@@ -1,16 +1,30 @@
-"""The chapter "largest": the largest model of each side that takes two steps, a wide GPT that grows
-by blocks.
+"""The chapter "largest": the largest model of each side that takes two steps.
+
+A GPT of wide blocks grows by blocks. Each is recomputed in the backward pass, so that activations do
+not decide, and built in each library's own way of never having it whole on the device. An attempt
+that runs out of memory ends with an error, which is an answer.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
+import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-from benchmarks.harness import DASH, Table, essence
-from benchmarks.offload.largest import parameters_of
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks import launch, probes
+from benchmarks.harness import Options
+from benchmarks.offload import sides
 from benchmarks.on_gpu.run import available, run, side_of, state
+from benchmarks.pages import DASH, Table, essence
+from benchmarks.peers import adapters
+from benchmarks.peers.model import GPT, Shape
 from benchmarks.peers.settings import Setting
 from onefold.memory.pool import free_host_memory
 
@@ -28,7 +42,7 @@ HOST_SHARE = 0.9
 """Of the free host memory, what an attempt may be expected to take."""
 
 
-def chapter(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
+def chapter(options: Options) -> tuple[Table, list[dict[str, Any]]]:
     """A row a side."""
     title = (
         f"The largest model, one GPU: blocks of width {options.width:,},"
@@ -62,9 +76,7 @@ def chapter(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
 
 
 def search(fits: Callable[[int], bool], first: int) -> tuple[int, int]:
-    """(the largest number seen to fit, the smallest seen not to): half as many again until one does
-    not, then between, to an eighth. (0, first) where `first` does not fit.
-    """
+    """(the largest number that fits, the smallest that does not), to an eighth; see `GROWTH`."""
     best, above, tried = 0, 0, first
     while True:
         if fits(tried):
@@ -76,10 +88,8 @@ def search(fits: Callable[[int], bool], first: int) -> tuple[int, int]:
         tried = (best + above) // 2 if above else int(GROWTH * tried) + 1
 
 
-def _attempt(side: str, layers: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One attempt; one that the host cannot hold is not begun, since the system would end whatever
-    process it likes.
-    """
+def _attempt(side: str, layers: int, options: Options) -> dict[str, Any]:
+    """One attempt, unless the host cannot hold it: the system would end any process."""
     setting = Setting(
         model=f"{layers} blocks of {options.width}",
         tokens=options.largest_tokens,
@@ -90,10 +100,103 @@ def _attempt(side: str, layers: int, options: argparse.Namespace) -> dict[str, A
     )
     need, free = 16 * parameters_of(layers, options.width), int(HOST_SHARE * free_host_memory())
     if side_of(side).optimizer == "cpu" and need > free:
-        about = {"peer": side, "setting": setting.to_json(), "layers": layers, "ranks": []}
+        about = {"peer": side, "setting": asdict(setting), "layers": layers, "ranks": []}
         error = f"{need:,} bytes of state, {free:,} of host memory may be taken"
         return {**about, "status": "refused", "error": error}
     with state(options) as where:
         size = {"layers": layers, "width": options.width}
-        found = run(side, setting, options, "benchmarks.offload.largest", **size, **where)
+        found = run(side, setting, options, "benchmarks.on_gpu.largest", **size, **where)
         return {**found, "layers": layers}
+
+
+# -- one attempt, on its rank -----------------------------------------------------------------------
+
+VOCABULARY, LENGTH = 32_768, 1024
+
+
+class Large(GPT):
+    """A GPT whose head has a weight of its own and whose blocks are recomputed."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.head = nn.Linear(shape.width, shape.vocab, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return functional.cross_entropy(
+            self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten()
+        )
+
+
+def shape_of(layers: int, width: int) -> Shape:
+    return Shape(layers=layers, width=width, heads=width // 128, vocab=VOCABULARY, seq=LENGTH)
+
+
+def parameters_of(layers: int, width: int) -> int:
+    """Elements of the model; nothing is allocated."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Large(shape_of(layers, width)).parameters())
+
+
+def initialize(module: nn.Module) -> None:
+    """Values for the module's own parameters, if it knows any."""
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def build(name: str, setting: Setting, shape: Shape, disk: str | None, own_adam: bool) -> Any:
+    """The side around a model that never was whole on the device, as far as its library allows."""
+    side = {**sides.SIDES, **sides.PLAIN}[name]
+    if side.family in ("onefold", "fsdp2"):
+        with torch.device("meta"):
+            model = Large(shape)
+        return sides.build(name, setting, model, disk, init=initialize)
+    if side.family == "deepspeed" and side.stage == 3:
+        deepspeed = importlib.import_module("deepspeed")
+        config = adapters.deepspeed_config(setting, **side.zero(setting.device))
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = Large(shape)
+        return sides.build(name, setting, model, own_adam=own_adam)
+    if side.family == "deepspeed":
+        torch.set_default_dtype(torch.bfloat16)  # the library casts to it anyway
+        model = Large(shape)
+        torch.set_default_dtype(torch.float32)
+        return sides.build(name, setting, model, own_adam=own_adam)
+    with torch.device(setting.device):
+        return sides.build(name, setting, Large(shape))
+
+
+def prepare(job: dict[str, Any]) -> None:
+    adapters.prepare(job["side"], job["setting"]["device"])
+
+
+def join(job: dict[str, Any]) -> None:
+    """Plain PyTorch meets nobody."""
+    if job["side"] in sides.SIDES:
+        launch.join(job, job["setting"]["device"])
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Build and take two steps: seconds of the second, peaks of the GPU and the host in MiB."""
+    setting = Setting(**job["setting"])
+    cuda = setting.device == "cuda"
+    shape = shape_of(job["layers"], job["width"])
+    trainer = build(job["side"], setting, shape, job["disk"], job["own_adam"])
+    source = torch.Generator().manual_seed(0)
+    samples = max(1, setting.tokens // shape.seq)
+    words = torch.randint(shape.vocab, (samples, shape.seq + 1), generator=source)
+    batch = [tuple(part.contiguous().to(setting.device) for part in (words[:, :-1], words[:, 1:]))]
+    seconds = []
+    for _ in range(2):
+        begun = time.perf_counter()
+        trainer.step(batch)
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return {
+        "step_s": seconds[-1],
+        "device_mib": torch.cuda.max_memory_allocated() / 2**20 if cuda else None,
+        "resident_mib": probes.peak_resident_mib(),
+    }

@@ -10,12 +10,12 @@ compute.
 
 from __future__ import annotations
 
-import argparse
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import DASH, Table, middle, relative
+from benchmarks.harness import Options, middle, relative
 from benchmarks.on_gpu.run import available, run, state
+from benchmarks.pages import DASH, Table
 from benchmarks.peers.model import SHAPES, count_parameters
 from benchmarks.peers.settings import Setting
 
@@ -39,15 +39,14 @@ BASELINE = "deepspeed-2-cpu"
 
 
 def flops(name: str, tokens: int) -> float:
-    """Floating-point operations of forward and backward over that many tokens: 6 a parameter and
-    token, and of attention 12 × layers × width × sequence a token (Chowdhery et al. 2022, PaLM,
-    appendix B), half of that since what is masked need not be computed.
+    """Floating-point operations of forward and backward: 6 a parameter and token, and half of what
+    attention computes, since the rest is masked (Chowdhery et al. 2022, PaLM, appendix B).
     """
     shape = SHAPES[name]
     return tokens * (6.0 * count_parameters(name) + 6.0 * shape.layers * shape.width * shape.seq)
 
 
-def chapter(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
+def chapter(options: Options) -> tuple[Table, list[dict[str, Any]]]:
     """Rounds alternate over the sides; the last round of each has its trace."""
     columns = (
         "side", "tokens a step", "step ms", "tokens/s", "TFLOP/s", "× plain", f"× {BASELINE}'s rate", "device MiB", "host MiB",
@@ -115,9 +114,7 @@ def _step(ranks: list[dict[str, Any]]) -> float:
 
 
 def _traced(seen: dict[str, float] | None) -> list[str]:
-    """Copies of a step, their hidden and exposed part, the pinned part of them, idle time; of the
-    two steps that were traced, the mean.
-    """
+    """Copies of a step (the mean of two), their hidden, exposed and pinned part, idle time."""
     if seen is None or not seen["comm_s"]:
         return [DASH] * 4 + ([f"{500 * seen['idle_s']:.1f}"] if seen is not None else [DASH])
     copies = seen["pinned_s"] + seen["pageable_s"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +19,20 @@ STAGES = ("onefold-0", "onefold-1", "onefold-2", "onefold-3")
 def run(
     peer: str,
     setting: Setting,
-    options: argparse.Namespace,
-    module: str = "benchmarks.on_gpu.worker",
+    options: harness.Options,
+    module: str = "benchmarks.worker",
     **more: Any,
 ) -> dict[str, Any]:
     """One peer in fresh processes; the outcome of `launch.run_ranks` with what was asked for."""
-    about = {"peer": peer, "setting": setting.to_json()}
-    outcome = launch.run_ranks(
-        module,
-        {**about, "side": peer, **more},
-        setting.ranks,
-        threads=setting.threads,
-        python=launch.python_of(peer, options),
-        timeout=options.timeout,
-    )
+    job = {"observed": True, **more}
+    outcome = launch.run_side(peer, setting, options, job, module=module)
     seconds = f"{outcome['status']} in {outcome['wall_s']:.0f} s"
     harness.say(f"{peer} {setting.model} {setting.precision} {setting.ranks} ranks: {seconds}")
-    return {**about, "error": "", **outcome}
+    return {"peer": peer, "setting": asdict(setting), "error": "", **outcome}
 
 
 @contextmanager
-def state(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def state(options: harness.Options) -> Iterator[dict[str, Any]]:
     """What a job says of state off the device: a folder on the disk that lasts as long as this."""
     with tempfile.TemporaryDirectory(prefix="offload-", dir=options.disk) as place:
         yield {"disk": str(Path(place).resolve()), "own_adam": options.deepspeed_adam}
@@ -50,7 +43,7 @@ def side_of(name: str) -> Side:
     return {**SIDES, **PLAIN}[name]
 
 
-def available(names: Sequence[str], options: argparse.Namespace) -> tuple[list[str], list[str]]:
+def available(names: Sequence[str], options: harness.Options) -> tuple[list[str], list[str]]:
     """(sides that can run here, those whose library is not installed)"""
     absent = launch.absent(names, options)
     return [n for n in names if n not in absent], [n for n in names if n in absent]

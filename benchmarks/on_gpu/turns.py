@@ -1,25 +1,24 @@
-"""The chapters in which sides take turns in one process a rank: ranks, step, host, memory, fp32; and
-what is known by now of all chapters.
-"""
+"""The chapters whose sides take turns in one process a rank; and what is known by now of all."""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import harness, launch
-from benchmarks.harness import Table
+from benchmarks import harness, launch, pages
 from benchmarks.on_gpu import turns_worker
 from benchmarks.on_gpu.comparison import Comparison, table
 from benchmarks.on_gpu.run import available
+from benchmarks.pages import Table
 
 SCHEMA = "onefold-gpu/1"
 
@@ -27,7 +26,7 @@ SCHEMA = "onefold-gpu/1"
 class Report:
     """What is known by now: written as gpu.json and gpu.md whenever something is added."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: harness.Options) -> None:
         self.options = options
         self.deadline = time.monotonic() + options.seconds
         self.tables: dict[str, Table] = {}
@@ -52,19 +51,15 @@ class Report:
             for t in self.tables.values()
         ]
         result = {**self.head, "finished": finished, "tables": tables, "runs": self.outcomes}
-        parts = [table.markdown() for table in self.tables.values()]
+        parts = [str(table) for table in self.tables.values()]
         title = f"# Onefold on {self.head['machine']['gpu']}"
-        harness.keep(self.options, result, harness.page(title, harness.where(self.head), *parts))
+        harness.write(self.options, result, pages.page(title, pages.where(self.head), *parts))
 
 
-def take_turns(
-    comparison: Comparison, options: argparse.Namespace, report: Report, name: str
-) -> None:
-    """Let the sides take turns, and report after every one. A side that ends its process or stands
-    still loses its turns only.
-    """
+def take_turns(comparison: Comparison, options: harness.Options, report: Report, name: str) -> None:
+    """Let the sides take turns, and report after each. A side that fails loses its own only."""
     here, absent = available(comparison.sides, options)
-    setting = comparison.setting.to_json()
+    setting = asdict(comparison.setting)
     turns: list[dict[str, Any]] = []
     outcomes: list[dict[str, Any]] = []
 
@@ -91,24 +86,23 @@ def take_turns(
             waiting = waiting[waiting.index(lost) + 1 :]
             show()
     show()
-    print(report.tables[name], file=sys.stderr, flush=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        pages.show(str(report.tables[name]))
 
 
 def _run(
     waiting: list[str],
     comparison: Comparison,
-    options: argparse.Namespace,
+    options: harness.Options,
     limit: float,
     turns: list[dict[str, Any]],
     show: Callable[[], None],
 ) -> dict[str, Any]:
-    """The sides in `waiting` in one process a rank, at most `limit` seconds: appends to `turns` what
-    each turn found, and calls `show` every half second. The outcome of `launch.run_ranks`.
-    """
+    """Run `waiting` sides for at most `limit` seconds; `turns` and `show` follow them."""
     before, setting = list(turns), comparison.setting
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder, ThreadPoolExecutor(1) as pool:
         lines = Path(folder, "turns.jsonl")
-        job = {"setting": setting.to_json(), "sides": waiting, "rounds": options.rounds}
+        job = {"setting": asdict(setting), "sides": waiting, "rounds": options.rounds}
         running = pool.submit(
             launch.run_ranks,
             "benchmarks.on_gpu.turns_worker",

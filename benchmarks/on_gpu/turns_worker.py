@@ -7,12 +7,10 @@ on all alike. What each turn found is a line of a file at once.
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,10 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import harness, launch, probes
-from benchmarks.harness import middle, of_ranks
+from benchmarks.harness import of_ranks
 from benchmarks.offload import sides
 from benchmarks.peers import adapters, model
 from benchmarks.peers.settings import Setting
+from benchmarks.worker import Memory
 
 NATIVE = "onefold-3-native"
 FURTHER: dict[str, tuple[int, dict[str, Any]]] = {
@@ -61,14 +60,14 @@ def prepare(job: dict[str, Any]) -> None:
 
 
 def join(job: dict[str, Any]) -> None:
-    launch.join_on_devices(job, job["setting"]["device"])
+    launch.join(job, job["setting"]["device"])
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Every side in every round; how many turns were taken."""
     turns, count = Turns(Setting(**job["setting"]), job["rank"]), 0
     model.touch(lambda toy, whole: build(job["sides"][0], toy, whole), turns.setting)
-    turns.let_go()
+    turns.memory.let_go()
     for number, side in harness.in_turns(job["sides"], job["rounds"]):
         row = {"side": side, "round": number, **turns.turn(side)}
         count += 1
@@ -82,20 +81,17 @@ class Turns:
     """The turns of one rank."""
 
     def __init__(self, setting: Setting, rank: int) -> None:
-        self.setting, self.rank = setting, rank
-        self.cuda = setting.device == "cuda"
+        self.setting, self.rank, self.memory = setting, rank, Memory(setting.device)
 
     def turn(self, side: str) -> dict[str, Any]:
-        """What one side did; {"status": "failed", ...} where it raised on a rank: all ranks say
-        so.
-        """
+        """What one side did, or how it failed; all ranks say the same."""
         found: dict[str, Any] = {}
         error = ""
         try:
             found = self.measure(side)
         except Exception as raised:
             error = f"{type(raised).__name__}: {str(raised)[:300]}"
-        self.let_go()
+        self.memory.let_go()
         every: list[Any] = [None] * self.setting.ranks
         dist.all_gather_object(every, (error, found))
         errors = [f"rank {r}: {e}" for r, (e, _) in enumerate(every) if e]
@@ -106,39 +102,35 @@ class Turns:
         return {**ranks[0], "status": "ok", "step_s": harness.slowest(ranks, "step_s"), **memory}
 
     def measure(self, side: str) -> dict[str, Any]:
-        """Build, warm up, time. Memory in MiB beyond what was there before the model: allocated
-        (CUDA) or resident.
-        """
-        setting = self.setting
-        before = self.allocated()
+        """Build, warm up, time. Memory in MiB beyond what was there before the model."""
+        setting, memory = self.setting, self.memory
+        before = memory.now()
         begun = time.perf_counter()
         trainer = build(side, setting, model.build(setting.model, device=setting.device))
         built = time.perf_counter() - begun
         losses = [trainer.step(self.batches(step)) for step in range(setting.warmup)]
         data = [self.batches(setting.warmup + step) for step in range(setting.steps)]
-        self.synchronize()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            probes.reset_peak()
+        memory.reset_peak()
         seconds = [
             self.timed(lambda taken=taken: losses.append(trainer.step(taken))) for taken in data
         ]
-        peak = probes.peak_resident_mib()
-        if self.cuda:
-            peak = torch.cuda.max_memory_allocated() / 2**20
+        peak = memory.peak()
         return {
             "losses": losses,
             "step_s": seconds,
             "built_s": built,
             "backend": dist.get_backend() if setting.ranks > 1 else "none",
             "peak_mib": probes.difference(peak, before),
-            "rest_mib": probes.difference(self.allocated(), before),
+            "rest_mib": probes.difference(memory.now(), before),
         }
+
+    def batches(self, step: int) -> list[adapters.Batch]:
+        """This rank's micro-batches of a step, on the device."""
+        return model.batches(self.setting, step, self.rank)
 
     def timed(self, step: Callable[[], object]) -> float:
         """Seconds of a step: between two events on CUDA, with the device idle before and after."""
-        if not self.cuda:
+        if not self.memory.cuda:
             begun = time.perf_counter()
             step()
             return time.perf_counter() - begun
@@ -146,66 +138,13 @@ class Turns:
         start.record()
         step()
         end.record()
-        self.synchronize()
+        self.memory.synchronize()
         return start.elapsed_time(end) / 1000
-
-    def batches(self, step: int) -> list[adapters.Batch]:
-        """This rank's micro-batches of a step, on the device."""
-        return model.batches(self.setting, step, self.rank)
-
-    def allocated(self) -> float | None:
-        """MiB."""
-        self.synchronize()
-        return torch.cuda.memory_allocated() / 2**20 if self.cuda else probes.resident_mib()
-
-    def synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def let_go(self) -> None:
-        """Of the side before."""
-        gc.collect()
-        if self.cuda:
-            torch.cuda.empty_cache()
-        else:
-            probes.give_back_free_heap()
 
 
 def read(lines: Path) -> list[dict[str, Any]]:
-    """The turns that a file holds by now; a line that is being written is left for the next
-    time.
-    """
+    """The turns that a file holds by now, without a line that is being written."""
     if not lines.exists():
         return []
     whole, _, _ = lines.read_text(encoding="utf-8").rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
-
-
-def by_side(turns: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Medians of each side's turns: {"step_s", "peak_mib", "rest_mib", "rounds"}, or {"error"}
-    where none ended well.
-    """
-    out: dict[str, dict[str, Any]] = {}
-    for side in dict.fromkeys(turn["side"] for turn in turns):
-        good = [turn for turn in turns if turn["side"] == side and turn["status"] == "ok"]
-        if not good:
-            out[side] = {"error": next(turn["error"] for turn in turns if turn["side"] == side)}
-            continue
-        out[side] = {
-            "step_s": median(second for turn in good for second in turn["step_s"]),
-            **{name: middle(turn[name] for turn in good) for name in ("peak_mib", "rest_mib")},
-            "rounds": len(good),
-            "losses": good[0]["losses"],
-            "backend": good[0]["backend"],
-        }
-    return out
-
-
-def ratio(turns: list[dict[str, Any]], side: str, to: str) -> float | None:
-    """A side's step time as a multiple of another's: the median over rounds of what their turns of
-    one round say.
-    """
-    good = [turn for turn in turns if turn["status"] == "ok"]
-    found = {(turn["side"], turn["round"]): median(turn["step_s"]) for turn in good}
-    rounds = [number for name, number in found if name == side and (to, number) in found]
-    return middle(found[side, number] / found[to, number] for number in rounds)

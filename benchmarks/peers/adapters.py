@@ -36,9 +36,7 @@ class Peer(Protocol):
         """One optimizer step over the micro-batches; the mean of their losses on this rank."""
 
     def ledger_bytes(self) -> int | None:
-        """Bytes that the library itself says this rank has sent so far, None if it keeps no
-        count.
-        """
+        """Bytes that the library itself says this rank has sent, None if it keeps no count."""
 
 
 def adamw(parameters: Any) -> torch.optim.AdamW:
@@ -91,9 +89,7 @@ class Plain(_TorchPeer):
 
 
 def all_reduce_in_bf16(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
-    """A communication hook for DDP. Torch's own `bf16_compress_hook` does the same but refuses gloo
-    by name.
-    """
+    """A hook for DDP: what torch's `bf16_compress_hook` does, which refuses gloo by name."""
     whole = bucket.buffer()
     sent = whole.to(torch.bfloat16).div_(dist.get_world_size())
     done: torch.futures.Future[Any] = dist.all_reduce(sent, async_op=True).get_future()
@@ -199,9 +195,7 @@ def deepspeed_config(setting: Setting, **zero: Any) -> dict[str, Any]:
 
 
 class DeepSpeed:
-    """DeepSpeed's engine over torch's AdamW, or over its own; it divides the loss by the
-    micro-batches and clips by itself. `zero` are keys of its `zero_optimization`.
-    """
+    """DeepSpeed's engine, which clips by itself. `zero` are keys of its `zero_optimization`."""
 
     def __init__(
         self, setting: Setting, model: nn.Module, *, own_adam: bool = False, **zero: Any
@@ -231,9 +225,7 @@ class DeepSpeed:
 
 
 class Onefold(_TorchPeer):
-    """`onefold.shard` at one stage with the recipe's defaults, or further arguments of
-    `Recipe.zero`.
-    """
+    """`onefold.shard` at one stage, with further arguments of `Recipe.zero`."""
 
     def __init__(self, setting: Setting, model: nn.Module, stage: int, **recipe: Any) -> None:
         super().__init__(setting)
@@ -264,9 +256,7 @@ class Onefold(_TorchPeer):
 
 
 def prepare(peer: str, device: str = "cpu") -> None:
-    """Import what the peer needs, before memory is measured: the size of a library is not the size
-    of its state.
-    """
+    """Import what the peer needs before memory is measured: a library is no state."""
     package = requirement(peer)
     if package == "deepspeed":
         os.environ.setdefault("DS_ACCELERATOR", device)

@@ -1,6 +1,4 @@
-"""The model and the data that every peer trains: a GPT in plain `torch.nn` and a stream of random
-tokens.
-"""
+"""What every peer trains: a GPT in plain `torch.nn` and a stream of random tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a GPT: `seq` tokens a sample, `layers` blocks of width `width`, an embedding of
-    `vocab` rows.
-    """
+    """Sizes of a GPT: `seq` tokens a sample, blocks, an embedding of `vocab` rows."""
 
     layers: int
     width: int
@@ -63,9 +59,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder whose head shares the weight of its token embedding. The forward returns the mean
-    loss, a scalar.
-    """
+    """A decoder whose head and embedding share a weight. Its forward returns the mean loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -116,9 +110,7 @@ def count_parameters(name: str) -> int:
 
 
 def count_at_the_turn(name: str) -> int:
-    """Elements that Onefold keeps from the forward pass to the backward pass at stage 3: of the
-    last block and of what is in no block.
-    """
+    """Elements that stage 3 keeps between the passes: the last block, and what is in no block."""
     with torch.device("meta"):
         model = GPT(SHAPES[name])
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
@@ -152,9 +144,7 @@ def batches(setting: Setting, step: int, rank: int) -> list[Batch]:
 
 
 def touch(build_side: Callable[[Setting, nn.Module], Any], setting: Setting) -> None:
-    """Let a side train a toy for a step, so that its code, lazy imports included, and what a device
-    allocates for good at its first product are there before anything is measured.
-    """
+    """Let a side train a toy for a step: its code and lazy imports are there afterwards."""
     toy = replace(setting, model="gpt-tiny", tokens=32)
     trainer = build_side(toy, build(toy.model, device=toy.device))
     trainer.step(batches(toy, 0, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 PEERS: tuple[str, ...] = (
@@ -97,10 +97,6 @@ class Setting:
     def tokens_a_step(self) -> int:
         """Tokens that all ranks together consume in one optimizer step."""
         return self.tokens * self.accumulation * self.ranks
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary that `Setting(**d)` reads back."""
-        return asdict(self)
 
 
 def matrix(

@@ -16,11 +16,12 @@ Writes benchmarks/results/NAME.json and NAME.md; ends with status 1 if anything 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.launch import join as meet
 from benchmarks.launch import run_ranks
+from benchmarks.plan_matrix import measuring
 from benchmarks.plan_matrix.pace import HIDDEN, TOKENS, expected
 from benchmarks.plan_matrix.planning import judge, orders, predict
 from benchmarks.plan_matrix.report import markdown
@@ -42,7 +43,7 @@ def measured(
     job = {"rounds": rounds, "usual": usual(first.ranks)}
     job["settings"] = [[c.to_json() for c in part] for part in settings]
     how: Any = {"threads": threads, "timeout": timeout}
-    ran = run_ranks("benchmarks.plan_matrix.worker", job, first.ranks, **how)
+    ran = run_ranks("benchmarks.plan_matrix.__main__", job, first.ranks, **how)
     if ran["status"] != "ok":
         raise RuntimeError(f"{first} and {sum(map(len, settings)) - 1} more: {ran['error']}")
     return [
@@ -51,10 +52,21 @@ def measured(
     ]
 
 
+def join(job: dict[str, Any]) -> None:
+    """One rank alone meets nobody."""
+    if job["ranks"] > 1:
+        meet(job)
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """What one rank sees, one setting after another."""
+    parts = [[Cell(**cell) for cell in part] for part in job["settings"]]
+    seen = [measuring.measure(part, job["rounds"], job["usual"]) for part in parts]
+    return {"rank": job["rank"], "settings": seen}
+
+
 def usual(ranks: int) -> float:
-    """Seconds of the block by which the machine's pace is told, as it was calibrated with so many
-    ranks; 0 without a calibration.
-    """
+    """Seconds of the pace's block at the machine's calibration; 0 without one."""
     try:
         return expected(Calibration.load().block_rate(HIDDEN, TOKENS, "float32", ranks))
     except CalibrationError:
@@ -62,9 +74,7 @@ def usual(ranks: int) -> float:
 
 
 def group_seconds(ranks: list[dict[str, Any]]) -> list[float]:
-    """Seconds of each round's step, from the first rank's begin to the last one's end: all ranks
-    read one machine's clock.
-    """
+    """Seconds of each round's step, from the first rank's begin to the last one's end."""
     return [
         max(end for _, end in spans) - min(begin for begin, _ in spans)
         for spans in zip(*(r["spans"] for r in ranks), strict=True)
@@ -87,18 +97,17 @@ def rows_of(part: list[Cell], rounds: int, threads: int, timeout: float) -> list
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = harness.parser(
-        "plan_matrix",
-        __doc__,
-        rounds=7,
-        threads=1,
-        timeout=1800.0,
-        quick=(False, "a part of it, and nothing is timed"),
-        ranks=([1, 2, 4], "how many ranks"),
-        architectures=(list(ARCHITECTURES), "which models", ARCHITECTURES),
-    )
-    args = harness.parsed(parser, arguments)
+@harness.command(
+    "plan_matrix",
+    __doc__,
+    rounds=7,
+    threads=1,
+    timeout=1800.0,
+    quick=(False, "a part of it, and nothing is timed"),
+    ranks=([1, 2, 4], "how many ranks"),
+    architectures=(list(ARCHITECTURES), "which models", ARCHITECTURES),
+)
+def main(args: harness.Options) -> int:
     few: dict[str, Any] = {"precisions": ["bf16"], "accumulations": [4]} if args.quick else {}
     rows: list[dict[str, Any]] = []
     for architecture in args.architectures:
@@ -106,8 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             part = cells([architecture], [ranks], **few)
             rows += rows_of(part, 0 if args.quick else args.rounds, args.threads, args.timeout)
     judged = orders(rows)
-    found = {**harness.about(args, SCHEMA), "rows": rows, "orders": judged}
-    harness.keep(args, found, markdown(found))
+    harness.keep(args, SCHEMA, markdown, rows=rows, orders=judged)
     for sentence in judged["turned"]:
         print(f"order  {sentence}")
     wrong = sum(1 for row in rows if row["wrong"])

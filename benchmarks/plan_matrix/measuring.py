@@ -31,9 +31,7 @@ WARMUP = 3
 
 
 class Training:
-    """A cell's model under the engine, warmed up. Collective over `cell.ranks` ranks, as are its
-    methods.
-    """
+    """A cell's model under the engine, warmed up. Collective, as are its methods."""
 
     def __init__(self, cell: Cell) -> None:
         self.cell, self.number = cell, 0
@@ -66,9 +64,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def ledgers(self, activations: bool) -> dict[str, Any]:
-        """rest, ledger, peak: bytes by category; wire: of a step, by move. `activations`: with
-        everything that autograd saves.
-        """
+        """rest, ledger, peak (with `activations`): bytes by category; wire: by move."""
         rest = measured(self.model, self.optimizer).rest
         self.engine.memory.reset_peak()
         self.engine.traffic.reset()

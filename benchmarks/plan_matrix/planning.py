@@ -36,9 +36,7 @@ def _activity(
 
 
 def predict(cell: Cell) -> tuple[Account, bool]:
-    """(the account, whether its seconds come from a calibration of this machine with that many
-    ranks).
-    """
+    """(the account, whether its seconds come from a calibration with that many ranks)."""
     machine, calibrated = machine_here(cell.ranks, cell.ranks, 1 << 40, "cpu")
     samples = cell.micro_batch * cell.ranks * cell.accumulation
     job = Job(
@@ -63,9 +61,7 @@ def predict(cell: Cell) -> tuple[Account, bool]:
 def judge(
     cell: Cell, account: Account, seen: Mapping[str, Any], rounds: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """One rank's row: what was predicted, what was measured, and what is wrong, as sentences.
-    `rounds`: seconds of each timed step.
-    """
+    """One rank's row: what was predicted, what measured (`rounds`: seconds), and what is wrong."""
     rest, ledger, peak = (sum(seen[name].values()) for name in ("rest", "ledger", "peak"))
     predicted = sum(account.ledger.values())
     wrong = []

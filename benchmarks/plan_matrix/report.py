@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.harness import DASH
+from benchmarks import pages
+from benchmarks.pages import DASH
 from benchmarks.plan_matrix.pace import FASTEST, SLOWEST
 from benchmarks.plan_matrix.settings import Cell
 
 
-def _mib(key: str) -> harness.Cell:
+def _mib(key: str) -> pages.Cell:
     return lambda row: " / ".join(f"{n / 2**20:.2f}" for n in row[key])
 
 
 NAMES = ("architecture", "ranks", "stage", "precision", "accumulation", "checkpointing")
-COLUMNS: harness.Columns = {
+COLUMNS: pages.Columns = {
     **{
         "model" if name == "architecture" else name: lambda row, name=name: str(row["cell"][name])  # type: ignore[misc]
         for name in NAMES
@@ -26,7 +26,7 @@ COLUMNS: harness.Columns = {
     "wire": _mib("wire"),
     "engine's peak": _mib("ledger"),
     "peak": _mib("peak"),
-    "bound": harness.shown("bound", "{:.2f}", 2**20),
+    "bound": pages.shown("bound", "{:.2f}", 2**20),
     "step": lambda row: " / ".join(f"{1000 * s:.0f}" if s else DASH for s in row["step_s"]),
 }
 FIGURES = {
@@ -56,15 +56,15 @@ def markdown(found: Mapping[str, Any]) -> str:
     )
     said = [f"- {Cell(**r['cell'])}: {'; '.join(r['wrong'])}" for r in wrong]
     said += [f"- order of stages: {sentence}" for sentence in orders["turned"]]
-    return harness.page(
+    return pages.page(
         "# Planned and measured",
-        harness.where(found),
+        pages.where(found),
         (
             f"{len(rows)} settings, {len(wrong)} wrong. Pairs of stages of one setting:"
             f" {orders['right']} in the predicted order, {orders['ties']} ties (`planning.orders`"
             f" says when), {len(orders['turned'])} turned."
         ),
-        harness.markdown(table),
+        pages.markdown(table),
         timed if paces else "",
         *(["## Wrong", "\n".join(said)] if said else []),
         "## Every setting",
@@ -72,5 +72,5 @@ def markdown(found: Mapping[str, Any]) -> str:
             "MiB and ms, predicted / measured, of the first rank; the bound is what the plan says"
             " is never exceeded."
         ),
-        harness.markdown_table(COLUMNS, rows),
+        pages.table(COLUMNS, rows),
     )

@@ -16,9 +16,7 @@ VOCABULARY = 2048
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting. `micro_batch` samples of `seq` tokens, `accumulation` of them in a step of each
-    rank.
-    """
+    """One setting: samples of `seq` tokens a micro-batch, micro-batches in a step of a rank."""
 
     architecture: str
     ranks: int

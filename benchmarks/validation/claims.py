@@ -28,9 +28,7 @@ SIXTEEN = "--precision fp16 --accumulate-dtype fp16"
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure that a line shows: the key of its JSON (a table's values are summed), and what
-    stands there; None is null.
-    """
+    """A key of the line's JSON (a table's values are summed), and what stands there."""
 
     key: str
     value: float | None

@@ -1,6 +1,4 @@
-"""Tables about FLOPs, parameters and traffic: both sides compute from the same dimensions, so that
-they should agree closely.
-"""
+"""Tables about FLOPs, parameters and traffic: both sides compute from the same dimensions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every fitted constant, fitted again from the published rows: least squares of log(predicted ÷
-published) on a grid of 0.01.
-"""
+"""Every constant fitted again: least squares of log(predicted ÷ published), in steps of 0.01."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from onefold.plan.traffic import Software
 
 
 def misfit(system: System, runs: Iterable[Run]) -> float:
-    """Mean square of the logarithm of predicted over published, over the rows that the constant may
-    see.
-    """
+    """Mean square of log(predicted ÷ published), over the rows that the constant may see."""
     seen = [math.log(run.predict(system) / run.published) ** 2 for run in runs if run.fitted]
     return sum(seen) / len(seen)
 
@@ -36,9 +32,7 @@ def refit(name: str) -> float:
 
 
 def shared() -> dict[str, float]:
-    """kernel_share, overlap, hop_seconds and the Azure report's link_share that fit it together
-    best, on a coarse grid.
-    """
+    """The constants that fit the Azure report best together, on a coarse grid."""
     system, runs = SYSTEMS["azure"], RUNS["azure"]()
     grid = itertools.product(
         (0.75, 0.76, 0.77, 0.78, 0.79),

@@ -1,6 +1,4 @@
-"""Tables about bytes: model states, the largest model and activations in the papers of ZeRO,
-ZeRO-Offload and ZeRO-Infinity, and what other libraries and runs print.
-"""
+"""Tables about bytes: states, the largest model, activations, by papers and other libraries."""
 
 from __future__ import annotations
 

@@ -29,9 +29,7 @@ ADAM, INFINITY = states.CONVENTIONS["16"], states.CONVENTIONS["20"]
 
 @dataclass(frozen=True)
 class Printed:
-    """A formula of a row: the row's first cell, the text of `column` that is evaluated, and the
-    code's answer.
-    """
+    """A formula: the row's first cell, the text of `column`, and the code's answer."""
 
     row: str
     text: str
@@ -41,9 +39,7 @@ class Printed:
 
 
 def evaluate(text: str, symbols: Mapping[str, float]) -> float:
-    """A printed expression: "^" is a power, and neighbours are multiplied where all symbols are
-    single letters ("3mP", "2(P/G)").
-    """
+    """A printed expression: "^" is a power, and neighbours are multiplied ("3mP", "2(P/G)")."""
     plain = text.replace("^", "**")
     plain = re.sub(r"(?<=[0-9)])(?=[A-Za-z(])", "*", plain)
     if all(len(name) == 1 for name in symbols):
@@ -54,9 +50,7 @@ def evaluate(text: str, symbols: Mapping[str, float]) -> float:
 def lines_of(
     file: str, formulas: Sequence[Printed], symbols: Mapping[str, float], unit: str = ""
 ) -> Iterator[tuple[Any, ...]]:
-    """Each formula evaluated beside the code's answer. Raises ValueError for a text that the row
-    does not print.
-    """
+    """Each formula beside the code's answer. Raises ValueError for a text that is not printed."""
     rows = read(file)
     first = next(iter(rows[0]))
     for formula in formulas:
@@ -77,9 +71,7 @@ def lines_of(
 
 @cache
 def _blocks() -> ModelShape:
-    """Eight blocks whose sizes divide by any number of ranks that is asked for, so that nothing is
-    padded.
-    """
+    """Eight blocks whose sizes divide by any number of ranks: nothing is padded."""
     units = tuple(
         UnitShape(f"blocks.{i}", (Parameter(f"blocks.{i}.weight", (4096, 4096)),)) for i in range(8)
     )

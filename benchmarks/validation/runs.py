@@ -21,9 +21,7 @@ RATE = "TFLOP/s"
 
 @dataclass(frozen=True)
 class Run:
-    """A published run: its figure, what the model says of it for a system, and whether the system's
-    constant was fitted to it.
-    """
+    """A published figure, what the model says, and whether a constant was fitted to it."""
 
     what: str
     published: float
@@ -38,9 +36,7 @@ ABOUT: dict[str, tuple[str, tuple[str, ...], str]] = {}
 
 
 def published(system: str, source: str, *files: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes the runs of a system of a function that takes the rows of `files` and yields the fields
-    of `Run`s.
-    """
+    """Makes a system's runs of a function that yields their fields for the rows of `files`."""
 
     def made(fields: Callable[..., Iterator[tuple[Any, ...]]]) -> Callable[[], list[Run]]:
         def make() -> list[Run]:
@@ -105,9 +101,7 @@ def zeropp(rows: Rows) -> Iterator[tuple[Any, ...]]:
 
 
 def by_bandwidth(tokens: int, link: int, numel: float = 176e9) -> float:
-    """TFLOP/s a GPU of ZeRO-3 on 384 V100 in nodes joined by `link` Gbit/s, with the constants of
-    ZeRO++'s table.
-    """
+    """TFLOP/s a GPU of ZeRO-3 on 384 V100 at `link` Gbit/s, with ZeRO++'s constants."""
     flops = compute.infinity_flops(numel, 1, tokens)
     return _rate(numel, blocks_of(numel), flops, 384, f"{link}g")(SYSTEMS["zero++"])
 

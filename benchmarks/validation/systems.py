@@ -56,9 +56,7 @@ class System:
     def run(
         self, numel: float, blocks: int, flops: float, machine: Machine, scheme: Scheme = "zero-3"
     ) -> Times:
-        """A step in which each GPU does `flops` FLOPs (recompute included) on its one
-        micro-batch.
-        """
+        """A step in which each GPU does `flops` FLOPs (recompute included)."""
         return step_times(
             work(numel, blocks, flops, machine, scheme, self.messages, self.precision),
             machine,
@@ -75,9 +73,7 @@ def work(
     messages: int = 1,
     precision: str = "bf16",
 ) -> Work:
-    """A step of one micro-batch with 16 bits on the wire, `messages` collectives a block and
-    pass.
-    """
+    """A step of one micro-batch in 16 bits, `messages` collectives a block and pass."""
     calls = messages * blocks
     if scheme == "zero++":
         wanted = formulas.zeropp_bytes(numel)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import pages
 
 DATA = Path(__file__).parents[1] / "data"
 GB, GIB, TIB, BILLION, TERA = 1e9, 2**30, 2**40, 1e9, 1e12
@@ -18,9 +18,7 @@ Rows = list[Row]
 
 @dataclass(frozen=True)
 class Line:
-    """One figure. `fitted`: a constant was fitted to this very row, so that its ratio proves
-    nothing.
-    """
+    """One figure. `fitted`: a constant was fitted to this row, so its ratio proves nothing."""
 
     what: str
     predicted: float
@@ -35,9 +33,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """One published table beside what the code says: `kind` is "formula" (arithmetic both sides
-    share), "memory" or "time" (measured).
-    """
+    """A published table beside the code's: "formula", or measured "memory" or "time"."""
 
     title: str
     kind: str
@@ -113,7 +109,7 @@ def markdown(table: Table) -> str:
             f" {worst.what}, ratio {worst.ratio:.2f}"
         )
     data = ", ".join(f"`{file}.csv`" for file in table.files)
-    columns: harness.Columns = {
+    columns: pages.Columns = {
         "what": lambda line: line.what,
         "predicted": lambda line: number(line.predicted),
         "published": lambda line: number(line.published),
@@ -121,5 +117,5 @@ def markdown(table: Table) -> str:
         "ratio": lambda line: f"{line.ratio:.3f}{' (fitted)' if line.fitted else ''}",
     }
     about = f"{table.says} Source: {table.source}; data: {data}. {summary}."
-    lines = harness.markdown_table(columns, table.lines, left=5)
+    lines = pages.table(columns, table.lines, left=5)
     return f"### {table.title}\n\n{about}\n\n{lines}"

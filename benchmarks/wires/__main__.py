@@ -32,18 +32,19 @@ The JSON, beside what every result has (`harness.about`):
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from statistics import median
+from dataclasses import asdict
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.harness import DASH, Cell, Comparison, Panel, Row, Run, range_of, shown
-from benchmarks.launch import absent, python_of
+from benchmarks import harness, pages
+from benchmarks.harness import Row, Run
+from benchmarks.launch import python_of
+from benchmarks.pages import DASH, Cell, Panel, range_of, shown
 from benchmarks.peers.model import SHAPES, count_at_the_turn, count_parameters
 from benchmarks.peers.settings import Setting
+from benchmarks.study import OPTIONS, Comparison, Study, timings
 from benchmarks.wires import hosts, launch
 from benchmarks.wires.sides import (
     HOSTS,
@@ -55,7 +56,6 @@ from benchmarks.wires.sides import (
     read_rate,
 )
 
-SCHEMA = "onefold-wires/1"
 COLUMNS: dict[str, Cell] = {
     "side": shown("side"),
     "step s": shown("step_s", "{:.2f}"),
@@ -90,31 +90,7 @@ LEGEND = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    return harness.parser(
-        "wires",
-        __doc__,
-        rounds=1,
-        steps=2,
-        warmup=1,
-        accumulation=1,
-        threads=1,
-        budget=None,
-        timeout=1800.0,
-        resume=False,
-        deepspeed_python=sys.executable,
-        json=False,
-        rates=(["100M", "1G", "10G"], "bits a second of the link, each way"),
-        delay=(0.0, "milliseconds one way, by netem"),
-        sides=(list(SIDES), f"which of {', '.join(SIDES)}; or a family"),
-        model=("gpt-110m", "which GPT", SHAPES),
-        tokens=(256, "tokens a rank and micro-batch"),
-        precision=("bf16", "what is computed in", ["fp32", "bf16"]),
-    )
-
-
-def setting_of(options: argparse.Namespace) -> Setting:
+def setting_of(options: harness.Options) -> Setting:
     """What all sides share."""
     harness.check_at_least(
         options, 1, "tokens", "accumulation", "rounds", "steps", "warmup", "threads"
@@ -149,9 +125,7 @@ def expected(side: str, setting: Setting) -> float | None:
 def rows(
     setting: Setting, link: Link, runs: Sequence[Run], missing: Sequence[str] = ()
 ) -> list[Row]:
-    """The rows of one link; `LEGEND` says what they hold. None: not measured, or not known of this
-    side.
-    """
+    """The rows of one link, as `LEGEND` says. None: not measured, or not known of this side."""
     references = harness.by_round(runs, REFERENCE)
 
     def row(side: str, good: list[Run]) -> Row:
@@ -162,18 +136,17 @@ def rows(
                 "ledger_inside",
             )
         }  # fmt: skip
-        step = median(second for run in good for second in harness.step_seconds(run))
-        faster = harness.spread([1 / r for r in harness.ratios(good, references)])
+        names = ("faster", "faster_low", "faster_high")
+        timed = timings(good, references, names, faster=True)
         between, queue = sent["between_bytes"], sent["queue_bytes"]
         return {
-            "step_s": step,
-            **dict(zip(("faster", "faster_low", "faster_high"), faster, strict=True)),
+            **timed,
             **sent,
             "equivalents": harness.scaled(between, 2 * count_parameters(setting.model)),
             "expected": expected(side, setting),
             "headers": queue / between - 1 if queue is not None and between else None,
             "dropped": sum(rank.get("dropped", 0) for run in good for rank in run.ranks),
-            "busy": None if queue is None else 8 * queue / link.rate / step,
+            "busy": None if queue is None else 8 * queue / link.rate / timed["step_s"],
             "agree": all(len({rank["losses"][-1] for rank in run.ranks}) == 1 for run in good),
             "loss_difference": harness.loss_difference(good, references),
         }
@@ -181,7 +154,7 @@ def rows(
     return harness.rows_of(runs, row, missing)
 
 
-# -- pages -----------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def title(link: dict[str, Any]) -> str:
@@ -195,131 +168,102 @@ def title(link: dict[str, Any]) -> str:
     )
 
 
-def markdown_table(found: Sequence[Row]) -> str:
-    """A Markdown table of the rows; failures are explained under it."""
-    failed = "".join(f"\n{line}\n" for line in harness.failures(found))
-    return harness.markdown_table(COLUMNS, found) + failed
+class Wires(Study):
+    """Every side over every link. `run_side` measures one side once."""
 
+    schema, parts, part = "onefold-wires/1", "links", "link"
 
-def report(document: dict[str, Any], markdown: bool) -> str:
-    """The whole report: for a page, or for a terminal."""
-    setting, parts = Setting(**document["setting"]), [harness.where(document)]
-    parts.append(f"{document['hosts']} hosts of {document['ranks_a_host']} ranks. {setting.title}.")
-    for link in document["links"]:
-        heading, found = title(link), link["rows"]
-        if markdown:
-            parts.append(f"**{heading}**\n\n{markdown_table(found)}")
-        else:
-            parts.append(f"{heading}\n\n{harness.text_table(COLUMNS, found)}")
-    used = {row["side"] for link in document["links"] for row in link["rows"]}
-    return harness.page(*parts, LEGEND, *harness.notes(document["notes"], used))
-
-
-def charts(document: dict[str, Any]) -> list[list[Panel]]:
-    """Step time a link, and bytes between hosts beside their closed form."""
-    found = []
-    for link in document["links"]:
-        good = [row for row in link["rows"] if row["status"] == "ok"]
-        seconds = {row["side"]: row["step_s"] or 0.0 for row in good}
-        sent = {row["side"]: row["equivalents"] or 0.0 for row in good}
-        formula = {row["side"]: row["expected"] for row in good if row["expected"] is not None}
-        bytes_ = Panel("bytes between hosts, 16-bit Ψ", bars=sent, marks=formula)
-        found.append([Panel("step time, s", Link(**link["link"]).title, seconds), bytes_])
-    return found
-
-
-# -- the command -----------------------------------------------------------------------------------
-
-
-class Session:
-    """One command: its links, and what was measured over them so far."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.setting = options, setting_of(options)
-        self.sides = chosen_sides(options.sides)
+    def __init__(self, options: harness.Options, run_side: Callable[..., dict[str, Any]]) -> None:
+        self.setting, self.run_side = setting_of(options), run_side
         links = [Link(read_rate(rate), options.delay) for rate in options.rates]
-        self.asked = [Comparison(link) for link in dict.fromkeys(links)]
-        self.streams: dict[Link, Any] = {}
+        sides = chosen_sides(options.sides)
+        same = {"setting": asdict(self.setting)}
+        super().__init__(options, dict.fromkeys(links), sides, **same)
+        old = self.old.get("links", ())
+        self.streams: dict[Link, Any] = {self.read(c["link"]): c["measured"] for c in old}
         self.skipped: str | None = None
-        old = harness.earlier(options, SCHEMA, setting=self.setting.to_json()) or {"links": []}
-        known = [(Link(**link["link"]), link["runs"]) for link in old["links"]]
-        self.streams = {Link(**link["link"]): link["measured"] for link in old["links"]}
-        self.links = [*harness.take_over(self.asked, known, self.sides), *self.asked]
 
-    def measure(self, run_side: Callable[..., Run]) -> None:
-        """All turns; raises HostError where there can be no hosts any more."""
-        options = self.options
-        for comparison, number, side in harness.turns(options, self.asked, lambda _: self.sides):
-            link = comparison.setting
-            self.streams[link] = self.streams.get(link) or launch.measured(link)
-            python = python_of(SIDES[side].family, options)
-            how = {"python": python, "timeout": options.timeout}
-            comparison.runs.append(run_side(side, self.setting, link, number, **how))
-            harness.say_turn(comparison.runs[-1], link.title)
-            self.write(finished=False)
+    def read(self, setting: dict[str, Any]) -> Link:
+        return Link(**setting)
 
-    def document(self, *, finished: bool) -> dict[str, Any]:
-        """What is written to disk."""
-        options = self.options
+    def take(self, setting: Link, side: str) -> dict[str, Any]:
+        self.streams[setting] = self.streams.get(setting) or launch.measured(setting)
+        how = {"python": python_of(side, self.options), "timeout": self.options.timeout}
+        return self.run_side(side, self.setting, setting, **how)
+
+    def found(self, comparison: Comparison) -> dict[str, Any]:
+        c = comparison
+        measured = self.streams.get(c.setting)
+        return {"measured": measured, "rows": rows(self.setting, c.setting, c.runs, c.missing)}
+
+    def document(self) -> dict[str, Any]:
+        name = self.options.model
         return {
-            **harness.about(options, SCHEMA),
-            "finished": finished,
             "skipped": self.skipped,
-            "models": {options.model: {"parameters": count_parameters(options.model)}},
+            "models": {name: {"parameters": count_parameters(name)}},
             "hosts": HOSTS,
             "ranks_a_host": RANKS_A_HOST,
             "notes": {name: side.note for name, side in SIDES.items()},
-            "setting": self.setting.to_json(),
-            "links": [
-                {
-                    "link": c.setting.to_json(),
-                    "measured": self.streams.get(c.setting),
-                    "rows": rows(self.setting, c.setting, c.runs, c.missing),
-                    "runs": [run.to_json() for run in c.runs],
-                }
-                for c in self.links
-                if c.runs
-            ],
+            "setting": asdict(self.setting),
         }
 
-    def write(self, *, finished: bool) -> dict[str, Any]:
-        """Results so far as JSON, Markdown and, at the end, PNG."""
-        result = self.document(finished=finished)
-        harness.keep(self.options, result, report(result, markdown=True))
-        if finished:
-            harness.plot(self.options.output / f"{self.options.name}.png", charts(result))
-        return result
+    def page(self, result: dict[str, Any]) -> str:
+        setting, parts = Setting(**result["setting"]), [pages.where(result)]
+        parts.append(f"{result['hosts']} hosts of {result['ranks_a_host']} ranks. {setting.title}.")
+        for link in result["links"]:
+            parts += [f"**{title(link)}**", pages.table(COLUMNS, link["rows"])]
+        used = {row["side"] for link in result["links"] for row in link["rows"]}
+        return pages.page(*parts, LEGEND, *pages.notes(result["notes"], used))
+
+    def charts(self, result: dict[str, Any]) -> list[list[Panel]]:
+        """Step time a link, and bytes between hosts beside their closed form."""
+        found = []
+        for link in result["links"]:
+            good = [row for row in link["rows"] if row["status"] == "ok"]
+            seconds = {row["side"]: row["step_s"] or 0.0 for row in good}
+            sent = {row["side"]: row["equivalents"] or 0.0 for row in good}
+            formula = {row["side"]: row["expected"] for row in good if row["expected"] is not None}
+            bytes_ = Panel("bytes between hosts, 16-bit Ψ", bars=sent, marks=formula)
+            found.append([Panel("step time, s", Link(**link["link"]).title, seconds), bytes_])
+        return found
+
+    @property
+    def failed(self) -> bool:
+        """An optional side that fails is a finding."""
+        runs = [run for c in self.comparisons for run in c.runs]
+        return any(run.status != "ok" and not SIDES[run.side].optional for run in runs)
 
 
-@harness.command
+@harness.command(
+    "wires",
+    __doc__,
+    rounds=1,
+    steps=2,
+    warmup=1,
+    accumulation=1,
+    timeout=1800.0,
+    rates=(["100M", "1G", "10G"], "bits a second of the link, each way"),
+    delay=(0.0, "milliseconds one way, by netem"),
+    sides=(list(SIDES), f"which of {', '.join(SIDES)}; or a family"),
+    tokens=(256, "tokens a rank and micro-batch"),
+    precision=("bf16", "what is computed in", ["fp32", "bf16"]),
+    model=("gpt-110m", "which GPT", SHAPES),
+    **OPTIONS,
+)
 def main(
-    arguments: Sequence[str] | None = None, run_side: Callable[..., Run] = launch.run_side
+    options: harness.Options, run_side: Callable[..., dict[str, Any]] = launch.run_side
 ) -> int:
-    """0 when every turn ended well or there can be no hosts here, 1 when one failed, 2 for a wrong
-    command line, 130 after Ctrl-C. An optional side that fails is a finding.
-    """
-    options = harness.parsed(parser(), arguments)
-    session = Session(options)
-    session.skipped = hosts.permitted(session.asked[0].setting)
-    if session.skipped:  # what an earlier run measured stays on the disk as it is
-        document = session.document(finished=False)
-        print(json.dumps(document) if options.json else f"skipped: {session.skipped}")
-        return 0
-    gone = absent({SIDES[side].family for side in session.sides}, options)
-    for comparison in session.asked:
-        comparison.missing = [side for side in session.sides if SIDES[side].family in gone]
-    with harness.stoppable() as stop:
-        try:
-            session.measure(run_side)
-        except hosts.HostError as error:
-            print(f"error: {error}", file=sys.stderr)
-            stop.status = 1
-    result = session.write(finished=stop.status == 0)
-    print(json.dumps(result) if options.json else report(result, markdown=False))
-    failed = any(
-        run.status != "ok" and not SIDES[run.side].optional for c in session.links for run in c.runs
-    )
-    return stop.status or int(failed)
+    """0 also where there can be no hosts; what an earlier run measured then stays as it is."""
+    study = Wires(options, run_side)
+    study.skipped = hosts.permitted(study.asked[0].setting)
+    if not study.skipped:
+        return study.run()
+    if options.json:
+        head = harness.about(options, study.schema)
+        print(json.dumps({**head, "finished": False, **study.document(), "links": []}))
+    else:
+        print(f"skipped: {study.skipped}")
+    return 0
 
 
 if __name__ == "__main__":

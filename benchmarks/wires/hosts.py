@@ -32,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import CannotGoOn
 from benchmarks.wires.sides import Link
 
 INTERFACE = "wire"
@@ -50,7 +51,7 @@ TOOLS = {
 """Where the tools are, None where one is not. Only root's PATH has the folders of the first two."""
 
 
-class HostError(RuntimeError):
+class HostError(CannotGoOn):
     """Hosts or links cannot be made here; the message says why and what would help."""
 
 
@@ -70,9 +71,7 @@ def tool(name: str) -> str:
 
 
 class Host:
-    """One host; `pid` is the process whose namespaces it is, `address` where the other reaches
-    it.
-    """
+    """One host: the process whose namespaces it is, and the address where others reach it."""
 
     def __init__(self, number: int) -> None:
         self.number, self.address = number, f"10.77.0.{number + 1}"
@@ -99,9 +98,7 @@ class Host:
 
     @property
     def namespace(self) -> str:
-        """What tells this host's network from every other on the machine, such as
-        "net:[4026532600]".
-        """
+        """What tells this host's network from others on the machine: "net:[4026532600]"."""
         return os.readlink(f"/proc/{self.pid}/ns/net")
 
     def set(self, *command: str) -> str:
@@ -214,9 +211,7 @@ def joined(link: Link) -> Iterator[tuple[Host, Host]]:
 
 
 def permitted(link: Link) -> str | None:
-    """Why two hosts with such a link cannot be had here, None if they can. Tries it: some tenths of
-    a second.
-    """
+    """Why two hosts with such a link cannot be had here, None if they can. Tries it."""
     try:
         with joined(link):
             return None

@@ -1,6 +1,4 @@
-"""One turn: two fresh hosts, torchrun on each, and what the ranks wrote. Nothing outlives it
-(`hosts.py`).
-"""
+"""One turn: two fresh hosts, torchrun on each, what the ranks wrote. Nothing outlives it."""
 
 from __future__ import annotations
 
@@ -10,10 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, Run
+from benchmarks.harness import ROOT
 from benchmarks.launch import environment, wait
 from benchmarks.peers.settings import Setting
 from benchmarks.wires.hosts import ADDRESS, INTERFACE, Host, HostError, joined
@@ -27,18 +26,17 @@ def run_side(
     name: str,
     setting: Setting,
     link: Link,
-    number: int,
     *,
     python: str = sys.executable,
     timeout: float = 1800.0,
-) -> Run:
-    """Measure one side once, on hosts of its own. `timeout` in seconds, for all of the turn.
+) -> dict[str, Any]:
+    """Measure one side once, on hosts of its own; answers as `launch.run_ranks` does.
 
     Raises:
         HostError: there can be no hosts (any more).
     """
     started, ranks_a_host = time.monotonic(), setting.ranks // HOSTS
-    about = {"side": name, "setting": setting.to_json(), "timeout": timeout}
+    about = {"side": name, "setting": asdict(setting), "timeout": timeout}
     with tempfile.TemporaryDirectory(prefix="wires-") as folder, joined(link) as pair:
         path = Path(folder, "job.json")
         path.write_text(json.dumps({**about, "ranks_a_host": ranks_a_host}))
@@ -50,20 +48,19 @@ def run_side(
         wall = time.monotonic() - started
         if all(file.exists() for file in files):
             ranks = [json.loads(file.read_text()) for file in files]
-            return Run(name, number, "ok", ranks, wall_s=wall)
+            return {"status": "ok", "ranks": ranks, "wall_s": wall}
         # The first is not a consequence
         failures = sorted(path.parent.glob("rank*.failed"), key=lambda file: file.stat().st_mtime)
         told = failures[0] if failures else path.with_name(f"host{failed or 0}.log")
         said = without_places(told.read_text(errors="replace")).strip()[-1500:]
     if failed is None:
         said = f"not finished after {timeout:g} s; last said: {said}"
-    return Run(name, number, "timeout" if failed is None else "failed", error=said, wall_s=wall)
+    status = "timeout" if failed is None else "failed"
+    return {"status": status, "error": said, "wall_s": wall}
 
 
 def without_places(text: str) -> str:
-    """A traceback without the folders of this machine: where packages are installed, and where the
-    repository is.
-    """
+    """A traceback without the folders of this machine."""
     return re.sub(r'(?<=File ")[^"]*/(?=(?:site-packages|benchmarks|src)/)', "", text)
 
 

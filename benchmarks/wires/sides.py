@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -19,9 +19,7 @@ RANKS_A_HOST = 2
 
 @dataclass(frozen=True)
 class Link:
-    """`rate` in bits a second, each way; `delay_ms` milliseconds one way, beside what the rate
-    takes.
-    """
+    """`rate` in bits a second, each way; `delay_ms` one way, beside what the rate takes."""
 
     rate: float
     delay_ms: float = 0.0
@@ -32,10 +30,6 @@ class Link:
         unit, size = next((u, s) for u, s in units if self.rate >= s)
         delay = f", {self.delay_ms:g} ms each way" if self.delay_ms else ""
         return f"{self.rate / size:g} {unit}{delay}"
-
-    def to_json(self) -> dict[str, float]:
-        """A plain dictionary that `Link(**d)` reads back."""
-        return asdict(self)
 
 
 def read_rate(text: str) -> float:
@@ -89,9 +83,7 @@ _RELEASED = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_dist
 
 
 def _zeropp(*keys: str) -> Side:
-    """DeepSpeed's stage 3 with some keys of ZeRO++. It has the quantizer that two of them ask for
-    on CUDA only.
-    """
+    """DeepSpeed's stage 3 with keys of ZeRO++. Two of them need its quantizer, for CUDA only."""
     values = {key: RANKS_A_HOST if key == "zero_hpz_partition_size" else True for key in keys}
     note = f"deepspeed-3-released with {', '.join(keys)}"
     return Side("deepspeed", note, _RELEASED | values, optional=True)
@@ -182,9 +174,7 @@ def chosen_sides(names: Sequence[str]) -> list[str]:
 
 
 def build(name: str, setting: Setting, model: nn.Module, ranks_a_host: int, **changes: Any) -> Any:
-    """The side around `model`, which holds whole fp32 weights on every rank; `changes` replace some
-    of its arguments.
-    """
+    """The side around whole fp32 weights on every rank; `changes` replace some of its arguments."""
     side = SIDES[name]
     arguments = side.arguments | changes
     if side.family == "onefold":

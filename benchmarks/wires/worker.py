@@ -36,9 +36,7 @@ from benchmarks.wires.hosts import ADDRESS, INTERFACE, tool
 
 
 def host_counters() -> dict[str, int | None]:
-    """All that is a host's and not a rank's: bytes of the interface, bytes with every frame's
-    headers and packets dropped of the queue that the link's rate is made of.
-    """
+    """Bytes of the interface, and bytes and dropped packets of the queue that shapes the link."""
     told = subprocess.run(
         [tool("tc"), "-s", "-j", "qdisc", "show", "dev", INTERFACE],
         capture_output=True,
@@ -51,9 +49,7 @@ def host_counters() -> dict[str, int | None]:
 
 
 def socket_counters(own_address: str) -> dict[str, int | None]:
-    """Payload that this process sent to ranks of its own host and to others'; None where the kernel
-    does not say.
-    """
+    """Payload sent to ranks of the own host and of others; None where the kernel does not say."""
     sent = probes.socket_bytes_by_peer()
     if sent is None:
         return {"inside_bytes": None, "between_bytes": None}

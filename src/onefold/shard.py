@@ -22,7 +22,6 @@ from onefold.offload.preflight import preflight
 from onefold.optim import (
     across_stages,
     clip_grad_norm,
-    held_elsewhere,
     install_step_hooks,
     remove_step_hooks,
 )
@@ -138,7 +137,6 @@ def shard(
         require_torchao(f"moments={recipe.moments!r}")
     ranks = _ranks(group, mesh, data)
     recipe = with_replicas(recipe, ranks)
-    held = held_elsewhere(module)  # whether parameters have other references, as from an optimizer
     accept_again(module)
     if not isinstance(group, Group) and mesh is not None:
         group = ranks
@@ -158,7 +156,7 @@ def shard(
     _note_uninitialized(engine, uninitialized, specs, module)
     engine.start(_steppers(engine))
     _install_hooks(engine, specs, module)
-    install_step_hooks(engine, held)
+    install_step_hooks(engine)
     if engine.rank == 0:
         for note in (*_notes(engine, specs, cut, device), *engine.uninitialized.notes()):
             logging.getLogger("onefold").warning(note)

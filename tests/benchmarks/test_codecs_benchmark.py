@@ -7,7 +7,7 @@ import argparse
 import pytest
 import torch
 
-from benchmarks import codecs, gpu, harness
+from benchmarks import codecs, gpu, pages
 
 
 def test_every_act_of_every_codec_has_a_row_of_bytes_that_it_must_touch() -> None:
@@ -50,7 +50,7 @@ def test_the_chapter_of_the_gpu_benchmark_fails_where_kernels_differ(
             lambda *_, rank=rank, **__: {"status": "ok", "ranks": [rank]},
         )
         table, (outcome,) = codecs.chapter(argparse.Namespace(device="cpu", timeout=1.0))
-        assert isinstance(table, harness.Table) and table.rows == [
+        assert isinstance(table, pages.Table) and table.rows == [
             ["int8", "fp32", "encode", "1.000", "5.0", "50%"]
         ]
         assert outcome["status"] == status and outcome["peer"] == "codecs"

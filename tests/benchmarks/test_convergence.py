@@ -15,6 +15,7 @@ from benchmarks.convergence import __main__ as command
 from benchmarks.convergence.rows import Run, missed, rows
 from benchmarks.convergence.settings import CASES, SIDES, Case, chosen
 
+from benchmarks import pages
 from ranks import run_ranks
 
 SERVER = "libraries"
@@ -132,7 +133,7 @@ def test_a_verdict_follows_from_the_last_held_out_loss() -> None:
         and "fell by 60.0%" in verdicts["plain"]
     )
     assert missed(list(found.values())) == ["hpz", "qgz", "all"]
-    assert "all: failed: ValueError: boom" in command.plain_table(list(found.values()))
+    assert "all: failed: ValueError: boom" in pages.table(command.COLUMNS, list(found.values()))
     idle = rows(case, [made_up("plain", 5.0, 4.9), made_up("qwz", 5.0, 4.9)])
     assert all("shows nothing" in row["verdict"] for row in idle) and missed(idle) == [
         "plain",
@@ -165,7 +166,7 @@ def test_sides_that_have_ended_are_kept_and_the_reference_is_always_there(
     ) == 0 and ran[4:] == list(CASES["qlora"].sides)
     document = json.loads((tmp_path / "convergence.json").read_text())
     assert (
-        document["schema"] == command.SCHEMA
+        document["schema"] == command.Convergence.schema
         and document["finished"] is True
         and str(tmp_path) not in json.dumps(document)
     )

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 from benchmarks.offload.sides import PLAIN, SIDES
 from benchmarks.on_gpu import chapters, turns_worker
 from benchmarks.on_gpu.comparison import GOAL, Comparison, compared
+from benchmarks.on_gpu.comparison import rows as rows_of
 from benchmarks.on_gpu.comparison import table as table_of
 from benchmarks.on_gpu.turns import SCHEMA, Report, take_turns
 from benchmarks.peers.settings import PEERS, Setting
@@ -27,7 +28,7 @@ from ranks import absolute_path
 
 
 def options_of(*arguments: str) -> Any:
-    return harness.parsed(gpu.parser(), arguments)
+    return harness.parsed(gpu.main.parser(), arguments)
 
 
 def tiny(output: Path, *arguments: str) -> dict[str, Any]:
@@ -123,14 +124,6 @@ def test_a_row_is_the_median_of_its_turns_and_a_ratio_that_of_its_rounds() -> No
         turn("plain", 1, [0.2]),
     ]
     turns += [{"side": "fsdp2", "round": 0, "status": "failed", "error": "out of memory"}]
-    found = turns_worker.by_side(turns)
-    assert found["plain"]["step_s"] == pytest.approx(0.15) and found["plain"]["rounds"] == 2
-    assert found["fsdp2"] == {"error": "out of memory"}
-    assert turns_worker.ratio(turns, "onefold-3", "plain") == pytest.approx(
-        (0.11 / 0.1 + 0.3 / 0.2) / 2
-    )
-    assert turns_worker.ratio(turns, "fsdp2", "plain") is None
-
     comparison = Comparison(
         "t",
         Setting(model="gpt-tiny", tokens=64, ranks=1),
@@ -138,6 +131,10 @@ def test_a_row_is_the_median_of_its_turns_and_a_ratio_that_of_its_rounds() -> No
         "plain",
         1.02,
     )
+    plain, fsdp2, ours, _ = rows_of(comparison, turns, ["deepspeed-1"])
+    assert plain["step_s"] == pytest.approx(0.15) and plain["rounds"] == 2
+    assert ours["ratio"] == pytest.approx((0.11 / 0.1 + 0.3 / 0.2) / 2)
+    assert (fsdp2["status"], fsdp2["ratio"]) == ("failed", None)
     rows = table_of(comparison, turns, ["deepspeed-1"]).rows
     assert [row[:3] for row in rows] == [
         ["plain", "150.0", "1.000"], ["fsdp2", "failed", "–"], ["onefold-3", "110.0", "1.300!"], ["deepspeed-1", "not installed", "–"],

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.harness import Comparison, Run
+from benchmarks.harness import Run
+from benchmarks.study import Comparison, take_over
+from benchmarks.study import turns as turns_of
 
-from benchmarks import harness
+from benchmarks import harness, pages
+
+of_a_peer = partial(Run.of, key="peer")
 
 
 def run(side: str, number: int, step: float = 1.0, **how: Any) -> Run:
@@ -20,7 +25,7 @@ def run(side: str, number: int, step: float = 1.0, **how: Any) -> Run:
     return Run(side, number, **{"status": "ok", "ranks": ranks, "wall_s": 60.0, **how})
 
 
-COLUMNS = {"side": harness.shown("side"), "ms": harness.shown("step", "{:.1f}", 1e-3)}
+COLUMNS = {"side": pages.shown("side"), "ms": pages.shown("step", "{:.1f}", 1e-3)}
 
 
 def options(folder: Path, *arguments: str, **shared: Any) -> Any:
@@ -34,7 +39,7 @@ def test_every_part_gets_a_round_before_any_gets_a_second_and_a_budget_ends_them
     def turns(*arguments: str) -> list[tuple[int, str]]:
         found = options(tmp_path, *arguments, rounds=2, budget=None)
         taken = []
-        for part, number, side in harness.turns(
+        for part, number, side in turns_of(
             found, [Comparison("a"), Comparison("b")], lambda _: ["x"]
         ):
             part.runs.append(run(side, number))
@@ -58,7 +63,9 @@ def test_a_signal_ends_the_measuring_and_not_the_command() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_ratio_is_of_one_round_and_a_side_that_failed_keeps_its_row() -> None:
+def test_a_ratio_is_of_one_round_and_a_side_that_failed_keeps_its_row(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     runs = [
         run("ours", 1, 3.0),
         run("theirs", 1, 1.0),
@@ -81,19 +88,23 @@ def test_a_ratio_is_of_one_round_and_a_side_that_failed_keeps_its_row() -> None:
         ("broken", "failed"),
         ("gone", "not installed"),
     ]
-    text = harness.text_table(COLUMNS, rows)
+    text = pages.table(COLUMNS, rows)
     assert "3000.0" in text and "broken: failed: ValueError: boom" in text
-    assert "| gone | not installed |" in harness.markdown_table(COLUMNS, rows)
+    assert "| gone | not installed |" in text
+    pages.show(text)
+    told = capsys.readouterr().out
+    assert told.startswith("side               ms\n------  -------------\nours           3000.0\n")
+    assert "gone    not installed\n\nbroken: failed" in told
 
 
 def test_results_name_the_command_without_paths_and_are_taken_up_again(tmp_path: Path) -> None:
     found = options(tmp_path, "--rounds", "3", rounds=1, resume=False)
     assert found.command == "python -m benchmarks.tried --output PATH --rounds 3"
-    harness.keep(found, {**harness.about(found, "tried/1"), "setting": 1}, "page\n")
+    harness.keep(found, "tried/1", lambda result: "page\n", setting=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tried.json", "tried.md"]
     document = json.loads((tmp_path / "tried.json").read_text())
     assert {"schema", "command", "date", "machine", "versions"} <= set(document)
-    assert document["command"] in harness.where(document)
+    assert document["command"] in pages.where(document)
     assert harness.earlier(found, "tried/1") is None, "not asked for"
     again = options(tmp_path, "--resume", resume=False)
     old = harness.earlier(again, "tried/1", setting=1)
@@ -114,14 +125,14 @@ def test_a_round_of_which_a_part_is_there_is_measured_again_where_its_sides_must
     found = options(tmp_path, rounds=1)
     for whole, expected in ((False, ["b"]), (True, ["a", "b"])):
         part = Comparison("s", [run("a", 1)], missing=["c"])
-        turns = harness.turns(found, [part], lambda _: "abc", whole_rounds=whole)
+        turns = turns_of(found, [part], lambda _: "abc", whole_rounds=whole)
         assert [side for _, _, side in turns] == expected
 
 
 def test_what_an_earlier_command_measured_goes_to_the_comparison_of_the_same_setting() -> None:
     mine = Comparison("s")
     old = [("s", [run("a", 1).to_json("peer"), run("b", 1, status="failed").to_json("peer")])]
-    others = harness.take_over([mine], [*old, ("t", [run("c", 1).to_json("peer")])], ["b"], "peer")
+    others = take_over([mine], [*old, ("t", [run("c", 1).to_json("peer")])], ["b"], of_a_peer)
     assert [run.side for run in mine.runs] == ["a"], "what failed is measured again"
     assert [(other.setting, other.runs) for other in others] == [("t", [run("c", 1)])]
 
@@ -147,8 +158,8 @@ def test_an_option_is_read_as_its_default_says() -> None:
 
 def test_a_plot_is_drawn_of_bars_and_of_curves_and_of_nothing_it_is_none(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    bars = harness.Panel("s", "title", {"ddp": 1.0, "ours": 2.0}, marks={"ours": 2.5}, levels=[1])
-    curves = harness.Panel("loss", curves={"a": [(0, 2.0), (1, 1.0)]}, dotted=["a"])
-    assert harness.plot(tmp_path / "it.png", [[bars, curves]])
+    bars = pages.Panel("s", "title", {"ddp": 1.0, "ours": 2.0}, marks={"ours": 2.5}, levels=[1])
+    curves = pages.Panel("loss", curves={"a": [(0, 2.0), (1, 1.0)]}, dotted=["a"])
+    assert pages.plot(tmp_path / "it.png", [[bars, curves]])
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
-    assert not harness.plot(tmp_path / "none.png", []) and len(list(tmp_path.iterdir())) == 1
+    assert not pages.plot(tmp_path / "none.png", []) and len(list(tmp_path.iterdir())) == 1

@@ -18,6 +18,7 @@ from benchmarks.offload.sides import PAIRS, REFERENCE, SIDES, those
 from benchmarks.on_gpu import largest, offload
 from benchmarks.peers.settings import Setting
 from benchmarks.probes import cached_bytes, page_cache_bytes
+from benchmarks.study import take_over
 from fork_server import on_the_fork_server
 
 from benchmarks import gpu, harness
@@ -238,7 +239,7 @@ def test_the_smallest_run_measures_each_tier(
     )
     document = json.loads((tmp_path / "out" / "tiny.json").read_text())
     assert (
-        document["schema"] == command.SCHEMA
+        document["schema"] == command.Offload.schema
         and document["finished"] is True
         and document["large"] is None
     )
@@ -284,7 +285,7 @@ def test_the_large_example_is_watched_from_outside(tmp_path: Path) -> None:
 
 
 def test_the_gpu_script_knows_its_chapters() -> None:
-    options = gpu.parser().parse_args(["--only", "offload", "largest"])
+    options = gpu.main.parser().parse_args(["--only", "offload", "largest"])
     assert isinstance(options, argparse.Namespace) and options.accumulations == [1, 8]
     assert set(offload.ON_ONE_GPU) | set(largest.ON_ONE_GPU) <= {*SIDES, "plain"}
 
@@ -336,7 +337,7 @@ def test_recorded_runs_give_the_rows_pairs_and_goals_that_were_recorded() -> Non
     recorded = json.loads((harness.RESULTS / "offload.json").read_text())
     known = [(Setting(**c["setting"]), c["runs"]) for c in recorded["comparisons"]]
     judged = []
-    for found, c in zip(harness.take_over([], known), recorded["comparisons"], strict=True):
+    for found, c in zip(take_over([], known), recorded["comparisons"], strict=True):
         mine = rows.rows(found.setting, found.runs)
         for row, expected in zip(mine, c["rows"], strict=True):
             assert {name: row.get(name) for name in expected} == expected

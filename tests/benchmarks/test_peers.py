@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from fork_server import on_the_fork_server
 
 ROOT = Path(__file__).parents[2]
 from benchmarks.harness import Run
-from benchmarks.offload.traced import overlap
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import model
 from benchmarks.peers.settings import PEERS, Setting, matrix
+from benchmarks.study import take_over
+from benchmarks.worker import overlap
 
-from benchmarks import harness, launch, probes
+from benchmarks import harness, launch, pages, probes
 
 PATIENT = argparse.Namespace(timeout=600.0, deepspeed_python=sys.executable)
 TINY = Setting(model="gpt-tiny", tokens=32, warmup=1, steps=2)
@@ -92,7 +94,7 @@ def test_a_peer_that_is_not_installed_or_failed_keeps_its_row() -> None:
     failed = Run("onefold-3", 1, "failed", error="rank 1 ended with status 1: boom")
     rows = peers.rows(TINY, [made_up_run("ddp", 1, 1.0), failed], missing=["deepspeed-2"])
     assert [row["status"] for row in rows] == ["ok", "failed", "not installed"]
-    text = peers.plain_table(TINY, rows)
+    text = pages.table(peers.columns(TINY), rows)
     assert "not installed" in text and "boom" in text
 
 
@@ -153,9 +155,9 @@ def test_an_unknown_peer_is_a_wrong_command_line() -> None:
 
 
 def test_a_failing_rank_ends_the_run_with_its_own_words_and_no_process() -> None:
-    run = peers.take("no-such-peer", TINY, 1, PATIENT)
-    assert run.status == "failed"
-    assert "There is no peer 'no-such-peer'" in run.error
+    found = launch.run_side("no-such-peer", TINY, PATIENT)
+    assert found["status"] == "failed"
+    assert "There is no peer 'no-such-peer'" in found["error"]
 
 
 def test_a_rank_leaves_what_it_measured_and_nothing_else(
@@ -164,13 +166,10 @@ def test_a_rank_leaves_what_it_measured_and_nothing_else(
     # A place of its own: tests beside this one make such folders too
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = folders_of_runs()
-    run = peers.take("onefold-3", replace(TINY, ranks=1), 1, PATIENT)
-    assert run.status == "ok", run.error
-    assert (
-        len(run.ranks) == 1
-        and len(run.ranks[0]["losses"]) == 3
-        and len(run.ranks[0]["step_s"]) == 2
-    )
+    found = launch.run_side("onefold-3", replace(TINY, ranks=1), PATIENT)
+    assert found["status"] == "ok", found["error"]
+    (rank,) = found["ranks"]
+    assert len(rank["losses"]) == 3 and len(rank["step_s"]) == 2
     assert folders_of_runs() <= before, "a temporary folder was left behind"
 
 
@@ -196,7 +195,7 @@ def test_the_smallest_comparison_runs_and_losses_agree(
     status, said = peers.main(arguments), capsys.readouterr()
     assert status == 0, said
     document = json.loads((tmp_path / "tiny.json").read_text())
-    assert document["schema"] == peers.SCHEMA and document["finished"] is True
+    assert document["schema"] == peers.Peers.schema and document["finished"] is True
     assert set(document) == {
         *(
             "schema",
@@ -254,5 +253,7 @@ def test_overlap_is_the_time_that_both_kinds_of_work_share() -> None:
 def test_recorded_runs_give_the_rows_that_were_recorded() -> None:
     recorded = json.loads((harness.RESULTS / "peers_fp32.json").read_text())["comparisons"]
     known = [(Setting(**c["setting"]), c["runs"]) for c in recorded]
-    for found, c in zip(harness.take_over([], known, key="peer"), recorded, strict=True):
+    for found, c in zip(
+        take_over([], known, made=partial(Run.of, key="peer")), recorded, strict=True
+    ):
         assert peers.rows(found.setting, found.runs) == c["rows"]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-from benchmarks.validation import fits, page, printed, runs, tables
+from benchmarks.validation import __main__ as page
+from benchmarks.validation import fits, printed, runs, tables
 from benchmarks.validation.claims import claims
 from benchmarks.validation.systems import SYSTEMS, work
 

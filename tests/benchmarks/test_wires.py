@@ -27,7 +27,7 @@ from benchmarks.wires import __main__ as wires
 from benchmarks.wires import hosts, launch, worker
 from benchmarks.wires.sides import SIDES, Link, chosen_sides, read_rate
 
-from benchmarks import gpu, harness
+from benchmarks import gpu, pages
 
 SLOW = Link(100e6)
 TINY = Setting(model="gpt-tiny", tokens=32, precision="bf16", ranks=4, warmup=1, steps=2)
@@ -108,7 +108,7 @@ def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_
     assert wires.main(asked) == 0, capsys.readouterr()
     document = json.loads((tmp_path / "wires.json").read_text())
     assert (
-        document["schema"] == wires.SCHEMA
+        document["schema"] == wires.Wires.schema
         and document["finished"] is True
         and str(tmp_path) not in document["command"]
     )
@@ -206,12 +206,12 @@ def test_bytes_are_a_hosts_and_a_step_lasts_until_its_slowest_rank() -> None:
     assert ours["busy"] == pytest.approx(8 * (12 * elements + 200) / 2 / 100e6 / ours["step_s"])
     assert ours["ledger_between"] is None and ours["agree"]
     assert failed["status"] == "failed" and absent["status"] == "not installed"
-    assert "fsdp2: failed: ValueError: boom" in harness.text_table(
+    assert "fsdp2: failed: ValueError: boom" in pages.table(
         wires.COLUMNS, [ours, theirs, failed, absent]
     )
     runs[0].ranks[2]["losses"][-1] = 2.5
     apart = wires.rows(TINY, SLOW, runs)[0]
-    assert apart["agree"] is False and "NO" in harness.cells(wires.COLUMNS, apart)
+    assert apart["agree"] is False and "NO" in pages.cells(wires.COLUMNS, apart)
 
 
 def test_a_move_is_divided_by_where_the_other_ranks_of_its_group_are() -> None:
@@ -270,16 +270,14 @@ def test_a_turn_that_fails_or_takes_too_long_is_told_and_ends(
 
     told = '  File "/home/somebody/lib/site-packages/peer/engine.py", line 7: boom'
     failed = launch.run_side(
-        "ddp", TINY, SLOW, 1, python=python(f"echo '{told}'; exit 7"), timeout=300
+        "ddp", TINY, SLOW, python=python(f"echo '{told}'; exit 7"), timeout=300
     )
-    assert (failed.status, failed.error) == (
+    assert (failed["status"], failed["error"]) == (
         "failed",
         'File "site-packages/peer/engine.py", line 7: boom',
     )
-    late = launch.run_side(
-        "ddp", TINY, SLOW, 1, python=python("echo waiting; sleep 600"), timeout=8
-    )
-    assert late.status == "timeout" and "last said: waiting" in late.error
+    late = launch.run_side("ddp", TINY, SLOW, python=python("echo waiting; sleep 600"), timeout=8)
+    assert late["status"] == "timeout" and "last said: waiting" in late["error"]
     assert {child.name() for child in psutil.Process().children(recursive=True)}.isdisjoint(
         {"unshare", "nsenter", "sleep"}
     )

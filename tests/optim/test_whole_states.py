@@ -487,15 +487,16 @@ def test_a_state_dict_on_rank_0_alone_is_an_error_that_names_the_call(call: str)
     ), second.message
 
 
-def test_an_optimizer_is_found_when_it_is_made_or_by_shard_and_nothing_keeps_it() -> None:
+def test_an_optimizer_is_met_when_it_is_made_or_asked_for_its_states_and_nothing_keeps_it() -> None:
     plain = Net()
     early = torch.optim.AdamW(plain.enter.parameters())
     for optimizer, model in ((None, Net()), (early, plain)):
         onefold.shard(model, onefold.Recipe.zero(1, precision="bf16"))
-        optimizer = optimizer or torch.optim.AdamW(model.parameters())
-        assert optimizer._optimizer_load_state_dict_pre_hooks.values(), (
-            "found before its first step"
-        )
+        if optimizer is None:
+            optimizer = torch.optim.AdamW(model.parameters())
+        else:
+            optimizer.state_dict()
+        assert optimizer._optimizer_load_state_dict_pre_hooks.values(), "met before its first step"
         seen: list[Any] = []
         optimizer.register_load_state_dict_pre_hook(
             lambda _, state, seen=seen: seen.append(state["param_groups"])

@@ -297,6 +297,11 @@ def trained(stage: int, case: Case) -> dict[str, Any]:
     }
 
 
+def at_stages(stages: list[int], case: Case) -> list[dict[str, Any]]:
+    """Train at each stage, one after the other in the same processes."""
+    return [trained(stage, case) for stage in stages]
+
+
 def in_one_process(case: Case) -> dict[str, Any]:
     """The same training on all data ranks' batches together."""
     model = built(case)

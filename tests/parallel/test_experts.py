@@ -183,6 +183,10 @@ def trained(stage: int, case: Case) -> dict[str, Any]:
     }
 
 
+def at_stages(stages: tuple[int, ...], case: Case) -> list[dict[str, Any]]:
+    return [trained(stage, case) for stage in stages]
+
+
 def in_one_process(case: Case) -> dict[str, Any]:
     model = Net(case.narrow)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -216,8 +220,9 @@ def test_every_stage_trains_as_one_process(name: str) -> None:
     case = CASES[name]
     expected = in_one_process(case)
     first: Any = None
-    for stage in (0, 1, 2, 3):
-        seen = run_ranks(case.dp * case.ep, trained, stage, case)
+    stages = 0, 1, 2, 3
+    found = run_ranks(case.dp * case.ep, at_stages, stages, case)
+    for stage, seen in zip(stages, zip(*found, strict=True), strict=True):
         for rank, each in enumerate(seen):
             told = f"{name}, stage {stage}, rank {rank}"
             torch.testing.assert_close(
@@ -240,7 +245,7 @@ def test_every_stage_trains_as_one_process(name: str) -> None:
 
 def test_a_narrow_wire_divides_gradients_of_experts_by_all_data_ranks() -> None:
     expected = in_one_process(Case())
-    for stage in (1, 3):
-        seen = run_ranks(4, trained, stage, Case(precision="bf16"))
+    found = run_ranks(4, at_stages, (1, 3), Case(precision="bf16"))
+    for stage, seen in zip((1, 3), zip(*found, strict=True), strict=True):
         for got, wanted in zip(seen[0]["norms"], expected["norms"], strict=True):
             assert abs(got - wanted) < 0.05 * wanted, (stage, seen[0]["norms"], expected["norms"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from axes_models import Case, batches_of, in_one_process, parallelized, trained
+from axes_models import Case, at_stages, batches_of, in_one_process, parallelized
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
@@ -52,8 +52,8 @@ def test_every_stage_trains_as_one_process(name: str) -> None:
     case = CASES[name]
     expected = in_one_process(case)
     first = None
-    for stage in STAGES:
-        ranks = run_ranks(case.dp * case.tp, trained, stage, case)
+    found = run_ranks(case.dp * case.tp, at_stages, STAGES, case)
+    for stage, ranks in zip(STAGES, zip(*found, strict=True), strict=True):
         weights = ranks[0]["weights"]
         for seen in ranks:
             told = f"{name}, stage {stage}, rank {seen['rank']} at {seen['coordinate']}"
@@ -83,7 +83,7 @@ def test_a_narrow_wire_is_scaled_late() -> None:
     """bf16 on the wire: all stages have the same bits, and the norm is near that in fp32."""
     case = Case(options={"precision": "bf16"})
     expected = in_one_process(replace(case, options={}))
-    runs = [run_ranks(4, trained, stage, case) for stage in STAGES]
+    runs = list(zip(*run_ranks(4, at_stages, STAGES, case), strict=True))
     for ranks in runs:
         assert ranks[0]["norms"] == runs[0][0]["norms"]
         for got, wanted in zip(ranks[0]["norms"], expected["norms"], strict=True):

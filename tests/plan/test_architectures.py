@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,9 +42,11 @@ def test_a_gpt_has_megatrons_number_of_parameters(name: str) -> None:
     assert architecture(name).numel == pytest.approx(expected, abs=2 * dims.hidden + 1)
 
 
-def test_a_token_passes_two_of_eight_experts() -> None:
+def test_a_token_passes_the_active_experts() -> None:
     """Jiang et al. 2024, section 2: 47B parameters, 13B active."""
     assert architecture("mixtral-8x7b").active_numel / 1e9 == pytest.approx(12.9, abs=0.05)
+    # DeepSeek-AI 2024: 37B of 671B
+    assert architecture("deepseek-v3").active_numel / 1e9 == pytest.approx(37, abs=0.6)
     assert architecture("llama-3-8b").active_numel == architecture("llama-3-8b").numel
 
 
@@ -82,6 +85,20 @@ def _config(family: str, dims: Transformer) -> Any:
         return transformers.MixtralConfig(
             **llama, num_local_experts=dims.experts, num_experts_per_tok=dims.active
         )
+    if family == "deepseek_v3":
+        return transformers.DeepseekV3Config(
+            **llama | {"intermediate_size": dims.dense_ffn},
+            moe_intermediate_size=dims.ffn,
+            n_routed_experts=dims.experts,
+            num_experts_per_tok=dims.active,
+            n_shared_experts=dims.shared,
+            first_k_dense_replace=dims.dense_layers,
+            q_lora_rank=dims.q_rank,
+            kv_lora_rank=dims.kv_rank,
+            qk_rope_head_dim=dims.rope,
+            qk_nope_head_dim=dims.head - dims.rope,
+            v_head_dim=dims.value_dim,
+        )
     if family == "bloom":
         return transformers.BloomConfig(
             vocab_size=dims.vocab, hidden_size=dims.hidden, n_layer=dims.layers, n_head=dims.heads
@@ -108,6 +125,7 @@ def _config(family: str, dims: Transformer) -> Any:
         "llama-3.2-1b",
         "mixtral-8x7b",
         "bloom",
+        "deepseek-v3",
     ],
 )
 def test_the_parameters_are_those_of_the_real_module_unit_by_unit(name: str) -> None:
@@ -116,7 +134,7 @@ def test_the_parameters_are_those_of_the_real_module_unit_by_unit(name: str) -> 
     from onefold.runtime.units import find_units
 
     row = shapes.find(name)
-    if row.family == "mixtral" and int(transformers.__version__.split(".")[0]) < 5:
+    if row.family in ("mixtral", "deepseek_v3") and int(transformers.__version__.split(".")[0]) < 5:
         pytest.skip("transformers 4 keeps each expert in matrices of its own; the table follows 5")
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
@@ -134,3 +152,17 @@ def test_the_parameters_are_those_of_the_real_module_unit_by_unit(name: str) -> 
     assert embedding == {
         n for n in real if n != "(root)" and type(module.get_submodule(n)) is torch.nn.Embedding
     }
+
+
+@with_transformers
+def test_the_dimensions_of_latent_attention_are_read_from_a_config() -> None:
+    import transformers
+
+    from onefold.plan.modules import transformer_of
+
+    dims = replace(shapes.find("deepseek-v3").dims, layers=4, experts=4, active=2, vocab=1024)
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        module = transformers.AutoModelForCausalLM.from_config(_config("deepseek_v3", dims))
+    found = transformer_of(module, dims.seq)
+    assert found is not None and replace(found, kv_heads=0) == dims

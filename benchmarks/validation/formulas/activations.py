@@ -11,18 +11,14 @@ from onefold.plan.shapes import Transformer
 
 
 def zero_elements(layers: int, hidden: int, batch: int, seq: int) -> int:
-    """Elements of all activations of a GPT-2-like transformer without recompute: about 12·h·b·s·L
-    (ZeRO section 3.2).
-    """
+    """Elements of a GPT-2-like transformer's activations: 12·h·b·s·L (ZeRO section 3.2)."""
     return 12 * hidden * batch * seq * layers
 
 
 def checkpoint_elements(
     layers: int, hidden: int, batch: int, seq: int, interval: int = 1, model_parallel: int = 1
 ) -> float:
-    """Elements of checkpoints, one every `interval` blocks: b·s·h·L/ci (ZeRO-Infinity section 3);
-    split over MP under ZeRO's Pa.
-    """
+    """b·s·h·L/ci: a checkpoint every `interval` blocks (ZeRO-Infinity section 3)."""
     return batch * seq * hidden * layers / interval / model_parallel
 
 
@@ -55,9 +51,7 @@ def korthikanti_layer(
 
 
 def selective_recompute_saves(seq: int, hidden: int, heads: int) -> float:
-    """Share of a layer's activations that selective recompute removes (Korthikanti et al. 2022,
-    section 5).
-    """
+    """Share of activations that selective recompute removes (Korthikanti et al., section 5)."""
     full = korthikanti_layer(seq, 1, hidden, heads)
     return 1 - korthikanti_layer(seq, 1, hidden, heads, recompute="selective") / full
 
@@ -79,9 +73,7 @@ def logits_bytes(
 def embedding_and_head(
     seq: int, batch: int, hidden: int, vocab: int, pipeline: int = 1, tensor: int = 1
 ) -> float:
-    """Bytes outside the blocks: s·b·h·p/t of dropout, and 4·s·b·h(1 + V/h)/t without a pipeline
-    (Korthikanti et al. 2022, 4.3).
-    """
+    """s·b·h·p/t of dropout, and 4·s·b·h(1 + V/h)/t without a pipeline (Korthikanti et al., 4.3)."""
     sbh = seq * batch * hidden
     return sbh * pipeline / tensor + (
         4 * sbh * (1 + vocab / hidden) / tensor if pipeline == 1 else 0.0
@@ -97,9 +89,7 @@ def total_bytes(
     recompute: Recompute = "none",
     dropout: bool = False,
 ) -> float:
-    """Bytes of activations without the logits: every block, and under full recompute one block's
-    worth that is being computed again.
-    """
+    """Bytes of every block and, under full recompute, of one more; logits are left out."""
     layer = block_bytes(
         dims, micro_batch, seq, element_bytes=element_bytes, recompute=recompute, dropout=dropout
     )

@@ -59,9 +59,7 @@ def zero2_estimate(
     version: Literal["documented", "code"] = "documented",
     buffer_factor: float = BUFFER_FACTOR,
 ) -> Estimate:
-    """Stage 2: 4Ψ + 16Ψ/N as documented, 2Ψ + 18Ψ/N as the code of 2024 computes; 2Ψ with the
-    optimizer on the host.
-    """
+    """Stage 2: 4Ψ + 16Ψ/N as documented, 2Ψ + 18Ψ/N in the code of 2024; 2Ψ with offload."""
     total = gpus_per_node * nodes
     built = 4 * numel * gpus_per_node
     if offload_optimizer:

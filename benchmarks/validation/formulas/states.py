@@ -47,32 +47,24 @@ OPTIMIZER_STATE_BYTES: Mapping[str, float] = {
 
 
 def model_states(numel: float, convention: Convention, stage: int, ranks: int) -> float:
-    """Bytes of all model states on one rank: (P + G + K)Ψ with each kind divided as the stage says
-    (ZeRO section 5).
-    """
+    """Bytes on one rank: (P + G + K)Ψ, each kind divided as the stage says (ZeRO section 5)."""
     return sum(states_by_kind(numel, convention, stage, ranks).values())
 
 
 def reduction_factor(convention: Convention, stage: int, ranks: int) -> float:
-    """By how much a stage shrinks the states of plain data parallelism: 4 and 8 (ZeRO's figures)
-    only for many ranks.
-    """
+    """By how much a stage shrinks the states; ZeRO's 4 and 8 hold for many ranks only."""
     return convention.total / model_states(1.0, convention, stage, ranks)
 
 
 def largest_model(
     capacity: float, convention: Convention, stage: int, ranks: int, model_parallel: int = 1
 ) -> float:
-    """Parameters whose states alone fill `capacity` bytes on each GPU (ZeRO Table 2).
-    `model_parallel` GPUs share one replica.
-    """
+    """Parameters whose states fill `capacity` bytes of each GPU (ZeRO Table 2), by replica."""
     return capacity * model_parallel / model_states(1.0, convention, stage, ranks)
 
 
 def largest_trainable(capacity: float, bytes_per_parameter: float, usable: float = USABLE) -> float:
-    """Parameters that one can expect to train where each weighs so many bytes of `capacity`: see
-    `USABLE`.
-    """
+    """Parameters that one can expect to train in `capacity` bytes: see `USABLE`."""
     return usable * capacity / bytes_per_parameter
 
 
@@ -109,9 +101,7 @@ def freed_by_more_ranks(
 
 
 def checkpoint_bytes(numel: float, weights: float = 2, optimizer: float = 12) -> float:
-    """Bytes of a checkpoint to resume from: 16-bit weights and fp32 master, m, v (14 a parameter;
-    BigScience tr11-176B README).
-    """
+    """Bytes to resume from: 16-bit weights, fp32 master, m, v (BigScience tr11-176B README)."""
     return numel * (weights + optimizer)
 
 
@@ -139,9 +129,7 @@ def adapter_states(
 
 
 def low_rank_parameters(shapes: Iterable[tuple[int, int]], rank: int) -> int:
-    """Parameters of LoRA adapters of a rank on matrices of these shapes: r·(m + n) each (Hu et al.
-    2022, section 4.1).
-    """
+    """Parameters of LoRA adapters on such matrices: r·(m + n) each (Hu et al. 2022, 4.1)."""
     return sum(rank * (rows + columns) for rows, columns in shapes)
 
 

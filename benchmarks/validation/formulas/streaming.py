@@ -27,18 +27,14 @@ def model_states(layers: int, hidden: int, bytes_per_parameter: float = 20) -> f
 
 
 def parameter_working_bytes(hidden: int) -> int:
-    """Working memory of model states: the largest operator, hd → 4hd, its 16-bit parameters and
-    gradients: 16·hd² (equation 4).
-    """
+    """The largest operator, hd → 4hd: 16·hd² bytes in 16 bits with gradients (equation 4)."""
     return 2 * 2 * hidden * 4 * hidden
 
 
 def activation_working_bytes(
     batch: int, seq: int, hidden: int, heads: int, interval: int = 1
 ) -> int:
-    """Working memory of activations between two checkpoints: b·s·ci·(16·hd + 2·heads·s) (equation
-    5).
-    """
+    """Between two checkpoints: b·s·ci·(16·hd + 2·heads·s) bytes (equation 5)."""
     return batch * seq * interval * (16 * hidden + 2 * heads * seq)
 
 

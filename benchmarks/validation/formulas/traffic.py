@@ -155,9 +155,7 @@ def border_bytes(
 
 
 def secondary_copy_bytes(numel: float, node: int, element_bytes: float = 2) -> float:
-    """Memory of ZeRO++'s second copy, sharded inside a node of `node` ranks: 2Ψ/Z bytes a rank
-    (DeepSpeed's ZeRO++ tutorial).
-    """
+    """Memory of ZeRO++'s second copy on `node` ranks: 2Ψ/Z bytes a rank (DeepSpeed's tutorial)."""
     return numel * element_bytes / node
 
 
@@ -186,21 +184,15 @@ def host_streaming_bytes(
 
 
 def tensor_parallel_elements(batch: int, seq: int, hidden: int, degree: int) -> float:
-    """Elements that tensor parallelism moves per layer, micro-batch and GPU: 8bsh(t−1)/t (Narayanan
-    et al. 2021, section 3.2).
-    """
+    """Per layer, micro-batch and GPU: 8bsh(t−1)/t (Narayanan et al. 2021, section 3.2)."""
     return 8 * batch * seq * hidden * (degree - 1) / degree
 
 
 def tensor_parallel_block_elements(batch: int, seq: int, hidden: int) -> float:
-    """The same per block with checkpointing as ZeRO counts it: 12bsh, two all-reduces in each of
-    three passes (section 8).
-    """
+    """Per block with checkpointing: 12bsh, two all-reduces in each pass (ZeRO section 8)."""
     return 12 * batch * seq * hidden
 
 
 def pipeline_elements(batch: int, seq: int, hidden: int, degree: int = 1) -> float:
-    """Elements between two pipeline stages per micro-batch: bsh, or bsh/t with scatter-gather
-    (Narayanan et al. 2021, section 4.1).
-    """
+    """Between two stages per micro-batch: bsh, or bsh/t scattered (Narayanan et al. 2021, 4.1)."""
     return batch * seq * hidden / degree

@@ -21,7 +21,7 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Local, Recoded
-from onefold.optim.state_dicts import show_states
+from onefold.optim.state_dicts import meet_when_asked, show_states
 from onefold.optim.state_parts import OptimizerParts, placed
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
@@ -240,6 +240,8 @@ def fill_optimizers(
 
     The states that the optimizers held before for these parameters are discarded.
     """
+    for optimizer in optimizers:
+        meet_when_asked(optimizer)
     _set_groups(optimizers, reading.source.groups() or [])
     if isinstance(reading.source, Local) and (odd := reading.source.odd):
         reading.error = reading.error or CheckpointError(

@@ -35,7 +35,7 @@ from onefold.checkpoint.dcp_interval import DCPInterval
 from onefold.checkpoint.errors import CheckpointError
 from onefold.optim.faced_states import loaded_elsewhere
 from onefold.optim.fresh import fresh_state
-from onefold.optim.state_dicts import show_states
+from onefold.optim.state_dicts import meet_when_asked, show_states
 from onefold.optim.whole import holds_some
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
@@ -210,6 +210,8 @@ class OptimizerState(_State):
         parameter it is created only inside `dcp.load`, of a checkpoint that has it.
         """
         self._check()
+        for optimizer in self.optimizers:
+            meet_when_asked(optimizer)
         stored, self._frozen = self._stored_for_frozen(), set()
         state: dict[str, Any] = {}
         stateless: set[int] = set()  # groups whose parameters get no state
@@ -280,7 +282,9 @@ class OptimizerState(_State):
         some parameter is frozen and has no state here; {} outside of `dcp.load`.
 
         DCP refuses a state that the checkpoint lacks, and drops one that is not asked for. It calls
-        `state_dict()` before it reads the checkpoint's metadata, so they are read here.
+        `state_dict()` before it reads the checkpoint's metadata, so they are read here. It passes no
+        argument (`elem.state_dict()` in torch/distributed/checkpoint/state_dict_loader.py), so the
+        reader is taken from its frame.
         """
         frozen = any(
             not entry.param.requires_grad and not optimizer.state.get(entry.param)

@@ -36,6 +36,7 @@ from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, write_tensors
 from onefold.checkpoint.values import encode
 from onefold.layout.holders import Region
 from onefold.layout.regions import whole_region
+from onefold.optim.state_dicts import meet_when_asked
 from onefold.optim.state_parts import OptimizerParts, odd_keys, sort_of
 from onefold.recipe.moments import grain_of
 from onefold.runtime.engine import Engine
@@ -233,6 +234,7 @@ class States:
         self.groups: list[list[dict[str, Any]]] = []
         known = {id(entry.param): entry for entry in engine.entries}
         for optimizer in optimizers:
+            meet_when_asked(optimizer)
             self.groups.append([])
             for number, group in enumerate(optimizer.param_groups):
                 found = [known.get(id(p)) for p in group["params"]]

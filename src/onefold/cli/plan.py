@@ -14,11 +14,12 @@ import typer
 from onefold.cli.options import asked_of, option, recipe_parameter, refuse, with_parameters
 from onefold.recipe.options import DIVISION, OPTIONS, TIERS, Precision, bytes_of
 
+Schedule = Literal["1f1b", "gpipe"]
 Checkpointing = Literal["auto", "none", "selective", "full"]
 Offload = Literal[
     "auto", "none", "optimizer", "parameters", "optimizer-nvme", "parameters-nvme", "nvme"
 ]
-_MODEL, _MACHINE, _JOB = "What is trained", "On what", "How"
+_MODEL, _MACHINE, _JOB, _AXES = "What is trained", "On what", "How", "Other axes than data"
 #: Fewer bytes than this cannot be what the user meant.
 _FEWEST = 1 << 14
 
@@ -51,6 +52,14 @@ def plan(
     stage: Annotated[str, option("0, 1, 2, 3 or auto.", DIVISION, shown=True)] = "auto",
     precision: Annotated[Precision, option("Compute precision.", DIVISION, shown=True)] = "bf16",
     offload: Annotated[Offload, option("States off the device (auto: as little as fits).", TIERS, shown=True, words=Offload)] = "auto",
+    tp: Annotated[str, option("Tensor-parallel ranks, or auto: search.", _AXES, shown=True)] = "1",
+    pp: Annotated[str, option("Stages of the pipeline, or auto.", _AXES, shown=True)] = "1",
+    cp: Annotated[str, option("Context-parallel ranks, or auto.", _AXES, shown=True)] = "1",
+    ep: Annotated[str, option("Data-parallel ranks with different experts, or auto.", _AXES, shown=True)] = "1",
+    chunks: Annotated[int, option("Parts of the model on each stage (interleaved).", _AXES, shown=True)] = 1,
+    schedule: Annotated[Schedule, option("The pipeline's.", _AXES, shown=True)] = "1f1b",
+    no_sequence_parallel: Annotated[bool, option("Norms are not divided by tokens.", _AXES, "--no-sequence-parallel")] = False,
+    no_expert_tp: Annotated[bool, option("Tensor parallelism leaves experts whole.", _AXES, "--no-expert-tp")] = False,
     simulate: Annotated[
         bool, option("Also run the engine as one of all ranks, on fake samples, and compare bytes and seconds.", None, "--simulate")
     ] = False,
@@ -95,6 +104,26 @@ def plan(
         machine = _with_host(
             _machine(here, ranks, gpus, per_node, gpu, link, machines), host_memory, disk_space
         )
+        if axes := _asked_axes(context):
+            if simulate:
+                raise ValueError(
+                    f"--simulate beside {', '.join(axes)}: it runs data-parallel ranks only; leave one"
+                    " of the two out."
+                )
+            degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
+            _over_axes(
+                wanted,
+                machine,
+                job,
+                as_json,
+                stages=_stages(stage),
+                chunks=chunks,
+                schedule=schedule,
+                sequence_parallel=not no_sequence_parallel,
+                expert_tp=not no_expert_tp,
+                **{name: _degree(name, given) for name, given in degrees.items()},
+            )
+            return
         found = planner.plan(wanted, machine, job, stages=_stages(stage))
     except (ValueError, OSError) as error:
         _refuse(error, as_json)
@@ -120,6 +149,39 @@ def plan(
         show_timeline(ran, found.shown)
         if trace is not None:
             print(f"timeline written to {trace}: open it in https://ui.perfetto.dev")
+
+
+_AXES_OPTIONS = (
+    "tp", "pp", "cp", "ep", "chunks", "schedule", "no_sequence_parallel", "no_expert_tp",
+)  # fmt: skip
+
+
+def _asked_axes(context: typer.Context) -> list[str]:
+    """Return the given options about other axes."""
+    return [
+        f"--{name.replace('_', '-')}"
+        for name in _AXES_OPTIONS
+        if str(context.get_parameter_source(name)).endswith("COMMANDLINE")
+    ]
+
+
+def _degree(name: str, given: str) -> int | str:
+    if given == "auto" or (given.isdigit() and int(given) > 0):
+        return given if given == "auto" else int(given)
+    raise ValueError(f"--{name} {given}: expected a whole number, 1 or more, or auto.")
+
+
+def _over_axes(wanted: Any, machine: Any, job: Any, as_json: bool, **asked: Any) -> None:
+    """Print a plan over axes."""
+    from onefold.plan.mesh_search import plan_over_axes
+
+    found = plan_over_axes(wanted, machine, job, **asked)
+    if as_json:
+        print(json.dumps(found.to_json()))
+        return
+    from onefold.plan.mesh_tables import show_mesh
+
+    show_mesh(found)
 
 
 plan_command = with_parameters(

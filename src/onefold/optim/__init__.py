@@ -5,6 +5,7 @@ step intervals. It does not depend on the forward pass.
 |------------------------------------------------------------------|--------------------------|
 | How are gradients clipped, and losses scaled?                    | `clip`                   |
 | What happens before and after a step?                            | `step_hooks`             |
+| What is put around methods of torch's?                           | `torch_methods`          |
 | What does the update of an optimizer look at?                    | `verdict`                |
 | How are states read and written, wherever they are?              | `state_parts`            |
 | What do `state_dict()` and `load_state_dict()` do?               | `state_dicts`            |
@@ -15,7 +16,7 @@ States become wholes, and wholes become states, by the moves of runtime/parts.py
 """
 
 from onefold.optim.clip import GradScaler, across_stages, clip_grad_norm
-from onefold.optim.state_dicts import held_elsewhere, load_local_state_dict, local_state_dict
+from onefold.optim.state_dicts import load_local_state_dict, local_state_dict
 from onefold.optim.step_hooks import install_step_hooks, remove_step_hooks
 from onefold.optim.verdict import refuse_unless_elementwise
 
@@ -23,7 +24,6 @@ __all__ = [
     "GradScaler",
     "across_stages",
     "clip_grad_norm",
-    "held_elsewhere",
     "install_step_hooks",
     "load_local_state_dict",
     "local_state_dict",

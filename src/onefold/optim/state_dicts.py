@@ -14,28 +14,23 @@ Both calls are collective if there is more than one rank and a state is divided.
 rank holds whole states: `state_dict()` is torch's own and communicates nothing.
 `local_state_dict` and `load_local_state_dict` are about this rank's part alone.
 
-[Note: how an optimizer is found] torch registers `state_dict` hooks per optimizer, and a script
-that resumes calls `load_state_dict` right after the constructor. So Onefold must notice a new
-optimizer in its constructor. `Optimizer.add_param_group` reads `is_leaf` of each parameter, and a
-sharded parameter looks up its caller there (runtime/parameters/parameter.py). An optimizer made
-before `shard()` is searched for once among Python's objects, if anything but the model refers to
-the parameters. Any other optimizer is found at its first step.
+[Note: how an optimizer is met] torch registers `state_dict` hooks per optimizer. Onefold registers
+its own when it meets an optimizer that has sharded parameters: when it is made (`add_param_group`,
+optim/torch_methods.py). One from before `shard()` is met at its first step, or when its state dict is
+first asked for, whichever is first. Until then it keeps the states that it has: whole, and right.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
-import sys
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import Optimizer
 
 import onefold.optim.faced_states as faced_states
@@ -48,12 +43,11 @@ from onefold.optim.state_parts import (
     described,
     engine_of,
     engines,
-    in_another_format,
     odd_keys,
     sort_of,
 )
 from onefold.runtime.engine import Engine
-from onefold.runtime.parameters.parameter import disable_torch_function, leaf_asked_by
+from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import from_first, from_own, tell_all, to_first
 
 _SAVE, _LOAD = "optimizer.state_dict()", "optimizer.load_state_dict()"
@@ -66,82 +60,74 @@ _locally: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 # -- which optimizers ------------------------------------------------------------------------------
 
 
-_hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+#: The optimizers that have sharded parameters, in the order in which they were met.
+met: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
 _passed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those without sharded parameters
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 #: (number of parameter groups, whether any parameter is divided), at the last look.
 _divided: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
 
-def held_elsewhere(module: nn.Module) -> bool:
-    """Return whether anything but modules refers to a parameter of `module`, such as an optimizer.
-
-    This check is cheap. The search for optimizers takes up to a second.
-    """
-    places = Counter(
-        id(p) for m in module.modules() for p in m._parameters.values() if p is not None
-    )
-    [(_, alone)] = _references({"": object()})
-    return any(
-        n > alone + places[i] - 1 for m in module.modules() for i, n in _references(m._parameters)
-    )
-
-
-def _references(things: Mapping[str, Any]) -> list[tuple[int, int]]:
-    return [(id(thing), sys.getrefcount(thing)) for thing in things.values() if thing is not None]
-
-
-def follow(engine: Engine, held: bool) -> None:
-    """From now on make the state dicts of optimizers over the engine's parameters whole.
-
-    `held`: whether such optimizers may already exist. Then they are searched for.
-    """
+def follow(engine: Engine) -> None:
+    """From now on make the state dicts of optimizers over the engine's parameters whole."""
     engines.add(engine)
     _passed.clear()
-    if engine.unsharded and not in_another_format(engine):
-        return  # its parameters are torch's own
-    leaf_asked_by[0] = meet
-    if not held:
-        return
-    mine, kinds = {id(entry.param) for entry in engine.entries}, _kinds(Optimizer)
-    # type() runs no code of the objects, isinstance() may: some are lazy modules or proxies.
-    for optimizer in [thing for thing in gc.get_objects() if type(thing) in kinds]:
-        groups: list[dict[str, Any]] = optimizer.__dict__.get("param_groups", [])
-        if any(id(p) in mine for group in groups for p in group["params"]):
-            meet(optimizer)
-            with disable_torch_function():  # it may have stepped before shard()
-                faced_states.make_all_plain(optimizer)
-                show_states(optimizer)
+    mine = {id(entry.param) for entry in engine.entries}
+    for optimizer in list(met):  # after onefold.unsharded
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            _take_over(optimizer)
 
 
-def _kinds(kind: type) -> set[type]:
-    """Return `kind` and all its subclasses."""
-    return {kind}.union(*map(_kinds, kind.__subclasses__()))
+def meet(optimizer: Optimizer) -> bool:
+    """Hook the state dict of `optimizer` if it has sharded parameters. Returns whether it was not
+    met before.
+    """
+    if optimizer in met or optimizer in _passed:
+        return False
+    if not Outline.of(optimizer).engines:
+        _passed.add(optimizer)
+        return False
+    return _hook(optimizer)
 
 
-def meet(optimizer: Any) -> None:
-    """Hook the state dict of `optimizer`, which has or is about to get sharded parameters."""
-    if (
-        not isinstance(optimizer, Optimizer)
-        or optimizer in _hooked
-        or "_optimizer_state_dict_post_hooks" not in optimizer.__dict__
-    ):
-        return
-    _hooked.add(optimizer)
+def _hook(optimizer: Optimizer) -> bool:
+    hooks = optimizer.__dict__.get("_optimizer_load_state_dict_pre_hooks")
+    if optimizer in met or hooks is None:  # None: it wraps an optimizer, which is met by itself
+        return False
+    met[optimizer] = None
     optimizer.register_state_dict_post_hook(_after_state_dict, prepend=True)
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks = _OursLast(
-        optimizer._optimizer_load_state_dict_pre_hooks
-    )
-    hooks.ours = _before_load
+    ours = optimizer._optimizer_load_state_dict_pre_hooks = _OursLast(hooks)
+    ours.ours = _before_load
     optimizer.register_load_state_dict_post_hook(_after_load, prepend=True)
+    return True
+
+
+def meet_when_made(optimizer: Optimizer) -> None:
+    """Meet an optimizer that has got a group of parameters."""
+    _passed.discard(optimizer)
+    if any("_onefold_entry" in p.__dict__ for p in optimizer.param_groups[-1]["params"]):
+        _hook(optimizer)
+
+
+def meet_when_asked(optimizer: Optimizer) -> None:
+    """Meet an optimizer whose states are about to be saved or loaded."""
+    with disable_torch_function():
+        if meet(optimizer):
+            _take_over(optimizer)
+
+
+def _take_over(optimizer: Optimizer) -> None:
+    """Make the states this rank's parts, of an optimizer that may have stepped before `shard()`."""
+    with disable_torch_function():
+        faced_states.make_all_plain(optimizer)
+        show_states(optimizer)
 
 
 def meet_at_step(optimizer: Optimizer) -> None:
     """Prepare an optimizer for a step: call `meet` if it is new, and make its states plain
     tensors.
     """
-    if optimizer not in _hooked and optimizer not in _passed:
-        (meet if Outline.of(optimizer).engines else _passed.add)(optimizer)
+    meet(optimizer)
     # The constructor may have made states from sharded parameters (Adagrad's sums)
     if optimizer not in _stepped:
         _stepped.add(optimizer)
@@ -151,7 +137,7 @@ def meet_at_step(optimizer: Optimizer) -> None:
 
 def show_states(optimizer: Optimizer) -> None:
     """After a step or a load: show states of divided parameters in the whole parameter's shape."""
-    if optimizer not in _hooked:
+    if optimizer not in met:
         return
     groups = len(optimizer.param_groups)
     if _divided.get(optimizer, (0, False))[0] != groups:

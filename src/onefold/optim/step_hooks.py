@@ -11,9 +11,8 @@ After the step: mark resident copies of the parameters as stale.
 [Note: bare parameters] During the step sharded parameters are plain `nn.Parameter`s over this
 rank's elements. Only their class changes; the objects stay. Optimizers see plain intervals, can
 choose their fast implementations, and have no overhead. Everywhere else the parameters show the
-whole shape, also in the user's own step hooks and inside a closure. If a step raises, the hook
-after it never runs. Then the step's arguments (`_Arguments`) are freed with its frame, and that
-restores the class.
+whole shape, also in the user's own step hooks and inside a closure. If a step raises, the hooks
+after it never run. Then the counter of calls (optim/torch_methods.py) ends it (`_has_returned`).
 
 The hooks are torch's global step hooks. They are registered with the first engine and removed with
 the last one.
@@ -21,9 +20,9 @@ the last one.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,9 +35,10 @@ from torch.optim.optimizer import (
 
 import onefold.optim.faced_states as faced_states
 import onefold.optim.state_dicts as state_dicts
-from onefold.optim import whole
+from onefold.optim import torch_methods
 from onefold.optim.verdict import verdict_of
 from onefold.recipe.optimizers import ELEMENTWISE
+from onefold.runtime.differentiate import keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
@@ -48,27 +48,68 @@ from onefold.runtime.stepper import Chosen, GroupVerdict
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _handles: list[Any] = []
-_aside: weakref.WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, torch.Tensor | None]]] = (
-    weakref.WeakKeyDictionary()
-)
-_bare: weakref.WeakKeyDictionary[Optimizer, weakref.ref[_Bare]] = weakref.WeakKeyDictionary()
 
 
-def install_step_hooks(engine: Engine, held: bool = True) -> None:
-    """Hook the steps of optimizers over this engine's parameters, until the engine closes.
+@dataclass
+class _Step:
+    """A step whose hooks have begun.
 
-    `held`: whether such optimizers may already exist.
+    Attributes:
+        calls: how many calls of the optimizer's `step` were counted when it began.
+        bare: the parameters that are plain until it ends. See [Note: bare parameters].
+        chosen: the implementation of torch's to use until then.
+        aside: (parameter, gradient) of those that are stepped elsewhere.
     """
+
+    calls: int
+    bare: list[nn.Parameter] = field(default_factory=list)
+    chosen: Chosen | None = None
+    aside: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+
+    def make_bare(self, params: list[nn.Parameter], chosen: Chosen) -> None:
+        self.bare, self.chosen = params, chosen
+        Stepping.depth += 1
+        bare(params)
+
+    def show(self) -> None:
+        """Let the parameters show the whole shape again."""
+        params, self.bare = self.bare, []
+        if self.chosen is not None:
+            self.chosen.end()
+        if params:
+            Stepping.depth -= 1
+            face(params)
+
+    def restore_gradients(self) -> None:
+        while self.aside:
+            param, grad = self.aside.pop()
+            if param.grad is None:
+                param.grad = grad
+
+
+_steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
+
+
+def install_step_hooks(engine: Engine) -> None:
+    """Hook the steps of optimizers over this engine's parameters, until the engine closes."""
     _engines.add(engine)
-    state_dicts.follow(engine, held)
+    state_dicts.follow(engine)
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_first))
         _handles.append(register_optimizer_step_post_hook(_after))
+        torch_methods.follow(
+            torch_methods.Follower(
+                has_parameters=state_dicts.meet_when_made,
+                is_asked=state_dicts.meet_when_asked,
+                step_is_over=_has_returned,
+            )
+        )
 
 
 def remove_step_hooks(engine: Engine) -> None:
     _engines.discard(engine)
     if not _engines:
+        torch_methods.unfollow()
         while _handles:
             _handles.pop().remove()
 
@@ -118,6 +159,11 @@ def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """
     if _nested(optimizer):
         return None
+    _end(optimizer)
+    calls = torch_methods.calls_of_step(optimizer)
+    if not calls:
+        torch_methods.count_from_now_on(optimizer)
+    _steps[optimizer] = _Step(calls)
     after: Any = optimizer._optimizer_step_post_hooks
     # `_faced` comes first: the user's own hooks see parameters as outside the step
     if after and not any(hook is _faced for hook in after.values()):
@@ -131,30 +177,20 @@ def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return None
 
 
-#: torch's code around the `step` of each class.
-_AROUND = next(
-    c
-    for c in Optimizer.profile_hook_step.__code__.co_consts
-    if getattr(c, "co_name", "") == "wrapper"
-)
-
-
 def _nested(optimizer: Optimizer) -> bool:
     """Return whether the hooks are called for a `super().step()` inside the optimizer's own step.
 
     torch wraps the `step` of every class that ever had an instance, so the hooks run for both. Only
-    the outer step counts.
+    the outer step counts. A step that is open at as many calls as now has raised, and was not
+    counted (see [Note: classes, not objects] in optim/torch_methods.py).
     """
-    frame, around = sys._getframe(1), 0
-    while frame is not None and around < 2:
-        if frame.f_code is _AROUND and frame.f_locals.get("self") is optimizer:
-            around += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return around > 1
+    step = _steps.get(optimizer)
+    return step is not None and torch_methods.calls_of_step(optimizer) > step.calls
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    if _nested(optimizer):
+    step = _steps.get(optimizer)
+    if step is None or _nested(optimizer):
         return None
     with disable_torch_function():
         state_dicts.meet_at_step(optimizer)
@@ -169,9 +205,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                 engine.masters.about_to_write()
                 if engine.progress.failure is not None:
                     engine.tell_failure()
-        _show_again(optimizer)  # if the last step raised, its end never ran
         found = _entries_of(optimizer)
-        whole.seen.add(optimizer)
         apart = {
             engine: engine.stepper.choose(optimizer, entries, _verdicts(engine))
             for engine, entries in _with_unsharded(optimizer, found).items()
@@ -189,51 +223,13 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                 with torch.no_grad():
                     engine.stepper.step(optimizer, by_stepper)
                 gone = [e.param for entries in by_stepper.values() for e in entries]
-                _aside.setdefault(optimizer, []).extend((p, p.grad) for p in gone)
+                step.aside.extend((p, p.grad) for p in gone)
                 for param in gone:
                     param.grad = None
-        if not found:
-            return changed
-        args, kwargs = changed if changed is not None else (args, kwargs)
-        bare_ones = _Bare([e.param for entries in found.values() for e in entries])
-        bare_ones.chosen = Chosen(optimizer, optimizer.param_groups, next(iter(found)).device)
-        return _Arguments.of(args, bare_ones), kwargs
-
-
-class _Bare:
-    """Parameters that are plain until `end`, or until this object is freed. See [Note: bare
-    parameters].
-    """
-
-    chosen: Chosen | None = None  # the implementation of torch's to use until then
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        self.params = params
-        Stepping.depth += 1
-        bare(params)
-
-    def end(self) -> None:
-        params, self.params = self.params, []
-        if self.chosen is not None:
-            self.chosen.end()
-        if params:
-            Stepping.depth -= 1
-            face(params)
-
-    __del__ = end
-
-
-class _Arguments(tuple[Any, ...]):
-    """The arguments of a step. They live as long as the step's frame."""
-
-    state: _Bare
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], state: _Bare) -> _Arguments:
-        out = cls(args)
-        out.state = state
-        _bare[args[0]] = weakref.ref(state)
-        return out
+        if found:
+            chosen = Chosen(optimizer, optimizer.param_groups, next(iter(found)).device)
+            step.make_bare([e.param for entries in found.values() for e in entries], chosen)
+    return changed
 
 
 def _verdicts(engine: Engine) -> Callable[[Optimizer, int], GroupVerdict]:
@@ -263,8 +259,8 @@ def _faced_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
 
     def faced() -> Any:
-        state = _bare.get(optimizer, lambda: None)()
-        params = list(state.params) if state is not None else []
+        step = _steps.get(optimizer)
+        params = list(step.bare) if step is not None else []
         face(params)
         try:
             return closure()
@@ -280,28 +276,41 @@ def _faced_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 def _faced(optimizer: Optimizer, *_: Any) -> None:
     """The first post-hook of a step: sharded parameters show the whole shape again."""
-    if _nested(optimizer):
-        return
-    state = _bare.pop(optimizer, lambda: None)()
-    if state is not None:
-        state.end()
-
-
-def _show_again(optimizer: Optimizer) -> None:
-    """Restore the gradients that were put aside."""
-    for param, grad in _aside.pop(optimizer, ()):
-        if param.grad is None:
-            param.grad = grad
+    if not _nested(optimizer) and (step := _steps.get(optimizer)) is not None:
+        step.show()
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _nested(optimizer):
         return
-    _faced(optimizer)
+    step = _steps.pop(optimizer, None)
     with disable_torch_function():
-        _show_again(optimizer)
+        if step is not None:
+            step.show()
+            step.restore_gradients()
         elsewhere: list[Entry] = []
         for engine, entries in _entries_of(optimizer).items():
             elsewhere += engine.optimizer_has_stepped(entries)
         state_dicts.show_states(optimizer)
         faced_states.stepped_elsewhere(optimizer, [entry.param for entry in elsewhere])
+
+
+def _has_returned(optimizer: Optimizer) -> None:
+    """The outermost counted call of `step` has returned or raised."""
+    step = _steps.get(optimizer)
+    if step is not None and step.calls:  # else a call around it is not counted
+        _end(optimizer)
+
+
+def _end(optimizer: Optimizer) -> None:
+    """Undo what `_before` did, if the step has raised: `_after` never ran."""
+    step = _steps.pop(optimizer, None)
+    if step is not None:
+        with disable_torch_function():
+            step.show()
+            step.restore_gradients()
+            state_dicts.show_states(optimizer)
+
+
+for _hook in (_first, _before, _faced, _after):  # a compiled step calls them as they are
+    keep_from_compiler(_hook)

@@ -9,13 +9,13 @@ drop_misfits(...)    parameters with another shape lose their states
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from onefold.optim.state_dicts import met
 from onefold.optim.state_parts import OptimizerParts, Outline, agreed, described, placed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
@@ -23,23 +23,18 @@ from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import StateItem, tell_all, to_all
 
 _CALL = "unsharded()"
-#: Optimizers that have stepped sharded parameters.
-seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def optimizers_over(engine: Engine) -> list[Optimizer]:
     """Return the optimizers over parameters of `engine`, in the same order on every rank."""
     number = {id(entry.param): entry.number for entry in engine.entries}
-    gc.collect()  # dead optimizers must not show up on some ranks only
-    alive = {
-        id(o): o for o in (*seen, *(o for o in gc.get_objects() if issubclass(type(o), Optimizer)))
-    }
+    gc.collect()  # those in reference cycles must not show up on some ranks only
 
     def first(optimizer: Optimizer) -> int:
         return min((number[id(p)] for p in _params(optimizer) if id(p) in number), default=-1)
 
     return sorted(
-        (o for o in alive.values() if first(o) >= 0),
+        (o for o in met if first(o) >= 0),
         key=lambda o: (first(o), type(o).__name__, len(_params(o))),
     )
 

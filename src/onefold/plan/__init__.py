@@ -11,12 +11,16 @@
 | What is the account of one scheme?            | `schema`, `evaluate`                       |
 | Which scheme, and what are the alternatives?  | `choose`, `alternatives`                   |
 | How is the plan shown?                        | `planner`, `tables`                        |
+| What do other axes than data divide and send? | `degrees`, `divided`, `collectives`        |
+| What is the account of a mesh, which is best? | `mesh_account`, `mesh_search`, `mesh_tables` |
 
 Other rooms look at what cannot be counted: `tracing` at a module's activations, `machine` at
 measured speeds, `simulation` at a step of the engine itself.
 
 `onefold.plan(model, ...)` is `onefold.plan.api.plan`: the room itself can be called.
 `onefold.plan.recipe_for(model, ...)` is the recipe for the machine that this process runs on.
+`onefold.plan.over_axes(model, tp=8, pp="auto", ...)` plans with tensor, pipeline, context and expert
+parallelism.
 """
 
 from __future__ import annotations
@@ -40,6 +44,15 @@ def recipe_for(model: Any, **job: Any) -> Any:
     `onefold.plan.api.recipe_for`.
     """
     from onefold.plan.api import recipe_for as find
+
+    return find(model, **job)
+
+
+def over_axes(model: Any, **job: Any) -> Any:
+    """Plan a mesh with other axes than data, or search for the best ones; see
+    `onefold.plan.api.over_axes`.
+    """
+    from onefold.plan.api import over_axes as find
 
     return find(model, **job)
 

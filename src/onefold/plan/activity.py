@@ -98,7 +98,7 @@ class Activity:
             ValueError: a code that is not known.
         """
         size = MicroBatchBytes(dims, micro_batch, seq, element_bytes, code)
-        blocks = [(block, _kept(i, checkpointing)) for i, block in enumerate(blocks_of(model))]
+        blocks = [(block, keeps(i, checkpointing)) for i, block in enumerate(blocks_of(model))]
         repeated = {block.name for block, _ in blocks}
         others = [u for u in model.units if u.name not in repeated and u.parameters]
         recomputed = sum(not whole for _, whole in blocks) / max(len(blocks), 1)
@@ -203,7 +203,7 @@ def frozen_active(model: ModelShape) -> int:
     return max(0, model.active_numel - round(passed))
 
 
-def _kept(index: int, checkpointing: str) -> bool:
+def keeps(index: int, checkpointing: str) -> bool:
     """Return whether a block keeps its activations. "selective" recomputes every second block, as
     `onefold train` does.
     """

@@ -19,9 +19,12 @@ from onefold.device import available, default_device, device_count, free_memory,
 from onefold.machine.calibration import Calibration, CalibrationError
 from onefold.memory.pool import free_host_memory
 from onefold.plan import hardware
+from onefold.plan.degrees import Schedule
 from onefold.plan.evaluate import Candidate
+from onefold.plan.formulas import Convention
 from onefold.plan.hardware import Gpu, Machine
 from onefold.plan.job import Job
+from onefold.plan.mesh_search import MeshPlan, plan_over_axes
 from onefold.plan.planner import Plan
 from onefold.plan.planner import plan as _plan
 from onefold.plan.shapes import ModelShape
@@ -280,3 +283,69 @@ def plan(
         machine, _ = machine_here(1, 1, free, default_device().type, beside)
     stages = () if stage is None else (stage,)
     return _plan(model, machine, asked, stages=stages, batch=batch, loss=loss, largest=largest)
+
+
+def over_axes(
+    model: nn.Module | ModelShape | str | Path,
+    machine: Machine | None = None,
+    *,
+    gpus: int = 8,
+    per_node: int = 8,
+    gpu: str = "h100-80",
+    link: str = "8x200g",
+    tp: int | str = 1,
+    pp: int | str = 1,
+    cp: int | str = 1,
+    ep: int | str = 1,
+    chunks: int = 1,
+    schedule: Schedule = "1f1b",
+    sequence_parallel: bool = True,
+    expert_tp: bool = True,
+    stage: int | None = None,
+    convention: Convention | None = None,
+    keep: int = 5,
+    **job: Any,
+) -> MeshPlan:
+    """Plan a job with tensor, pipeline, context and expert parallelism beside ZeRO: what a rank
+    holds, sends along each axis and takes. `print` the plan.
+
+        onefold.plan.over_axes("llama-3-405b", gpus=512, tp=8, pp=16, seq=8192, global_batch=512)
+        onefold.plan.over_axes("llama-3-405b", gpus=512, tp="auto", pp="auto", seq=8192)
+
+    Args:
+        model, machine, gpus, per_node, gpu, link: as for `plan`; a model with known dimensions.
+        tp, pp, cp, ep: how many ranks divide layers, blocks, samples and experts; "auto": the plan
+            searches for the best meshes. Data-parallel ranks are what tp, pp and cp leave of the
+            GPUs; `ep` divides them.
+        chunks: parts of the model on each stage of an interleaved pipeline.
+        schedule: "1f1b" or "gpipe".
+        sequence_parallel: with tensor parallelism, norms and residuals divide the tokens.
+        expert_tp: tensor parallelism divides experts too.
+        stage: the only ZeRO stage to look at; None: all.
+        convention: bytes per parameter by which states are counted papers' way; None: the job's.
+        keep: how many meshes a search lists.
+        job: fields of `plan.job.Job`, and arguments of `Recipe.zero` about dtypes and reductions.
+            The default batch is one micro-batch for every GPU.
+
+    Raises:
+        ValueError: an impossible mesh, name or figure; the message says what to choose.
+    """
+    asked = Job.of(job, "onefold.plan.over_axes")
+    if machine is None:
+        machine = hardware.machine(gpus, min(per_node, gpus), gpu, link)
+    return plan_over_axes(
+        model,
+        machine,
+        asked,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        chunks=chunks,
+        schedule=schedule,
+        sequence_parallel=sequence_parallel,
+        expert_tp=expert_tp,
+        stages=() if stage is None else (stage,),
+        convention=convention,
+        keep=keep,
+    )

@@ -281,10 +281,14 @@ def largest_model(
 
 
 def deeper(model: ModelShape, blocks: int) -> ModelShape:
-    """Return the model with `blocks` copies of its first block; everything else stays."""
+    """Return the model with `blocks` copies of its first block, or of its last if the first has no
+    experts and the last has; everything else stays.
+    """
     found = blocks_of(model)
-    one = found[0]
-    prefix, _, suffix = one.name.partition("0")
+    routed = [any(p.routed for p in block.parameters) for block in found]
+    copied = len(found) - 1 if routed[-1] and not routed[0] else 0
+    one = found[copied]
+    prefix, _, suffix = one.name.partition(str(copied))
     tiles = tuple(f"{b.name}." for b in found)
     others = [u for u in model.units if u not in found and not u.name.startswith(tiles)]
     inside = [u for u in model.units if u.name.startswith(f"{one.name}.")]
@@ -299,7 +303,7 @@ def deeper(model: ModelShape, blocks: int) -> ModelShape:
     )
     units = (*before, *copies, *behind)
     dims = replace(model.transformer, layers=blocks) if model.transformer else None
-    passed_by = (model.numel - model.active_numel) * blocks // max(len(found), 1)
+    passed_by = (model.numel - model.active_numel) * blocks // (sum(routed) or len(found))
     active = sum(u.numel for u in units) - passed_by
     return ModelShape(f"{model.name} with {blocks} blocks", units, dims, active)
 

@@ -186,7 +186,7 @@ def _memory(engine: _Engine, offloading: OnHost, machine: Machine) -> dict[str, 
     states = engine.rest.get(MOMENTS, 0)
     slots = offloading.activity.slots
     fragmented = 0.0 if machine.is_here else FRAGMENTED
-    peak = _peak(engine.moments, offloading.activity, states, fragmented)
+    peak = peak_of(engine.moments, offloading.activity, states, fragmented)
     bound = engine.bound + states + max((s.peak for s in slots), default=0)
     held = {tier: dict(by) for tier, by in engine.offloaded.peak.items()}
     if offloading.nbytes:
@@ -286,7 +286,7 @@ def _higher(a: Moment | None, b: Moment) -> Moment:
     return b if a is None or b.total > a.total else a
 
 
-def _peak(
+def peak_of(
     moments: Sequence[Moment], activity: Activity, states: int, fragmented: float
 ) -> dict[str, int]:
     """Return the categories of the slot that is largest with fragmentation."""

@@ -121,7 +121,8 @@ def block_bytes(
     the feed-forward f of each active expert:
 
     - the inputs of two norms, 2h, and of the projections, h;
-    - queries, keys and values, q + 2k, and the input of the output projection, q;
+    - queries, keys and values, q + 2k, and the input of the output projection, q (with latent
+      attention also what it compresses);
     - the feed-forward's input, h (each active expert reads a copy), and its hidden values: 2f
       (input and output of the activation), or 4f if gated (gate, up, activated gate, product).
 
@@ -141,9 +142,11 @@ def block_bytes(
     elements = (
         2 * h
         + h
-        + (dims.q + 2 * dims.k)
-        + dims.q
+        + 2 * dims.latent  # before and behind its norms
+        + (dims.q + dims.k + dims.v)
+        + dims.out
         + copies * (h + (4 if dims.gated else 2) * dims.ffn)
+        + (h + 4 * dims.shared * dims.ffn if dims.shared else 0)
     )
     per_token = elements * element_bytes + (2 * h if dropout else 0)
     if dims.fused_attention:

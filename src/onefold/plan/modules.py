@@ -308,7 +308,8 @@ def transformer_of(module: nn.Module, seq: int = 0) -> Transformer | None:
     vocabulary = _first(config, ("vocab_size",))
     if not (layers and hidden and heads and vocabulary):
         return None
-    experts = _first(config, _EXPERTS) or 1
+    experts, latent = _first(config, _EXPERTS) or 1, _latent(config)
+    head_dim = latent.pop("head_dim", 0) or _first(config, ("head_dim",)) or hidden // heads
     own_ffn = _first(config, ("moe_intermediate_size",)) if experts > 1 else 0
     names = {n.rpartition(".")[2] for n, _ in (*module.named_modules(), *module.named_parameters())}
     tied = len({id(p) for p in _ends(module)}) < 2
@@ -320,13 +321,32 @@ def transformer_of(module: nn.Module, seq: int = 0) -> Transformer | None:
         vocab=vocabulary,
         seq=seq or _first(config, _LENGTH) or 1024,
         kv_heads=_first(config, ("num_key_value_heads",)) or heads,
-        head_dim=_first(config, ("head_dim",)) or hidden // heads,
+        head_dim=head_dim,
         gated=bool(names & {"gate_proj", "gate_up_proj"}),
         experts=experts,
         active=_first(config, _ACTIVE) or 1,
         tied=tied,
         fused_attention=getattr(config, "_attn_implementation", "sdpa") != "eager",
+        shared=_first(config, ("n_shared_experts",)) or 0,
+        dense_layers=(_first(config, ("first_k_dense_replace",)) or 0) if experts > 1 else 0,
+        dense_ffn=(_first(config, _FFN) or 0) if experts > 1 else 0,
+        **latent,
     )
+
+
+def _latent(config: Any) -> dict[str, int]:
+    """Return the widths of latent attention that a config names; {} without it."""
+    rank = _first(config, ("kv_lora_rank",))
+    if not rank:
+        return {}
+    rotated = _first(config, ("qk_rope_head_dim",)) or 0
+    return {
+        "q_rank": _first(config, ("q_lora_rank",)) or 0,
+        "kv_rank": rank,
+        "rope": rotated,
+        "value_dim": _first(config, ("v_head_dim",)) or 0,
+        "head_dim": rotated + (_first(config, ("qk_nope_head_dim",)) or 0),
+    }
 
 
 def _ends(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -4,7 +4,7 @@ public architectures by name. No tensors.
     >>> architecture("llama-3-70b").numel
     70553706496
 
-Families are named after the modules of transformers (gpt2, llama, mixtral, bloom), so that names
+Families are named after the modules of transformers (gpt2, llama, mixtral, bloom, deepseek_v3), so that names
 and shapes can be compared with the real code. "gpt" is the family of the papers that publish no
 code (GPT-3, MT-NLG, the trillion-parameter models): GPT-2's layout.
 """
@@ -85,6 +85,13 @@ class Transformer:
         experts: 1 for a dense model; `active` of them see each token.
         gated: the feed-forward has three matrices (SwiGLU) instead of two.
         fused_attention: no attention scores are kept.
+        q_rank, kv_rank, rope: widths of latent attention (DeepSeek-V2, section 2.1): of compressed
+            queries, of compressed keys and values, and of the part of a head that is rotated; 0
+            without it. `head_dim` then is the width of a head's queries, the rotated part included.
+        value_dim: width of one head's values, if not that of its queries.
+        shared: experts that every token passes.
+        dense_layers, dense_ffn: the first blocks of a model of experts that have none, and the width
+            of their feed-forward.
     """
 
     layers: int
@@ -100,6 +107,13 @@ class Transformer:
     active: int = 1
     tied: bool = True
     fused_attention: bool = True
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope: int = 0
+    value_dim: int = 0
+    shared: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
 
     @property
     def head(self) -> int:
@@ -113,8 +127,23 @@ class Transformer:
 
     @property
     def k(self) -> int:
-        """Width of a token's keys, and of its values."""
+        """Width of a token's keys."""
         return (self.kv_heads or self.heads) * self.head
+
+    @property
+    def v(self) -> int:
+        """Width of a token's values."""
+        return (self.kv_heads or self.heads) * (self.value_dim or self.head)
+
+    @property
+    def out(self) -> int:
+        """Width of what attention hands to its output projection."""
+        return self.heads * (self.value_dim or self.head)
+
+    @property
+    def latent(self) -> int:
+        """Width of compressed queries, keys and values, and of the keys' rotated part."""
+        return self.q_rank + self.kv_rank + self.rope if self.kv_rank else 0
 
 
 @dataclass(frozen=True)
@@ -202,6 +231,42 @@ def _llama(dims: Transformer) -> tuple[Named, Named, Named]:
     return (("model.embed_tokens.weight", (dims.vocab, h)),), block, (("model.norm.weight", (h,)), *head)
 
 
+def _deepseek(dims: Transformer) -> tuple[Named, Named, Named]:
+    """DeepSeek-V3: latent attention, and experts of which some are shared."""
+    h, f, e = dims.hidden, dims.ffn, dims.experts
+    block = (
+        *_latent(dims),
+        ("mlp.gate.weight", (e, h)), ("mlp.experts.gate_up_proj", (e, 2 * f, h)), ("mlp.experts.down_proj", (e, h, f)),
+        *((f"mlp.shared_experts.{n}_proj.weight", (dims.shared * f, h)) for n in ("gate", "up")),
+        ("mlp.shared_experts.down_proj.weight", (h, dims.shared * f)),
+        ("input_layernorm.weight", (h,)), ("post_attention_layernorm.weight", (h,)),
+    )
+    last = (("model.norm.weight", (h,)), ("lm_head.weight", (dims.vocab, h)))
+    return (("model.embed_tokens.weight", (dims.vocab, h)),), block, last
+
+
+def _latent(dims: Transformer) -> Named:
+    h, heads, rotated = dims.hidden, dims.heads, dims.rope
+    return (
+        ("self_attn.q_a_proj.weight", (dims.q_rank, h)), ("self_attn.q_a_layernorm.weight", (dims.q_rank,)),
+        ("self_attn.q_b_proj.weight", (dims.q, dims.q_rank)),
+        ("self_attn.kv_a_proj_with_mqa.weight", (dims.kv_rank + rotated, h)),
+        ("self_attn.kv_a_layernorm.weight", (dims.kv_rank,)),
+        ("self_attn.kv_b_proj.weight", (heads * (dims.head - rotated + dims.value_dim), dims.kv_rank)),
+        ("self_attn.o_proj.weight", (h, dims.out)),
+    )
+
+
+def _deepseek_dense(dims: Transformer) -> Named:
+    """A first block, without experts."""
+    h, f = dims.hidden, dims.dense_ffn
+    return (
+        *_latent(dims),
+        ("mlp.gate_proj.weight", (f, h)), ("mlp.up_proj.weight", (f, h)), ("mlp.down_proj.weight", (h, f)),
+        ("input_layernorm.weight", (h,)), ("post_attention_layernorm.weight", (h,)),
+    )
+
+
 def _bloom(dims: Transformer) -> tuple[Named, Named, Named]:
     h, f = dims.hidden, dims.ffn
     block = (
@@ -227,7 +292,10 @@ FAMILIES: Mapping[str, tuple[Callable[[Transformer], tuple[Named, Named, Named]]
     "llama": (_llama, "model.layers"),
     "mixtral": (_llama, "model.layers"),
     "bloom": (_bloom, "transformer.h"),
+    "deepseek_v3": (_deepseek, "model.layers"),
 }
+#: family -> the parameters of its first `dense_layers` blocks
+FIRST_BLOCKS: Mapping[str, Callable[[Transformer], Named]] = {"deepseek_v3": _deepseek_dense}
 
 
 def model_of(name: str, family: str, dims: Transformer) -> ModelShape:
@@ -263,13 +331,23 @@ def model_of(name: str, family: str, dims: Transformer) -> ModelShape:
                 own.append(UnitShape(module, (parameter,), looks_up_only=named is first))
             else:
                 root.append(parameter)
+    dense = FIRST_BLOCKS[family](dims) if dims.dense_layers else ()
     blocks = [
-        UnitShape(f"{blocks_at}.{i}", made(block, f"{blocks_at}.{i}.")) for i in range(dims.layers)
+        UnitShape(
+            f"{blocks_at}.{i}", made(dense if i < dims.dense_layers else block, f"{blocks_at}.{i}.")
+        )
+        for i in range(dims.layers)
     ]
     # A token passes only the active experts
+    counts = (
+        (first, 1),
+        (dense, dims.dense_layers),
+        (block, dims.layers - dims.dense_layers),
+        (last, 1),
+    )
     active = sum(
         count * (p.numel * (dims.active if p.routed else dims.experts) // dims.experts)
-        for named, count in ((first, 1), (block, dims.layers), (last, 1))
+        for named, count in counts
         for p in made(named)
     )
     units = (UnitShape("(root)", tuple(root)), *before, *blocks, *after)
@@ -307,6 +385,7 @@ _BLOOM = "BigScience tr11-176B-ml README"
 _MEGATRON = "Narayanan et al. 2021, Table 1"
 _KORTHIKANTI = "Korthikanti et al. 2022, Table 3"
 _INFINITY = "Rajbhandari et al. 2021 (ZeRO-Infinity), Fig. 2a and Table 1"
+_DEEPSEEK = "DeepSeek-AI 2024 (DeepSeek-V3), section 4.2; deepseek-ai/DeepSeek-V3/config.json"
 
 
 def _dense(layers: int, hidden: int, heads: int, vocab: int, seq: int) -> Transformer:
@@ -322,6 +401,12 @@ def _gated(
 def _experts(layers: int, hidden: int, heads: int, ffn: int, vocab: int, seq: int) -> Transformer:
     dense = _gated(layers, hidden, heads, 8, ffn, vocab, seq)
     return replace(dense, experts=8, active=2)
+
+
+_DEEPSEEK_V3 = Transformer(
+    61, 7168, 128, 2048, 129_280, 4096, head_dim=192, gated=True, experts=256, active=8, tied=False,
+    q_rank=1536, kv_rank=512, rope=64, value_dim=128, shared=1, dense_layers=3, dense_ffn=18_432,
+)  # fmt: skip
 
 
 # Two rows of GPT-3's Table 2.1 contradict themselves: 13B (5140 = 40 × 128.5) and 1.3B (24 heads of
@@ -353,6 +438,7 @@ _TABLE: tuple[tuple[str, str, Transformer, float, float, str], ...] = (
     ("mistral-7b", "llama", _gated(32, 4096, 32, 8, 14_336, 32_000, 8192), 7.242e9, 1e-3, _MISTRAL),
     ("mixtral-8x7b", "mixtral", _experts(32, 4096, 32, 14_336, 32_000, 32_768), 46.7e9, 1e-3, _MISTRAL),
     ("mixtral-8x22b", "mixtral", _experts(56, 6144, 48, 16_384, 32_000, 65_536), 140.6e9, 1e-3, _MISTRAL),
+    ("deepseek-v3", "deepseek_v3", _DEEPSEEK_V3, 671e9, 1e-3, _DEEPSEEK),
     ("bloom-176b", "bloom", _dense(70, 14_336, 112, 250_880, 2048), 176.247e9, 1e-4, _BLOOM),
     ("megatron-1.7b", "gpt", _dense(24, 2304, 24, 51_200, 2048), 1.7e9, 0.035, _MEGATRON),
     ("megatron-22b", "gpt", _dense(48, 6144, 64, 51_200, 2048), 22e9, 0.02, _KORTHIKANTI),
@@ -380,6 +466,8 @@ ALIASES: Mapping[str, str] = {
     "llama-3.1-405b": "llama-3-405b",
     "bloom": "bloom-176b",
     "mt-nlg": "mt-nlg-530b",
+    "deepseek-v3-671b": "deepseek-v3",
+    "deepseek-r1": "deepseek-v3",
 }
 
 

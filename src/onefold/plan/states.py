@@ -93,7 +93,7 @@ class UnitPlan:
     """A unit's flat buffers on one rank.
 
     Attributes:
-        turns: it stays gathered from the forward to the backward pass; see `_at_the_turn`.
+        turns: it stays gathered from the forward to the backward pass; see `at_the_turn`.
     """
 
     name: str
@@ -167,11 +167,11 @@ def units_of(
         return UnitPlan(unit.name, tuple(flats), unit.looks_up_only)
 
     units = [unit_plan(u, index in offloaded) for index, u in enumerate(model.units)]
-    turning = _at_the_turn(units) if recipe.reshard_after_forward else set()
+    turning = at_the_turn(units) if recipe.reshard_after_forward else set()
     return [replace(u, turns=True) if u.name in turning else u for u in units]
 
 
-def _at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
+def at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
     """Return the names of the units that a forward pass uses last and the backward pass first
     (runtime/unit.py): the last gathered unit and the units around it.
     """

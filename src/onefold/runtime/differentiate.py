@@ -213,7 +213,11 @@ def _records(config: Any) -> bool:
 
 
 def _configurations_around() -> list[Any]:
-    """Return the configurations of the compiled functions that the caller runs in."""
+    """Return the configurations of the compiled functions that the caller runs in.
+
+    torch keeps them in these frames alone (torch/_dynamo/eval_frame.py, `compile_wrapper`): while
+    compiled code runs, `torch.compiler.is_compiling()` is False and no option is set anywhere.
+    """
     frame: FrameType | None = sys._getframe(1)
     found = []
     while frame is not None:

@@ -406,7 +406,7 @@ def swap_in(unit: Unit) -> None:
         flat.swapped_in = True
         for entry in flat.entries:
             if (place := entry.only_place) is not None and place[0].get(place[1]) is entry.param:
-                put(place[0], place[1], entry.seen())
+                put(place[0], place[1], entry.seen() if flat.boxed else entry.compute)
                 continue
             others = [
                 t
@@ -425,7 +425,9 @@ def swap_out(unit: Unit) -> None:
         for entry in flat.entries:
             if (place := entry.only_place) is None:
                 flat.swap_back(entry)
-            elif entry.is_seen(place[0].get(place[1])):
+            elif (there := place[0].get(place[1])) is entry.compute or (
+                flat.boxed and entry.is_seen(there)
+            ):
                 put(place[0], place[1], entry.param)
 
 
@@ -453,6 +455,11 @@ def _look_at(entry: Entry, others: list[Any]) -> None:
 
 
 def _in_functional_call() -> bool:
+    """Return whether `torch.func.functional_call` is running.
+
+    It writes to `module._parameters` (torch/nn/utils/_named_member_accessor.py, `swap_tensor`) as
+    other code may that replaces a parameter for good, and sets no flag.
+    """
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == torch.nn.utils.stateless.__file__:

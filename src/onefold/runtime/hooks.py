@@ -270,7 +270,11 @@ _ASK_FOR_KEYS = ("adapter_state_dict", "adapter_state_dict_load_map")
 
 
 def _is_for_keys() -> bool:
-    """Return whether the caller of `state_dict()` reads the keys of its result, and no values."""
+    """Return whether the caller of `state_dict()` reads the keys of its result, and no values.
+
+    The caller's name is all there is: peft calls `state_dict()` without arguments (peft/utils/other.py,
+    `ModulesToSaveWrapper.adapter_state_dict`), as somebody does who wants the values.
+    """
     frame: FrameType | None = sys._getframe(2)  # torch's state_dict(), below the hook
     while frame is not None and frame.f_code.co_name == "state_dict":
         frame = frame.f_back

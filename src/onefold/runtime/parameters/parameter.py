@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -150,12 +151,26 @@ __all__ = [
     "ShardedParameter",
     "ShardedParameterError",
     "disable_torch_function",
-    "leaf_asked_by",
+    "reader",
 ]
 
-#: A callback that receives every optimizer which adds a sharded parameter to a group. torch reads
-#: `is_leaf` in `add_param_group`, which is how we notice. Set by optim/state_dicts.py.
-leaf_asked_by: list[Callable[[Any], None] | None] = [None]
+
+class _Reader(threading.local):
+    """Which method of torch's reads sharded parameters in this thread. Set in
+    optim/torch_methods.py.
+
+    Attributes:
+        casts_states: `optimizer.load_state_dict`, which casts states to `param.dtype`. It must see
+            the master dtype, which is what the optimizer steps.
+        drops_gradients: `zero_grad`, which reads `.grad` only to drop it or to fill it with zeros.
+            It needs no interval.
+    """
+
+    casts_states = False
+    drops_gradients = False
+
+
+reader = _Reader()
 
 
 class ShardInfo:
@@ -225,17 +240,6 @@ def _computing(engine: OwningEngine) -> bool:
     return engine.computing
 
 
-#: Functions that read `.grad` only to drop it or to fill it with zeros: they need no interval.
-_DROPS = frozenset(
-    getattr(drops, "__wrapped__", drops).__code__
-    for drops in (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad)
-)
-
-#: The function in which `optimizer.load_state_dict` casts states to `param.dtype`. It must see the
-#: master dtype, which is what the optimizer steps.
-_CASTS_STATES = "_process_value_according_to_param_policy"
-
-
 class ShardedParameter(nn.Parameter):
     """See the table of this module."""
 
@@ -259,7 +263,7 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        if not _enabled() or sys._getframe(1).f_code.co_name == _CASTS_STATES:
+        if not _enabled() or reader.casts_states:
             return _get_dtype(self)
         if ForwardDepth.value or differentiate.in_autograd():
             # Recomputed code must take the same path as in the forward pass, where its module had
@@ -282,9 +286,6 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        asker = sys._getframe(1)
-        if leaf_asked_by[0] is not None and asker.f_code.co_name == "add_param_group":
-            leaf_asked_by[0](asker.f_locals.get("self"))
         return True
 
     @property
@@ -294,7 +295,7 @@ class ShardedParameter(nn.Parameter):
         if gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
             return get_grad(entry.compute)
         with disable_torch_function():
-            if sys._getframe(1).f_code in _DROPS:
+            if reader.drops_gradients:
                 return dropped_grad(self)
             return seen_grad(self)
 

@@ -1,0 +1,314 @@
+"""Which axes divide which parameters, and what that leaves on a rank: the usual plans of Megatron and
+torchtitan (column- and row-wise linear layers, a vocabulary-parallel embedding and head).
+
+| kind      | parameters                                   | tp                       | ep      | held by           |
+|-----------|----------------------------------------------|--------------------------|---------|-------------------|
+| embedding | rows of the vocabulary                       | rows                     | –       | dp × ep × cp      |
+| head      | as embedding; tied: a copy on the last stage | rows                     | –       | dp × ep × cp      |
+| attention | queries, keys, values; then the output       | columns; then rows       | –       | dp × ep × cp      |
+| mlp       | up and gate, shared experts too; then down   | columns; then rows       | –       | dp × ep × cp      |
+| experts   | those of a block, in one tensor              | as mlp, if `expert_tp`   | experts | dp × cp (× tp)    |
+| router    | a row an expert                              | –                        | –       | all of the stage  |
+| latent    | what compresses queries, keys and values     | –                        | –       | all of the stage  |
+| norm      | norms, positions, biases behind a row-wise   | –                        | –       | all of the stage  |
+|           | layer, and what no rule knows                |                          |         |                   |
+
+"held by" is what `Axes.holders` (layout/holders.py) says of the axes that divide the kind: the
+runtime asks the same function. A flat buffer has the parameters of a unit that the same ranks hold,
+and is a `ShardSpec` over that many ranks.
+
+Sources: Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022, section 4.2; Liang et
+al. 2024 (torchtitan, arXiv:2410.06511), section 2.1; Zhang and Su 2025 (arXiv:2502.07846), section 3
+(latent attention, experts).
+
+A pipeline's stages are successive blocks, such that the largest stage has as few parameters as
+possible. The embedding belongs to the first, the last norm and the head to the last. A tied matrix
+exists on both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from math import prod
+
+import torch
+
+from onefold.comm.communicators import flat_over, inner_of, nodes_of
+from onefold.layout import Dtypes, ShardSpec, Tiers, Topology, grouped_as
+from onefold.layout.holders import Cut, region_of
+from onefold.plan.activity import blocks_of
+from onefold.plan.degrees import Degrees, dims_of
+from onefold.plan.shapes import ModelShape, Parameter, UnitShape
+from onefold.plan.states import UnitPlan, at_the_turn, rests_encoded
+from onefold.quant import codec
+from onefold.recipe import Recipe
+
+KINDS = ("embedding", "head", "attention", "mlp", "experts", "router", "latent", "norm")
+#: What the last part of a parameter's path is if tensor parallelism cuts it. Conv1D of GPT-2 stores
+#: (in, out), everything else (out, in).
+_COLUMNS = r"(q|k|v|qkv|q_b|kv_b|gate|up|gate_up)_proj|query_key_value|dense_h_to_4h|fc1|w1|w3"
+_ROWS = r"(o|out|down)_proj|dense|dense_4h_to_h|fc2|w2|wo"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What divides the parameters whose path matches: {axis: dimension}."""
+
+    kind: str
+    path: re.Pattern[str]
+    axes: Mapping[str, int] = field(default_factory=dict)
+
+
+def _rule(kind: str, path: str, **axes: int) -> Rule:
+    return Rule(kind, re.compile(rf"(^|\.)({path})$"), axes)
+
+
+_ATTENTION = r"[^.]*att[^.]*"
+#: The first rule that matches counts.
+RULES: tuple[Rule, ...] = (
+    _rule("experts", r"experts\.(.*\.)?(gate_up|gate|up)_proj(\.weight)?", ep=0, tp=1),
+    _rule("experts", r"experts\.(.*\.)?down_proj(\.weight)?", ep=0, tp=2),
+    _rule("router", r"(gate|router)(\.[^.]*)?"),
+    _rule("latent", r"(q_a_proj|kv_a_proj[^.]*)\.(weight|bias)"),
+    _rule("norm", r"[^.]*(norm|ln_[^.]*)\.(weight|bias)"),
+    _rule("embedding", r"(wte|[^.]*embed[^.]*)\.weight", tp=0),
+    _rule("head", r"(lm_head|head|output)\.(weight|bias)", tp=0),
+    _rule("attention", rf"{_ATTENTION}\.c_attn\.weight", tp=1),
+    _rule("attention", rf"{_ATTENTION}\.c_attn\.bias", tp=0),
+    _rule("attention", rf"{_ATTENTION}\.c_proj\.weight", tp=0),
+    _rule("attention", rf"{_ATTENTION}\.({_COLUMNS})\.(weight|bias)", tp=0),
+    _rule("attention", rf"{_ATTENTION}\.({_ROWS})\.weight", tp=1),
+    _rule("mlp", r"c_fc\.weight", tp=1),
+    _rule("mlp", r"c_fc\.bias", tp=0),
+    _rule("mlp", r"c_proj\.weight", tp=0),
+    _rule("mlp", rf"({_COLUMNS})\.(weight|bias)", tp=0),
+    _rule("mlp", rf"({_ROWS})\.weight", tp=1),
+    _rule("norm", r".*"),
+)
+
+
+@lru_cache(maxsize=65536)
+def rule_of(name: str) -> Rule:
+    """Return the rule for a parameter of this name."""
+    return next(rule for rule in RULES if rule.path.search(name))
+
+
+def divided_along(p: Parameter, degrees: Degrees) -> tuple[str, ...]:
+    """Return the axes of several ranks that divide a parameter."""
+    rule, sizes = rule_of(p.name), degrees.sizes
+    return tuple(
+        axis
+        for axis, dim in rule.axes.items()
+        if sizes[axis] > 1
+        and dim < len(p.shape)
+        and (axis != "tp" or rule.kind != "experts" or degrees.expert_tp)
+    )
+
+
+def local_shape(p: Parameter, degrees: Degrees) -> tuple[int, ...]:
+    """Return the shape of the largest part of a parameter."""
+    rule = rule_of(p.name)
+    cuts = [Cut(rule.axes[a], degrees.sizes[a], 0) for a in divided_along(p, degrees)]
+    return region_of(p.shape, cuts).shape
+
+
+def local_numel(p: Parameter, degrees: Degrees) -> int:
+    return prod(local_shape(p, degrees))
+
+
+# -- stages of a pipeline --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """What one rank of a pipeline has: its units, with whole parameters. One object for each model
+    and division, so that what is counted of it is counted once.
+
+    Attributes:
+        index: its number. chunks: the names of its blocks, by chunk.
+        first, last: it has the embedding; it has the head.
+        tied: elements that it has although another stage has them too.
+    """
+
+    index: int
+    units: tuple[UnitShape, ...]
+    chunks: tuple[tuple[str, ...], ...]
+    first: bool
+    last: bool
+    tied: int = 0
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(u.numel for u in self.units)
+
+    @property
+    def blocks(self) -> int:
+        return sum(map(len, self.chunks))
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return tuple(p for unit in self.units for p in unit.parameters)
+
+
+def stages_of(model: ModelShape, degrees: Degrees) -> tuple[Stage, ...]:
+    """Divide a model among the stages of a pipeline."""
+    return _stages(model, degrees.pp, degrees.chunks)
+
+
+@lru_cache(maxsize=64)
+def _stages(model: ModelShape, pp: int, chunks: int) -> tuple[Stage, ...]:
+    blocks = blocks_of(model)
+    names = {b.name for b in blocks}
+    others = [u for u in model.units if u.name not in names]
+    before = [_part(u, first=True) for u in others]
+    behind = [_part(u, first=False) for u in others]
+    tied = _tied(model) if pp > 1 else None
+    ends = sum(u.numel for u in before), sum(u.numel for u in behind) + (tied.numel if tied else 0)
+    sizes = [b.numel for b in blocks]
+    counts = _counts(sizes, pp * chunks, *ends)
+    parts: list[list[UnitShape]] = []
+    at = 0
+    for count in counts:
+        parts.append(blocks[at : at + count])
+        at += count
+    out = []
+    for index in range(pp):
+        own = parts[index::pp]
+        first, last = index == 0, index == pp - 1
+        root = UnitShape("(root)", ())
+        lead = [u for u in before if u.parameters] if first else []
+        tail = [u for u in behind if u.parameters] if last else []
+        copy = (tied,) if tied is not None and last else ()
+        roots = [u for u in (*lead, *tail) if u.name == "(root)"]
+        root = replace(root, parameters=(*(p for u in roots for p in u.parameters), *copy))
+        units = (
+            root,
+            *(u for u in lead if u.name != "(root)"),
+            *(b for part in own for b in part),
+            *(u for u in tail if u.name != "(root)"),
+        )
+        out.append(
+            Stage(
+                index,
+                units,
+                tuple(tuple(b.name for b in part) for part in own),
+                first,
+                last,
+                tied.numel if copy and tied is not None else 0,
+            )
+        )
+    return tuple(out)
+
+
+def _part(unit: UnitShape, first: bool) -> UnitShape:
+    """Return what the first (or last) stage has of a unit outside the blocks."""
+    looks_up = ("embed", "wte", "wpe")
+    return replace(
+        unit,
+        parameters=tuple(
+            p for p in unit.parameters if any(word in p.name for word in looks_up) == first
+        ),
+    )
+
+
+def _tied(model: ModelShape) -> Parameter | None:
+    """Return the matrix that is both embedding and head, as the last stage has it; None: there is
+    none.
+    """
+    if not dims_of(model).tied:
+        return None
+    every = (p for u in model.units for p in u.parameters)
+    found = next((p for p in every if rule_of(p.name).kind == "embedding"), None)
+    return replace(found, name=f"tied.{found.name}") if found is not None else None
+
+
+def _counts(sizes: Sequence[int], parts: int, before: int, behind: int) -> list[int]:
+    """Return how many successive blocks each part gets, at least one: the largest part, with what is
+    before the first block and behind the last, is as small as possible, and earlier parts are full.
+    """
+
+    def filled(most: int) -> list[int] | None:
+        counts, at = [], 0
+        for part in range(parts):
+            total, count = before if part == 0 else 0, 0
+            left = parts - part - 1
+            extra = behind if part == parts - 1 else 0
+            while at + count < len(sizes) - left and (
+                count == 0 or total + sizes[at + count] + extra <= most
+            ):
+                total += sizes[at + count]
+                count += 1
+            if total + extra > most:
+                return None
+            counts.append(count)
+            at += count
+        return counts if at == len(sizes) else None
+
+    low, high = max(sizes), before + sum(sizes) + behind
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if filled(middle) is not None else (middle + 1, high)
+    found = filled(low)
+    assert found is not None  # everything in one part's bytes fits
+    return found
+
+
+# -- flat buffers ----------------------------------------------------------------------------------
+
+
+def units_over(
+    stage: Stage,
+    degrees: Degrees,
+    recipe: Recipe,
+    per_node: int | None = None,
+    nccl: bool = True,
+) -> list[UnitPlan]:
+    """Lay out a stage's units as the engine does on its first rank: one flat buffer for each kind of
+    parameters that the same ranks hold.
+
+    Args:
+        per_node, nccl: as for `plan.states.units_of`.
+    """
+    units = [
+        UnitPlan(u.name, tuple(_flats(u, degrees, recipe, per_node, nccl)), u.looks_up_only)
+        for u in stage.units
+    ]
+    turning = at_the_turn(units) if recipe.reshard_after_forward else set()
+    return [replace(u, turns=True) if u.name in turning else u for u in units]
+
+
+def _flats(
+    unit: UnitShape, degrees: Degrees, recipe: Recipe, per_node: int | None, nccl: bool
+) -> Iterator[ShardSpec]:
+    kinds: dict[tuple[torch.dtype, bool, bool, tuple[int, ...]], list[Parameter]] = {}
+    for p in unit.parameters:
+        like = grouped_as(p.torch_dtype, recipe), p.trainable, rests_encoded(p, recipe)
+        held = degrees.holders(divided_along(p, degrees)).groups[0]
+        kinds.setdefault((*like, held), []).append(p)
+    for (_, trainable, stored, ranks), of_kind in kinds.items():
+        topology = topology_over(ranks, recipe, per_node)
+        nodes = nodes_of(ranks, per_node)
+        decided = recipe.with_sums(nccl, flat_over(nodes, topology))
+        dtypes = Dtypes.of(of_kind[0].torch_dtype, trainable, decided)
+        yield ShardSpec.of(
+            tuple((p.name, local_shape(p, degrees)) for p in of_kind),
+            dtypes,
+            decided,
+            topology,
+            topology.position_of(0),
+            codec,
+            trainable=trainable,
+            stored=stored,
+            tiers=None if stored else Tiers.of(trainable, decided),
+            in_place=all(p.torch_dtype == dtypes.compute for p in of_kind),
+            native=nccl,
+        )
+
+
+@lru_cache(maxsize=256)
+def topology_over(ranks: tuple[int, ...], recipe: Recipe, per_node: int | None) -> Topology:
+    """Return the groups of a recipe among the ranks that hold the same parameters."""
+    return Topology(len(ranks), inner_of(recipe.group, ranks, per_node))
