@@ -402,8 +402,8 @@ class EMA:
             found = _find(state, entry)
             if found is None:
                 return f"'module.{entry.part.names[0]}' is missing: it is of another model.", 0
-            if tuple(found.shape) != tuple(entry.part.shape):
-                shapes = f"{tuple(found.shape)}, expected {tuple(entry.part.shape)}"
+            if tuple(found.shape) != tuple(entry.shape):
+                shapes = f"{tuple(found.shape)}, expected {tuple(entry.shape)}"
                 return f"'module.{entry.part.names[0]}' has shape {shapes}.", 0
         return None, int(state["n_averaged"])
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from models import TinyGPT, tokens_of
@@ -369,19 +367,3 @@ def test_what_cannot_be_saved_says_so() -> None:
         assert said["a fresh optimizer is left alone"] == "0 states, steps {0.0}"
         assert "tensor of shape (3, 2)" in said["factored"] and "stage 0" in said["factored"]
         assert "parameters" not in said
-
-
-@given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_the_boxes_of_an_interval_tile_it_in_order(shape: list[int], data: st.DataObject) -> None:
-    from onefold.checkpoint.dcp_interval import boxes
-
-    start = data.draw(st.integers(0, prod(shape)))
-    stop = data.draw(st.integers(start, prod(shape)))
-    whole = torch.arange(prod(shape)).view(shape)
-    found = boxes(shape, start, stop)
-    cut = [
-        whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten() for box in found
-    ]
-    assert [int(i) for piece in cut for i in piece] == list(range(start, stop))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
-    assert len({offsets for offsets, _ in found}) == len(found)  # a box is known by where it begins

@@ -25,9 +25,11 @@ from onefold.checkpoint.manifest import (
     Manifest,
     Record,
     StoredPiece,
+    key_of,
     read_manifest,
     write_manifest,
 )
+from onefold.checkpoint.parts import records
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import (
     DTYPES,
@@ -38,6 +40,7 @@ from onefold.checkpoint.tensorfile import (
     write_tensors,
 )
 from onefold.checkpoint.values import decode, encode
+from onefold.layout.holders import Region
 
 
 @given(st.lists(st.binary(max_size=300), max_size=6))
@@ -192,9 +195,9 @@ def test_a_manifest_comes_back_and_every_changed_byte_of_it_is_found(tmp_path: P
 def test_a_manifest_of_a_later_version_says_so(tmp_path: Path) -> None:
     from dataclasses import replace
 
-    write_manifest(tmp_path, replace(_manifest(), version=2, saved_by={"onefold": "9.9"}))
+    write_manifest(tmp_path, replace(_manifest(), version=3, saved_by={"onefold": "9.9"}))
     with pytest.raises(
-        CheckpointError, match=r"version 2 .* by Onefold 9\.9; this Onefold reads versions up to 1"
+        CheckpointError, match=r"version 3 .* by Onefold 9\.9; this Onefold reads versions up to 2"
     ):
         read_manifest(tmp_path)
 
@@ -211,3 +214,61 @@ def test_pieces_that_do_not_tile_their_tensor_are_refused() -> None:
         )
     with pytest.raises(DamagedCheckpoint, match="cover 5 of its 12 elements"):
         Record(Item("parameter", "a"), "F32", (12,), (StoredPiece("f", 0, 5, 0),))
+
+
+LEFT, RIGHT = Region((0, 0), (4, 2)), Region((0, 2), (4, 1))
+
+
+def _boxed(*pieces: StoredPiece) -> Record:
+    return Record(Item("parameter", "a"), "F32", (4, 3), pieces)
+
+
+def test_boxes_are_in_a_later_version_of_the_manifest_only_where_there_are_some(
+    tmp_path: Path,
+) -> None:
+    plain = _manifest()
+    assert plain.version == 1 and '"version": 1,' in plain.to_text()
+    assert '"pieces":[[0,0,5,1],[1,5,12,2]]}' in plain.to_text() and "boxes" not in plain.to_text()
+    record = _boxed(
+        StoredPiece("f", 0, 5, 1, LEFT), StoredPiece("g", 5, 8, 2, LEFT), StoredPiece("g", 0, 4, 3, RIGHT)
+    )  # fmt: skip
+    boxed = Manifest((*plain.records, record), plain.files, created="2026")
+    assert boxed.version == 2 and record.boxes == (LEFT, RIGHT)
+    assert '"boxes":[[[0,0],[4,2]],[[0,2],[4,1]]],"pieces":[[0,0,5,1,0],' in boxed.to_text()
+    write_manifest(tmp_path, boxed)
+    assert read_manifest(tmp_path) == boxed
+    keys = {key_of(record.item, p.start, p.box) for p in record.pieces}
+    assert keys == {"parameter:a@0.0+0", "parameter:a@0.0+5", "parameter:a@0.2+0"}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ((StoredPiece("f", 0, 8, 1, LEFT),), "boxes cover 8 of 12"),
+        (
+            (StoredPiece("f", 0, 8, 1, LEFT), StoredPiece("f", 0, 3, 1, RIGHT)),
+            r"cover 3 of its 4 elements of the box at \(0, 2\)",
+        ),
+        ((StoredPiece("f", 0, 8, 1, LEFT), StoredPiece("f", 0, 12, 1)), "two boxes overlap"),
+        (
+            (StoredPiece("f", 1, 8, 1, LEFT), StoredPiece("f", 0, 4, 1, RIGHT)),
+            r"elements 1 to 8 of the box at \(0, 0\) of \(4, 2\), expected one that begins at 0",
+        ),
+    ],
+)
+def test_boxes_that_do_not_cover_a_tensor_once_are_refused(
+    pieces: tuple[StoredPiece, ...], message: str
+) -> None:
+    with pytest.raises(DamagedCheckpoint, match=message):
+        _boxed(*pieces)
+
+
+def test_ranks_that_leave_a_part_of_a_tensor_out_cannot_save() -> None:
+    item, shape = Item("parameter", "a"), (4, 3)
+    left = item, "F32", shape, (), StoredPiece("f", 0, 8, 1, LEFT)
+    right = item, "F32", shape, (), StoredPiece("g", 0, 4, 1, RIGHT)
+    assert records([[left], [right]])[0].boxes == (LEFT, RIGHT)
+    with pytest.raises(DamagedCheckpoint, match="boxes cover 8 of 12"):
+        records([[left], []])
+    with pytest.raises(DamagedCheckpoint, match=r"two boxes overlap|expected one that begins"):
+        records([[left, right], [right]])

@@ -20,7 +20,7 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Together
-from onefold.checkpoint.views import Recoded
+from onefold.checkpoint.views import Local, Recoded
 from onefold.optim.state_dicts import meet_when_asked, show_states
 from onefold.optim.state_parts import OptimizerParts, placed
 from onefold.quant.moments import moment_policy
@@ -74,7 +74,7 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -
     found: dict[str, Item] = {}
     missing, wrong = [], []
     for entry in engine.entries:
-        name, shape = entry.part.names[0], entry.part.shape
+        name, shape = entry.part.names[0], entry.shape
         item = source.parameter(entry.part.names)
         if item is None:
             missing.append(name)
@@ -135,16 +135,24 @@ def load_model(engine: Engine, module: nn.Module, source: Source) -> None:
     with together.each_rank():
         fit = fit_model(engine, module, source, strict=False)
     assert fit is not None
-    reading = StateReader(engine, source)
+    reading = StateReader.of(engine, source)
     fill_model(engine, fit, reading)
     together.agree(reading.error)
 
 
 class StateReader:
-    """Reads from a source for one engine. `error` is the first error, for the caller to raise."""
+    """Reads from a source for one engine. `error` is the first error, for the caller to raise.
+
+    Its `source` has the parts that this rank's holders hold, see `Local`.
+    """
 
     def __init__(self, engine: Engine, source: Source, error: Exception | None = None) -> None:
         self.engine, self.source, self.error = engine, source, error
+
+    @classmethod
+    def of(cls, engine: Engine, source: Source) -> StateReader:
+        """Return a reader of a source with whole parameters."""
+        return cls(engine, Local.of(engine, source))
 
     def masters(self, flat: Flat, found: list[tuple[Entry, Item]]) -> None:
         """Read the master weights of a flat buffer. Parameters not in `found` stay as they are."""
@@ -235,6 +243,11 @@ def fill_optimizers(
     for optimizer in optimizers:
         meet_when_asked(optimizer)
     _set_groups(optimizers, reading.source.groups() or [])
+    if isinstance(reading.source, Local) and (odd := reading.source.odd):
+        reading.error = reading.error or CheckpointError(
+            f"{reading.source.describe}: {odd[0]} has a shape of its own and cannot be divided along"
+            " another axis than data; load it into a model that is not parallelized."
+        )
     owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
     source = _recoded(engine, owner, reading.source)
     states: dict[str, list[Item]] = {}

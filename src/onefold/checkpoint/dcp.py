@@ -369,7 +369,9 @@ def _part(entry: Entry, value: Any, key: str = "") -> Any:
             return value
         if value.shape == entry.param.shape:
             start, _ = entry.owned()
-            return DCPInterval(value, slot.shape, start) if slot.numel else value.view(slot.shape)
+            if not slot.numel and entry.region is None:
+                return value.view(slot.shape)
+            return DCPInterval(value, entry.shape, start, entry.region)
         what = f"a tensor of shape {tuple(value.shape)}"
     elif replicated or not isinstance(value, (list, tuple, Mapping)):
         return value

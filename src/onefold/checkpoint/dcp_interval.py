@@ -5,13 +5,13 @@
                                         12 13 14 15 16 17
                                         18 19 20  .  .  .      box at (3, 0), of [1, 3]
 
-DCP supports n-dimensional boxes only, so an interval is stored as one or more boxes.
+DCP supports n-dimensional boxes only, so an interval is stored as one or more boxes. An interval of
+a box of the tensor, as tensor parallelism leaves it to a rank, consists of boxes too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
@@ -24,31 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from onefold.checkpoint.errors import CheckpointError
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Split elements [start, stop) of a flattened tensor of n dims into at most 2n - 1 boxes
-    (offsets, sizes).
-    """
-    if start >= stop:
-        return []
-    if len(shape) < 2:
-        return [((start,), (stop - start,))] if len(shape) else [((), ())]
-    row, rest = prod(shape[1:]), shape[1:]
-    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
-
-    def inside(index: int, a: int, b: int) -> list[Box]:
-        return [((index, *offsets), (1, *sizes)) for offsets, sizes in boxes(rest, a, b)]
-
-    if first == last:
-        return inside(first, head, tail)
-    out = inside(first, head, row) if head else []
-    first += head > 0
-    if first < last:
-        out.append(((first, *(0 for _ in rest)), (last - first, *rest)))
-    return out + inside(last, 0, tail)
+from onefold.layout.holders import Region
+from onefold.layout.regions import BoxInterval, whole_region
 
 
 class _IntervalMemory:
@@ -66,8 +43,8 @@ class _IntervalMemory:
 
 
 class DCPInterval(torch.Tensor):
-    """Elements [start, start + len(local)) of a flattened tensor of `shape`. It has the shape of
-    the whole tensor, but holds only `local`.
+    """Elements [start, start + len(local)) of a flattened tensor of `shape`, or of a flattened box
+    of it. It has the shape of the whole tensor, but holds only `local`.
 
     It is a tensor subclass because DCP looks for shards in tensors only. It cannot be computed
     with.
@@ -75,31 +52,40 @@ class DCPInterval(torch.Tensor):
     Args:
         local: [stop - start], contiguous. DCP saves from it and loads into it in place.
         shape: shape of the whole tensor.
-        start: index of the first element in the flattened whole tensor.
+        start: index of the first element in the flattened whole tensor, or box.
+        region: the box; None for the whole tensor.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _held: _IntervalMemory
     start: int
+    region: Region | None
 
     @staticmethod
     def __new__(
-        cls: type[DCPInterval], local: torch.Tensor, shape: Sequence[int], start: int
+        cls: type[DCPInterval],
+        local: torch.Tensor,
+        shape: Sequence[int],
+        start: int,
+        region: Region | None = None,
     ) -> DCPInterval:
         return torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
 
-    def __init__(self, local: torch.Tensor, shape: Sequence[int], start: int) -> None:
-        self._held, self.start = _IntervalMemory(local), start
+    def __init__(
+        self, local: torch.Tensor, shape: Sequence[int], start: int, region: Region | None = None
+    ) -> None:
+        self._held, self.start, self.region = _IntervalMemory(local), start, region
 
     @property
     def local(self) -> torch.Tensor:
         """The memory of the interval, [stop - start]."""
         return self._held.data
 
-    def _boxes(self) -> list[Box]:
-        return boxes(self.size(), self.start, self.start + self.local.numel())
+    def _boxes(self) -> list[Region]:
+        region = self.region or whole_region(self.size())
+        return BoxInterval(region, self.start, self.start + self.local.numel()).boxes()
 
     # -- what DCP's planners call ------------------------------------------------------------------
 
@@ -116,19 +102,19 @@ class DCPInterval(torch.Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes in self._boxes()
+            ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+            for box in self._boxes()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         at = 0
-        for offsets, sizes in self._boxes():
-            if index.offset is not None and tuple(index.offset) == offsets:
-                return self.local[at : at + prod(sizes)].view(sizes)
-            at += prod(sizes)
+        for box in self._boxes():
+            if index.offset is not None and tuple(index.offset) == box.offset:
+                return self.local[at : at + box.numel].view(box.shape)
+            at += box.numel
         raise CheckpointError(
             f"the planner asked for the part of {index.fqn!r} at {index.offset}; this rank holds"
-            f" {self!r}, whose parts begin at {[list(offsets) for offsets, _ in self._boxes()]}. A"
+            f" {self!r}, whose parts begin at {[list(box.offset) for box in self._boxes()]}. A"
             " planner of your own must plan with the chunks that __create_chunk_list__ of the"
             " tensor names."
         )
@@ -155,14 +141,16 @@ class DCPInterval(torch.Tensor):
         )
 
     def _like(self, local: torch.Tensor) -> DCPInterval:
-        return DCPInterval(local, self.size(), self.start)
+        return DCPInterval(local, self.size(), self.start, self.region)
 
     def __deepcopy__(self, memo: Any) -> DCPInterval:
         return self._like(self.local.clone())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        box = self.region
+        where = "" if box is None else f"the box at {box.offset} of {box.shape} of "
         return (
-            f"elements {self.start} to {self.start + self.local.numel()} of a tensor of shape"
+            f"elements {self.start} to {self.start + self.local.numel()} of {where}a tensor of shape"
             f" {tuple(self.size())}"
         )
 
@@ -178,7 +166,7 @@ def _between_processes(leaf: DCPInterval) -> Any:
     """Pickle `leaf` for another process on this host, with its memory shared. Needed by
     `async_save(async_checkpointer_type=PROCESS)`.
     """
-    return DCPInterval, (leaf.local, tuple(leaf.size()), leaf.start)
+    return DCPInterval, (leaf.local, tuple(leaf.size()), leaf.start, leaf.region)
 
 
 ForkingPickler.register(DCPInterval, _between_processes)

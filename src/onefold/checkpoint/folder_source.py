@@ -17,13 +17,18 @@ from onefold.checkpoint.manifest import (
     STATE,
     Manifest,
     Record,
+    StoredPiece,
     key_of,
     path_in,
     read_manifest,
 )
-from onefold.checkpoint.source import Item, Source, Stored
-from onefold.checkpoint.tensorfile import DTYPES, TensorFile, joined
+from onefold.checkpoint.source import Item, Source, Stored, read_common
+from onefold.checkpoint.tensorfile import DTYPES, TensorFile, combine
 from onefold.checkpoint.values import decode
+from onefold.layout.holders import Region
+from onefold.layout.regions import BoxInterval, whole_region
+from onefold.quant.moment_packing import MomentPacking
+from onefold.recipe.moments import BLOCK, SIGNED, grain_of, items_of, packed
 
 #: The most files that are open at a time.
 OPEN = 64
@@ -31,9 +36,12 @@ OPEN = 64
 
 @dataclass(frozen=True, order=True)
 class RangeRead:
-    """A record of a read: elements `[start, stop)` of an item, and the CRC-32 of their bytes."""
+    """A record of a read: elements `[start, stop)` of an item, or of its box that begins at `box`,
+    and the CRC-32 of their bytes.
+    """
 
     item: Item
+    box: tuple[int, ...]
     start: int
     stop: int
     crc: int
@@ -41,6 +49,9 @@ class RangeRead:
 
 class FolderSource(Source):
     """An Onefold checkpoint folder to load from; see `Source`.
+
+    Moments that are packed in blocks of boxes are listed as what they stand for, in fp32, and
+    decoded when they are read; `packed_in` has the codes.
 
     Attributes:
         checks: reads whose checksums have not been compared yet.
@@ -59,6 +70,14 @@ class FolderSource(Source):
         self.saved_by = self.manifest.saved_by
         self.records: dict[Item, Record] = {r.item: r for r in self.manifest.records}
         self._items = {item: Stored(DTYPES[r.dtype], r.shape) for item, r in self.records.items()}
+        # {a moment that is packed in blocks of boxes: the records of its codes and its scales}
+        self._moments: dict[Item, list[Record]] = {}
+        for item, record in self.records.items():
+            if record.boxed and (part := packed(item.state)) is not None:
+                moment = Item(item.kind, item.name, part.key)
+                del self._items[item]
+                self._items[moment] = Stored(torch.float32, record.shape)
+                self._moments.setdefault(moment, []).append(record)
         self._aliases = {alias: r.item.name for r in self.manifest.records for alias in r.aliases}
         self.checks: list[RangeRead] = []
         self._files: dict[str, TensorFile] = {}
@@ -108,6 +127,12 @@ class FolderSource(Source):
             raise CheckpointError(f"{self.describe} holds no {item}.")
         return self._items[item]
 
+    def records_of(self, item: Item) -> list[Record]:
+        """Return the record of a tensor in `items`; of a moment that is packed in blocks of boxes,
+        those of its codes and scales.
+        """
+        return self._moments.get(item) or [self.records[item]]
+
     def items(self) -> Mapping[Item, Stored]:
         return self._items
 
@@ -115,6 +140,9 @@ class FolderSource(Source):
         return self._aliases
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
+        if item in self._moments or self.records[item].boxed:
+            self.read_box(item, whole_region(self.stored(item).shape), start, stop, out)
+            return
         record = self.records[item]
         first = max(0, bisect_right([p.start for p in record.pieces], start) - 1)
         for piece in record.pieces[first:]:
@@ -123,16 +151,75 @@ class FolderSource(Source):
                 if piece.start >= stop:
                     break
                 continue
-            file, key = self._open(piece.file), key_of(item, piece.start)
-            entry = file.header.get(key)
-            expected = DTYPES[record.dtype], (piece.stop - piece.start,)
-            if entry is None or (entry.dtype, entry.shape) != expected:
-                raise DamagedCheckpoint(
-                    f"{file.path} does not hold {item} as the manifest says: it belongs to another"
-                    " checkpoint, or is damaged."
-                )
-            crc = file.read(key, a - piece.start, b - piece.start, out[a - start : b - start])
-            self.checks.append(RangeRead(item, a, b, crc))
+            self._read(record, piece, a, b, out[a - start : b - start])
+
+    def read_box(
+        self, item: Item, region: Region, start: int, stop: int, out: torch.Tensor
+    ) -> None:
+        wanted = BoxInterval(region, start, stop)
+        if item in self._moments:
+            for box in self._moments[item][0].boxes:
+                read_common(
+                    wanted, BoxInterval(box, 0, box.numel), out, torch.float32,
+                    lambda a, b, into, box=box: self._decode(item, box, a, b, into),  # type: ignore[misc]
+                )  # fmt: skip
+            return
+        record = self.records[item]
+        whole = whole_region(record.shape)
+        if region == whole and not record.boxed:
+            self.read(item, start, stop, out)
+            return
+        for piece in record.pieces:
+            if (box := piece.box or whole) == region:
+                a, b = max(start, piece.start), min(stop, piece.stop)
+                if a < b:
+                    self._read(record, piece, a, b, out[a - start : b - start])
+                continue
+            there = BoxInterval(box, piece.start, piece.stop)
+            read_common(
+                wanted, there, out, DTYPES[record.dtype],
+                lambda a, b, into, piece=piece: self._read(  # type: ignore[misc]
+                    record, piece, piece.start + a, piece.start + b, into
+                ),
+            )  # fmt: skip
+
+    def packed_in(self, name: str, region: Region) -> Mapping[Item, Stored]:
+        found = [r for i, both in self._moments.items() if i.name == name for r in both]
+        return {
+            r.item: Stored(DTYPES[r.dtype], (-(-region.numel // grain_of(r.item.state)),))
+            for r in found
+            if region in r.boxes
+        }
+
+    def _decode(self, moment: Item, box: Region, start: int, stop: int, out: torch.Tensor) -> None:
+        """Read elements [start, stop) of a box of a packed moment into `out`, in fp32."""
+        a, b = start // BLOCK * BLOCK, min(box.numel, -(-stop // BLOCK) * BLOCK)
+        read: dict[bool, torch.Tensor] = {}  # the codes, and the scales
+        for record in self._moments[moment]:
+            part = packed(record.item.state)
+            assert part is not None, "by it the moment was found"
+            i, j = items_of(a, b, part.grain)
+            read[part.scale] = torch.empty(j - i, dtype=part.dtype, device="cpu")
+            self.read_box(record.item, box, i, j, read[part.scale])
+            codec = MomentPacking(part.format, torch.device("cpu"))
+        values = codec.decode(read[False], read[True], b - a, SIGNED[moment.state])
+        out.copy_(values[start - a : stop - a])
+
+    def _read(
+        self, record: Record, piece: StoredPiece, start: int, stop: int, out: torch.Tensor
+    ) -> None:
+        """Read elements [start, stop) of the flattened tensor or box, which are in `piece`."""
+        item = record.item
+        file, key = self._open(piece.file), key_of(item, piece.start, piece.box)
+        entry = file.header.get(key)
+        expected = DTYPES[record.dtype], (piece.stop - piece.start,)
+        if entry is None or (entry.dtype, entry.shape) != expected:
+            raise DamagedCheckpoint(
+                f"{file.path} does not hold {item} as the manifest says: it belongs to another"
+                " checkpoint, or is damaged."
+            )
+        crc = file.read(key, start - piece.start, stop - piece.start, out)
+        self.checks.append(RangeRead(item, _offset(piece), start, stop, crc))
 
     def _open(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -163,7 +250,8 @@ class FolderSource(Source):
 
     def compare_with(self, checks: list[RangeRead]) -> None:
         """Compare the checksums of reads, of this and other ranks, with the manifest. The checksums
-        of several reads of one piece are combined.
+        of several reads of one piece are combined. Reads that overlap must agree wherever two of
+        them, or two sequences of them, end at the same element.
 
         Pieces of which only a part was read are skipped.
 
@@ -171,19 +259,19 @@ class FolderSource(Source):
             CheckpointError: bytes have changed since they were written. The message names file and
                 tensor.
         """
-        by_item: dict[Item, list[RangeRead]] = {}
+        by_item: dict[Item, dict[tuple[int, ...], list[RangeRead]]] = {}
         for check in sorted(set(checks)):
-            by_item.setdefault(check.item, []).append(check)
+            by_item.setdefault(check.item, {}).setdefault(check.box, []).append(check)
         bad = []
-        for item, parts in by_item.items():
+        for item, by_box in by_item.items():
             size = DTYPES[self.records[item].dtype].itemsize
             for piece in self.records[item].pieces:
+                parts = by_box.get(_offset(piece), ())
                 inside = [c for c in parts if piece.start <= c.start and c.stop <= piece.stop]
-                starts, ends = [c.start for c in inside], [c.stop for c in inside]
-                if [piece.start, *ends] != [*starts, piece.stop]:
-                    continue
-                if joined((c.crc, (c.stop - c.start) * size) for c in inside) != piece.crc:
+                if not _sound(piece, inside, size):
                     where = f"elements {piece.start} to {piece.stop}"
+                    if piece.box is not None:
+                        where += f" of the box at {piece.box.offset} of {piece.box.shape}"
                     bad.append(f"{self.folder / piece.file}: {item}, {where}")
         if bad:
             more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
@@ -196,3 +284,22 @@ class FolderSource(Source):
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _offset(piece: StoredPiece) -> tuple[int, ...]:
+    """Return where a piece's box begins; () for a whole tensor."""
+    return () if piece.box is None else piece.box.offset
+
+
+def _sound(piece: StoredPiece, inside: list[RangeRead], size: int) -> bool:
+    """Return whether reads inside a piece, in order, contradict neither its checksum nor each other.
+    `size`: bytes of an element.
+    """
+    # {element: the checksum of all bytes of the piece before it}
+    known = {piece.start: 0}
+    for c in inside:
+        if c.start in known:
+            crc = combine(known[c.start], c.crc, (c.stop - c.start) * size)
+            if known.setdefault(c.stop, crc) != crc:
+                return False
+    return known.get(piece.stop, piece.crc) == piece.crc

@@ -236,7 +236,7 @@ def _apply(
         if optimizers:
             fit_groups(engine, optimizers, reader, strict)
     assert fit is not None
-    reading = StateReader(engine, reader)
+    reading = StateReader.of(engine, reader)
     fill_model(engine, fit, reading)
     if optimizers:
         fill_optimizers(engine, optimizers, reading)
@@ -302,10 +302,13 @@ class _Beside:
 
 
 def _of_rank(data: dict[str, Any], together: Together) -> Any:
-    """Return the `data` of this rank; None if ranks differed and their number has changed."""
+    """Return the `data` of this rank; None if ranks differed and their number has changed. Ranks
+    that compute with the same data count as one.
+    """
     if "all" in data:
         return data["all"]
-    return data["ranks"][together.rank] if len(data["ranks"]) == together.size else None
+    same = len(data["ranks"]) == together.data_ranks
+    return data["ranks"][together.data_of[together.rank]] if same else None
 
 
 def _verify(together: Together, own: FolderSource | None, error: Exception | None) -> None:
@@ -338,10 +341,10 @@ def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[
         if found is None:
             what = "position in the data" if name == "data" else name
             raise CheckpointError(f"{source.describe} holds no {what}; leave {name} out of load().")
-        if name == "data" and "ranks" in found and len(found["ranks"]) != together.size:
+        if name == "data" and "ranks" in found and len(found["ranks"]) != together.data_ranks:
             raise CheckpointError(
                 f"{source.describe}: each of its {len(found['ranks'])} ranks was elsewhere in its"
-                f" data, which cannot be divided among {together.size}. Load on as many ranks, or"
+                f" data, which cannot be divided among {together.data_ranks}. Load on as many ranks, or"
                 " leave data out and give a position that is the same on every rank when saving."
             )
         out[name] = _of_rank(found, together) if name == "data" else found

@@ -4,9 +4,23 @@
     tensor   parameter 'h.0.weight'   float32 [48, 16]                 768 elements
     pieces   |rank-00000: 0 .. 300|rank-00001: 300 .. 768|             tile them exactly
 
-A load does not depend on the number of ranks, the stage or the tier of the save: it divides the
-elements anew. `Record.__post_init__` verifies that the pieces of a tensor tile it. The manifest's
-own SHA-256 is stored in a second file, in the form that `sha256sum -c manifest.sha256` reads.
+    saved on a mesh with tensor parallelism: each piece is an interval of a flattened box
+    box at (0, 0) of [24, 16]    |rank-00000: 0 .. 200|rank-00002: 200 .. 384|    the boxes tile the tensor,
+    box at (24, 0) of [24, 16]   |rank-00001: 0 .. 200|rank-00003: 200 .. 384|    their pieces tile them
+
+A load does not depend on the number of ranks, the mesh, the stage or the tier of the save: it
+divides the elements anew. `Record.__post_init__` verifies that the pieces of a tensor tile it. The
+manifest's own SHA-256 is stored in a second file, in the form that `sha256sum -c manifest.sha256`
+reads.
+
+| version | is written if                                | a tensor has                                     |
+|---------|----------------------------------------------|--------------------------------------------------|
+| 1       | every piece is an interval of a whole tensor | "pieces": [[file, start, stop, crc], ...]        |
+| 2       | some tensor has boxes                        | also "boxes": [[offset, shape], ...], the number |
+|         |                                              | of its box at the end of each of its pieces      |
+
+A packed moment of a parameter that is saved in boxes is packed in blocks of each box. Its record has
+the shape of the parameter, and its pieces count the codes (or scales) of a box.
 
 [Note: nothing outside the folder] A checkpoint may come from an untrusted source, and checksums
 prove only that its parts belong together. Every file name is therefore turned into a path by
@@ -25,26 +39,32 @@ from typing import Any
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import DTYPES, numel_of
+from onefold.layout.holders import Region
+from onefold.layout.regions import tile, whole_region
+from onefold.recipe.moments import grain_of
 
-VERSION = 1
+#: The latest version of the format, see above.
+VERSION = 2
 MANIFEST, CHECKSUM, STATE = "manifest.json", "manifest.sha256", "state.json"
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Elements `[start, stop)` of a flattened tensor, stored in `file`. `crc`: CRC-32 of their
-    bytes.
+    """Elements `[start, stop)` of a flattened tensor, or of a flattened `box` of it, stored in
+    `file`. `crc`: CRC-32 of their bytes.
     """
 
     file: str
     start: int
     stop: int
     crc: int
+    box: Region | None = None
 
 
-def key_of(item: Item, start: int) -> str:
+def key_of(item: Item, start: int, box: Region | None = None) -> str:
     """Return the name of a piece in its file."""
-    return f"{item.kind}:{item.name}{':' + item.state if item.state else ''}@{start}"
+    at = "" if box is None else ".".join(map(str, box.offset)) + "+"
+    return f"{item.kind}:{item.name}{':' + item.state if item.state else ''}@{at}{start}"
 
 
 def rank_file(rank: int) -> str:
@@ -89,26 +109,50 @@ class Record:
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        end = 0
-        for piece in self.pieces:
-            if piece.start != end or piece.stop < piece.start:
-                raise DamagedCheckpoint(
-                    f"{self.item}: a piece covers elements {piece.start} to {piece.stop}, expected"
-                    f" one that begins at {end}."
-                )
-            end = piece.stop
-        if end != numel_of(self.shape):
-            raise DamagedCheckpoint(
-                f"{self.item}: its pieces cover {end} of its {numel_of(self.shape)} elements."
-            )
+        if not self.boxed:
+            self._check(self.pieces, numel_of(self.shape), "")
+        elif why := tile(self.shape, self.boxes):
+            raise DamagedCheckpoint(f"{self.item}: its pieces do not tile it: {why}.")
+        for box in self.boxes if self.boxed else ():
+            where = f" of the box at {box.offset} of {box.shape}"
+            items = -(-box.numel // grain_of(self.item.state))
+            self._check([p for p in self.pieces if p.box == box], items, where)
         if self.dtype not in DTYPES:
             raise CheckpointError(
                 f"{self.item} has the dtype {self.dtype!r}, which this version of Onefold does not"
                 " know."
             )
 
+    def _check(self, pieces: Sequence[StoredPiece], numel: int, where: str) -> None:
+        """Check that `pieces` tile `numel` elements, in order. `where`: the end of messages."""
+        end = 0
+        for piece in pieces:
+            if piece.start != end or piece.stop < piece.start:
+                raise DamagedCheckpoint(
+                    f"{self.item}: a piece covers elements {piece.start} to {piece.stop}{where},"
+                    f" expected one that begins at {end}."
+                )
+            end = piece.stop
+        if end != numel:
+            raise DamagedCheckpoint(
+                f"{self.item}: its pieces cover {end} of its {numel} elements{where}."
+            )
+
+    @property
+    def boxed(self) -> bool:
+        """Whether pieces are intervals of boxes."""
+        return any(piece.box is not None for piece in self.pieces)
+
+    @property
+    def boxes(self) -> tuple[Region, ...]:
+        """The box of each piece, each once: the whole tensor, unless the record is `boxed`."""
+        whole = whole_region(self.shape)
+        return tuple(dict.fromkeys(p.box or whole for p in self.pieces))
+
     def to_json(self, number: Mapping[str, int]) -> dict[str, Any]:
         """Return the record as JSON values. `number`: the number of each file, by its name."""
+        boxes = {box: i for i, box in enumerate(self.boxes)} if self.boxed else {}
+        whole = whole_region(self.shape)
         return {
             "kind": self.item.kind,
             "name": self.item.name,
@@ -116,16 +160,30 @@ class Record:
             "dtype": self.dtype,
             "shape": list(self.shape),
             **({"aliases": list(self.aliases)} if self.aliases else {}),
-            "pieces": [[number[p.file], p.start, p.stop, p.crc] for p in self.pieces],
+            **({"boxes": [[list(b.offset), list(b.shape)] for b in boxes]} if boxes else {}),
+            "pieces": [
+                [
+                    number[p.file],
+                    p.start,
+                    p.stop,
+                    p.crc,
+                    *([boxes[p.box or whole]] if boxes else []),
+                ]
+                for p in self.pieces
+            ],
         }
 
     @classmethod
     def from_json(cls, t: Mapping[str, Any], names: Sequence[str]) -> Record:
+        boxes = [Region(tuple(offset), tuple(shape)) for offset, shape in t.get("boxes", ())]
         return cls(
             Item(t["kind"], t["name"], t.get("state", "")),
             t["dtype"],
             tuple(t["shape"]),
-            tuple(StoredPiece(names[n], a, b, crc) for n, a, b, crc in t["pieces"]),
+            tuple(
+                StoredPiece(names[n], a, b, crc, *(boxes[i] for i in box))
+                for n, a, b, crc, *box in t["pieces"]
+            ),
             tuple(t.get("aliases", ())),
         )
 
@@ -147,6 +205,7 @@ class Manifest:
         step: the step given to `save`, if any. created: ISO date and time, UTC.
         saved_by: versions, world size, stage and recipe of the run that saved. For information
             only: no load needs it.
+        version: of the format; 0: the earliest that can hold the records.
     """
 
     records: tuple[Record, ...]
@@ -154,7 +213,12 @@ class Manifest:
     step: int | None = None
     created: str = ""
     saved_by: Mapping[str, Any] = field(default_factory=dict)
-    version: int = VERSION
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.version:
+            boxed = any(record.boxed for record in self.records)
+            object.__setattr__(self, "version", 2 if boxed else 1)
 
     def to_text(self) -> str:
         names = sorted({p.file for r in self.records for p in r.pieces})

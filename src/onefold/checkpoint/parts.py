@@ -8,6 +8,9 @@ Each rank writes the elements that it owns. State that every rank holds whole (s
 by the same layout for writing. Exactly one rank therefore writes each element, and a checkpoint is
 the same for every stage.
 
+A parameter may be a box of a global tensor: then the ranks that hold the same box do this, and each
+piece is an interval of the flattened box.
+
     parameter 'h.0.weight'      0 ......................... 768
     stage 3, rank 1 holds                 [300 ... 768)             writes 300 .. 768
     stage 0, rank 1 holds       [0 ....................... 768)     writes 300 .. 768
@@ -29,10 +32,13 @@ import onefold.checkpoint.per_rank as per_rank
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import FileRecord, Record, StoredPiece, key_of
 from onefold.checkpoint.source import Item
-from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, numel_of, write_tensors
+from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, write_tensors
 from onefold.checkpoint.values import encode
+from onefold.layout.holders import Region
+from onefold.layout.regions import whole_region
 from onefold.optim.state_dicts import meet_when_asked
 from onefold.optim.state_parts import OptimizerParts, odd_keys, sort_of
+from onefold.recipe.moments import grain_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -43,7 +49,9 @@ from onefold.runtime.storage import OnDisk
 
 @dataclass(frozen=True)
 class PieceToWrite:
-    """A piece that this rank writes. `tensor`: [stop - start], in memory or on disk."""
+    """A piece that this rank writes: elements [start, stop) of a flattened tensor of `shape`, or of
+    a flattened `box` of it. `tensor`: [stop - start], in memory or on disk.
+    """
 
     item: Item
     shape: tuple[int, ...]
@@ -51,6 +59,12 @@ class PieceToWrite:
     stop: int
     tensor: torch.Tensor | OnDisk
     aliases: tuple[str, ...] = ()
+    box: Region | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in this rank's file."""
+        return key_of(self.item, self.start, self.box)
 
 
 @dataclass
@@ -115,7 +129,11 @@ def collect(
                 names = entry.part.names
                 item = Item("state", names[0], key) if key else Item("parameter", names[0])
                 aliases = () if key else names[1:]
-                out.tensors.append(PieceToWrite(item, *accounted(held, entry, key), aliases))
+                mine, box = accounted(held, entry, key), entry.region
+                shape = mine.shape if box is None else entry.shape
+                out.tensors.append(
+                    PieceToWrite(item, shape, mine.start, mine.stop, mine.place, aliases, box)
+                )
         if first:
             for entry, key, value in states.wholes:
                 out.add_own(Item("state", entry.part.names[0], key), value)
@@ -257,7 +275,7 @@ class States:
                     # Every rank has the number. Ranks that answer for some of the parameter's
                     # elements report it (all ranks, if it has none); the first report counts.
                     start, stop = entry.accounted()
-                    if stop > start or entry.slot.numel == 0:
+                    if stop > start or entry.numel == 0:
                         self.scalars.setdefault(entry.part.names[0], {})[key] = value
                 elif not (entry.flat.divided or entry.flat.tiled):
                     self.wholes.append((entry, key, value))
@@ -287,14 +305,14 @@ Report = tuple[Item, str, tuple[int, ...], tuple[str, ...], StoredPiece]
 def write_parts(folder: Path, name: str, parts: RankState) -> tuple[FileRecord, list[Report]]:
     """Write this rank's file. Returns the reports for the first rank."""
     planned = [
-        Planned(key_of(p.item, p.start), p.tensor.dtype, (p.stop - p.start,), _fetch(p.tensor))
+        Planned(p.key, p.tensor.dtype, (p.stop - p.start,), _fetch(p.tensor))
         for p in parts.tensors
         if p.stop > p.start
     ]
     written = write_tensors(folder / name, planned)
     reports = []
     for p in parts.tensors:
-        piece = StoredPiece(name, p.start, p.stop, written.crcs.get(key_of(p.item, p.start), 0))
+        piece = StoredPiece(name, p.start, p.stop, written.crcs.get(p.key, 0), p.box)
         reports.append((p.item, CODES[p.tensor.dtype], p.shape, p.aliases, piece))
     return FileRecord(written.nbytes, written.head, head_only=True), reports
 
@@ -320,27 +338,46 @@ def records(reports: Sequence[list[Report]]) -> tuple[Record, ...]:
                 known[3].append(piece)
     made = []
     for item, (dtype, shape, aliases, pieces) in found.items():
-        if sum(p.stop - p.start for p in pieces) != numel_of(shape) and item.kind == "state":
+        whole = whole_region(shape)
+        grain = grain_of(item.state) if any(p.box is not None for p in pieces) else 1
+        numel = sum(-(-box.numel // grain) for box in {p.box or whole for p in pieces})
+        if item.kind == "state" and (
+            sum(p.stop - p.start for p in pieces) != numel
+            or sum(box.numel for box in {p.box or whole for p in pieces}) != whole.numel
+        ):
             raise CheckpointError(
                 f"{item}: only some of the ranks have it. An optimizer must have stepped on all"
                 " ranks alike."
             )
-        in_order = tuple(sorted(pieces, key=lambda p: p.start))
+        in_order = tuple(sorted(pieces, key=lambda p: ((p.box or whole).offset, p.start)))
         made.append(Record(item, dtype, shape, in_order, aliases))
     return tuple(made)
 
 
-def values_of(said: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge all ranks' values into the contents of state.json."""
+def values_of(said: list[dict[str, Any]], data_of: Sequence[int]) -> dict[str, Any]:
+    """Merge all ranks' values into the contents of state.json. `data_of`: see `Together`.
+    Raises: CheckpointError: ranks that compute with the same data were elsewhere in it.
+    """
     out = {key: value for key, value in said[0].items() if key not in ("scalars", "data")}
     scalars: dict[str, Any] = {}
     for values in said:
         for name, found in values.get("scalars", {}).items():
             scalars.setdefault(name, found)
     out["scalars"] = scalars
-    data = [values["data"] for values in said if "data" in values]
+    # The position of the first rank of each data coordinate, in order
+    data: dict[int, tuple[int, Any]] = {}
+    for rank, (values, at) in enumerate(zip(said, data_of, strict=True)):
+        if "data" not in values:
+            continue
+        first, position = data.setdefault(at, (rank, values["data"]))
+        if position != values["data"]:
+            raise CheckpointError(
+                f"ranks {first} and {rank} compute with the same data, and were given different"
+                " positions in it (data=): give ranks that differ in no data axis the same."
+            )
     if data:
-        out["data"] = {"all": data[0]} if all(d == data[0] for d in data) else {"ranks": data}
+        found = [data[at][1] for at in sorted(data)]
+        out["data"] = {"all": found[0]} if all(d == found[0] for d in found) else {"ranks": found}
     return out
 
 
@@ -354,6 +391,7 @@ def saved_by(engine: Engine) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "world_size": engine.world_size,
+        **({"mesh": engine.mesh.describe()} if engine.mesh.several else {}),
         "stage": recipe.stage,
         "recipe": {name: str(getattr(recipe, name)) for name in type(recipe).__dataclass_fields__},
     }

@@ -12,7 +12,8 @@ Otherwise error feedback begins anew and `Loaded.notes` says so: the residuals o
 be divided among ranks with other shards.
 
     item    kind "residual", name: the rank, state: flat buffer.first address.hop
-    value   "wire": {"feedback": true, "ranks": 4, "inner": 2, "drawn": 17}; drawn: position in the random numbers of rounding
+    value   "wire": {"feedback": true, "ranks": 4, "inner": 2, "drawn": 17}; drawn: position in the random numbers of rounding;
+            "mesh": the axes, if ranks along some axis compute with the same data
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def wire_values(engine: Engine) -> dict[str, Any] | None:
     out: dict[str, Any] = {}
     if residuals.codec is not None and engine.recipe.error_feedback:
         out |= {"feedback": True, "ranks": group.size, "inner": group.topology.inner}
+        if engine.mesh.several:
+            out["mesh"] = engine.mesh.describe()
     if residuals.codec is not None and engine.recipe.wire_rounding == "stochastic":
         out["drawn"] = residuals.draw
     return out or None
@@ -117,8 +120,10 @@ class Lost:
     def _items(self, source: FolderSource) -> dict[Key, Item] | None:
         """Return this rank's items; None if the ranks, groups or units of the save were others."""
         group, engine = self.engine.group, self.engine
-        here = self.said.get("ranks"), self.said.get("inner"), self.said.get("feedback")
-        if not self.feedback or here != (group.size, group.topology.inner, True):
+        there = self.said.get("ranks"), self.said.get("inner"), self.said.get("feedback")
+        mesh = engine.mesh.describe() if engine.mesh.several else None
+        same = there == (group.size, group.topology.inner, True) and self.said.get("mesh") == mesh
+        if not self.feedback or not same:
             return None
         wanted = {
             _item(engine, key): (key, n) for key, n in engine.residuals.spans(engine.units).items()

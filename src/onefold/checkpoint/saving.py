@@ -264,7 +264,9 @@ class _Writing:
             raise_first([error for error, *_ in reports])
             files = {rank_file(rank): written for rank, (_, written, _, _) in enumerate(reports)}
             found = records([pieces for _, _, pieces, _ in reports])
-            self._write(found, files, values_of([values for *_, values in reports]))
+            self._write(
+                found, files, values_of([values for *_, values in reports], self.together.data_of)
+            )
             self._look(files)
             self.place.commit(self.overwrite)
         except Exception as failure:

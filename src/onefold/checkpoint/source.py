@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from onefold.checkpoint.tensorfile import numel_of
+from onefold.layout.holders import Region
+from onefold.layout.regions import BoxInterval, common, whole_region
 
 KINDS = ("parameter", "buffer", "state", "rng", "extra", "residual")
 
@@ -45,6 +49,9 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+
+#: Bytes read at a time of a tensor that is stored in other boxes than it is wanted in.
+BOX_BLOCK = 1 << 20
 
 SourceT = TypeVar("SourceT", bound="Source")
 
@@ -87,6 +94,28 @@ class Source:
         host), converted to out's dtype.
         """
         raise NotImplementedError
+
+    def read_box(
+        self, item: Item, region: Region, start: int, stop: int, out: torch.Tensor
+    ) -> None:
+        """Read elements `[start, stop)` of a flattened box of the tensor into `out`, as `read` does.
+        Rows that the box has a part of are read whole, at most `BOX_BLOCK` bytes at a time.
+        """
+        stored = self.stored(item)
+        if region.shape == stored.shape:
+            self.read(item, start, stop, out)
+            return
+        there = BoxInterval(whole_region(stored.shape), 0, numel_of(stored.shape))
+        read_common(
+            BoxInterval(region, start, stop), there, out, stored.dtype,
+            lambda a, b, into: self.read(item, a, b, into),
+        )  # fmt: skip
+
+    def packed_in(self, name: str, region: Region) -> Mapping[Item, Stored]:
+        """Return the parts of moments of parameter `name` that are stored packed in blocks of
+        exactly this box. `read_box` reads them; in `items` are the moments that they stand for.
+        """
+        return {}
 
     def whole(self, item: Item) -> torch.Tensor:
         """Return a whole tensor, on the host."""
@@ -159,6 +188,40 @@ class Source:
         """Close the files."""
 
 
+def read_common(
+    wanted: BoxInterval,
+    stored: BoxInterval,
+    out: torch.Tensor,
+    dtype: torch.dtype,
+    read: Callable[[int, int, torch.Tensor], object],
+) -> None:
+    """Read the elements that `wanted` and `stored` have in common into `out`, [wanted.numel].
+
+    Blocks of `stored` begin at multiples of `BOX_BLOCK` bytes, and those with a common element are
+    read whole. So all ranks read the same ranges, and their checksums can be put together.
+
+    Args:
+        out: contiguous, on the host.
+        dtype: of `stored`.
+        read: reads elements [a, b) of `stored`, counted from its first, into a tensor.
+    """
+    found = common(wanted, stored)
+    if not found:
+        return
+    step = max(1, BOX_BLOCK // dtype.itemsize)
+    first, last = min(block.there for block in found), max(block.ends_there for block in found)
+    buffer = torch.empty(min(step, stored.numel), dtype=dtype, device="cpu")
+    for a in range(first // step * step, last, step):
+        b = min(a + step, stored.numel)
+        blocks = common(wanted, stored.part(a, b))
+        if not blocks:
+            continue
+        read(a, b, buffer[: b - a])
+        for block in blocks:
+            into = out.as_strided(block.shape, block.strides, out.storage_offset() + block.at)
+            into.copy_(buffer.as_strided(block.shape, block.strides_there, block.there))
+
+
 @contextlib.contextmanager
 def closed_on_error(source: SourceT) -> Iterator[SourceT]:
     """Close `source` if the block fails; otherwise leave it open for its new owner."""
@@ -185,6 +248,9 @@ class View(Source):
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
         self.source.read(item, start, stop, out)
+
+    def packed_in(self, name: str, region: Region) -> Mapping[Item, Stored]:
+        return self.source.packed_in(name, region)
 
     def aliases(self) -> Mapping[str, str]:
         return self.source.aliases()

@@ -64,12 +64,20 @@ class Together:
         self._engine = weakref.ref(engine)
         self.rank, self.size = engine.group.number, engine.group.size
         self.ranks = sorted(engine.group.ranks)
+        data = [engine.mesh.data_of[rank] for rank in self.ranks]
+        #: The number of each rank's data coordinate. Ranks with the same compute with the same data
+        self.data_of = [sorted(set(data)).index(at) for at in data]
         if engine.group.stands_for_all:
             raise CheckpointError(
                 "this model is sharded over a process group of the fake backend, whose other ranks do"
                 " not exist: there is nothing to save or load."
             )
         self._group: Any = engine.group.communicator(PATIENCE) if self.size > 1 else None
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of data coordinates: of ranks, unless other axes than data divide them."""
+        return max(self.data_of) + 1
 
     @classmethod
     def of(cls, engine: Engine) -> Together:

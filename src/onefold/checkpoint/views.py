@@ -1,5 +1,5 @@
-"""Sources that wrap another source: `Recoded` converts moments to the format of this run, and
-`Prefetched` reads data ahead of time.
+"""Sources that wrap another source: `Recoded` converts moments to the format of this run, `Local`
+shows this rank's boxes, and `Prefetched` reads data ahead of time.
 
 `Recoded` reads moments as if they had been saved in another format:
 
@@ -8,8 +8,15 @@
     exp_avg.int8, exp_avg.int8.scale   exp_avg, fp32                     decoded values
     exp_avg, fp32 or bf16              exp_avg.int4, exp_avg.int4.scale  packed, as an optimizer step packs them
 
-Blocks begin at the parameter's first element. Every rank therefore makes the same codes for a
-block, whichever part of the block it reads.
+Blocks begin at the parameter's first element, or at that of this rank's box. Every rank therefore
+makes the same codes for a block, whichever part of the block it reads.
+
+`Local` is what a load reads from if ranks hold boxes of parameters:
+
+    source           w [8, 6]                     exp_avg of w [8, 6]
+      Recoded        moments that are packed in blocks of the whole, as fp32
+      Local          w [8, 3], this rank's box    exp_avg [8, 3]; codes and scales, if they are of this very box
+      Recoded        moments packed in blocks of the box, if the recipe asks for it
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ import torch
 
 from onefold.checkpoint.source import Item, Source, Stored, View
 from onefold.checkpoint.tensorfile import numel_of
+from onefold.layout.holders import Region
 from onefold.quant.moment_packing import MomentPacking
 from onefold.recipe.moments import BLOCK, FORMATS, SIGNED, Format, items_of, packed
 from onefold.runtime.engine import Engine
@@ -30,9 +38,11 @@ _CPU = torch.device("cpu")
 
 
 class Recoded(View):
-    """`source` with moments converted to the format that `wanted(name, elements)` returns."""
+    """`source` with moments converted to the format that `wanted(name, elements)` returns; None
+    leaves them as they are.
+    """
 
-    def __init__(self, source: Source, wanted: Callable[[str, int], Format]) -> None:
+    def __init__(self, source: Source, wanted: Callable[[str, int], Format | None]) -> None:
         super().__init__(source)
         self._items = dict(source.items())
         # {item asked for: (the unpacked moment's item, its stored format, number of elements)}
@@ -51,7 +61,7 @@ class Recoded(View):
             part, shape = packed(item.state), shapes[item.name]
             there = part.format if part is not None else FORMATS["fp32"]
             asked = wanted(item.name, numel_of(shape))
-            if there.keys("") == asked.keys(""):
+            if asked is None or there.keys("") == asked.keys(""):
                 continue
             stored = self._items.pop(item)
             if part is None and stored.shape != shape:  # another kind of state with that name
@@ -85,6 +95,14 @@ class Recoded(View):
             low, high = max(i, start), min(j, stop)
             out[low - start : high - start].copy_(values[low - i : high - i])
 
+    def read_box(
+        self, item: Item, region: Region, start: int, stop: int, out: torch.Tensor
+    ) -> None:
+        if item in self._made:
+            super().read_box(item, region, start, stop, out)
+        else:
+            self.source.read_box(item, region, start, stop, out)
+
     def _values(self, plain: Item, there: Format, a: int, b: int) -> torch.Tensor:
         """Return elements [a, b) of a moment in fp32. The range begins and ends with a block."""
         if not there.packed:
@@ -114,6 +132,62 @@ class Recoded(View):
         return self._codecs[format.name]
 
 
+class Local(View):
+    """`source` as a rank sees it that holds boxes of parameters: these, and their states, have the
+    shape of the box.
+
+    Attributes:
+        odd: states of such parameters that have a shape of their own, and are left out.
+    """
+
+    @classmethod
+    def of(cls, engine: Engine, source: Source) -> Source:
+        """Return the view; `source` itself if this engine's ranks hold no boxes."""
+        regions = {
+            name: entry.region
+            for entry in engine.entries
+            if entry.region is not None
+            for name in {source.stored_name(name) for name in entry.part.names}
+        }
+        if not regions:
+            return source
+        plain = FORMATS["fp32"]
+        return cls(Recoded(source, lambda name, _: plain if name in regions else None), regions)
+
+    def __init__(self, source: Source, regions: Mapping[str, Region]) -> None:
+        super().__init__(source)
+        self._regions = regions
+        self._items = dict(source.items())
+        self.odd: list[Item] = []
+        shapes = {
+            item.name: stored.shape
+            for item, stored in self._items.items()
+            if item.kind == "parameter"
+        }
+        for item, stored in list(self._items.items()):
+            if item.kind not in ("parameter", "state") or item.name not in regions:
+                continue
+            if stored.shape == shapes.get(item.name):
+                self._items[item] = Stored(stored.dtype, regions[item.name].shape)
+            else:
+                self.odd.append(item)
+                del self._items[item]
+        for name, region in regions.items():
+            for item, stored in source.packed_in(name, region).items():
+                self._items.pop(_moment_of(item), None)
+                self._items[item] = stored
+
+    def items(self) -> Mapping[Item, Stored]:
+        return self._items
+
+    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
+        region = self._regions.get(item.name) if item.kind in ("parameter", "state") else None
+        if region is None:
+            self.source.read(item, start, stop, out)
+        else:
+            self.source.read_box(item, region, start, stop, out)
+
+
 class Prefetched(View):
     """A wrapper that holds this rank's part of `source` in memory. Other reads are passed on.
 
@@ -124,30 +198,64 @@ class Prefetched(View):
 
     def __init__(self, engine: Engine, source: Source, states: bool) -> None:
         super().__init__(source)
-        self._held: dict[tuple[Item, int, int], torch.Tensor] = {}
+        self._held: dict[_Wish, torch.Tensor] = {}
         items = source.items()
+        self._dtypes = {item: stored.dtype for item, stored in items.items()}
         by_name: dict[str, list[Item]] = {}
         for item in items:
             if item.kind == "parameter" or (item.kind == "state" and states):
                 by_name.setdefault(item.name, []).append(item)
-        self._wanted: list[tuple[Item, int, int]] = []
+        self._wanted: list[_Wish] = []
         for entry in engine.entries:
             start, stop = entry.accounted()
             found = source.parameter(entry.part.names)
-            for item in by_name[found.name] if found is not None and stop > start else ():
-                if items[item].shape == entry.part.shape:
-                    self._wanted.append((item, *entry.outside(start, stop)[1:]))
+            if found is None or stop <= start:
+                continue
+            region = entry.region
+            there = {} if region is None else source.packed_in(found.name, region)
+            for item in by_name[found.name]:
+                if items[item].shape == entry.shape and item not in map(_moment_of, there):
+                    self._wanted.append((item, region, *entry.outside(start, stop)[1:]))
+            for item in there if states else ():
+                self._dtypes[item] = there[item].dtype
+                self._wanted.append((item, region, *entry.outside(start, stop, item.state)[1:]))
 
     def read_all(self) -> None:
-        items = self.source.items()
-        for item, start, stop in self._wanted:
-            tensor = torch.empty(stop - start, dtype=items[item].dtype, device="cpu")
-            self.source.read(item, start, stop, tensor)
-            self._held[item, start, stop] = tensor
+        for wish in self._wanted:
+            item, _, start, stop = wish
+            tensor = torch.empty(stop - start, dtype=self._dtypes[item], device="cpu")
+            self._read(wish, tensor)
+            self._held[wish] = tensor
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
-        held = self._held.pop((item, start, stop), None)
+        self._get((item, None, start, stop), out)
+
+    def read_box(
+        self, item: Item, region: Region, start: int, stop: int, out: torch.Tensor
+    ) -> None:
+        self._get((item, region, start, stop), out)
+
+    def _get(self, wish: _Wish, out: torch.Tensor) -> None:
+        held = self._held.pop(wish, None)
         if held is not None:
             out.copy_(held)
         else:
+            self._read(wish, out)
+
+    def _read(self, wish: _Wish, out: torch.Tensor) -> None:
+        item, region, start, stop = wish
+        if region is None:
             self.source.read(item, start, stop, out)
+        else:
+            self.source.read_box(item, region, start, stop, out)
+
+
+def _moment_of(item: Item) -> Item:
+    """Return the moment of which `item` is the codes or the scales."""
+    part = packed(item.state)
+    assert part is not None
+    return Item(item.kind, item.name, part.key)
+
+
+#: A tensor, the box of it (None: the whole), and elements [start, stop) of that.
+_Wish = tuple[Item, Region | None, int, int]

@@ -67,7 +67,9 @@ def show_summary(summary: Summary, tensors: Sequence[TensorSummary] | None) -> N
     )
     by = summary.saved_by
     if by:
-        where = f"on {_plural(by.get('world_size', '?'), 'rank')} at stage {by.get('stage', '?')}"
+        mesh = f" ({by['mesh']})" if "mesh" in by else ""
+        ranks = f"{_plural(by.get('world_size', '?'), 'rank')}{escape(mesh)}"
+        where = f"on {ranks} at stage {by.get('stage', '?')}"
         versions = ", ".join(
             f"{name} {by[name]}" for name in ("onefold", "torch", "python") if name in by
         )

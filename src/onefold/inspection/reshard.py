@@ -43,7 +43,7 @@ from onefold.checkpoint.manifest import (
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CHUNK, DTYPES, Planned, numel_of, write_tensors
 from onefold.layout import FlatLayout
-from onefold.recipe.moments import grain_of, items_of
+from onefold.recipe.moments import grain_of, items_of, packed
 
 #: Bytes of a tensor in memory at a time. A rank's larger part of a tensor becomes several pieces.
 BLOCK = 64 << 20
@@ -88,6 +88,13 @@ def reshard(
 def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> Manifest:
     """Write all files except the manifest, which is returned."""
     manifest = source.manifest
+    for record in manifest.records:
+        if record.boxed and packed(record.item.state) is not None:
+            raise CheckpointError(
+                f"{record.item} is packed in blocks of the boxes of a mesh, which cannot be put"
+                " together without encoding it anew: load the checkpoint on the ranks that should"
+                " write it, and save it there."
+            )
     files: dict[str, FileRecord] = {}
     pieces: dict[Item, list[StoredPiece]] = {record.item: [] for record in manifest.records}
     for rank, cuts in enumerate(_cuts(manifest, ranks)):

@@ -15,7 +15,7 @@ from onefold.checkpoint.folder import is_unfinished
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, STATE, path_in, read_manifest
 from onefold.checkpoint.source import KINDS, Item, Source
-from onefold.checkpoint.tensorfile import CODES, numel_of
+from onefold.checkpoint.tensorfile import CODES, DTYPES, numel_of
 from onefold.inspection.verify import is_like_a_checkpoint
 
 
@@ -116,11 +116,14 @@ def _tensors(source: Source, own: FolderSource | None) -> Iterator[TensorSummary
     names = source.other_names()
     for item, stored in source.items().items():
         aliases = tuple(names.get(item.name, ())) if item.kind == "parameter" else ()
-        pieces = own.records[item].pieces if own else ()
-        files = tuple(dict.fromkeys(piece.file for piece in pieces))
-        code = CODES.get(stored.dtype, str(stored.dtype).removeprefix("torch."))
-        nbytes = numel_of(stored.shape) * stored.dtype.itemsize
-        yield TensorSummary(item, code, tuple(stored.shape), nbytes, aliases, files)
+        for record in own.records_of(item) if own else ():
+            files = tuple(dict.fromkeys(piece.file for piece in record.pieces))
+            nbytes = sum(p.stop - p.start for p in record.pieces) * DTYPES[record.dtype].itemsize
+            yield TensorSummary(record.item, record.dtype, record.shape, nbytes, aliases, files)
+        if own is None:
+            code = CODES.get(stored.dtype, str(stored.dtype).removeprefix("torch."))
+            nbytes = numel_of(stored.shape) * stored.dtype.itemsize
+            yield TensorSummary(item, code, tuple(stored.shape), nbytes, aliases)
 
 
 def _sorts(tensors: Iterable[TensorSummary]) -> list[SortSummary]:

@@ -317,7 +317,7 @@ def _check_tensors(
     spans = parse_header(head)  # the file may be shorter than its header says
     pieces = []
     for record, piece in inside:
-        key = key_of(record.item, piece.start)
+        key = key_of(record.item, piece.start, piece.box)
         span = spans.pop(key, None)
         if span is None:
             out.add(name, f"the file has no tensor {key!r}.", record.item)

@@ -354,7 +354,7 @@ def described(
             found = {key: (None, value) for key, value in state.items()}
         for n, entry in zip(param.numbers, param.entries, strict=False):
             a, b = entry.accounted() if outline.divided else entry.owned()
-            if found or (a == b and entry.slot.numel):
+            if found or (a == b and entry.numel):
                 continue
             found = {}
             how = moment_policy(optimizer, entry) if states[n] else None

@@ -100,7 +100,7 @@ def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any
 def holds_some(entry: Entry) -> bool:
     """Return whether this rank's optimizer steps some of the parameter (or it has no elements)."""
     a, b = entry.owned()
-    return a < b or not entry.slot.numel
+    return a < b or not entry.numel
 
 
 def drop_misfits(engine: Engine, optimizers: Iterable[Optimizer]) -> None:

@@ -26,11 +26,14 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import Export, flush
 from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.saving import check_moment
+from onefold.checkpoint.tensorfile import CHUNK
 from onefold.checkpoint.together import Together, meet
+from onefold.layout.regions import BoxInterval, runs
 from onefold.pretrained.fitted import Outline
 from onefold.pretrained.hf_names import Layout, is_transformers, writing
 from onefold.pretrained.streams import Pieces, Progress, Sheet
 from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import MasterParts, accounted
@@ -215,6 +218,10 @@ def _intervals(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, int
     """Yield (name, start, stop) of the pieces that `_own` yields."""
     for entry in engine.entries:
         start, stop = entry.accounted()
+        if entry.region is not None:
+            for run in runs(BoxInterval(entry.region, start, stop), entry.shape):
+                yield entry.part.names[0], run.at, run.at + run.length
+            continue
         yield entry.part.names[0], entry.part.first + start, entry.part.first + stop
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.numel()
@@ -223,17 +230,35 @@ def _intervals(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, int
 def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Yield what this rank writes: its share of every parameter and, on the first rank, the
     buffers. Encoded weights are decoded one flat buffer at a time. Weights on NVMe are read piece
-    by piece.
+    by piece. The part of a box is yielded row by row.
     """
     parts = MasterParts()
     for entry in engine.entries:
         mine = accounted(parts, entry)
         at = mine.start
         for piece in mine.pieces():
-            yield entry.part.names[0], at, piece
+            if entry.region is not None:
+                yield from _rows(entry, at, piece)
+            else:
+                yield entry.part.names[0], at, piece
             at += piece.numel()
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.detach().reshape(-1)
+
+
+def _rows(entry: Entry, at: int, piece: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Yield `piece`, the elements of this rank's box of a parameter from element `at` on, in runs of
+    the whole parameter.
+    """
+    assert entry.region is not None
+    step = CHUNK // piece.element_size()
+    for start in range(0, piece.numel(), step):
+        part = piece[start : start + step].detach().cpu()  # one copy for many rows
+        first = at + start
+        interval = BoxInterval(entry.region, first, first + part.numel())
+        for run in runs(interval, entry.shape):
+            here = run.start - first
+            yield entry.part.names[0], run.at, part[here : here + run.length]
 
 
 def finish(made: Export, overwrite: bool) -> None:

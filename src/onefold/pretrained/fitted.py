@@ -54,7 +54,7 @@ class Outline:
                     continue
                 kind, shape, dtype = "buffer", value.shape, value.dtype
                 if entry is not None:
-                    shape, dtype = torch.Size(entry.part.shape), entry.flat.dtypes.compute
+                    shape, dtype = torch.Size(entry.shape), entry.flat.dtypes.compute
                     if name not in entry.part.names:  # a hook of the module has renamed it
                         name = entry.part.names[0]
                 if entry is not None or isinstance(value, nn.Parameter):

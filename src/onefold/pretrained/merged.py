@@ -85,12 +85,15 @@ def export_merged(
             tokenizer.save_pretrained(str(there))
 
     def added(pieces: Pieces) -> Iterator[tuple[str, int, torch.Tensor]]:
+        last, factors = "", (torch.empty(0), torch.empty(0))
         with closed_on_error(HuggingFaceSource(adapters, FILES)) as source:
             for name, start, data in pieces:
-                if name in layers:
-                    yield from layers[name].added(source, name, start, data)
-                else:
+                if name not in layers:
                     yield name, start, data
+                    continue
+                if name != last:  # the rows of one weight follow each other
+                    last, factors = name, layers[name].factors(source)
+                yield from layers[name].added(*factors, name, start, data)
             source.close()
 
     return stream(
@@ -178,14 +181,18 @@ class Layer:
     scale: float
     turned: bool
 
+    def factors(self, source: HuggingFaceSource) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and B."""
+        a, b = (source.whole(Item("parameter", key)) for key in (self.a, self.b))
+        return a, b
+
     def added(
-        self, source: HuggingFaceSource, name: str, start: int, data: torch.Tensor
+        self, a: torch.Tensor, b: torch.Tensor, name: str, start: int, data: torch.Tensor
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Yield `data`, the interval of the weight from element `start` on, with the product added
         in fp32 (for fp64 weights: in fp64).
         """
         dtype = torch.promote_types(data.dtype, torch.float32)
-        a, b = (source.whole(Item("parameter", key)) for key in (self.a, self.b))
         for at, part in self.products(a, b, dtype, start, start + data.numel()):
             own = data[at - start : at - start + part.numel()].to("cpu", dtype)
             yield name, at, own.add(part)

@@ -6,7 +6,9 @@ that runs beside the training.
 
 A bucket consists of stretches of flat buffers, with the elements in the same order. A rank
 therefore sends its part of a stretch as one message to each other rank, and the tensors are views
-of the gathered stretch. A parameter larger than a bucket has its own bucket. In a `for` loop, the
+of the gathered stretch. A parameter that ranks hold boxes of is a stretch of its own: the holders of
+a box gather it, then DTensor puts the boxes together. A parameter larger than a bucket has its own
+bucket. In a `for` loop, the
 loop variable keeps the last bucket's memory alive while the next one is gathered, so a bucket has
 half of the bytes that the caller allows.
 """
@@ -56,6 +58,10 @@ class Stretch:
 
     @property
     def nbytes(self) -> int:
+        if self.flat.in_boxes:  # the whole, and a box; the same on ranks with boxes of other sizes
+            (entry,) = self.entries
+            assert entry.box is not None
+            return (entry.numel + entry.box.largest) * self.dtype.itemsize
         start, end = self.span
         return (end - start) * self.dtype.itemsize
 
@@ -155,7 +161,7 @@ class Added:
     def beside(self, entry: Entry) -> int:
         """Return the bytes of the adapter's factors for `entry`."""
         factors = self.factors.get(self.name_of(entry) or "", ())
-        return sum(e.slot.numel * e.flat.dtypes.master.itemsize for f in factors for e in f)
+        return sum(e.numel * e.flat.dtypes.master.itemsize for f in factors for e in f)
 
     def add(self, name: str, whole: torch.Tensor) -> None:
         """Add the adapter of the base model's weight `name`, if any, to it in place. Collective if
@@ -209,6 +215,8 @@ def buckets(
                 stretch = None  # a stretch has no gaps: the next parameter starts a new one
                 continue
             beside = 0 if added is None else added.beside(entry)
+            if flat.in_boxes:
+                stretch = None
             longer = Stretch(flat, [*(stretch.entries if stretch else ()), entry], wanted)
             more = longer.nbytes - (stretch.nbytes if stretch else 0) + beside
             if out[-1].stretches and out[-1].nbytes + more > limit:
@@ -261,7 +269,9 @@ def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
     if bucket.tiled:
         numel = bucket.stretches[0].entries[0].part.numel
         joint = _room(numel, dtype, engine.device)
-    under_way, out, masters = [], [], MasterParts()
+    under_way: list[Pending] = []
+    out: list[tuple[str, torch.Tensor]] = []
+    masters = MasterParts()
     with disable_torch_function(), torch.no_grad():
         for stretch in bucket.stretches:
             start, end = stretch.span
@@ -271,6 +281,9 @@ def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
             else:
                 into = _room(end - start, stretch.dtype, engine.device)
             under_way.append(_start(engine, masters, stretch, into))
+            if stretch.flat.in_boxes:
+                out.append((first.part.names[0], _of_boxes(under_way.pop(), first, into)))
+                continue
             for entry in stretch.entries if joint is None else ():
                 at = entry.slot.start - start
                 whole = into[at : at + entry.slot.numel].view(entry.slot.shape)
@@ -283,13 +296,20 @@ def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
     return out
 
 
+def _of_boxes(pending: Pending, entry: Entry, into: torch.Tensor) -> torch.Tensor:
+    """Return a whole parameter, from each rank's box of it, which `pending` gathers `into`."""
+    assert entry.box is not None
+    pending.wait()
+    return entry.box.gather(into.view(entry.slot.shape))
+
+
 def _room(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _start(engine: Engine, masters: MasterParts, stretch: Stretch, into: torch.Tensor) -> Pending:
     """Start the gather of a stretch into `into`, [end - start] of its span."""
-    flat, group, (start, end) = stretch.flat, engine.group, stretch.span
+    flat, group, (start, end) = stretch.flat, stretch.flat.group, stretch.span
     sends: list[tuple[int, torch.Tensor]] = []
     recvs: list[tuple[int, torch.Tensor]] = []
 

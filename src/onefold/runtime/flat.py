@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from onefold.comm import Group
 from onefold.layout import LOW, Dtypes, ShardSpec, Slot, Tiers, overlap
-from onefold.layout.holders import Holders
+from onefold.layout.holders import Holders, Region
 from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.differentiate import CALLS, in_autograd
 from onefold.runtime.gather_paths import Gather, group_hops
@@ -272,6 +272,16 @@ class Entry:
             return value is self.compute
         known = getattr(value, "__dict__", {}).get("_onefold_entry")
         return known is not None and known() is self and value is not self.param
+
+    @property
+    def region(self) -> Region | None:
+        """What this rank's holders hold of the global tensor; None if that is all of it."""
+        return self.box.here if self.box is not None and self.box.divided else None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter as users know it; of a tile, those of the tile."""
+        return self.slot.numel if self.region is None else self.box.shape.numel()  # type: ignore[union-attr]
 
     def accounted(self, position: int | None = None) -> tuple[int, int]:
         """Return the elements, counted from the first, that this rank (or that at `position`)

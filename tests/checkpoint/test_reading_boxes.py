@@ -1,0 +1,197 @@
+"""Boxes read from what was stored in other boxes: the right elements, in few reads, every byte
+checked.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import onefold.checkpoint.source as sources
+from onefold.checkpoint.errors import DamagedCheckpoint
+from onefold.checkpoint.folder_source import FolderSource, RangeRead
+from onefold.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    Record,
+    StoredPiece,
+    key_of,
+    write_manifest,
+)
+from onefold.checkpoint.source import Item, read_common
+from onefold.checkpoint.tensorfile import Planned, write_tensors
+from onefold.layout.holders import Cut, Region, region_of
+from onefold.layout.regions import BoxInterval
+
+WEIGHT = Item("parameter", "weight")
+SHAPE = (10, 12)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "BOX_BLOCK", 64)
+
+
+@settings(deadline=None)
+@given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+def test_what_is_common_lands_in_its_place_in_another_dtype_too(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    def drawn() -> BoxInterval:
+        ends = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in shape]
+        region = Region(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+        a, b = sorted(data.draw(st.integers(0, region.numel)) for _ in range(2))
+        return BoxInterval(region, a, b)
+
+    whole = torch.arange(1, prod(shape) + 1, dtype=torch.float32).view(shape)
+    wanted, stored = drawn(), drawn()
+    mine, theirs = (whole[i.region.slices].reshape(-1)[i.start : i.stop] for i in (wanted, stored))
+    ranges: list[tuple[int, int]] = []
+
+    def read(a: int, b: int, into: torch.Tensor) -> None:
+        ranges.append((a, b))
+        into.copy_(theirs[a:b])
+
+    out = torch.zeros(3 + wanted.numel, dtype=torch.float64)[3:]
+    read_common(wanted, stored, out, torch.float32, read)
+    assert torch.equal(out, torch.where(torch.isin(mine, theirs), mine, 0.0).double())
+    assert all(a % 16 == 0 and b == min(a + 16, stored.numel) for a, b in ranges)
+    assert len(set(ranges)) == len(ranges), "a block is read once"
+
+
+def boxes(rows: int, columns: int) -> list[Region]:
+    cut = [
+        region_of(SHAPE, [Cut(0, rows, i), Cut(1, columns, j)])
+        for i in range(rows)
+        for j in range(columns)
+    ]
+    return [region for region in cut if region.numel]
+
+
+def written(folder: Path, regions: list[Region], pieces: int) -> torch.Tensor:
+    """Write a checkpoint of one weight in these boxes, each in some pieces; returns the weight."""
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    folder.mkdir()
+    planned, found = [], []
+    for region in regions:
+        flat = weight[region.slices].reshape(-1)
+        ends = [round(i * region.numel / pieces) for i in range(pieces + 1)]
+        box = None if region.shape == SHAPE else region
+        for a, b in zip(ends, ends[1:], strict=False):
+            planned.append(
+                Planned(key_of(WEIGHT, a, box), torch.float32, (b - a,), flat[a:b].clone())
+            )
+            found.append((a, b, box))
+    file = write_tensors(folder / "rank-00000.safetensors", planned)
+    stored = tuple(
+        StoredPiece("rank-00000.safetensors", a, b, file.crcs[key_of(WEIGHT, a, box)], box)
+        for a, b, box in found
+    )
+    record = FileRecord(file.nbytes, file.head, head_only=True)
+    write_manifest(
+        folder,
+        Manifest((Record(WEIGHT, "F32", SHAPE, stored),), {"rank-00000.safetensors": record}),
+    )
+    return weight
+
+
+def read_by(
+    folder: Path, regions: list[Region], ranks: int
+) -> tuple[torch.Tensor, list[RangeRead]]:
+    """Read as `ranks` ranks of each box would, each an interval of it. Returns the weight that they
+    have together, and what they have read.
+    """
+    weight, checks = torch.zeros(SHAPE), []
+    for region in regions:
+        own = torch.zeros(region.numel)
+        for rank in range(ranks):
+            a, b = (round(i * region.numel / ranks) for i in (rank, rank + 1))
+            with closing(FolderSource(folder)) as source:
+                source.read_box(WEIGHT, region, a, b, own[a:b])
+                checks += source.checks
+        weight[region.slices] = own.view(region.shape)
+    return weight, checks
+
+
+MESHES: dict[str, list[Region]] = {
+    "whole": boxes(1, 1), "rows": boxes(3, 1), "columns": boxes(1, 5), "both": boxes(2, 4)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", MESHES)
+@pytest.mark.parametrize("wanted", MESHES)
+def test_every_byte_that_another_mesh_reads_is_checked(
+    stored: str, wanted: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    weight = written(folder, MESHES[stored], 3)
+    read, checks = read_by(folder, MESHES[wanted], 2)
+    assert torch.equal(read, weight)
+    with closing(FolderSource(folder)) as source:
+        source.compare_with(checks)
+    file = folder / "rank-00000.safetensors"
+    bytes_before, data = file.read_bytes(), weight.numel() * 4
+    for at in range(1, data, 37):
+        changed = bytearray(bytes_before)
+        changed[at - data] ^= 1
+        file.write_bytes(changed)
+        _, checks = read_by(folder, MESHES[wanted], 2)
+        with (
+            closing(FolderSource(folder)) as source,
+            pytest.raises(
+                DamagedCheckpoint, match=r"bytes have changed since they were written.*'weight'"
+            ),
+        ):
+            source.compare_with(checks)
+
+
+def test_two_reads_of_the_same_bytes_that_differ_are_damage(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    written(folder, MESHES["columns"], 1)
+    _, checks = read_by(folder, MESHES["rows"], 1)
+    box = checks[0].box
+    with closing(FolderSource(folder)) as source:
+        source.compare_with(checks)
+        torn = [*checks, RangeRead(WEIGHT, box, checks[0].start, checks[0].stop, 7)]
+        with pytest.raises(DamagedCheckpoint, match=r"of the box at \(0, 0\) of \(10, 3\)"):
+            source.compare_with(torn)
+
+
+def test_a_rank_reads_the_rows_that_it_has_a_part_of(tmp_path: Path) -> None:
+    """Half of the columns takes whole rows, half of the rows takes half of the bytes."""
+    import onefold
+    from onefold.checkpoint.tensorfile import TensorFile
+
+    model = onefold.shard(nn.Linear(64, 128, bias=False), onefold.Recipe.zero(0))
+    onefold.save(tmp_path / "checkpoint", model=model)
+    count: list[int] = []
+    read: Any = TensorFile._read
+
+    def counting(file: TensorFile, into: memoryview, at: int, crc: int) -> int:
+        count.append(len(into))
+        return int(read(file, into, at, crc))
+
+    weight = model.weight.detach()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorFile, "_read", counting)
+        for block, region, expected in (
+            (256, Region((0, 0), (64, 64)), 64 * 64 * 4),
+            (256, Region((0, 32), (128, 32)), 128 * 64 * 4),
+            (128, Region((0, 32), (128, 32)), 128 * 32 * 4),  # of long rows only a part
+            (64, Region((5, 32), (1, 2)), 64),
+        ):
+            patch.setattr(sources, "BOX_BLOCK", block)
+            count.clear()
+            out = torch.zeros(region.numel)
+            with closing(FolderSource(tmp_path / "checkpoint")) as source:
+                source.read_box(WEIGHT, region, 0, region.numel, out)
+            assert torch.equal(out.view(region.shape), weight[region.slices])
+            assert sum(count) == expected, f"{region}: {sum(count)} bytes, expected {expected}"
