@@ -5,17 +5,18 @@ as one process.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from models import tokens_of
-from ranks import RankFailure, run_ranks
+from ranks import run_ranks
 
 SERVER = "libraries"
 
@@ -105,6 +106,8 @@ def parallelized(case: Case, dense: DeviceMesh, experts: DeviceMesh) -> Any:
     config = DistributedConfig(tp_size=case.tp, fsdp_size=case.fsdp, ep_size=case.ep)
     tp_plan, ep_plan, _ = model._resolve_parallel_plans(config)
     if case.tp > 1:
+        # The plan wants them untied, as they are while weights are loaded
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
         apply_tensor_parallelism(model, dense["tp"], tp_plan)
         model.tie_weights()
     if case.ep > 1:
@@ -273,3 +276,59 @@ def test_experts_that_nobody_chose_train_as_in_one_process(implementation: str) 
     )
     expected, _ = compare(implementation, case)
     assert len(expected["unused"]) == 4, expected["unused"]
+
+
+Q_NORM = "model.layers.0.self_attn.q_norm"
+
+
+def hooks_met_otherwise(how: str) -> str:
+    """Shard a Qwen3 whose norm of q is not what `shard()` looks for, and train a step."""
+    import onefold
+
+    case = Case("Qwen3", tp=2, micro_batches=2)
+    dense, experts = meshes(case)
+    model = parallelized(case, dense, experts)
+    norm = model.get_submodule(Q_NORM)
+    tp_forward = norm.forward
+    hook = inspect.getclosurevars(tp_forward).nonlocals["_all_reduce_grad"]
+    partial: Any = None
+    if how.startswith("wrapped"):  # as other tools wrap it
+        norm.forward = functools.partial(tp_forward)
+        partial = [f"{Q_NORM}.weight"] if how == "wrapped and marked" else None
+    elif how == "another name, marked":
+        hook.__qualname__, partial = "summed", [f"{Q_NORM}.weight"]
+    elif how == "no hook":
+        norm.forward = inspect.getclosurevars(tp_forward).nonlocals["original_forward"]
+    recipe = onefold.Recipe.zero(2, stall_timeout=30.0)
+    mesh = dense["fsdp", "tp"]
+    model = onefold.shard(model, recipe, mesh=mesh, data="fsdp", partial=partial)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    tokens = batches_of(case, 0)[0]
+    try:
+        for _ in range(2):
+            with onefold.no_sync(model):
+                model(input_ids=tokens, labels=tokens).loss.backward()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    except ValueError as error:
+        return str(error)
+    optimizer.step()
+    got = onefold.full_state_dict(model).get(f"{Q_NORM}.weight")  # on rank 0
+    whole = built(case)
+    whole(input_ids=tokens, labels=tokens).loss.backward()
+    weight = whole.get_parameter(f"{Q_NORM}.weight")
+    expected = weight - 3 * weight.grad
+    return "right" if got is None or close(got, expected) else f"{got}, expected {expected}"
+
+
+MET = {
+    "wrapped": "transformers adds up the gradient of 'model.layers.0.self_attn.q_norm.weight' over ranks 0, 1",
+    "wrapped and marked": "right",
+    "another name, marked": "is marked partial, and ranks 0 and 1, apart along 'tp', have the same gradient",
+    "no hook": "have different gradients of 'model.layers.0.self_attn.q_norm.weight'",
+}
+
+
+@pytest.mark.parametrize("how", MET)
+def test_a_hook_that_shard_does_not_find_trains_right_or_is_told(how: str) -> None:
+    for said in run_ranks(2, hooks_met_otherwise, how):
+        assert MET[how] in said, said

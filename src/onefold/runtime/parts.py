@@ -502,6 +502,8 @@ def boxes_from_first(
 
 def from_own(parts: HeldParts, item: StateItem, whole: torch.Tensor) -> None:
     """Write the elements of `whole` (any shape and device) that this rank holds. Local."""
+    if item.box is not None:
+        whole = item.box.cut_here(whole.reshape(item.shape))
     for entry in item.entries:
         a, b = parts.held(entry)
         parts.write(item, entry, a, b, item.tile(whole, entry)[a:b].to(item.dtype))
