@@ -421,4 +421,3 @@ def packed_unevenly() -> str:
 def test_packed_weights_of_uneven_parts_are_refused_in_a_sentence() -> None:
     for said in run_ranks(2, packed_unevenly):
         assert "if each has a multiple of 2 rows" in said, said
-

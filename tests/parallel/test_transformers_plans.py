@@ -21,8 +21,9 @@ from ranks import run_ranks
 SERVER = "libraries"
 
 STEPS, VOCABULARY = 3, 64
-TEXT = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
-        "intermediate_size": 24, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}  # fmt: skip
+TEXT = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 24, "max_position_embeddings": 32,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}  # fmt: skip
 MOE = {
     **TEXT,
     "num_experts_per_tok": 2,
@@ -271,9 +272,7 @@ def test_plans_for_expert_parallelism_train_as_one_process(name: str) -> None:
 def test_experts_that_nobody_chose_train_as_in_one_process(implementation: str) -> None:
     # 6 tokens a step for 8 experts, one each
     sizes = {"all_to_all": {"fsdp": 2}, "all_reduce": {"tp": 2, "fsdp": 1}}[implementation]
-    case = Case(
-        "Qwen3-MoE, 8 experts", ep=2, implementation=implementation, tokens=(1, 3), **sizes
-    )
+    case = Case("Qwen3-MoE, 8 experts", ep=2, implementation=implementation, tokens=(1, 3), **sizes)
     expected, _ = compare(implementation, case)
     assert len(expected["unused"]) == 4, expected["unused"]
 
