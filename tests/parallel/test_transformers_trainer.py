@@ -109,3 +109,27 @@ def test_trainer_on_a_parallelized_model_trains_as_one_process(name: str, tmp_pa
                 assert seen[what] == pytest.approx(expected[what], rel=1e-3), (what, seen, expected)
             for key, value in seen["weights"].items():
                 torch.testing.assert_close(value, expected["weights"][key], rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_trainer_cannot_do_with_a_parallelized_model_is_told(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    import onefold.hf
+    from onefold.integrations.hf.refusals import refuse_model
+
+    pipeline = DistributedConfig(tp_size=2, pp_size=2)
+    with pytest.raises(ValueError, match="pp_size=2: transformers' pipelines do not train"):
+        onefold.hf.from_pretrained(tmp_path, distributed_config=pipeline)
+    alone = {"fsdp_size": 2, "ep_size": 2}
+    with pytest.raises(ValueError, match="ep_size=2 without tp_size"):
+        onefold.hf.from_pretrained(tmp_path, distributed_config=alone)
+    model = LlamaForCausalLM(LlamaConfig(**OPTIONS))
+    refuse_model(model)
+    model._is_fsdp_managed_module = True
+    with pytest.raises(ValueError, match="transformers has applied its FSDP"):
+        refuse_model(model)
+    del model._is_fsdp_managed_module
+    model._tp_size = 2  # by tp_plan=, without the meshes of a DistributedConfig
+    with pytest.raises(ValueError, match="load it with distributed_config="):
+        refuse_model(model)
