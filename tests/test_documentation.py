@@ -36,6 +36,7 @@ NOT_RUN: dict[str, str] = {
     "trainer = L.Trainer(": "Lightning joins ranks in this process: examples/lightning_gpt.py runs",
     "with trainer.init_module(empty_init=True):": "the same Trainer: test_lightning.py runs it",
     "torch.cuda.set_device(int(os.environ[": "it needs a GPU for each rank",
+    "config = DistributedConfig(": "it needs ranks: tests/parallel/test_transformers_trainer.py runs the same",
 }
 
 
