@@ -118,6 +118,12 @@ class Whole(nn.Parameter):
         _REQUIRES_GRAD.__set__(self, requires_grad)
         return self
 
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Register it on the optimizer's object, whose hooks are called with the gradient."""
+        if (param := _param_of(self)) is None:
+            return super().register_post_accumulate_grad_hook(hook)
+        return param.register_post_accumulate_grad_hook(hook)
+
     def set_(self, source: Any = None, *place: Any, **options: Any) -> Any:
         """Set the tensor; do nothing, not even count a write, if `source` is the tensor itself.
 

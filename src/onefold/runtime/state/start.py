@@ -26,6 +26,7 @@ from onefold.runtime.boxes import dtensor_over, is_dtensor, local_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.hooks import is_sharded
+from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
 from onefold.runtime.parts import (
     MasterParts,
@@ -169,14 +170,19 @@ def refuse_uneven_groups(engine: Engine) -> None:
 def mark_partial(
     specs: Iterable[UnitSpec], partial: Sequence[str] | Callable[[str], bool] | None, ranks: Mesh
 ) -> None:
-    """Set `Found.partial` by the argument of `shard()`.
+    """Set `Found.partial` by the argument of `shard()`, and where transformers would sum a gradient
+    over tensor parallelism: see [Note: hooks that sum over tensor parallelism] in
+    runtime/parameters/gradient_hooks.py.
 
     Raises:
         ValueError: a name is no parameter's, a DTensor's, or ranks have no axis to add over.
     """
+    found = {name: f for spec in specs for f in spec.found for name in f.names}
+    for f in found.values():
+        summed = set().union(*(gradient_hooks.summed_over(module) for module, _ in f.places))
+        f.partial = len(summed) > 1 and not is_dtensor(f.param) and summed == set(ranks.copies)
     if partial is None:
         return
-    found = {name: f for spec in specs for f in spec.found for name in f.names}
     if callable(partial):
         chosen = [name for name in found if partial(name)]
     else:
