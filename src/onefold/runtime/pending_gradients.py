@@ -240,7 +240,7 @@ def follow_trainable_of(reduce: Reducer, unit: Unit) -> None:
         for entry in flat.entries:
             if entry.active and not entry.hooked:
                 entry.hooked = True
-                # Its own method would register on the optimizer's object (`Whole` in runtime/flat.py)
+                # Its own method would register on the optimizer's object (`Whole`)
                 torch.Tensor.register_post_accumulate_grad_hook(
                     entry.compute, _arrival(weakref.ref(reduce), weakref.ref(entry))
                 )

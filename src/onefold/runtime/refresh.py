@@ -34,9 +34,10 @@ import torch
 from onefold.comm import Group
 from onefold.memory import GATHERED, nbytes_of, storage_of
 from onefold.recipe.core import SMALL_TRAFFIC
-from onefold.runtime.flat import Entry, Flat, point
+from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather import Gatherer
 from onefold.runtime.parameters.values import WriteCounters, written
+from onefold.runtime.parameters.whole import point
 from onefold.runtime.resources import Progress
 from onefold.runtime.storage import refuse_written
 from onefold.runtime.unit import State, Unit
@@ -240,7 +241,7 @@ def _launch_together(gather: Gatherer, units: list[Unit]) -> None:
 # | `self.weight.clamp_()` under no_grad                 | the parameter's version counter                                                 |
 # | `self.weight.data = renorm(self.weight.data)`        | the parameter lies in other memory                                              |
 # | `self.weight.data.clamp_()`                          | this rank's part differs from the masters: compared in the first passes, and in |
-# |                                                      | all later ones once a module has read `.data` (`Whole` in runtime/flat.py)     |
+# |                                                      | all later ones once a module has read `.data` (`Whole`)     |
 #
 # All ranks have to write the same, as under DDP.
 
@@ -266,7 +267,7 @@ def keep_writes(unit: Unit) -> None:
             and not flat.written_in_forward
             and flat.compared >= FIRST
         ):
-            continue  # an assignment to `.data` sets the flag too (`Whole` in runtime/flat.py)
+            continue  # an assignment to `.data` sets the flag too (`Whole`)
         flat.seen_versions = versions
         written = []
         for entry in flat.entries:
