@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +15,6 @@ from onefold.runtime.parameters.interval import (
     set_grad,
 )
 from onefold.runtime.parameters.values import give_grad, needs_no_elements, seen_grad
-
-if TYPE_CHECKING:
-    pass
 
 
 class Whole(nn.Parameter):
