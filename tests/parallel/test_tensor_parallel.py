@@ -142,3 +142,33 @@ def test_an_axis_of_replicas_divides_state_inside_each(stage: int, micro_batches
         assert all(own * inner == numel for _, inner, own, numel in each["owned"])
     for key, value in expected["weights"].items():
         torch.testing.assert_close(seen[0]["weights"][key], value, rtol=1e-4, atol=2e-5)
+
+
+def compiled(stage: int) -> list[float]:
+    import onefold
+
+    case = Case(dp=1)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelized(case, mesh)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    model = onefold.shard(
+        model, onefold.Recipe.zero(stage, stall_timeout=60.0), mesh=mesh, data="dp"
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for batch in batches_of(case, 0):
+        loss = model(batch)
+        loss.backward()
+        onefold.clip_grad_norm_(model, case.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2, "nothing was compiled"
+    return losses
+
+
+def test_compiled_blocks_of_dtensors_train_as_one_process() -> None:
+    expected = in_one_process(Case(dp=1))
+    for losses in run_ranks(2, compiled, 3):
+        assert close(losses, expected["losses"][0]), (losses, expected["losses"])
