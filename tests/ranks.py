@@ -39,9 +39,10 @@ from typing import Any
 #: Imported once, by every fork server. A name that cannot be imported is passed over there and met
 #: again in the rank.
 PRELOADED = [
-    "pytest", "torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "torch.nn.parallel",
-    "torch.utils.checkpoint", "onefold.shard", "onefold.checkpoint", "onefold.offload", "onefold.offload.engine_activations",
-    "onefold.offload.in_backward", "onefold.offload.stepper", "onefold.plan", "models", "ranks", "trials",
+    "pytest", "torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo",
+    "torch.nn.parallel", "torch.distributed.pipelining", "torch.utils.checkpoint", "onefold.shard", "onefold.checkpoint",
+    "onefold.offload", "onefold.offload.engine_activations", "onefold.offload.in_backward", "onefold.offload.stepper", "onefold.plan",
+    "models", "ranks", "trials",
 ]  # fmt: skip
 #: {name of a fork server: what it imports before that}
 SERVERS: dict[str, tuple[str, ...]] = {

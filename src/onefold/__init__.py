@@ -71,7 +71,17 @@ READERS = (
 )
 # `hf` and `lightning` are not in __all__: they need transformers and Lightning, and
 # `from onefold import *` must not
-_ROOMS = ("checkpoint", "deepspeed", "ema", "hf", "lightning", "observe", "plan", "pretrained")
+_ROOMS = (
+    "checkpoint",
+    "deepspeed",
+    "ema",
+    "hf",
+    "lightning",
+    "observe",
+    "parallel",
+    "plan",
+    "pretrained",
+)
 
 __all__ = [
     "CheckpointError",
@@ -105,6 +115,7 @@ __all__ = [
     "load_pretrained",
     "no_sync",
     "observe",
+    "parallel",
     "plan",
     "save",
     "save_adapters",

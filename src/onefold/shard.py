@@ -53,24 +53,26 @@ from onefold.runtime.reduce_paths import (
 from onefold.runtime.resources import Activations, Capabilities, Resources, Store
 from onefold.runtime.state import dicts as state_dicts
 from onefold.runtime.state import start as state_start
-from onefold.runtime.state.start import (
+from onefold.runtime.state.checks import (
     compare_ranks,
-    device_notes,
-    fetch,
-    flat_notes,
-    has_meta,
-    idle_notes,
     mark_partial,
-    materialize,
-    modules_of,
-    precision_notes,
     rank_0_needs_values,
     refuse_arguments,
     refuse_max_norm,
     refuse_missing_boxes,
     refuse_uneven_groups,
-    tie,
     with_replicas,
+)
+from onefold.runtime.state.start import (
+    device_notes,
+    fetch,
+    flat_notes,
+    has_meta,
+    idle_notes,
+    materialize,
+    modules_of,
+    precision_notes,
+    tie,
 )
 from onefold.runtime.stepper import Stepper, Steppers
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage

@@ -4,6 +4,7 @@ memory, outside the global tensor.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
@@ -20,7 +21,9 @@ from axes_models import (
     parallelized,
 )
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from models import tokens_of
 from ranks import run_ranks
@@ -324,3 +327,97 @@ def refused_starts(how: str) -> str:
 def test_what_cannot_be_divided_is_refused_on_every_rank(how: str, sentence: str) -> None:
     for rank, said in enumerate(run_ranks(4, refused_starts, how)):
         assert sentence in said, f"rank {rank}: {said}"
+
+
+class Packed(nn.Module):
+    """Two weights packed along `dim`, [2n, 6] or [3, 2n, 6], divided as transformers divides them."""
+
+    def __init__(self, shape: tuple[int, ...], mesh: Any = None) -> None:
+        super().__init__()
+        weight = torch.arange(float(torch.Size(shape).numel())).view(shape) * 0.01
+        self.dim = len(shape) - 2
+        if mesh is not None:
+            placed = [_StridedShard(self.dim, split_factor=2)]
+            weight = distribute_tensor(weight, mesh, placed, src_data_rank=None)
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        gate, up = (local @ x).chunk(2, self.dim)
+        return (gate.sigmoid() * up).square().sum()
+
+
+def packed(stage: int, shape: tuple[int, ...], meta: bool) -> dict[str, Any]:
+    import onefold
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta") if meta else contextlib.nullcontext():
+        model = Packed(shape, mesh["tp"])
+    recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
+
+    def initialize(module: Any) -> None:
+        with torch.no_grad():
+            module.weight.copy_(Packed(shape).weight)
+
+    init = initialize if meta else None
+    model = onefold.shard(model, recipe, mesh=mesh, data="dp", init=init)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    out: dict[str, Any] = {"start": model.weight.onefold.gather()}
+    for step in range(3):
+        if step == 2:  # whole states are the same again after they were loaded
+            states, weights = optimizer.state_dict(), onefold.full_state_dict(model)
+            onefold.load_full_state_dict(model, weights)
+            optimizer.load_state_dict(states)
+        model(batch_of_rows(mesh.get_local_rank("dp"), step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    out["end"] = model.weight.onefold.gather()
+    out["full"] = onefold.full_state_dict(model)
+    try:
+        _ = onefold.engine_of(model).entries[0].box.here
+    except ValueError as error:
+        out["said"] = str(error)
+    return out
+
+
+def batch_of_rows(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(6, 2, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(("shape", "meta"), [((8, 6), False), ((3, 12, 6), False), ((8, 6), True)])
+def test_packed_weights_train_as_in_one_process(
+    stage: int, shape: tuple[int, ...], meta: bool
+) -> None:
+    plain = Packed(shape)
+    start = plain.weight.detach().clone()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(3):
+        for rank in range(2):
+            (plain(batch_of_rows(rank, step)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ranks = run_ranks(4, packed, stage, shape, meta)
+    torch.testing.assert_close(ranks[0]["full"]["weight"], plain.weight.detach())
+    for seen in ranks:
+        torch.testing.assert_close(seen["start"], start)
+        torch.testing.assert_close(seen["end"], plain.weight.detach())
+        assert "placed as _S(0, 2) over tp" in seen["said"] or len(shape) == 3, seen["said"]
+
+
+def packed_unevenly() -> str:
+    import onefold
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    try:
+        model = Packed((6, 6), mesh["tp"])
+        onefold.shard(model, onefold.Recipe.zero(1), mesh=mesh, data="dp")
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_packed_weights_of_uneven_parts_are_refused_in_a_sentence() -> None:
+    for said in run_ranks(2, packed_unevenly):
+        assert "if each has a multiple of 2 rows" in said, said

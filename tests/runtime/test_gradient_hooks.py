@@ -263,3 +263,56 @@ def refusals() -> list[str]:
 
 def test_stepping_in_a_hook_and_hooks_on_tiles_are_refused_in_a_sentence() -> None:
     assert run_ranks(2, refusals) == [[], []]
+
+
+class HookedInForward(nn.Module):
+    """Registers a hook on its own weights in its first forward pass, as transformers does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(width, width)
+        self.seen: list[torch.Tensor] = []
+        self.hooked = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).square().mean()
+
+    def install(self) -> None:
+        own = self.inner.forward
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            for _, param in self.inner.named_parameters(recurse=False) if not self.hooked else ():
+                param.register_post_accumulate_grad_hook(self._double)
+            self.hooked = True
+            return own(x)
+
+        self.inner.forward = forward
+
+    def _double(self, param: Any) -> None:
+        self.seen.append(param.grad.detach().clone())
+        param.grad.mul_(2.0)
+
+
+def hooked_in_forward(stage: int | None) -> tuple[list[torch.Tensor], float]:
+    import onefold
+
+    model = HookedInForward(80)  # its gradient is not put aside
+    if stage is not None:
+        onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=10.0), units=[nn.Linear])
+    model.install()
+    model(features_of(1, 4, 80)).backward()
+    if stage is not None:
+        return model.seen, onefold.clip_grad_norm_(model, 1e9).item()
+    return model.seen, nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_hook_that_is_registered_in_a_forward_pass_sees_and_changes_the_gradient(
+    stage: int,
+) -> None:
+    expected, norm = hooked_in_forward(None)
+    order = sorted(expected, key=torch.Tensor.numel)
+    for seen, got in run_ranks(2, hooked_in_forward, stage):
+        torch.testing.assert_close(sorted(seen, key=torch.Tensor.numel), order)
+        assert got == pytest.approx(norm, rel=1e-5), (got, norm)

@@ -16,6 +16,7 @@ A checkpoint contains no pickle.
 | a load                    | loading ► source (what can be loaded from), folder_source, views ► apply (into the model) |
 | messages between ranks    | together                                                                                 |
 | the format                | folder (atomic rename), manifest, tensorfile, values                                     |
+| stages of a pipeline      | stages                                                                                   |
 | errors                    | errors                                                                                   |
 | torch's own checkpoints   | dcp, dcp_interval                                                                        |
 
@@ -32,6 +33,7 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import latest
 from onefold.checkpoint.loading import Loaded, Loading, load, load_async
 from onefold.checkpoint.saving import save, save_async
+from onefold.checkpoint.stages import join_stages
 
 __all__ = [
     "Background",
@@ -39,6 +41,7 @@ __all__ = [
     "Checkpointer",
     "Loaded",
     "Loading",
+    "join_stages",
     "latest",
     "load",
     "load_async",

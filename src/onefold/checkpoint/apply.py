@@ -280,8 +280,11 @@ def _recoded(
     return Recoded(source, lambda name, numel: formats.get(name, plain).of(numel))
 
 
-def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: Source) -> None:
+def fit_groups(
+    engine: Engine, optimizers: list[torch.optim.Optimizer], source: Source, strict: bool = True
+) -> None:
     """Check that the source's optimizers have the same parameter groups. Local; changes nothing.
+    Without `strict`, stored groups may have further parameters, which this model does not have.
     Raises: CheckpointError: the source has no optimizer, or one with other parameter groups.
     """
     groups = source.groups()
@@ -321,7 +324,7 @@ def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: 
             here = {source.stored_name(name) for n in ours for name in n}
             theirs = {source.stored_name(name) for name in saved["params"]}
             extra = [n[0] for n in ours if theirs.isdisjoint(map(source.stored_name, n))]
-            gone = [n for n in saved["params"] if source.stored_name(n) not in here]
+            gone = [n for n in saved["params"] if strict and source.stored_name(n) not in here]
             if extra or gone:
                 raise CheckpointError(
                     f"{source.describe}: group {index} of its optimizer {number} is of other"

@@ -234,7 +234,7 @@ def _apply(
         if own is not None:
             _fit_extra_state(engine, model, own, fit, strict)
         if optimizers:
-            fit_groups(engine, optimizers, reader)
+            fit_groups(engine, optimizers, reader, strict)
     assert fit is not None
     reading = StateReader.of(engine, reader)
     fill_model(engine, fit, reading)

@@ -102,10 +102,10 @@ class Group(Moves):
         mesh = process_group if isinstance(process_group, Mesh) else None
         process_group, numbers = members(process_group)
         self._mesh = mesh
+        # Data ranks of each group, where the recipe names a number
+        self._data_ranks: int | None = None
         if mesh is not None and isinstance(inner, int):
             self._data_ranks, inner = inner, mesh.ranks_of(inner, numbers)
-        else:
-            self._data_ranks = None
         self.size = len(numbers)
         self.ranks, self.name = numbers, format_ranks(numbers)
         self.rank, self.number = 0, 0

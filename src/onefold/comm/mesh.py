@@ -40,6 +40,13 @@ class Mesh:
         """Whether ranks along some axis compute with the same data."""
         return self.axes.data_size < self.axes.size
 
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """The global ranks that compute with the same data as this one, and this one."""
+        data_of = self.data_of
+        mine = data_of[dist.get_rank()] if self.several else None
+        return tuple(rank for rank, at in data_of.items() if at == mine)
+
     def ranks_of(self, inner: int, ranks: Sequence[int]) -> int:
         """Return how many of `ranks` (all of the mesh, or the holders of a box) are in a group of
         `inner` data ranks.

@@ -212,7 +212,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(self, module: torch.nn.Module | Sequence[torch.nn.Module], **options: Any) -> None:
         several = not isinstance(module, torch.nn.Module)
-        self._engines = [engine_of(each) for each in (module if several else [module])]
+        modules = [module] if isinstance(module, torch.nn.Module) else list(module)
+        self._engines = [engine_of(each) for each in modules]
         self._across = across_stages(self._engines) if several else None
         super().__init__(self._engines[0].device.type, **options)
 

@@ -14,7 +14,7 @@ from onefold.comm.peers import alike, both
 from onefold.memory.pool import TierError
 from onefold.runtime import differentiate
 from onefold.runtime.differentiate import in_autograd, keep_from_compiler
-from onefold.runtime.parameters.interval import disable_torch_function
+from onefold.runtime.parameters.interval import disable_torch_function, get_grad
 from onefold.runtime.pending_gradients import show_pending
 
 if TYPE_CHECKING:
@@ -141,6 +141,25 @@ class Backward:
             self.resources.transfers.gradients_are_down()
             self.resources.memory.look()
             self.resources.transfers.host.look()
+            for unit in reduce.units:
+                unit.leases.gradients = set()
+
+    def take_gradients(self) -> None:
+        """Take the gradients that lie on whole parameters: those of a backward pass that was run in
+        two halves, whose second has set `.grad` by itself (torch.distributed.pipelining). They stay
+        whole: `Progress.deferring` must hold.
+        """
+        progress, reduce = self.progress, self.reduce
+        with disable_torch_function(), torch.no_grad():
+            progress.backward_open, progress.factor = True, 1.0
+            reduce.begin_backward()
+            for entry in self.entries:
+                if get_grad(entry.compute) is not None:
+                    reduce.arrived(entry)
+            reduce.collect()
+            progress.pending = True
+            show_pending(reduce)
+            progress.backward_open = False
             for unit in reduce.units:
                 unit.leases.gradients = set()
 

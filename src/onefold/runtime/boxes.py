@@ -22,6 +22,17 @@ each dimension of the parameter's mesh:
 
 So a partial gradient is summed over `tp` in the same message as over the data axes.
 
+[Note: packed parts] `_StridedShard(d, f)` divides a weight that packs f weights along dimension d, such
+as gate_up_proj: a rank has its part of each, one behind the other. It is a box of the same memory with
+that dimension unfolded:
+
+    [f * n, k] over 2 ranks, f = 2        unfolded: [f, n, k], divided along n
+    gate  rows 0 .. n      rank 0: the first halves of both, [2, n / 2, k] = [n, k]
+    up    rows n .. 2n     rank 1: the second halves
+
+The engine needs no more than this. What asks for the box in the global tensor itself (`Box.region`:
+checkpoints) is refused.
+
 [Note: wrappers follow their buffer] A DTensor refers to its local tensor, and code may keep one
 longer than its unit is gathered: a closure, the arguments of a checkpoint. So an entry knows the
 wrappers that are alive. When its unit is released, they lose their memory (a meta tensor takes its
@@ -40,6 +51,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from onefold.comm import CollectiveContext, Group
 from onefold.comm.mesh import Mesh
@@ -89,6 +101,8 @@ class Box:
 
     def __init__(self, kind: BoxKind, shape: torch.Size, stride: tuple[int, ...]) -> None:
         self.kind, self.shape, self.stride = kind, shape, stride
+        #: {dimension: weights packed along it}, see [Note: packed parts]
+        self.packed = {p.dim: p.split_factor for p in kind.placements if _is_packed(p)}
         self.came_partial = False
         self._wrappers: list[weakref.ref[Any]] = []
 
@@ -97,23 +111,63 @@ class Box:
         return self.kind.divided
 
     def region(self, rank: int) -> Region:
-        """Return what a global rank holds of the global tensor."""
+        """Return what a global rank holds of the global tensor.
+
+        Raises:
+            ValueError: these are parts of packed weights.
+        """
+        if self.packed:
+            raise ValueError(
+                f"a weight of shape {tuple(self.shape)} is placed as {self.kind.describe()}: a rank's"
+                " part is no box of it, so it cannot be saved in a checkpoint. Read the whole by"
+                " onefold.full_state_dict(), or divide the experts by expert parallelism."
+            )
         return self._region(self.kind.coordinates[rank])
 
+    @property
+    def here(self) -> Region:
+        """What this rank holds of the global tensor. Raises as `region` does."""
+        return self.region(dist.get_rank())
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements that this rank holds."""
+        return self._mine.numel
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank holds."""
+        return self._folded(self._mine)
+
+    @cached_property
+    def _mine(self) -> Region:
+        return self._region(self.kind.mesh.get_coordinate())
+
     def _region(self, at: Sequence[int]) -> Region:
+        """Return the box of the unfolded tensor at some coordinates of its mesh."""
         return region_of(
-            self.shape,
+            self._unfolded,
             [
-                Cut(p.dim, self.kind.mesh.size(i), at[i])
+                Cut(p.dim + sum(d <= p.dim for d in self.packed), self.kind.mesh.size(i), at[i])
                 for i, p in enumerate(self.kind.placements)
-                if p.is_shard()
+                if divides(p)
             ],
         )
 
     @cached_property
-    def here(self) -> Region:
-        """What this rank holds of the global tensor."""
-        return self._region(self.kind.mesh.get_coordinate())
+    def _unfolded(self) -> tuple[int, ...]:
+        sizes: list[int] = []
+        for dim, size in enumerate(self.shape):
+            pieces = self.packed.get(dim)
+            sizes += [size] if pieces is None else [pieces, size // pieces]
+        return tuple(sizes)
+
+    def _folded(self, region: Region) -> tuple[int, ...]:
+        sizes = iter(region.shape)
+        return tuple(
+            next(sizes) * next(sizes) if dim in self.packed else next(sizes)
+            for dim in range(len(self.shape))
+        )
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the global tensor, from each rank's box of it. Collective over the box's own mesh,
@@ -132,8 +186,22 @@ class Box:
         return self._region([0] * self.kind.mesh.ndim).numel
 
     def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the part of a global tensor that a rank holds, as a view."""
-        return whole[self.region(rank).slices]
+        """Return the part of a global tensor that a rank holds: a view, if it is not packed."""
+        region = self._region(self.kind.coordinates[rank])
+        return whole.view(self._unfolded)[region.slices].reshape(self._folded(region))
+
+    def cut_here(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the part of a global tensor that this rank holds."""
+        return whole.view(self._unfolded)[self._mine.slices].reshape(self.local_shape)
+
+    def put(self, whole: torch.Tensor, rank: int, part: torch.Tensor) -> None:
+        """Write the part that a rank holds, of any shape, into a global tensor."""
+        region = self._region(self.kind.coordinates[rank])
+        whole.view(self._unfolded)[region.slices].copy_(part.reshape(region.shape))
+
+    def numel_of(self, rank: int) -> int:
+        """Return how many elements a rank holds."""
+        return self._region(self.kind.coordinates[rank]).numel
 
     def spec(self, dtype: torch.dtype) -> Any:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -208,7 +276,7 @@ def local_gradient(grad: Any, box: Box) -> torch.Tensor:
 
     wanted, factor = [], 1
     for i, (own, came) in enumerate(zip(box.kind.placements, grad.placements, strict=True)):
-        if own.is_shard():
+        if divides(own):
             wanted.append(own)
         elif came.is_partial("sum"):
             wanted.append(came)
@@ -281,7 +349,7 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
             for p, t in enumerate(told)
         }
         keys = {
-            rank: tuple(c for c, p in zip(at, placements, strict=True) if p.is_shard())
+            rank: tuple(c for c, p in zip(at, placements, strict=True) if divides(p))
             for rank, at in coordinates.items()
         }
         try:
@@ -309,18 +377,29 @@ def _refuse(name: str, param: Any, mesh: Mesh) -> None:
             " module: all axes but that of the pipeline."
         )
     for placement in param.placements:
-        kind = type(placement).__name__
-        if kind not in ("Shard", "Replicate"):
+        if not (placement.is_replicate() or divides(placement)):
             raise ValueError(
                 f"parameter {name!r} is placed as {placement}: shard() divides what is Shard or"
-                f" Replicate. {_CURES.get(kind, '')}".rstrip()
+                " Replicate. Redistribute it to Replicate() first."
+            )
+    for i, packed in enumerate(param.placements):
+        if not _is_packed(packed):
+            continue
+        size, parts = param.shape[packed.dim], param.device_mesh.size(i)
+        others = [p for p in param.placements if p is not packed and divides(p)]
+        if size % (packed.split_factor * parts) or any(p.dim == packed.dim for p in others):
+            raise ValueError(
+                f"parameter {name!r} of shape {tuple(param.shape)} is placed as {packed} over"
+                f" {parts} ranks: shard() divides {packed.split_factor} packed weights if each has a"
+                f" multiple of {parts} rows, and nothing else divides them. Keep them as weights of"
+                " their own, or redistribute it to Shard."
             )
 
 
-_CURES = {
-    "Partial": "Redistribute it to Replicate() first.",
-    "_StridedShard": (
-        "Strided parts (packed weights such as gate_up_proj) are not whole rows: keep the two halves"
-        " as weights of their own, or redistribute it to Shard."
-    ),
-}
+def divides(placement: Any) -> bool:
+    """Whether ranks hold different parts by this placement."""
+    return placement.is_shard() or _is_packed(placement)
+
+
+def _is_packed(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"  # is_shard() does not know it

@@ -92,6 +92,7 @@ class Gatherer:
         self.reached = 0  # how often a backward pass has reached the output of a unit
         # Units that stay gathered between passes without gradients (runtime/state/start.py)
         self.kept_gathered: frozenset[int] = frozenset()
+        self.holding = False  # between `hold` and `let_go`
 
     # -- passes ------------------------------------------------------------------------------------
 
@@ -160,6 +161,29 @@ class Gatherer:
             if unit.index in self.kept_gathered and not unit.ungathered and not unit.leases.in_use:
                 self.release(unit)
         self.pool.drain()  # a buffer made under inference_mode is of no use outside
+
+    def hold(self) -> None:
+        """Keep all units gathered over passes, from their next gather until `let_go`. Tiles are left
+        out: they are small so that only one is held at a time.
+        """
+        self.holding = True
+        for unit in self.sharded:
+            unit.leases.held = not unit.tile
+
+    def gather_held(self) -> None:
+        """Launch the gathers of the units that are held and not gathered yet, in the order of use."""
+        for unit in (self.units[index] for index in self.schedule.forward):
+            if unit.leases.held and unit.ungathered:
+                self.launch(unit)
+
+    def let_go(self) -> None:
+        """Release the units that `hold` has gathered."""
+        self.holding = False
+        for unit in self.sharded:
+            held, unit.leases.held = unit.leases.held, False
+            if held and not unit.ungathered and not unit.leases.in_use:
+                self.release(unit)
+        self.pool.drain()
 
     def release_last_units(self) -> None:
         """Release the units that wait for a backward pass. Called at points that all ranks pass."""
@@ -409,6 +433,9 @@ class Gatherer:
         unit.arriving.clear()
 
     def release(self, unit: Unit) -> None:
+        if unit.leases.held:
+            unit.leases.released()
+            return
         if self.group.broken is None:
             self.wait(unit)
         elif unit.state is State.GATHERING:  # its bytes will never come

@@ -462,13 +462,12 @@ def _boxes_to_first(
         group.exchange(sends, [], context, entry.flat.index, move="state").wait()
         return None
     # One exchange for all: messages of one rank to several others are counted together
-    regions = {p: box.region(group.ranks[p]) for p in box.firsts(group.ranks) if p}
-    recvs = [(p, _room(resources, item, region.numel)) for p, region in regions.items()]
+    others = [p for p in box.firsts(group.ranks) if p]
+    recvs = [(p, _room(resources, item, box.numel_of(group.ranks[p]))) for p in others]
     group.exchange([], recvs, context, entry.flat.index, move="state").wait()
     whole = torch.zeros(item.shape, dtype=item.dtype, device="cpu")
-    box.cut(whole, group.ranks[0]).copy_(local)
-    for (_, part), region in zip(recvs, regions.values(), strict=True):
-        whole[region.slices].copy_(part.view(region.shape))
+    for p, part in [(0, local), *recvs]:
+        box.put(whole, group.ranks[p], part)
     return whole
 
 
@@ -492,10 +491,9 @@ def boxes_from_first(
         return box.cut(whole, group.ranks[0])
     if entry.flat.group.rank != 0:
         return None
-    region = box.region(group.ranks[group.rank])
-    mine = _room(resources, item, region.numel)
+    mine = _room(resources, item, box.numel)
     group.exchange([], [(0, mine)], context, entry.flat.index, move="state").wait()
-    return mine.view(region.shape)
+    return mine.view(box.local_shape)
 
 
 # -- moves on one rank -----------------------------------------------------------------------------
@@ -504,7 +502,7 @@ def boxes_from_first(
 def from_own(parts: HeldParts, item: StateItem, whole: torch.Tensor) -> None:
     """Write the elements of `whole` (any shape and device) that this rank holds. Local."""
     if item.box is not None:
-        whole = whole.reshape(item.shape)[item.box.here.slices]
+        whole = item.box.cut_here(whole.reshape(item.shape))
     for entry in item.entries:
         a, b = parts.held(entry)
         parts.write(item, entry, a, b, item.tile(whole, entry)[a:b].to(item.dtype))

@@ -240,8 +240,9 @@ def follow_trainable_of(reduce: Reducer, unit: Unit) -> None:
         for entry in flat.entries:
             if entry.active and not entry.hooked:
                 entry.hooked = True
-                entry.compute.register_post_accumulate_grad_hook(
-                    _arrival(weakref.ref(reduce), weakref.ref(entry))
+                # Its own method would register on the optimizer's object (`Whole`)
+                torch.Tensor.register_post_accumulate_grad_hook(
+                    entry.compute, _arrival(weakref.ref(reduce), weakref.ref(entry))
                 )
                 refuse_gradients(entry)
 

@@ -34,9 +34,10 @@ import torch
 from onefold.comm import Group
 from onefold.memory import GATHERED, nbytes_of, storage_of
 from onefold.recipe.core import SMALL_TRAFFIC
-from onefold.runtime.flat import Entry, Flat, point
+from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather import Gatherer
 from onefold.runtime.parameters.values import WriteCounters, written
+from onefold.runtime.parameters.whole import point
 from onefold.runtime.resources import Progress
 from onefold.runtime.storage import refuse_written
 from onefold.runtime.unit import State, Unit
@@ -99,7 +100,9 @@ class Copies:
         stepped since the last look.
         """
         stays = (
-            unit.index in self.gather.kept_gathered or not self.gather.recipe.reshard_after_forward
+            unit.index in self.gather.kept_gathered
+            or unit.leases.held
+            or not self.gather.recipe.reshard_after_forward
         )
         looked_at = unit.resident or stays or any(f.gather.cached is not None for f in unit.flats)
         for flat in unit.flats if looked_at else ():
@@ -123,7 +126,9 @@ class Copies:
             and not unit.leases.in_use
             and not self.progress.backward_open
         ):
+            held, unit.leases.held = unit.leases.held, False
             self.gather.release(unit)
+            unit.leases.held = held  # from its next gather on
 
     def _note(self, unit: Unit) -> None:
         self.gather.wait(unit)
@@ -236,7 +241,7 @@ def _launch_together(gather: Gatherer, units: list[Unit]) -> None:
 # | `self.weight.clamp_()` under no_grad                 | the parameter's version counter                                                 |
 # | `self.weight.data = renorm(self.weight.data)`        | the parameter lies in other memory                                              |
 # | `self.weight.data.clamp_()`                          | this rank's part differs from the masters: compared in the first passes, and in |
-# |                                                      | all later ones once a module has read `.data` (`Whole` in runtime/flat.py)     |
+# |                                                      | all later ones once a module has read `.data` (`Whole`)     |
 #
 # All ranks have to write the same, as under DDP.
 
@@ -262,7 +267,7 @@ def keep_writes(unit: Unit) -> None:
             and not flat.written_in_forward
             and flat.compared >= FIRST
         ):
-            continue  # an assignment to `.data` sets the flag too (`Whole` in runtime/flat.py)
+            continue  # an assignment to `.data` sets the flag too (`Whole`)
         flat.seen_versions = versions
         written = []
         for entry in flat.entries:

@@ -21,9 +21,9 @@ from onefold.runtime.differentiate import (
     keep_from_compiler,
     keep_hooks_from_compiler,
 )
-from onefold.runtime.flat import point
 from onefold.runtime.parameters.in_pass import lent, lent_buffer
 from onefold.runtime.parameters.outside import Place
+from onefold.runtime.parameters.whole import point
 from onefold.runtime.unit import Unit
 
 if TYPE_CHECKING:

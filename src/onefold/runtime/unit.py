@@ -68,6 +68,8 @@ class Leases:
     | `borrowed`          | other code of the pass reads a parameter            | the pass ends                         |
     | `lent`              | a pass of another model reads a parameter           | that pass ends                        |
     | `kept`              | a pass without gradients, under `keep_gathered`     | that pass ends                        |
+    | `held`              | `Gatherer.hold`: the stage of a pipeline is         | `Gatherer.let_go`                     |
+    |                     | unsharded for several micro-batches                 |                                       |
     | `awaiting_backward` | a forward pass ends that used it last               | the backward pass uses or passes it   |
     | `saved` (how many)  | autograd saves a part of its buffers                | autograd frees it                     |
     | `gradients` (which) | a backward pass begins                              | they arrive, one by one               |
@@ -85,6 +87,7 @@ class Leases:
     | in a backward pass (`Unit.needed_in_backward`)          | `in_use`, `saved`, `gradients`; if it has frozen    |
     |                                                         | parameters, `recomputing` and `by_hand` too         |
     | at the end of a backward pass                           | `in_use`                                            |
+    | by whatever releases (`Gatherer.release`)               | `held`, until masters are written to                |
 
     A checkpointed unit in a backward pass: `gradients` (if it is trained) from the beginning;
     `in_use` and `recomputing` while it is recomputed; then `gradients` until the last one has come,
@@ -98,6 +101,7 @@ class Leases:
         "borrowed",
         "by_hand",
         "gradients",
+        "held",
         "in_use",
         "kept",
         "lent",
@@ -110,7 +114,7 @@ class Leases:
     def __init__(self) -> None:
         self.in_use = self.saved = self.writes = 0
         self.used = self.borrowed = self.lent = self.kept = self.by_hand = False
-        self.awaiting_backward = False
+        self.awaiting_backward = self.held = False
         self.gradients: set[int] = set()  # numbers of entries
         # The count of `Gatherer.reached` at that recomputation
         self.recomputing: int | None = None

@@ -5,6 +5,7 @@ The model is built on the meta device. Each rank reads its shards when a Trainer
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -24,7 +25,12 @@ _WEIGHTS = "_onefold_weights"
 
 
 def from_pretrained(
-    name: str | os.PathLike[str], kind: Any = None, dtype: Any = None, **options: Any
+    name: str | os.PathLike[str],
+    kind: Any = None,
+    dtype: Any = None,
+    *,
+    distributed_config: Any = None,
+    **options: Any,
 ) -> nn.Module:
     """Build a model of transformers on the meta device, and put off reading its weights.
 
@@ -36,14 +42,19 @@ def from_pretrained(
         name: a folder, or a model of the hub, which is taken from the cache or downloaded.
         kind: a class of transformers; None for AutoModelForCausalLM.
         dtype: of the parameters; None for the one in config.json, as in transformers.
+        distributed_config: transformers' DistributedConfig, for tensor and expert parallelism. Each
+            rank then reads its part of the weights at once. transformers' own FSDP is left out.
         options: values that override config.json, such as attn_implementation="eager".
 
     Raises:
         CheckpointError: there is no configuration that transformers knows, or the weights are of
             another model.
         FileNotFoundError: there is no such folder, and no such model in the hub or its cache.
+        ValueError: `distributed_config` has a pipeline, or experts without tensor parallelism.
     """
     folder = Path(name) if Path(name).is_dir() else _of_hub(str(name))
+    if distributed_config is not None:
+        return _parallelized(folder, kind, dtype, distributed_config, options)
     model = on_meta(folder, kind, dtype, **options)
     reason = read_whole(folder, model)
     if reason:
@@ -53,6 +64,40 @@ def from_pretrained(
         return whole.train()
     setattr(model, _WEIGHTS, str(folder))
     return model
+
+
+def _parallelized(
+    folder: Path, kind: Any, dtype: Any, config: Any, options: dict[str, Any]
+) -> nn.Module:
+    """Return a model that transformers has parallelized, without its FSDP."""
+    from transformers.distributed import DistributedConfig
+
+    if isinstance(config, dict):
+        config = DistributedConfig.from_dict(config)
+    if config.pp_size > 1:
+        raise ValueError(
+            f"pp_size={config.pp_size}: transformers' pipelines do not train. Leave pp_size out, or"
+            " shard the stages of your own pipeline with onefold.shard()."
+        )
+    if config.ep_size > 1 and config.tp_size == 1:
+        raise ValueError(
+            f"ep_size={config.ep_size} without tp_size: onefold.hf parallelizes experts beside tensor"
+            " parallelism. Set tp_size, or apply the plan to the model and call onefold.shard()."
+        )
+
+    class WithoutFSDP(DistributedConfig):
+        """transformers calls its FSDP where the data axes have more than one rank."""
+
+        dp_size = 1
+
+    chosen = kind or transformers.AutoModelForCausalLM
+    without = WithoutFSDP(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
+    model: Any = chosen.from_pretrained(
+        folder, dtype=dtype or "auto", distributed_config=without, **options
+    )
+    model.config.distributed_config = config
+    trained: nn.Module = model.train()
+    return trained
 
 
 #: The files of a hub's model that are downloaded.
@@ -95,9 +140,18 @@ def shard(model: Any, recipe: Recipe, device: Any) -> None:
     idle = _idle_adapters(model) if recipe.frozen is not None else []
     for name in idle:
         model.get_parameter(name).requires_grad_(True)
-    onefold.shard(model, recipe, device=device, weights=folder, init=init)
+    onefold.shard(model, recipe, device=device, weights=folder, init=init, **_axes(model))
     for name in idle:
         model.get_parameter(name).requires_grad_(False)
+
+
+def _axes(model: Any) -> dict[str, Any]:
+    """Return the arguments of `onefold.shard` for a model that transformers has parallelized."""
+    meshes = getattr(model, "_mesh_manager", None)
+    if meshes is None:
+        return {}
+    data = ("dp_replicate", "fsdp")
+    return {"mesh": meshes.get_mesh((*data, "tp")), "data": data}
 
 
 def _idle_adapters(model: Any) -> list[str]:

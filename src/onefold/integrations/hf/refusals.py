@@ -133,12 +133,17 @@ def refuse_model(model: Any) -> None:
             f"this {name} was spread over {', '.join(sorted(map(str, devices)))} by device_map=:"
             " load it without; the recipe decides where its states are stored."
         )
-    if getattr(model, "is_distributed_loading_by_transformers", False) or (
+    if getattr(model, "_is_fsdp_managed_module", False):
+        raise ValueError(
+            f"transformers has applied its FSDP to this {name} while it was loaded: load it with"
+            " onefold.hf.from_pretrained(..., distributed_config=...), which leaves FSDP out."
+        )
+    if getattr(model, "_mesh_manager", None) is None and (
         (getattr(model, "tp_size", None) or 1) > 1
     ):
         raise ValueError(
-            f"this {name} was divided among the ranks while transformers loaded it"
-            " (distributed_config= or tp_plan=): load it without."
+            f"this {name} was divided among the ranks while transformers loaded it (tp_plan=): load"
+            " it with distributed_config=."
         )
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None):
         raise NotImplementedError(

@@ -119,6 +119,9 @@ class TrainerMixin(_Host):
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Do nothing: `onefold.shard` moves the model."""
 
+    def _sync_replicated_trainable_parameters(self, model: Any) -> None:
+        """Do nothing: `onefold.shard` has given every rank the first one's values."""
+
     def _shard_model(self) -> None:
         """Shard `self.model` in place, unless it is sharded already. Collective."""
         model = self.model

@@ -6,6 +6,14 @@ rank's whole gradient, before the reduction.
 | `register_hook`                        | the leaf that autograd knows   | by autograd, with the whole gradient                       |
 | `register_post_accumulate_grad_hook`   | the parameter that users hold  | by the reducer, before it takes the gradient               |
 
+[Note: hooks that sum over tensor parallelism] transformers adds up the parts of a replicated gradient
+(the norms of q and k under tensor parallelism) in a hook of the second kind: it calls `all_reduce` on
+`.grad`. That is wrong wherever `.grad` has accumulated: what was added up in one micro-batch is added
+up again in the next. Such a hook is known by its name. `shard()` finds it in the module that will
+register it, marks the parameter partial (`Found.partial`), and the hook never runs: the parts are
+summed in the message that sums over the data axes. A hook that sums in another way is called as any
+other. If its parameter is marked too, or needs a mark, runtime/marks.py raises.
+
 While a hook of the second kind runs, its parameter is whole: `.grad` reads and writes the whole
 local gradient, and the values are gathered on first use. A hook must not write to the values: they
 would differ between ranks, because each rank's gradient is its own.
@@ -13,9 +21,14 @@ would differ between ranks, because each rank's gradient is its own.
 
 from __future__ import annotations
 
+import inspect
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from onefold.runtime.parameters.interval import (
     ShardedParameterError,
@@ -56,6 +69,9 @@ def move(old: torch.Tensor, entry: Entry) -> None:
     if hooks is not None:
         old._backward_hooks = None
         entry.compute._backward_hooks = hooks
+    if post is not None:
+        for key in [key for key, hook in post.items() if not _is_called(entry, hook)]:
+            del post[key]
     if post is not None and entry.param is not old:
         entry.param._post_accumulate_grad_hooks = post
 
@@ -77,6 +93,8 @@ def register(entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
             " one by one: no hook would see the whole. Put the hook on a module's output, or give"
             " the recipe a larger tile."
         )
+    if func != _T.register_hook and not _is_called(entry, (*args[1:], *kwargs.values())[0]):
+        return RemovableHandle(OrderedDict())
     with disable_torch_function():
         if func == _T.register_hook and param.requires_grad:
             # The engine follows at the next pass
@@ -161,3 +179,51 @@ def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:
     if accumulated is not None and not changed:
         set_grad(compute, own)
     return accumulated is not None and changed
+
+
+# -- hooks that sum over tensor parallelism --------------------------------------------------------
+#
+# See [Note: hooks that sum over tensor parallelism].
+
+
+_SUMS = "ReplicatedWithGradAllReduce.install_forward.<locals>._all_reduce_grad"
+
+
+def summed_over(module: nn.Module) -> Sequence[int]:
+    """Return the ranks over which a hook will sum the gradients of the module's own parameters:
+    transformers registers it in the module's forward pass. Nothing if there is no such hook.
+    """
+    forward = module.__dict__.get("forward")
+    if not inspect.isfunction(forward):
+        return ()
+    for cell in forward.__closure__ or ():
+        if ranks := _ranks_of(cell.cell_contents):
+            return ranks
+    return ()
+
+
+def _ranks_of(hook: Any) -> Sequence[int]:
+    """Return the ranks over which a hook sums gradients; nothing if it is another hook."""
+    named = getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")
+    if named != ("transformers.distributed.tensor_parallel", _SUMS):
+        return ()
+    ranks: list[int] = inspect.getclosurevars(hook).nonlocals["mesh"].mesh.flatten().tolist()
+    return ranks
+
+
+def _is_called(entry: Entry, hook: Any) -> bool:
+    """Whether a post-accumulate hook is called.
+
+    Raises:
+        ValueError: it sums over tensor parallelism, and the parameter is not marked partial.
+    """
+    ranks = _ranks_of(hook)
+    if len(ranks) > 1 and entry.parts == 1:
+        raise ValueError(
+            f"transformers adds up the gradient of {entry.slot.name!r} over ranks"
+            f" {', '.join(map(str, ranks))}, in a hook on what has accumulated. shard() does it in"
+            " its own messages if it is given a mesh in which these ranks, and no others, have the"
+            " same data: shard(..., mesh=mesh['fsdp', 'tp'], data='fsdp'). If the module's forward"
+            f" was wrapped before shard(), also give partial=[{entry.slot.name!r}]."
+        )
+    return not ranks

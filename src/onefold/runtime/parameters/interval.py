@@ -129,7 +129,7 @@ class IntervalSpec:
         self._stand_in: torch.Tensor | None = None
         self.shape, self.numel = torch.Size(shape), prod(shape)
         # Elements that this rank's holders have
-        self._held = self.numel if box is None else box.here.numel
+        self._held = self.numel if box is None else box.numel
         a, b = self._at(owners.position)
         self.start, self.stop = a, b
 
@@ -153,7 +153,7 @@ class IntervalSpec:
 
     def piece(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements, [stop - start], of a tensor of `shape`."""
-        held = whole if self.box is None else whole[self.box.here.slices]
+        held = whole if self.box is None else self.box.cut_here(whole)
         return held.reshape(-1)[self.start : self.stop]
 
     def within(self, offset: int, shape: Any) -> IntervalSpec:
@@ -226,7 +226,7 @@ class IntervalSpec:
         """
         if self.box is None:
             return held.view(self.shape)
-        return self.box.gather(held.view(self.box.here.shape))
+        return self.box.gather(held.view(self.box.local_shape))
 
     def exchange(
         self, values: torch.Tensor, what: str, others: Sequence[IntervalSpec] = ()

@@ -10,6 +10,7 @@ The moves, and the masters that they read and write, are in runtime/parts.py.
 
 | question                                                               | file     |
 |------------------------------------------------------------------------|----------|
+| What do the ranks compare first, and what is refused?                  | `checks` |
 | How does each unit get its first values? What are whole values?        | `start`  |
 | What is in a state dict, and how is a whole one read and written?      | `dicts`  |
 """

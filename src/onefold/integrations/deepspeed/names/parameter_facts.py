@@ -35,9 +35,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onefold.integrations.deepspeed.names import divided
-from onefold.runtime.flat import Entry, Whole
+from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.parameters.values import seen_storageless
+from onefold.runtime.parameters.whole import Whole
 
 #: How many contexts have gathered a parameter (gathered.py).
 DEPTH = "_onefold_gathered"

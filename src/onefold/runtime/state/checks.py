@@ -1,0 +1,260 @@
+"""What `shard()` compares among the ranks and refuses before it lays anything out."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.comm import CollectiveContext, Group
+from onefold.comm.mesh import REPLICATE, Mesh
+from onefold.recipe import Recipe
+from onefold.recipe.options import OPTIONS
+from onefold.recipe.rows import GROUP
+from onefold.runtime.boxes import is_dtensor
+from onefold.runtime.engine import Engine
+from onefold.runtime.hooks import is_sharded
+from onefold.runtime.parameters import gradient_hooks
+from onefold.runtime.parameters.parameter import ShardedParameter
+from onefold.runtime.state.start import has_meta
+from onefold.runtime.units import UnitSpec
+
+_START = CollectiveContext("control", "(start)", 0, "state")
+
+
+def refuse_arguments(
+    module: nn.Module,
+    recipe: Recipe,
+    units: Sequence[str | type] | None,
+    init: Callable[[nn.Module], object] | None,
+    group: Any = None,
+    mesh: Any = None,
+    data: Any = None,
+) -> None:
+    """Raise ValueError for arguments of `shard()` that are invalid by themselves."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"shard() was given {type(module).__name__}, expected a torch.nn.Module.")
+    OPTIONS["units"].read(units)
+    if init is not None and not callable(init):
+        raise ValueError(
+            f"init={init!r}: expected a function that initializes one module in place, or None."
+        )
+    if mesh is not None and group is not None and not isinstance(group, Group):
+        raise ValueError(
+            "shard() was given both group=... and mesh=...: a mesh names all ranks that run this"
+            " module, so leave group out."
+        )
+    if mesh is None and data is not None:
+        raise ValueError(
+            f"data={data!r} names axes of a mesh, and shard() was given none: give mesh=..., the"
+            " DeviceMesh of all ranks that run this module."
+        )
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"shard() was given {recipe!r} as recipe, expected a Recipe such as"
+            " onefold.Recipe.zero(stage=3)."
+        )
+    if is_sharded(module):
+        raise ValueError(
+            "this module is sharded already; shard a fresh one, or use onefold.engine_of(module)."
+        )
+    for name, inner in module.named_modules():
+        if is_sharded(inner) or any(
+            isinstance(p, ShardedParameter) for p in inner._parameters.values()
+        ):
+            raise ValueError(
+                f"module {name!r} inside this model belongs to another sharded model already: shard"
+                " the whole model once, alone."
+            )
+    _refuse_dtensors(module, mesh)
+    if left_out := sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ())):
+        raise ValueError(
+            f"this module asks DDP to leave out {', '.join(map(repr, left_out[:3]))}"
+            f"{f' and {len(left_out) - 3} more' if len(left_out) > 3 else ''}"
+            " (_ddp_params_and_buffers_to_ignore), and Onefold divides every parameter. Delete that"
+            " attribute if they are to be as the others, or hold what each rank keeps for itself"
+            " outside the module."
+        )
+
+
+def _refuse_dtensors(module: nn.Module, mesh: Any) -> None:
+    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for name, inner in module.named_modules():
+        if fsdp and isinstance(inner, fsdp):
+            raise ValueError(
+                f"module {name or '(the model)'!r} was given to fully_shard, which divides the same"
+                " parameters as shard() does. Leave fully_shard out."
+            )
+    for name, param in module.named_parameters() if mesh is None else ():
+        if is_dtensor(param):
+            placed: Any = param
+            raise ValueError(
+                f"parameter {name!r} is a DTensor ({', '.join(map(str, placed.placements))}), as"
+                " tensor and expert parallelism make them. Give shard() the mesh=... of all ranks"
+                " that run this module, and data=(...), the names of its axes that carry different"
+                " data."
+            )
+
+
+def with_replicas(recipe: Recipe, ranks: Mesh) -> Recipe:
+    """Return the recipe with state divided inside each replica (HSDP), if the mesh names an axis of
+    replicas.
+
+    Raises:
+        ValueError: the recipe names groups of another size.
+    """
+    axes = ranks.axes
+    sizes = dict(zip(axes.names, axes.sizes, strict=True))
+    replicas = sizes.get(REPLICATE, 1) if axes.carries(REPLICATE) else 1
+    if replicas == 1 or recipe.stage == 0:
+        return recipe
+    each, rows = axes.data_size // replicas, (recipe.parameters, recipe.gradients, recipe.optimizer)
+    divides = any(row.over == GROUP for row in rows)
+    if divides and isinstance(recipe.group, int) and recipe.group != each:
+        raise ValueError(
+            f"the recipe divides state inside groups of {recipe.group} ranks, and the mesh has"
+            f" {replicas} replicas of {each} data ranks ({REPLICATE}). Leave the recipe's group out,"
+            " or make it the same."
+        )
+    if not divides:
+        parameters, gradients, optimizer = (dataclasses.replace(r, over=GROUP) for r in rows)
+        recipe = recipe.replace(
+            parameters=parameters, gradients=gradients, optimizer=optimizer, group=each
+        )
+    return recipe.replace(group=each)
+
+
+def refuse_uneven_groups(engine: Engine) -> None:
+    """Raise ValueError if state is divided inside groups, and some parameters have no such groups."""
+    rows = (engine.recipe.parameters, engine.recipe.gradients, engine.recipe.optimizer)
+    if not any(row.over == GROUP for row in rows):
+        return
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        if flat.group.topology.outer != engine.group.topology.outer:
+            raise ValueError(
+                f"{flat.entries[0].slot.name!r} is held by ranks {flat.group.name}, which lie in"
+                f" {flat.group.topology.outer} of the {engine.group.topology.outer} groups that state"
+                " is divided in. Experts beside hybrid sharding need an expert axis inside each"
+                " replica: name dp_replicate first, and divide experts over the other axes."
+            )
+
+
+def mark_partial(
+    specs: Iterable[UnitSpec], partial: Sequence[str] | Callable[[str], bool] | None, ranks: Mesh
+) -> None:
+    """Set `Found.partial` by the argument of `shard()`, and where transformers would sum a gradient
+    over tensor parallelism: see [Note: hooks that sum over tensor parallelism] in
+    runtime/parameters/gradient_hooks.py.
+
+    Raises:
+        ValueError: a name is no parameter's, a DTensor's, or ranks have no axis to add over.
+    """
+    found = {name: f for spec in specs for f in spec.found for name in f.names}
+    for f in found.values():
+        summed = set().union(*(gradient_hooks.summed_over(module) for module, _ in f.places))
+        f.partial = len(summed) > 1 and not is_dtensor(f.param) and summed == set(ranks.copies)
+    if partial is None:
+        return
+    if callable(partial):
+        chosen = [name for name in found if partial(name)]
+    else:
+        chosen = [partial] if isinstance(partial, str) else list(partial)
+        if unknown := [name for name in chosen if name not in found]:
+            near = difflib.get_close_matches(unknown[0], found, 3)
+            raise ValueError(
+                f"partial names {unknown[0]!r}, which is no parameter of this model."
+                f" {'Did you mean ' + ' or '.join(map(repr, near)) + '?' if near else ''}".rstrip()
+            )
+    if chosen and not ranks.several:
+        raise ValueError(
+            f"partial names {chosen[0]!r}, and no two ranks have the same data: every axis of"
+            f" {ranks.describe()} is among data. Name in data only the axes that carry different"
+            " data."
+        )
+    for name in chosen:
+        if is_dtensor(found[name].param):
+            raise ValueError(
+                f"partial names {name!r}, which is a DTensor: its gradient says by itself whether"
+                " it is partial. Leave it out."
+            )
+        found[name].partial = True
+
+
+def refuse_max_norm(module: nn.Module, alone: bool) -> None:
+    """Raise ValueError for embeddings with max_norm: it changes the rows that a rank looks up."""
+    for name, inner in module.named_modules() if not alone else ():
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.max_norm is not None:
+            raise ValueError(
+                f"{name!r} has max_norm={inner.max_norm}: it renormalizes the rows that a rank"
+                " looks up, in its forward pass, so that ranks would come to have different"
+                " weights. Leave max_norm out and renormalize after optimizer.step(), under"
+                " torch.no_grad(): `w.mul_((max_norm / w.norm(dim=1,"
+                " keepdim=True)).clamp(max=1))`."
+            )
+
+
+def compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec], weights: bool) -> None:
+    """Raise on every rank if the ranks were given different recipes or models."""
+    found = [
+        (f.names, tuple(f.param.shape), f.param.dtype, f.param.requires_grad)
+        for s in specs
+        for f in s.found
+    ]
+    parts = {
+        "recipes": [
+            getattr(recipe, name) for name in Recipe.__dataclass_fields__ if name != "notes"
+        ],
+        "parameter names": [names for names, *_ in found],
+        "parameter shapes": [shape for _, shape, *_ in found],
+        "parameter dtypes": [dtype for *_, dtype, _ in found],
+        "frozen parameters": [trainable for *_, trainable in found],
+        "units": [s.name for s in specs],
+        "weights": weights,
+    }
+    digest = b"".join(hashlib.sha256(repr(part).encode()).digest()[:8] for part in parts.values())
+    payload = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    said = [bytes(p.tolist()) for p in engine.group.exchange_control(payload, _START)]
+    for at, name in enumerate(parts):
+        cut = slice(8 * at, 8 * at + 8)
+        others = [
+            engine.group.ranks[r] for r, digests in enumerate(said) if digests[cut] != said[0][cut]
+        ]
+        if others:
+            raise ValueError(
+                f"shard() was given different {name} on rank {engine.group.ranks[0]} and on"
+                f" {', '.join(f'rank {r}' for r in others)}. Every rank must shard the same model"
+                " by the same recipe (weights may differ: rank 0's are taken)."
+            )
+
+
+def rank_0_needs_values(engine: Engine, module: nn.Module) -> bool:
+    """Whether rank 0's model is on the meta device, so that its weights must be initialized. Every
+    rank gets the same answer. Collective.
+    """
+    mine = has_meta(module)
+    payload = torch.tensor([mine], dtype=torch.uint8, device="cpu")
+    return bool(engine.group.exchange_control(payload, _START)[0].item())
+
+
+def refuse_missing_boxes(engine: Engine, values: bool) -> None:
+    """Raise ValueError on every rank if the first holder of a box has it on the meta device, and
+    rank 0 does not. Collective. `values`: rank 0's model is on the meta device.
+    """
+    boxes = [e for e in engine.entries if e.box is not None and e.box.divided]
+    if not boxes:
+        return
+    firsts = [e for e in boxes if e.flat.rank == 0 and e.param.is_meta] if not values else []
+    missing = [e.slot.name for e in firsts]
+    if engine.group.any_of(bytes([bool(missing)]), _START)[0]:
+        name = f" (here {missing[0]!r})" if missing else ""
+        raise ValueError(
+            f"rank 0's model has values, and DTensors of another rank are on the meta device{name}:"
+            " rank 0 has only its own part of them. Build the model on the meta device on every"
+            " rank, or on none."
+        )
