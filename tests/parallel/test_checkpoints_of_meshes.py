@@ -27,6 +27,7 @@ from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.inspection.diff import differences
 from onefold.inspection.reshard import reshard
+from onefold.inspection.summary import summarize
 from onefold.inspection.verify import examine
 from ranks import run_ranks
 
@@ -434,6 +435,13 @@ def test_packed_moments_are_the_same_codes_on_a_mesh_of_the_same_boxes(
         with pytest.raises(CheckpointError, match="packed in blocks of the boxes of a mesh"):
             reshard(tmp_path / "boxes", tmp_path / "one file", 1)
     assert not examine(tmp_path / "boxes").problems
+    with closing(FolderSource(tmp_path / "boxes")) as source:
+        summary = summarize(source, tmp_path / "boxes")
+    assert summary.saved_by["mesh"] == "dp 2 × tp 2"
+    kept = {t.item.state: t for t in summary.tensors if t.item.name == "output.weight"}
+    if kind == "int8":  # 61 · 16 elements in two boxes, each a whole number of codes
+        codes, scales = kept["exp_avg.int8"], kept["exp_avg.int8.scale"]
+        assert (codes.dtype, codes.nbytes, scales.nbytes) == ("U8", 61 * 16, 2 * 2 * 4)
 
 
 # -- what must not go through silently -------------------------------------------------------------
