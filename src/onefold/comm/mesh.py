@@ -42,7 +42,9 @@ class Mesh:
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """The global ranks that compute with the same data as this one, and this one."""
+        """The global ranks that compute with the same data as this one, with it; none if every axis
+        carries different data.
+        """
         data_of = self.data_of
         mine = data_of[dist.get_rank()] if self.several else None
         return tuple(rank for rank, at in data_of.items() if at == mine)

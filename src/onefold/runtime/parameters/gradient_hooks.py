@@ -21,6 +21,7 @@ would differ between ranks, because each rank's gradient is its own.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -197,8 +198,9 @@ def summed_over(module: nn.Module) -> Sequence[int]:
     if not inspect.isfunction(forward):
         return ()
     for cell in forward.__closure__ or ():
-        if ranks := _ranks_of(cell.cell_contents):
-            return ranks
+        with contextlib.suppress(ValueError):  # an empty cell
+            if ranks := _ranks_of(cell.cell_contents):
+                return ranks
     return ()
 
 
