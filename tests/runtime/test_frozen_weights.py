@@ -124,7 +124,10 @@ def codes(model: nn.Module) -> Codes:
                     min(-(-slot.end // by.block) * by.block, first + each),
                 )
                 if a < b:
-                    numbers = payload[(a - first) // by.packed : (b - first) // by.packed]
+                    elements, nbytes = by.packed
+                    numbers = payload[
+                        (a - first) * nbytes // elements : (b - first) * nbytes // elements
+                    ]
                     blocks = kept[(a - first) // by.block : (b - first) // by.block].view(
                         torch.int16
                     )

@@ -234,7 +234,8 @@ def _apply(
         if own is not None:
             _fit_extra_state(engine, model, own, fit, strict)
         if optimizers:
-            fit_groups(engine, optimizers, reader, strict)
+            # A stage finds all that it has; what is stored besides belongs to other stages
+            fit_groups(engine, optimizers, reader, strict or bool(fit.missing))
     assert fit is not None
     reading = StateReader.of(engine, reader)
     fill_model(engine, fit, reading)
