@@ -658,13 +658,19 @@ def test_the_command_refuses_in_its_own_words(words: tuple[str, ...], said: str)
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
-PRINTED = re.findall(r"^```\n\$ onefold plan (.*)\n((?:.*\n)+?)```", PAGE, re.MULTILINE)
+PRINTED = [
+    (command.replace("\\\n", " "), printed)
+    for command, printed in re.findall(
+        r"^```\n\$ onefold plan ((?:.*\\\n)*.*)\n((?:.*\n)+?)```", PAGE, re.MULTILINE
+    )
+]
 
 
 @pytest.mark.parametrize(("words", "printed"), PRINTED, ids=[w for w, _ in PRINTED])
 def test_the_page_shows_what_the_command_prints(words: str, printed: str) -> None:
+    """The page folds sentences that are wider than its column."""
     shown = _run(*shlex.split(words)).output
-    assert [line.rstrip() for line in shown.splitlines()] == printed.splitlines()
+    assert shown.split() == printed.split()
 
 
 def test_the_page_has_the_figures_of_the_published_runs() -> None:

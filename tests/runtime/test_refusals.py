@@ -231,7 +231,7 @@ Action = Callable[[int], None]
 #: what was done, the stages at which it is refused, what the sentence must say
 ANOTHER_MODEL: list[tuple[Action, tuple[int, ...], tuple[str, ...]]] = [
     (shard_around, STAGES, ("'part'", "another sharded model", "once")),
-    (shard_a_tensor_parallel_one, STAGES, ("is a DTensor (S(0))", "without parallelize_module")),
+    (shard_a_tensor_parallel_one, STAGES, ("is a DTensor (S(0))", "Give shard() the mesh=")),
     (shard_a_part, STAGES, ("another sharded model", "once")),
     (share_a_module, STAGES, ("'blocks.1", "another sharded model", "once")),
     (share_a_parameter, STAGES, ("'blocks.1.up'", "another sharded model", "once")),

@@ -313,10 +313,17 @@ def over_axes(
         onefold.plan.over_axes("llama-3-405b", gpus=512, tp="auto", pp="auto", seq=8192)
 
     Args:
-        model, machine, gpus, per_node, gpu, link: as for `plan`; a model with known dimensions.
-        tp, pp, cp, ep: how many ranks divide layers, blocks, samples and experts; "auto": the plan
-            searches for the best meshes. Data-parallel ranks are what tp, pp and cp leave of the
-            GPUs; `ep` divides them.
+        model: a model with known dimensions; this and the next five are as for `plan`.
+        machine: the machine's measured rates.
+        gpus: how many.
+        per_node: how many of them a node has.
+        gpu: their kind.
+        link: the link between nodes.
+        tp: how many ranks divide each layer; "auto": the plan searches for the best meshes.
+        pp: how many stages the blocks are cut into. Data-parallel ranks are what tp, pp and cp
+            leave of the GPUs.
+        cp: how many ranks divide each sample.
+        ep: how many data-parallel ranks divide the experts.
         chunks: parts of the model on each stage of an interleaved pipeline.
         schedule: "1f1b" or "gpipe".
         sequence_parallel: with tensor parallelism, norms and residuals divide the tokens.
