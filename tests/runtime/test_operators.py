@@ -61,7 +61,7 @@ class TwoRanks:
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.bounds, self.index = engine, ((0, CUT), (CUT, 2 * CUT)), 3
-        self.position = engine.rank
+        self.position, self.alone = engine.rank, False
 
     def meet(self, subject: str) -> Any:
         return self.engine, self.engine.group
