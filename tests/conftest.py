@@ -223,6 +223,16 @@ SLOW_FILES = {
         "test_waits_of_dropped_work.py",
         "test_wire_codecs.py",
     ],
+    "parallel": [
+        "test_checkpoints_of_meshes.py",
+        "test_dtensor_parameters.py",
+        "test_experts.py",
+        "test_marks.py",
+        "test_pipelines.py",
+        "test_tensor_parallel.py",
+        "test_transformers_plans.py",
+        "test_transformers_trainer.py",
+    ],
     "simulation": [
         "test_simulate.py",
         "test_timeline.py",
@@ -361,6 +371,14 @@ SAMPLED = {
     "train/test_early.py": 3,
     "virtual/test_virtual_device.py": 3,
     "checkpoint/test_round_trips.py": 2,
+    "parallel/test_dtensor_parameters.py": 2,
+    "parallel/test_experts.py": 3,
+    "parallel/test_marks.py": 2,
+    "parallel/test_norms_over_stages.py": 2,
+    "parallel/test_pipelines.py": 5,
+    "parallel/test_tensor_parallel.py": 4,
+    "parallel/test_transformers_plans.py": 6,
+    "parallel/test_transformers_trainer.py": 2,
 }
 
 
