@@ -85,7 +85,8 @@ def export_merged(
             tokenizer.save_pretrained(str(there))
 
     def added(pieces: Pieces) -> Iterator[tuple[str, int, torch.Tensor]]:
-        last, factors = "", (torch.empty(0), torch.empty(0))
+        nothing = torch.empty(0, device="cpu")
+        last, factors = "", (nothing, nothing)
         with closed_on_error(HuggingFaceSource(adapters, FILES)) as source:
             for name, start, data in pieces:
                 if name not in layers:
