@@ -164,7 +164,7 @@ class Entry:
     @property
     def numel(self) -> int:
         """Elements of the parameter as users know it; of a tile, those of the tile."""
-        return self.slot.numel if self.region is None else self.box.shape.numel()  # type: ignore[union-attr]
+        return self.slot.numel if self.box is None else self.box.shape.numel()
 
     def accounted(self, position: int | None = None) -> tuple[int, int]:
         """Return the elements, counted from the first, that this rank (or that at `position`)
