@@ -371,6 +371,7 @@ SAMPLED = {
     "train/test_early.py": 3,
     "virtual/test_virtual_device.py": 3,
     "checkpoint/test_round_trips.py": 2,
+    "parallel/test_checkpoints_of_meshes.py": 3,
     "parallel/test_dtensor_parameters.py": 2,
     "parallel/test_experts.py": 3,
     "parallel/test_marks.py": 2,
