@@ -40,7 +40,7 @@ from onefold.checkpoint.tensorfile import (
     write_tensors,
 )
 from onefold.checkpoint.values import decode, encode
-from onefold.layout.holders import Region
+from onefold.layout.holders import TensorBox
 
 
 @given(st.lists(st.binary(max_size=300), max_size=6))
@@ -216,7 +216,7 @@ def test_pieces_that_do_not_tile_their_tensor_are_refused() -> None:
         Record(Item("parameter", "a"), "F32", (12,), (StoredPiece("f", 0, 5, 0),))
 
 
-LEFT, RIGHT = Region((0, 0), (4, 2)), Region((0, 2), (4, 1))
+LEFT, RIGHT = TensorBox((0, 0), (4, 2)), TensorBox((0, 2), (4, 1))
 
 
 def _boxed(*pieces: StoredPiece) -> Record:

@@ -28,7 +28,7 @@ from onefold.checkpoint.manifest import (
 )
 from onefold.checkpoint.source import Item, read_common
 from onefold.checkpoint.tensorfile import Planned, write_tensors
-from onefold.layout.holders import Cut, Region, region_of
+from onefold.layout.holders import AxisCut, TensorBox, region_of
 from onefold.layout.regions import BoxInterval
 
 WEIGHT = Item("parameter", "weight")
@@ -47,7 +47,7 @@ def test_what_is_common_lands_in_its_place_in_another_dtype_too(
 ) -> None:
     def drawn() -> BoxInterval:
         ends = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in shape]
-        region = Region(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+        region = TensorBox(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
         a, b = sorted(data.draw(st.integers(0, region.numel)) for _ in range(2))
         return BoxInterval(region, a, b)
 
@@ -67,16 +67,16 @@ def test_what_is_common_lands_in_its_place_in_another_dtype_too(
     assert len(set(ranges)) == len(ranges), "a block is read once"
 
 
-def boxes(rows: int, columns: int) -> list[Region]:
+def boxes(rows: int, columns: int) -> list[TensorBox]:
     cut = [
-        region_of(SHAPE, [Cut(0, rows, i), Cut(1, columns, j)])
+        region_of(SHAPE, [AxisCut(0, rows, i), AxisCut(1, columns, j)])
         for i in range(rows)
         for j in range(columns)
     ]
     return [region for region in cut if region.numel]
 
 
-def written(folder: Path, regions: list[Region], pieces: int) -> torch.Tensor:
+def written(folder: Path, regions: list[TensorBox], pieces: int) -> torch.Tensor:
     """Write a checkpoint of one weight in these boxes, each in some pieces; returns the weight."""
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
     folder.mkdir()
@@ -104,7 +104,7 @@ def written(folder: Path, regions: list[Region], pieces: int) -> torch.Tensor:
 
 
 def read_by(
-    folder: Path, regions: list[Region], ranks: int
+    folder: Path, regions: list[TensorBox], ranks: int
 ) -> tuple[torch.Tensor, list[RangeRead]]:
     """Read as `ranks` ranks of each box would, each an interval of it. Returns the weight that they
     have together, and what they have read.
@@ -121,7 +121,7 @@ def read_by(
     return weight, checks
 
 
-MESHES: dict[str, list[Region]] = {
+MESHES: dict[str, list[TensorBox]] = {
     "whole": boxes(1, 1), "rows": boxes(3, 1), "columns": boxes(1, 5), "both": boxes(2, 4)
 }  # fmt: skip
 
@@ -183,10 +183,10 @@ def test_a_rank_reads_the_rows_that_it_has_a_part_of(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TensorFile, "_read", counting)
         for block, region, expected in (
-            (256, Region((0, 0), (64, 64)), 64 * 64 * 4),
-            (256, Region((0, 32), (128, 32)), 128 * 64 * 4),
-            (128, Region((0, 32), (128, 32)), 128 * 32 * 4),  # of long rows only a part
-            (64, Region((5, 32), (1, 2)), 64),
+            (256, TensorBox((0, 0), (64, 64)), 64 * 64 * 4),
+            (256, TensorBox((0, 32), (128, 32)), 128 * 64 * 4),
+            (128, TensorBox((0, 32), (128, 32)), 128 * 32 * 4),  # of long rows only a part
+            (64, TensorBox((5, 32), (1, 2)), 64),
         ):
             patch.setattr(sources, "BOX_BLOCK", block)
             count.clear()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.layout.holders import Cut, Region, region_of
+from onefold.layout.holders import AxisCut, TensorBox, region_of
 from onefold.layout.regions import BoxInterval, common, runs, stretches, tile, whole_region
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -19,7 +19,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 def intervals(draw: st.DrawFn, shape: tuple[int, ...]) -> BoxInterval:
     """An interval of a box of a tensor of `shape`."""
     ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
-    region = Region(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+    region = TensorBox(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
     a, b = sorted((draw(st.integers(0, region.numel)), draw(st.integers(0, region.numel))))
     return BoxInterval(region, a, b)
 
@@ -81,7 +81,7 @@ def test_stretches_tile_an_interval_in_order(data: st.DataObject, shape: tuple[i
 def test_the_parts_of_a_mesh_tile_the_tensor(data: st.DataObject, shape: tuple[int, ...]) -> None:
     parts = [data.draw(st.integers(1, 3)) for _ in shape]
     boxes = tuple(
-        region_of(shape, [Cut(d, parts[d], i) for d, i in enumerate(index)])
+        region_of(shape, [AxisCut(d, parts[d], i) for d, i in enumerate(index)])
         for index in np.ndindex(*parts)
     )
     assert tile(shape, boxes) == ""
@@ -94,12 +94,12 @@ def test_the_parts_of_a_mesh_tile_the_tensor(data: st.DataObject, shape: tuple[i
 @pytest.mark.parametrize(
     ("boxes", "message"),
     [
-        ((Region((0, 0), (2, 4)), Region((2, 0), (2, 3))), "cover 14 of 16"),
-        ((Region((0, 0), (4, 4)), Region((2, 0), (1, 1))), "two boxes overlap, at (0, 0)"),
-        ((Region((2, 0), (3, 4)),), "a box at (2, 0) of (3, 4) is not inside"),
-        ((Region((0,), (16,)),), "is not inside a tensor of (4, 4)"),
+        ((TensorBox((0, 0), (2, 4)), TensorBox((2, 0), (2, 3))), "cover 14 of 16"),
+        ((TensorBox((0, 0), (4, 4)), TensorBox((2, 0), (1, 1))), "two boxes overlap, at (0, 0)"),
+        ((TensorBox((2, 0), (3, 4)),), "a box at (2, 0) of (3, 4) is not inside"),
+        ((TensorBox((0,), (16,)),), "is not inside a tensor of (4, 4)"),
     ],
 )
-def test_what_does_not_tile_is_told(boxes: tuple[Region, ...], message: str) -> None:
+def test_what_does_not_tile_is_told(boxes: tuple[TensorBox, ...], message: str) -> None:
     assert message in tile((4, 4), boxes)
     assert tile((4, 4), (whole_region((4, 4)),)) == ""

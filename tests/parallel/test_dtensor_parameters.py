@@ -147,6 +147,34 @@ def test_inside_a_pass_a_weight_is_a_dtensor_and_its_gradient_counts(stage: int)
         assert each["norm"] == pytest.approx(wanted, rel=1e-5), (each, wanted)
 
 
+def penalized_outside(stage: int) -> dict[str, Any]:
+    """The penalty is computed from `parameters()`, outside of the pass."""
+    import onefold
+
+    model, mesh = sharded(stage)
+    param = dict(model.named_parameters())[NAME]
+    loss = model(batch(mesh.get_local_rank("dp")))
+    penalty = (param * param).sum().full_tensor() * 0.01
+    model(batch(5)).backward()  # other buffers come and go before the penalty's backward pass
+    model.zero_grad()
+    (loss + penalty).backward()
+    return {"penalty": penalty.item(), "norm": onefold.clip_grad_norm_(model, 1e9).item()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_penalty_outside_of_a_pass_is_of_the_global_tensor(stage: int) -> None:
+    plain = built(Case())
+    weight = dict(plain.named_parameters())[NAME]
+    penalty = weight.pow(2).sum() * 0.01
+    for rank in range(2):
+        (plain(batch(rank)) / 2).backward()
+    penalty.backward()
+    wanted = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
+    for each in run_ranks(4, penalized_outside, stage):
+        assert each["penalty"] == pytest.approx(penalty.item(), rel=1e-5), each
+        assert each["norm"] == pytest.approx(wanted, rel=1e-5), (each, wanted)
+
+
 def memory_of_a_pass() -> dict[str, Any]:
     """Bytes gathered at stage 3 after each layer, and what is left of kept wrappers."""
     import onefold

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.layout.holders import Region
+from onefold.layout.holders import TensorBox
 from onefold.layout.regions import BoxInterval, whole_region
 
 
@@ -59,7 +59,7 @@ class DCPInterval(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _held: _IntervalMemory
     start: int
-    region: Region | None
+    region: TensorBox | None
 
     @staticmethod
     def __new__(
@@ -67,14 +67,14 @@ class DCPInterval(torch.Tensor):
         local: torch.Tensor,
         shape: Sequence[int],
         start: int,
-        region: Region | None = None,
+        region: TensorBox | None = None,
     ) -> DCPInterval:
         return torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
 
     def __init__(
-        self, local: torch.Tensor, shape: Sequence[int], start: int, region: Region | None = None
+        self, local: torch.Tensor, shape: Sequence[int], start: int, region: TensorBox | None = None
     ) -> None:
         self._held, self.start, self.region = _IntervalMemory(local), start, region
 
@@ -83,7 +83,7 @@ class DCPInterval(torch.Tensor):
         """The memory of the interval, [stop - start]."""
         return self._held.data
 
-    def _boxes(self) -> list[Region]:
+    def _boxes(self) -> list[TensorBox]:
         region = self.region or whole_region(self.size())
         return BoxInterval(region, self.start, self.start + self.local.numel()).boxes()
 

@@ -25,7 +25,7 @@ from onefold.checkpoint.manifest import (
 from onefold.checkpoint.source import Item, Source, Stored, read_common
 from onefold.checkpoint.tensorfile import DTYPES, TensorFile, combine
 from onefold.checkpoint.values import decode
-from onefold.layout.holders import Region
+from onefold.layout.holders import TensorBox
 from onefold.layout.regions import BoxInterval, whole_region
 from onefold.quant.moment_packing import MomentPacking
 from onefold.recipe.moments import BLOCK, SIGNED, grain_of, items_of, packed
@@ -154,7 +154,7 @@ class FolderSource(Source):
             self._read(record, piece, a, b, out[a - start : b - start])
 
     def read_box(
-        self, item: Item, region: Region, start: int, stop: int, out: torch.Tensor
+        self, item: Item, region: TensorBox, start: int, stop: int, out: torch.Tensor
     ) -> None:
         wanted = BoxInterval(region, start, stop)
         if item in self._moments:
@@ -183,7 +183,7 @@ class FolderSource(Source):
                 ),
             )  # fmt: skip
 
-    def packed_in(self, name: str, region: Region) -> Mapping[Item, Stored]:
+    def packed_in(self, name: str, region: TensorBox) -> Mapping[Item, Stored]:
         found = [r for i, both in self._moments.items() if i.name == name for r in both]
         return {
             r.item: Stored(DTYPES[r.dtype], (-(-region.numel // grain_of(r.item.state)),))
@@ -191,7 +191,9 @@ class FolderSource(Source):
             if region in r.boxes
         }
 
-    def _decode(self, moment: Item, box: Region, start: int, stop: int, out: torch.Tensor) -> None:
+    def _decode(
+        self, moment: Item, box: TensorBox, start: int, stop: int, out: torch.Tensor
+    ) -> None:
         """Read elements [start, stop) of a box of a packed moment into `out`, in fp32."""
         a, b = start // BLOCK * BLOCK, min(box.numel, -(-stop // BLOCK) * BLOCK)
         read: dict[bool, torch.Tensor] = {}  # the codes, and the scales

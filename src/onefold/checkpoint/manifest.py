@@ -39,7 +39,7 @@ from typing import Any
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import DTYPES, numel_of
-from onefold.layout.holders import Region
+from onefold.layout.holders import TensorBox
 from onefold.layout.regions import tile, whole_region
 from onefold.recipe.moments import grain_of
 
@@ -58,10 +58,10 @@ class StoredPiece:
     start: int
     stop: int
     crc: int
-    box: Region | None = None
+    box: TensorBox | None = None
 
 
-def key_of(item: Item, start: int, box: Region | None = None) -> str:
+def key_of(item: Item, start: int, box: TensorBox | None = None) -> str:
     """Return the name of a piece in its file."""
     at = "" if box is None else ".".join(map(str, box.offset)) + "+"
     return f"{item.kind}:{item.name}{':' + item.state if item.state else ''}@{at}{start}"
@@ -144,7 +144,7 @@ class Record:
         return any(piece.box is not None for piece in self.pieces)
 
     @property
-    def boxes(self) -> tuple[Region, ...]:
+    def boxes(self) -> tuple[TensorBox, ...]:
         """The box of each piece, each once: the whole tensor, unless the record is `boxed`."""
         whole = whole_region(self.shape)
         return tuple(dict.fromkeys(p.box or whole for p in self.pieces))
@@ -175,7 +175,7 @@ class Record:
 
     @classmethod
     def from_json(cls, t: Mapping[str, Any], names: Sequence[str]) -> Record:
-        boxes = [Region(tuple(offset), tuple(shape)) for offset, shape in t.get("boxes", ())]
+        boxes = [TensorBox(tuple(offset), tuple(shape)) for offset, shape in t.get("boxes", ())]
         return cls(
             Item(t["kind"], t["name"], t.get("state", "")),
             t["dtype"],

@@ -34,7 +34,7 @@ from onefold.checkpoint.manifest import FileRecord, Record, StoredPiece, key_of
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, write_tensors
 from onefold.checkpoint.values import encode
-from onefold.layout.holders import Region
+from onefold.layout.holders import TensorBox
 from onefold.layout.regions import whole_region
 from onefold.optim.state_dicts import meet_when_asked
 from onefold.optim.state_parts import OptimizerParts, odd_keys, sort_of
@@ -59,7 +59,7 @@ class PieceToWrite:
     stop: int
     tensor: torch.Tensor | OnDisk
     aliases: tuple[str, ...] = ()
-    box: Region | None = None
+    box: TensorBox | None = None
 
     @property
     def key(self) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.tensorfile import numel_of
-from onefold.layout.holders import Region
+from onefold.layout.holders import TensorBox
 from onefold.layout.regions import BoxInterval, common, whole_region
 
 KINDS = ("parameter", "buffer", "state", "rng", "extra", "residual")
@@ -96,7 +96,7 @@ class Source:
         raise NotImplementedError
 
     def read_box(
-        self, item: Item, region: Region, start: int, stop: int, out: torch.Tensor
+        self, item: Item, region: TensorBox, start: int, stop: int, out: torch.Tensor
     ) -> None:
         """Read elements `[start, stop)` of a flattened box of the tensor into `out`, as `read` does.
         Rows that the box has a part of are read whole, at most `BOX_BLOCK` bytes at a time.
@@ -111,7 +111,7 @@ class Source:
             lambda a, b, into: self.read(item, a, b, into),
         )  # fmt: skip
 
-    def packed_in(self, name: str, region: Region) -> Mapping[Item, Stored]:
+    def packed_in(self, name: str, region: TensorBox) -> Mapping[Item, Stored]:
         """Return the parts of moments of parameter `name` that are stored packed in blocks of
         exactly this box. `read_box` reads them; in `items` are the moments that they stand for.
         """
@@ -249,7 +249,7 @@ class View(Source):
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
         self.source.read(item, start, stop, out)
 
-    def packed_in(self, name: str, region: Region) -> Mapping[Item, Stored]:
+    def packed_in(self, name: str, region: TensorBox) -> Mapping[Item, Stored]:
         return self.source.packed_in(name, region)
 
     def aliases(self) -> Mapping[str, str]:

@@ -27,7 +27,7 @@ import torch
 
 from onefold.checkpoint.source import Item, Source, Stored, View
 from onefold.checkpoint.tensorfile import numel_of
-from onefold.layout.holders import Region
+from onefold.layout.holders import TensorBox
 from onefold.quant.moment_packing import MomentPacking
 from onefold.recipe.moments import BLOCK, FORMATS, SIGNED, Format, items_of, packed
 from onefold.runtime.engine import Engine
@@ -96,7 +96,7 @@ class Recoded(View):
             out[low - start : high - start].copy_(values[low - i : high - i])
 
     def read_box(
-        self, item: Item, region: Region, start: int, stop: int, out: torch.Tensor
+        self, item: Item, region: TensorBox, start: int, stop: int, out: torch.Tensor
     ) -> None:
         if item in self._made:
             super().read_box(item, region, start, stop, out)
@@ -154,7 +154,7 @@ class Local(View):
         plain = FORMATS["fp32"]
         return cls(Recoded(source, lambda name, _: plain if name in regions else None), regions)
 
-    def __init__(self, source: Source, regions: Mapping[str, Region]) -> None:
+    def __init__(self, source: Source, regions: Mapping[str, TensorBox]) -> None:
         super().__init__(source)
         self._regions = regions
         self._items = dict(source.items())
@@ -231,7 +231,7 @@ class Prefetched(View):
         self._get((item, None, start, stop), out)
 
     def read_box(
-        self, item: Item, region: Region, start: int, stop: int, out: torch.Tensor
+        self, item: Item, region: TensorBox, start: int, stop: int, out: torch.Tensor
     ) -> None:
         self._get((item, region, start, stop), out)
 
@@ -258,4 +258,4 @@ def _moment_of(item: Item) -> Item:
 
 
 #: A tensor, the box of it (None: the whole), and elements [start, stop) of that.
-_Wish = tuple[Item, Region | None, int, int]
+_Wish = tuple[Item, TensorBox | None, int, int]

@@ -354,6 +354,3 @@ class Part(Level):
         self._intra_group, self._inter_group = (
             None if len(part(self.rank)) == self.size else Level(self, part) for part in levels
         )
-
-    def give_up(self) -> None:
-        self.whole.give_up()

@@ -171,7 +171,7 @@ class Holders:
 
 
 @dataclass(frozen=True)
-class Cut:
+class AxisCut:
     """One division of a tensor: `dim` is cut into `parts`, of which this is number `index`."""
 
     dim: int
@@ -180,7 +180,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Region:
+class TensorBox:
     """A box of a global tensor: its first element in each dimension, and its sizes."""
 
     offset: tuple[int, ...]
@@ -196,7 +196,7 @@ class Region:
         return tuple(slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
 
 
-def region_of(shape: Sequence[int], cuts: Sequence[Cut]) -> Region:
+def region_of(shape: Sequence[int], cuts: Sequence[AxisCut]) -> TensorBox:
     """Return the box that is left of a tensor of `shape` after some cuts, in order. A dimension is
     cut as by `torch.chunk`: into parts of equal length, the last of which may be shorter or empty.
     """
@@ -206,4 +206,4 @@ def region_of(shape: Sequence[int], cuts: Sequence[Cut]) -> Region:
         first = min(cut.index * each, size[cut.dim])
         offset[cut.dim] += first
         size[cut.dim] = min(each, size[cut.dim] - first)
-    return Region(tuple(offset), tuple(size))
+    return TensorBox(tuple(offset), tuple(size))

@@ -25,12 +25,12 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from onefold.layout.holders import Region
+from onefold.layout.holders import TensorBox
 
 
-def whole_region(shape: Sequence[int]) -> Region:
+def whole_region(shape: Sequence[int]) -> TensorBox:
     """Return the box that is a whole tensor of `shape`."""
-    return Region((0,) * len(shape), tuple(shape))
+    return TensorBox((0,) * len(shape), tuple(shape))
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def intersection(a: Region, b: Region) -> Region | None:
+def intersection(a: TensorBox, b: TensorBox) -> TensorBox | None:
     """Return the box of the elements in both; None if there are none."""
     first = tuple(map(max, a.offset, b.offset))
     last = tuple(
@@ -46,29 +46,29 @@ def intersection(a: Region, b: Region) -> Region | None:
     )
     if any(i >= j for i, j in zip(first, last, strict=True)):
         return None
-    return Region(first, tuple(j - i for i, j in zip(first, last, strict=True)))
+    return TensorBox(first, tuple(j - i for i, j in zip(first, last, strict=True)))
 
 
-def stretches(shape: Sequence[int], start: int, stop: int) -> list[Region]:
+def stretches(shape: Sequence[int], start: int, stop: int) -> list[TensorBox]:
     """Split elements [start, stop) of a flattened tensor of n dimensions into at most 2n - 1 boxes,
     in order. Each box is contiguous in the tensor.
     """
     if start >= stop:
         return []
     if len(shape) < 2:
-        return [Region((start,), (stop - start,)) if len(shape) else Region((), ())]
+        return [TensorBox((start,), (stop - start,)) if len(shape) else TensorBox((), ())]
     row, rest = prod(shape[1:]), tuple(shape[1:])
     (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
 
-    def inside(index: int, a: int, b: int) -> list[Region]:
-        return [Region((index, *r.offset), (1, *r.shape)) for r in stretches(rest, a, b)]
+    def inside(index: int, a: int, b: int) -> list[TensorBox]:
+        return [TensorBox((index, *r.offset), (1, *r.shape)) for r in stretches(rest, a, b)]
 
     if first == last:
         return inside(first, head, tail)
     out = inside(first, head, row) if head else []
     first += head > 0
     if first < last:
-        out.append(Region((first, *(0 for _ in rest)), (last - first, *rest)))
+        out.append(TensorBox((first, *(0 for _ in rest)), (last - first, *rest)))
     return out + inside(last, 0, tail)
 
 
@@ -76,7 +76,7 @@ def stretches(shape: Sequence[int], start: int, stop: int) -> list[Region]:
 class BoxInterval:
     """Elements [start, stop) of the flattened box `region` of a global tensor."""
 
-    region: Region
+    region: TensorBox
     start: int
     stop: int
 
@@ -88,14 +88,14 @@ class BoxInterval:
         """Return the elements [a, b) of this interval, counted from its first."""
         return BoxInterval(self.region, self.start + a, self.start + b)
 
-    def boxes(self) -> list[Region]:
+    def boxes(self) -> list[TensorBox]:
         """Return the boxes of the global tensor that it consists of; see `stretches`."""
         return [
-            Region(tuple(map(sum, zip(self.region.offset, r.offset, strict=True))), r.shape)
+            TensorBox(tuple(map(sum, zip(self.region.offset, r.offset, strict=True))), r.shape)
             for r in stretches(self.region.shape, self.start, self.stop)
         ]
 
-    def place(self, box: Region) -> tuple[int, tuple[int, ...]]:
+    def place(self, box: TensorBox) -> tuple[int, tuple[int, ...]]:
         """Return where a box inside it begins, counted from its first element, and the strides at
         which the box lies in it.
         """
@@ -182,7 +182,7 @@ def _rows(interval: BoxInterval, shape: Sequence[int]) -> Iterator[RegionRun]:
 
 
 @lru_cache(maxsize=4096)
-def tile(shape: tuple[int, ...], boxes: tuple[Region, ...]) -> str:
+def tile(shape: tuple[int, ...], boxes: tuple[TensorBox, ...]) -> str:
     """Return why `boxes` do not tile a tensor of `shape`, each element once; "" if they do."""
     whole = whole_region(shape)
     for box in boxes:

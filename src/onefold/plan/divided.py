@@ -38,7 +38,7 @@ import torch
 
 from onefold.comm.communicators import flat_over, inner_of, nodes_of
 from onefold.layout import Dtypes, ShardSpec, Tiers, Topology, grouped_as
-from onefold.layout.holders import Cut, region_of
+from onefold.layout.holders import AxisCut, region_of
 from onefold.plan.activity import blocks_of
 from onefold.plan.degrees import Degrees, dims_of
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
@@ -111,7 +111,7 @@ def divided_along(p: Parameter, degrees: Degrees) -> tuple[str, ...]:
 def local_shape(p: Parameter, degrees: Degrees) -> tuple[int, ...]:
     """Return the shape of the largest part of a parameter."""
     rule = rule_of(p.name)
-    cuts = [Cut(rule.axes[a], degrees.sizes[a], 0) for a in divided_along(p, degrees)]
+    cuts = [AxisCut(rule.axes[a], degrees.sizes[a], 0) for a in divided_along(p, degrees)]
     return region_of(p.shape, cuts).shape
 
 

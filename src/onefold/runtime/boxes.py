@@ -42,6 +42,7 @@ gathered stays alive through a wrapper.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import sys
 import weakref
@@ -56,13 +57,11 @@ import torch.distributed as dist
 from onefold.comm import CollectiveContext, Group
 from onefold.comm.mesh import Mesh
 from onefold.comm.peers import alike, both
-from onefold.layout.holders import Cut, Holders, Region, region_of
+from onefold.layout.holders import AxisCut, Holders, TensorBox, region_of
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
     from onefold.runtime.units import UnitSpec
-
-_START = CollectiveContext("control", "(start)", 0, "state")
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Box:
     def divided(self) -> bool:
         return self.kind.divided
 
-    def region(self, rank: int) -> Region:
+    def region(self, rank: int) -> TensorBox:
         """Return what a global rank holds of the global tensor.
 
         Raises:
@@ -125,7 +124,7 @@ class Box:
         return self._region(self.kind.coordinates[rank])
 
     @property
-    def here(self) -> Region:
+    def here(self) -> TensorBox:
         """What this rank holds of the global tensor. Raises as `region` does."""
         return self.region(dist.get_rank())
 
@@ -140,15 +139,15 @@ class Box:
         return self._folded(self._mine)
 
     @cached_property
-    def _mine(self) -> Region:
+    def _mine(self) -> TensorBox:
         return self._region(self.kind.mesh.get_coordinate())
 
-    def _region(self, at: Sequence[int]) -> Region:
+    def _region(self, at: Sequence[int]) -> TensorBox:
         """Return the box of the unfolded tensor at some coordinates of its mesh."""
         return region_of(
             self._unfolded,
             [
-                Cut(p.dim + sum(d <= p.dim for d in self.packed), self.kind.mesh.size(i), at[i])
+                AxisCut(p.dim + sum(d <= p.dim for d in self.packed), self.kind.mesh.size(i), at[i])
                 for i, p in enumerate(self.kind.placements)
                 if divides(p)
             ],
@@ -162,7 +161,7 @@ class Box:
             sizes += [size] if pieces is None else [pieces, size // pieces]
         return tuple(sizes)
 
-    def _folded(self, region: Region) -> tuple[int, ...]:
+    def _folded(self, region: TensorBox) -> tuple[int, ...]:
         sizes = iter(region.shape)
         return tuple(
             next(sizes) * next(sizes) if dim in self.packed else next(sizes)
@@ -363,8 +362,6 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
 
 
 def _digest(said: Any) -> bytes:
-    import hashlib
-
     return hashlib.sha256(repr(said).encode()).digest()[:8]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from onefold.comm import Group
 from onefold.layout import LOW, Dtypes, ShardSpec, Slot, Tiers, overlap
-from onefold.layout.holders import Holders, Region
+from onefold.layout.holders import Holders, TensorBox
 from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.gather_paths import Gather, group_hops
@@ -157,7 +157,7 @@ class Entry:
         return known is not None and known() is self and value is not self.param
 
     @property
-    def region(self) -> Region | None:
+    def region(self) -> TensorBox | None:
         """What this rank's holders hold of the global tensor; None if that is all of it."""
         return self.box.here if self.box is not None and self.box.divided else None
 

@@ -383,7 +383,7 @@ def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_ho
             if not t.requires_grad:
                 casts.saw_constant(t)
         if lent and t.layout is torch.strided and not recomputed:
-            other = lent_buffer(storage_of(t))
+            other = lent_buffer(storage_of(local_of(t)))
             if other is not None and t.dtype == other[2].dtypes.compute:
                 return Place(*other, t)
         if outer_pack:

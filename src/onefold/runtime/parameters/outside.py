@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
+from onefold.runtime.boxes import dtensor_over, is_dtensor, local_of
 from onefold.runtime.differentiate import is_checkpoint, keep_hooks_from_compiler, tensors_in
 from onefold.runtime.parameters.interval import disable_torch_function, entry_of, mapped, spec_of
 from onefold.runtime.parameters.values import ForwardPass
@@ -33,12 +34,16 @@ if TYPE_CHECKING:
 
 
 class Place:
-    """The place of a saved tensor in a gathered buffer: autograd keeps it, not the elements."""
+    """The place of a saved tensor in a gathered buffer: autograd keeps it, not the elements. `spec`:
+    of the DTensor whose local tensor it is.
+    """
 
-    __slots__ = ("engine", "flat", "offset", "size", "stride", "unit")
+    __slots__ = ("engine", "flat", "offset", "size", "spec", "stride", "unit")
 
     def __init__(self, engine: OwningEngine, unit: Unit, flat: Flat, t: torch.Tensor) -> None:
         self.engine, self.unit, self.flat = engine, unit, flat
+        self.spec = t._spec if is_dtensor(t) else None  # type: ignore[attr-defined]
+        t = local_of(t)
         self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
 
     def read(self) -> torch.Tensor:
@@ -49,7 +54,7 @@ class Place:
             out = self.flat.full.as_strided(self.size, self.stride, self.offset).clone()
             if gathered:
                 self.engine.release_outside(self.unit)
-        return out
+        return out if self.spec is None else dtensor_over(out, self.spec)
 
 
 def compute_outside(func: Any, args: Any, kwargs: dict[str, Any], entries: list[Entry]) -> Any:
@@ -85,7 +90,7 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
     entry, spec = entry_of(t), spec_of(t)
     if spec is not None and "_onefold_entry" not in t.__dict__:
         return spec.gather(t.detach(), "an operation with gradients")
-    return t if entry is None else entry.compute
+    return t if entry is None else entry.seen()
 
 
 def _saving(
@@ -99,7 +104,7 @@ def _saving(
     recomputed = is_checkpoint(outer_pack)  # [Note: a checkpoint around a pass]
 
     def pack(t: torch.Tensor) -> Any:
-        hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
+        hit = by_storage.get(storage_of(local_of(t))) if t.layout is torch.strided else None
         if (
             hit is not None
             and id(hit[0]) in owner
@@ -127,7 +132,7 @@ def _copied(t: torch.Tensor, by_storage: dict[int, tuple[Unit, Flat]], leaves: s
     """
     if id(t) in leaves:
         t = t.view_as(t)
-    return t.clone() if t.layout is torch.strided and storage_of(t) in by_storage else t
+    return t.clone() if t.layout is torch.strided and storage_of(local_of(t)) in by_storage else t
 
 
 def _watch(engine: OwningEngine, out: Any) -> None:
