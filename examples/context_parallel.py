@@ -20,36 +20,44 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 import onefold
 
-VOCABULARY, LENGTH, STEPS = 64, 32, 40
+VOCABULARY, LENGTH, STEPS = 64, 32, 20
 DATA = ("dp_shard", "cp")  # the axes whose ranks compute with different tokens
+
+
+def gathered(cp: DeviceMesh, module, query, key, value, mask, scaling=None, dropout=0.0, **more):
+    """Attention of this rank's queries (batch, heads, tokens, width) over the keys and values of all ranks."""
+    refuse(more)
+    # The gather's backward pass adds the ranks' gradients up: a reduce-scatter
+    both = collectives.all_gather_single(torch.stack((key, value)), gather_dim=3, group=cp)
+    seen = (cp.get_local_rank() + 1) * query.shape[2]  # the tokens up to this rank's last one
+    key, value = (repeated(x, query.shape[1]) for x in both[..., :seen, :])
+    causal = causal_lower_right(query.shape[2], seen)
+    out = F.scaled_dot_product_attention(query, key, value, causal, dropout, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def ulysses(cp: DeviceMesh, module, query, key, value, mask, scaling=None, dropout=0.0, **more):
+    """Attention of some heads over all tokens: the ranks exchange tokens for heads, and back."""
+    refuse(more)
+    heads, ranks = query.shape[1], cp.size()
+    if heads % ranks:
+        raise ValueError(f"{heads} heads cannot be divided among {ranks} ranks: use gathered")
+    if key.shape[1] % ranks:
+        key, value = repeated(key, heads), repeated(value, heads)
+    query, key, value = (exchanged(cp, x, split=1, join=2) for x in (query, key, value))
+    key, value = repeated(key, query.shape[1]), repeated(value, query.shape[1])
+    out = F.scaled_dot_product_attention(query, key, value, None, dropout, True, scale=scaling)
+    return exchanged(cp, out, split=2, join=1).transpose(1, 2).contiguous(), None
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def gathered(cp: DeviceMesh, module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
-    """Attention over the keys and values of all ranks; each rank keeps its queries (batch, heads, tokens, width)."""
-    # The backward pass of this gather adds the ranks' gradients up: a reduce-scatter
-    keys_and_values = collectives.all_gather_single(torch.stack((key, value)), gather_dim=3, group=cp)
-    before = (cp.get_local_rank() + 1) * query.shape[2]  # later tokens are not looked at
-    key, value = (repeated(x, query.shape[1]) for x in keys_and_values[..., :before, :])
-    mask = causal_lower_right(query.shape[2], before)
-    out = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def ulysses(cp: DeviceMesh, module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
-    """Attention of some heads over all tokens: the ranks exchange parts of the sequence for heads, and back."""
-    heads, ranks = query.shape[1], cp.size()
-    if heads % ranks:
-        raise ValueError(f"{heads} heads cannot be divided among {ranks} ranks of context parallelism")
-    if key.shape[1] % ranks:  # fewer heads of keys than ranks
-        key, value = repeated(key, heads), repeated(value, heads)
-    query, key, value = (exchanged(cp, x, split=1, join=2) for x in (query, key, value))
-    key, value = repeated(key, query.shape[1]), repeated(value, query.shape[1])
-    out = F.scaled_dot_product_attention(query, key, value, None, dropout, True, scale=scaling)
-    return exchanged(cp, out, split=2, join=1).transpose(1, 2).contiguous(), None
+def refuse(more: dict) -> None:
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if more.get(name) is not None:
+            raise ValueError(f"this attention is causal over all tokens, and the model has {name}")
 
 
 def exchanged(cp: DeviceMesh, x: Tensor, split: int, join: int) -> Tensor:
@@ -61,18 +69,20 @@ def exchanged(cp: DeviceMesh, x: Tensor, split: int, join: int) -> Tensor:
 def part_of(cp: DeviceMesh, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """This rank's part of the samples. All ranks of `cp` have the same samples (batch, length)."""
     if tokens.shape[1] % cp.size():
-        raise ValueError(f"pad {tokens.shape[1]} tokens to a multiple of {cp.size()}, with labels of -100")
+        raise ValueError(f"pad {tokens.shape[1]} tokens to a multiple of {cp.size()}")
     # Shifted first: the last token of a part predicts the first one of the next part
     targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     tokens, targets, positions = (
-        x.chunk(cp.size(), 1)[cp.get_local_rank()].contiguous() for x in (tokens, targets, positions)
+        x.chunk(cp.size(), 1)[cp.get_local_rank()].contiguous()
+        for x in (tokens, targets, positions)
     )
-    return {"input_ids": tokens, "position_ids": positions, "labels": targets, "shift_labels": targets}
+    given = {"input_ids": tokens, "position_ids": positions}
+    return given | {"labels": targets, "shift_labels": targets}
 
 
 def summed(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over all ranks with other tokens."""
+    """The sum over all ranks that have different tokens."""
     value = value.detach().clone()
     for axis in DATA:
         dist.all_reduce(value, group=mesh.get_group(axis))
@@ -87,7 +97,9 @@ def main() -> None:
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    mesh = init_device_mesh(device, (dist.get_world_size() // given.cp, given.cp), mesh_dim_names=DATA)
+    mesh = init_device_mesh(
+        device, (dist.get_world_size() // given.cp, given.cp), mesh_dim_names=DATA
+    )
     attend = {"gathered": gathered, "ulysses": ulysses}[given.attention]
     AttentionInterface.register("over_cp", partial(attend, mesh["cp"]))
 
@@ -112,7 +124,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         whole = summed(loss, mesh)
-        if dist.get_rank() == 0 and step % 10 == 9:
+        if dist.get_rank() == 0 and step % 5 == 4:
             print(f"step {step + 1}: loss {whole.item():.4f}, gradient norm {norm.item():.3f}")
     dist.destroy_process_group()
 

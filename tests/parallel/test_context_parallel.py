@@ -1,0 +1,264 @@
+"""Context parallelism, as examples/context_parallel.py has it: at every stage the same as one process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from models import tokens_of
+from ranks import RankFailure, run_ranks
+
+SERVER = "libraries"
+
+STAGES, STEPS, LENGTH, VOCABULARY = (0, 1, 2, 3), 3, 16, 64
+EXAMPLE = Path(__file__).parents[2] / "examples" / "context_parallel.py"
+PLAN = {
+    **{f"model.layers.*.{w}": ColwiseParallel() for w in ("self_attn.q_proj", "self_attn.k_proj",
+       "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")},
+    **{f"model.layers.*.{w}": RowwiseParallel() for w in ("self_attn.o_proj", "mlp.down_proj")},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """`way`: a function of the example. `dp`, `cp`, `tp`: sizes of the axes."""
+
+    way: str
+    dp: int = 1
+    cp: int = 4
+    tp: int = 1
+    micro_batches: int = 1
+    checkpointing: bool = False
+
+
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("context_parallel", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def built(attention: str) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, attn_implementation=attention,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for i, param in enumerate(model.parameters()):  # also norms, which start as ones
+        noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(i))
+        param.data.add_(noise * 0.1)
+    return model
+
+
+def step_of(case: Case, dp: int, step: int) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and labels of each micro-batch. The first part of four has no label that counts."""
+    found = []
+    for i in range(case.micro_batches):
+        tokens = tokens_of(100 * dp + 10 * step + i, batch=2, length=LENGTH, vocabulary=VOCABULARY)
+        labels = tokens.clone()
+        labels[0, 1 : 5 + 3 * dp + step] = -100  # the first label is nobody's target
+        labels[1, 1 : 6 + i] = -100
+        labels[1, LENGTH - 2 * dp - 1 :] = -100
+        found.append((tokens, labels))
+    return found
+
+
+def mesh_of(case: Case) -> DeviceMesh:
+    return init_device_mesh(
+        "cpu", (case.dp, case.cp, case.tp), mesh_dim_names=("dp_shard", "cp", "tp")
+    )
+
+
+def trained(stage: int, case: Case, data: tuple[str, ...] = ("dp_shard", "cp")) -> dict[str, Any]:
+    """Train on the mesh. Returns losses and norms of each step, and on rank 0 the weights."""
+    from transformers import AttentionInterface
+
+    import onefold
+
+    given, mesh = example(), mesh_of(case)
+    AttentionInterface.register("over_cp", partial(getattr(given, case.way), mesh["cp"]))
+    model = built("over_cp")
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()
+    if case.tp > 1:
+        parallelize_module(model, mesh["tp"], PLAN)
+    recipe = onefold.Recipe.zero(stage, gradients="sum", stall_timeout=30.0)
+    model = onefold.shard(model.train(), recipe, mesh=mesh, data=data)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses, norms, here = [], [], []
+    for step in range(STEPS):
+        batches = [
+            given.part_of(mesh["cp"], tokens, labels)
+            for tokens, labels in step_of(case, mesh.get_local_rank("dp_shard"), step)
+        ]
+        mine = torch.stack([(batch["labels"] != -100).sum() for batch in batches]).sum()
+        counted, loss = given.summed(mine, mesh), torch.zeros((), device="cpu")
+        for i, batch in enumerate(batches):
+            last = i + 1 == len(batches)
+            with contextlib.nullcontext() if last else onefold.no_sync(model):
+                one = model(**batch, num_items_in_batch=counted, use_cache=False).loss
+                one.backward()
+            loss = loss + one.detach()
+        losses.append(given.summed(loss, mesh).item())
+        norms.append(onefold.clip_grad_norm_(model, 0.5).item())
+        here.append(int(mine))
+        optimizer.step()
+        optimizer.zero_grad()
+    flats = [flat for unit in onefold.engine_of(model).units for flat in unit.flats]
+    return {
+        "losses": losses,
+        "norms": norms,
+        "counted": here,
+        "divided by": {(flat.in_boxes, flat.size) for flat in flats},
+        "weights": onefold.full_state_dict(model),
+    }
+
+
+def at_stages(case: Case) -> list[dict[str, Any]]:
+    return [trained(stage, case) for stage in STAGES]
+
+
+def in_one_process(case: Case) -> dict[str, Any]:
+    """The same training on whole samples."""
+    model = built("sdpa").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batches = [batch for dp in range(case.dp) for batch in step_of(case, dp, step)]
+        counted = torch.stack([(labels[:, 1:] != -100).sum() for _, labels in batches]).sum()
+        total = torch.zeros((), device="cpu")
+        for tokens, labels in batches:
+            loss = model(input_ids=tokens, labels=labels, num_items_in_batch=counted).loss
+            loss.backward()
+            total = total + loss.detach()
+        losses.append(total.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "weights": model.state_dict()}
+
+
+AXES: dict[str, dict[str, Any]] = {
+    "cp 4": {},
+    "dp 2 and cp 2": {"dp": 2, "cp": 2},
+    "cp 2 and tp 2": {"cp": 2, "tp": 2},
+    "micro-batches, recomputed": {"dp": 2, "cp": 2, "micro_batches": 2, "checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("way", ["gathered", "ulysses"])
+def test_every_stage_trains_parts_of_samples_as_one_process_does_whole_ones(
+    way: str, axes: str
+) -> None:
+    case, name = Case(way, **AXES[axes]), f"{way}, {axes}"
+    expected = in_one_process(case)
+    found = run_ranks(case.dp * case.cp * case.tp, at_stages, case)
+    first = None
+    for stage, ranks in zip(STAGES, zip(*found, strict=True), strict=True):
+        weights = ranks[0]["weights"]
+        assert len({tuple(seen["counted"]) for seen in ranks}) > 1, "all ranks count as many tokens"
+        data = case.dp * case.cp
+        divided = {(False, data * case.tp)} | ({(True, data)} if case.tp > 1 else set())
+        for rank, seen in enumerate(ranks):
+            told = f"{name}, stage {stage}, rank {rank}: {seen}, expected {expected}"
+            assert seen["losses"] == pytest.approx(expected["losses"], rel=2e-5), told
+            assert seen["norms"] == pytest.approx(expected["norms"], rel=2e-5), told
+            assert seen["divided by"] == divided, told
+        for key, value in expected["weights"].items():
+            difference = (weights[key] - value).abs().max().item()
+            assert difference < 2e-5, f"{name}, stage {stage}: {key} differs by {difference}"
+        bits = ranks[0]["losses"], ranks[0]["norms"]
+        # Stages 2 and 3 reduce in every micro-batch, and so add up in another order
+        if first is None or (stage == 2 and case.micro_batches > 1):
+            first = bits, weights
+        assert bits == first[0], f"{name}: stage {stage} has other bits: {bits}, {first[0]}"
+        for key, value in weights.items():
+            assert torch.equal(value, first[1][key]), f"{name}: {key} at stage {stage}"
+
+
+def attended() -> dict[str, tuple[Tensor, Tensor]]:
+    """{what: (the part of a rank, what it should be)} in fp64: the output and three gradients, for
+    as many heads of keys as of queries, and for fewer than ranks.
+    """
+    given, cp = example(), init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    return {
+        f"{what}, {way}, {heads} heads of keys": pair
+        for way in ("gathered", "ulysses")
+        for heads in (4, 2, 1)
+        for what, pair in attended_with(given, cp, way, heads).items()
+    }
+
+
+def attended_with(
+    given: Any, cp: DeviceMesh, way: str, heads: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"query": 4, "key": heads, "value": heads, "gradient": 4}
+    whole = {
+        what: torch.randn(2, n, LENGTH, 4, dtype=torch.float64, generator=generator)
+        for what, n in shapes.items()
+    }
+    gradient = whole.pop("gradient")
+    mine = {what: _part(cp, x).requires_grad_() for what, x in whole.items()}
+    whole = {what: x.requires_grad_() for what, x in whole.items()}
+    out, _ = getattr(given, way)(cp, None, **mine, mask=None, scaling=0.3)
+    wanted = F.scaled_dot_product_attention(**whole, is_causal=True, scale=0.3, enable_gqa=True)
+    out.backward(_part(cp, gradient).transpose(1, 2))
+    wanted.backward(gradient)
+    seen = {"output": (out.detach(), _part(cp, wanted.detach()).transpose(1, 2))}
+    return seen | {f"gradient of {w}": (x.grad, _part(cp, whole[w].grad)) for w, x in mine.items()}
+
+
+def _part(cp: DeviceMesh, x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x.chunk(cp.size(), 2)[cp.get_local_rank()].contiguous()
+
+
+def test_a_parts_attention_and_its_gradients_are_those_of_the_whole() -> None:
+    for rank, seen in enumerate(run_ranks(4, attended)):
+        assert len(seen) == 2 * 3 * 4
+        for what, (got, expected) in seen.items():
+            assert torch.allclose(got, expected, rtol=1e-12, atol=1e-12), (
+                rank,
+                what,
+                got,
+                expected,
+            )
+
+
+def test_context_ranks_that_data_leaves_out_are_told_of_by_name() -> None:
+    case = Case("gathered", dp=2, cp=2)
+    with pytest.raises(RankFailure) as told:
+        run_ranks(4, trained, 2, case, ("dp_shard",))
+    assert "apart along 'cp' only, which data=('dp_shard',) does not name" in str(told.value)
+    assert "add 'cp' to data" in str(told.value)
+
+
+def test_what_the_example_cannot_divide_is_told() -> None:
+    given, cp = example(), SimpleNamespace(size=lambda: 3, get_local_rank=lambda: 0)
+    tokens = torch.zeros(2, 16, dtype=torch.int64, device="cpu")
+    with pytest.raises(ValueError, match="pad 16 tokens to a multiple of 3"):
+        given.part_of(cp, tokens, tokens)
+    x = torch.zeros(2, 4, 6, 8, device="cpu")
+    with pytest.raises(ValueError, match="4 heads cannot be divided among 3 ranks"):
+        given.ulysses(cp, None, x, x, x, None)
+    for way in (given.gathered, given.ulysses):
+        with pytest.raises(ValueError, match="the model has sliding_window"):
+            way(cp, None, x, x, x, None, sliding_window=4)
