@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler
 
 from models import tokens_of
 from ranks import RankFailure, run_ranks
@@ -134,10 +137,10 @@ def at_stages(case: Case) -> list[dict[str, Any]]:
     return [trained(stage, case) for stage in STAGES]
 
 
-def in_one_process(case: Case) -> dict[str, Any]:
+def in_one_process(case: Case, decay: float = 0.01) -> dict[str, Any]:
     """The same training on whole samples."""
     model = built("sdpa").train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=decay)
     losses, norms = [], []
     for step in range(STEPS):
         batches = [batch for dp in range(case.dp) for batch in step_of(case, dp, step)]
@@ -191,6 +194,65 @@ def test_every_stage_trains_parts_of_samples_as_one_process_does_whole_ones(
         assert bits == first[0], f"{name}: stage {stage} has other bits: {bits}, {first[0]}"
         for key, value in weights.items():
             assert torch.equal(value, first[1][key]), f"{name}: {key} at stage {stage}"
+
+
+def by_trainer(folder: str, case: Case) -> dict[str, Any]:
+    """The same training by `onefold.hf.Trainer` at stage 3: its loss is over all counted tokens."""
+    from transformers import AttentionInterface, TrainingArguments
+
+    import onefold.hf
+
+    os.environ |= {  # as a launcher sets it
+        "RANK": str(dist.get_rank()),
+        "LOCAL_RANK": str(dist.get_rank()),
+        "WORLD_SIZE": str(dist.get_world_size()),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    given, mesh = example(), mesh_of(case)
+    cp, dp = mesh["cp"], mesh["dp_shard"]
+    AttentionInterface.register("over_cp", partial(getattr(given, case.way), cp))
+
+    def parts(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        tokens, labels = (torch.stack(x) for x in zip(*rows, strict=True))
+        return given.part_of(cp, tokens, labels)
+
+    class OverContext(onefold.hf.Trainer):
+        def get_train_dataloader(self) -> DataLoader[Any]:
+            samples, size = self.train_dataset, self.args.per_device_train_batch_size
+            sampler = DistributedSampler(samples, dp.size(), dp.get_local_rank(), shuffle=False)
+            return DataLoader(samples, size, sampler=sampler, collate_fn=parts)
+
+    batches = [
+        batch for step in range(STEPS) for i in range(case.dp) for batch in step_of(case, i, step)
+    ]
+    samples = [row for tokens, labels in batches for row in zip(tokens, labels, strict=True)]
+    args = TrainingArguments(
+        folder, use_cpu=True, max_steps=STEPS, per_device_train_batch_size=2, learning_rate=0.01,
+        gradient_accumulation_steps=case.micro_batches, lr_scheduler_type="constant",
+        max_grad_norm=0.5, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    recipe = onefold.Recipe.zero(3, stall_timeout=30.0)
+    model = onefold.shard(built("over_cp"), recipe, mesh=mesh, data=("dp_shard", "cp"))
+    trainer = OverContext(model, args, train_dataset=samples, recipe=recipe)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return {
+        "losses": [log["loss"] for log in logs],
+        "norms": [float(log["grad_norm"]) for log in logs],
+        "weights": onefold.full_state_dict(model),
+    }
+
+
+def test_trainer_takes_a_model_that_was_sharded_over_context(tmp_path: Path) -> None:
+    case = Case("gathered", dp=2, cp=2, micro_batches=2)
+    expected = in_one_process(case, decay=0.0)
+    found = run_ranks(4, by_trainer, str(tmp_path), case)
+    for seen in found:
+        for what in ("losses", "norms"):
+            assert seen[what] == pytest.approx(expected[what], rel=1e-4), (what, seen, expected)
+    for key, value in expected["weights"].items():
+        torch.testing.assert_close(found[0]["weights"][key], value, rtol=1e-4, atol=2e-5)
 
 
 def attended() -> dict[str, tuple[Tensor, Tensor]]:

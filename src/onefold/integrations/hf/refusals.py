@@ -30,6 +30,25 @@ _OF_DDP = (
     "ddp_static_graph",
 )
 
+#: What stands in place of a size of accelerate's ParallelismConfig.
+_INSTEAD = {
+    "dp_replicate_size": "give the recipe shard_group=",
+    "dp_shard_size": "the ranks of the recipe's group divide the state",
+    "tp_size": "load the model with onefold.hf.from_pretrained(..., distributed_config=...)",
+    "cp_size": "call onefold.shard(model, recipe, mesh=..., data=...) before the Trainer is made, with"
+    " the axis of context parallelism in data",
+}
+_INSTEAD["sp_size"] = _INSTEAD["cp_size"]
+
+
+def _instead(config: Any) -> str:
+    """Return the sentence that refuses a ParallelismConfig."""
+    sizes = {name: getattr(config, name, None) or 1 for name in _INSTEAD}
+    asked = [name for name, size in sizes.items() if size > 1]
+    return "parallelism_config= is for accelerate's FSDP and DeepSpeed: leave it out." + "".join(
+        f" In place of {name}={sizes[name]}, {_INSTEAD[name]}." for name in asked
+    )
+
 
 def refuse_arguments(args: Any, recipe: Recipe) -> None:
     """Raise ValueError or NotImplementedError for training arguments that contradict a recipe."""
@@ -52,9 +71,12 @@ def refuse_arguments(args: Any, recipe: Recipe) -> None:
                 " `accelerate config`."
             )
     if getattr(args, "parallelism_config", None) is not None:
-        raise NotImplementedError(
-            "parallelism_config= asks for tensor, context or sequence parallelism, which Onefold"
-            " does not have: leave it out."
+        raise NotImplementedError(_instead(args.parallelism_config))
+    if recipe.gradients.total == "sum":
+        raise ValueError(
+            'the recipe has gradients="sum", and Trainer multiplies its loss by the number of ranks'
+            " for engines that take the mean: gradients would be that many times too large. Leave"
+            " gradients= out: the loss is divided by the number of tokens on all ranks anyway."
         )
     if args.n_gpu > 1:
         raise ValueError(
