@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader, DistributedSampler
 
 from models import tokens_of
@@ -255,22 +257,35 @@ def test_trainer_takes_a_model_that_was_sharded_over_context(tmp_path: Path) -> 
         torch.testing.assert_close(found[0]["weights"][key], value, rtol=1e-4, atol=2e-5)
 
 
-def attended() -> dict[str, tuple[Tensor, Tensor]]:
-    """{what: (the part of a rank, what it should be)} in fp64: the output and three gradients, for
-    as many heads of keys as of queries, and for fewer than ranks.
+class Sent(TorchDispatchMode):
+    """Counts the bytes that a rank of `ranks` sends with collectives."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks, self.nbytes = ranks, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("_c10d_functional::")
+        if name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
+            each = 1 if name == "all_gather_into_tensor" else 1 / self.ranks  # of what a rank gives
+            self.nbytes += args[0].nbytes * (self.ranks - 1) * each
+        return func(*args, **(kwargs or {}))
+
+
+def attended() -> dict[str, tuple[Any, Any]]:
+    """{what: (the part of a rank, what it should be)} in fp64: the output, three gradients, and bytes
+    sent, for as many heads of keys as of queries, and for fewer than ranks.
     """
-    given, cp = example(), init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    cp = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     return {
         f"{what}, {way}, {heads} heads of keys": pair
         for way in ("gathered", "ulysses")
         for heads in (4, 2, 1)
-        for what, pair in attended_with(given, cp, way, heads).items()
+        for what, pair in attended_with(example(), cp, way, heads).items()
     }
 
 
-def attended_with(
-    given: Any, cp: DeviceMesh, way: str, heads: int
-) -> dict[str, tuple[Tensor, Tensor]]:
+def attended_with(given: Any, cp: DeviceMesh, way: str, heads: int) -> dict[str, tuple[Any, Any]]:
     generator = torch.Generator().manual_seed(1)
     shapes = {"query": 4, "key": heads, "value": heads, "gradient": 4}
     whole = {
@@ -280,11 +295,25 @@ def attended_with(
     gradient = whole.pop("gradient")
     mine = {what: _part(cp, x).requires_grad_() for what, x in whole.items()}
     whole = {what: x.requires_grad_() for what, x in whole.items()}
-    out, _ = getattr(given, way)(cp, None, **mine, mask=None, scaling=0.3)
+    attend = partial(getattr(given, way), cp, None, mask=None, scaling=0.3)
+    out, _ = attend(**mine)
+    with Sent(cp.size()) as backward:
+        out.backward(_part(cp, gradient).transpose(1, 2))
+    given.causal_lower_right = lambda q, k: torch.ones(q, k, device="cpu").tril(k - q) > 0
+    with Sent(cp.size()) as forward:  # in a mode like this torch 2.13 cannot make its own mask
+        again, _ = attend(**mine)
+    assert torch.equal(again, out)
     wanted = F.scaled_dot_product_attention(**whole, is_causal=True, scale=0.3, enable_gqa=True)
-    out.backward(_part(cp, gradient).transpose(1, 2))
     wanted.backward(gradient)
-    seen = {"output": (out.detach(), _part(cp, wanted.detach()).transpose(1, 2))}
+    each = (
+        2 * LENGTH / cp.size() * 4 * 8 * (cp.size() - 1)
+    )  # of a head: samples, tokens, width, bytes
+    repeated = heads if heads % cp.size() == 0 else 4
+    bytes_sent = each * 2 * heads if way == "gathered" else each / cp.size() * 2 * (4 + repeated)
+    seen: dict[str, tuple[Any, Any]] = {
+        "output": (out.detach(), _part(cp, wanted.detach()).transpose(1, 2)),
+        "bytes": ((forward.nbytes, backward.nbytes), (bytes_sent, bytes_sent)),
+    }
     return seen | {f"gradient of {w}": (x.grad, _part(cp, whole[w].grad)) for w, x in mine.items()}
 
 
@@ -293,16 +322,35 @@ def _part(cp: DeviceMesh, x: Tensor | None) -> Tensor:
     return x.chunk(cp.size(), 2)[cp.get_local_rank()].contiguous()
 
 
-def test_a_parts_attention_and_its_gradients_are_those_of_the_whole() -> None:
+def test_a_part_has_the_attention_and_gradients_of_the_whole_and_sends_the_formula() -> None:
     for rank, seen in enumerate(run_ranks(4, attended)):
-        assert len(seen) == 2 * 3 * 4
+        assert len(seen) == 2 * 3 * 5
         for what, (got, expected) in seen.items():
-            assert torch.allclose(got, expected, rtol=1e-12, atol=1e-12), (
-                rank,
-                what,
-                got,
-                expected,
-            )
+            told = f"rank {rank}, {what}: {got}, expected {expected}"
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, msg=told)
+
+
+def selectively_recomputed() -> tuple[Tensor, Tensor]:
+    """The gradient of the queries by Ulysses: plain, and under selective activation checkpointing."""
+    given, cp = example(), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    attend = partial(given.ulysses, cp, None, mask=None)
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    found = []
+    for recomputed in (False, True):
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        q, k, v = torch.randn(3, 2, 4, 6, 8, generator=generator).requires_grad_()
+        out = (
+            checkpoint(lambda *x: attend(*x)[0], q, k, v, use_reentrant=False, context_fn=kept)
+            if recomputed
+            else attend(q, k, v)[0]
+        )
+        found.append(torch.autograd.grad(out.square().sum(), q)[0])
+    return found[0], found[1]
+
+
+def test_ulysses_is_recomputed_under_selective_checkpointing() -> None:
+    for plain, recomputed in run_ranks(2, selectively_recomputed):
+        assert torch.equal(plain, recomputed) and plain.abs().max() > 0
 
 
 def test_context_ranks_that_data_leaves_out_are_told_of_by_name() -> None:
