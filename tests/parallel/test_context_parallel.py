@@ -38,7 +38,9 @@ PLAN = {
 
 @dataclass(frozen=True)
 class Case:
-    """`way`: a function of the example. `dp`, `cp`, `tp`: sizes of the axes."""
+    """`way`: a function of the example. `dp`, `cp`, `tp`: sizes of the axes; `first`: the name of
+    the first one.
+    """
 
     way: str
     dp: int = 1
@@ -46,6 +48,7 @@ class Case:
     tp: int = 1
     micro_batches: int = 1
     checkpointing: bool = False
+    first: str = "dp_shard"
 
 
 def example() -> Any:
@@ -86,17 +89,18 @@ def step_of(case: Case, dp: int, step: int) -> list[tuple[Tensor, Tensor]]:
 
 def mesh_of(case: Case) -> DeviceMesh:
     return init_device_mesh(
-        "cpu", (case.dp, case.cp, case.tp), mesh_dim_names=("dp_shard", "cp", "tp")
+        "cpu", (case.dp, case.cp, case.tp), mesh_dim_names=(case.first, "cp", "tp")
     )
 
 
-def trained(stage: int, case: Case, data: tuple[str, ...] = ("dp_shard", "cp")) -> dict[str, Any]:
+def trained(stage: int, case: Case, data: tuple[str, ...] | None = None) -> dict[str, Any]:
     """Train on the mesh. Returns losses and norms of each step, and on rank 0 the weights."""
     from transformers import AttentionInterface
 
     import onefold
 
     given, mesh = example(), mesh_of(case)
+    given.DATA = (case.first, "cp")
     AttentionInterface.register("over_cp", partial(getattr(given, case.way), mesh["cp"]))
     model = built("over_cp")
     if case.checkpointing:
@@ -104,13 +108,13 @@ def trained(stage: int, case: Case, data: tuple[str, ...] = ("dp_shard", "cp")) 
     if case.tp > 1:
         parallelize_module(model, mesh["tp"], PLAN)
     recipe = onefold.Recipe.zero(stage, gradients="sum", stall_timeout=30.0)
-    model = onefold.shard(model.train(), recipe, mesh=mesh, data=data)
+    model = onefold.shard(model.train(), recipe, mesh=mesh, data=data or given.DATA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses, norms, here = [], [], []
     for step in range(STEPS):
         batches = [
             given.part_of(mesh["cp"], tokens, labels)
-            for tokens, labels in step_of(case, mesh.get_local_rank("dp_shard"), step)
+            for tokens, labels in step_of(case, mesh.get_local_rank(case.first), step)
         ]
         mine = torch.stack([(batch["labels"] != -100).sum() for batch in batches]).sum()
         counted, loss = given.summed(mine, mesh), torch.zeros((), device="cpu")
@@ -131,6 +135,8 @@ def trained(stage: int, case: Case, data: tuple[str, ...] = ("dp_shard", "cp")) 
         "norms": norms,
         "counted": here,
         "divided by": {(flat.in_boxes, flat.size) for flat in flats},
+        "owned": sum(flat.owned[1] - flat.owned[0] for flat in flats),
+        "numel": sum(flat.layout.numel for flat in flats),
         "weights": onefold.full_state_dict(model),
     }
 
@@ -236,6 +242,14 @@ def by_trainer(folder: str, case: Case) -> dict[str, Any]:
     )  # fmt: skip
     recipe = onefold.Recipe.zero(3, stall_timeout=30.0)
     model = onefold.shard(built("over_cp"), recipe, mesh=mesh, data=("dp_shard", "cp"))
+    own = onefold.hf.Trainer(model, args, train_dataset=samples, recipe=recipe)
+    for loader, call in {
+        "train": own.train,
+        "eval": lambda: own.evaluate(samples),
+        "test": lambda: own.predict(samples),
+    }.items():
+        with pytest.raises(ValueError, match=f"along 'cp' need parts.*get_{loader}_dataloader"):
+            call()
     trainer = OverContext(model, args, train_dataset=samples, recipe=recipe)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -255,6 +269,19 @@ def test_trainer_takes_a_model_that_was_sharded_over_context(tmp_path: Path) -> 
             assert seen[what] == pytest.approx(expected[what], rel=1e-4), (what, seen, expected)
     for key, value in expected["weights"].items():
         torch.testing.assert_close(found[0]["weights"][key], value, rtol=1e-4, atol=2e-5)
+
+
+def test_replicas_divide_state_over_context_inside_each() -> None:
+    case = Case("ulysses", dp=2, cp=2, first="dp_replicate")
+    expected = in_one_process(case)
+    found = run_ranks(4, trained, 3, case)
+    for seen in found:
+        for what in ("losses", "norms"):
+            assert seen[what] == pytest.approx(expected[what], rel=2e-5), (what, seen, expected)
+        assert seen["owned"] == seen["numel"] // 2, seen
+    for key, value in expected["weights"].items():
+        difference = (found[0]["weights"][key] - value).abs().max().item()
+        assert difference < 2e-5, f"{key} differs by {difference}"
 
 
 class Sent(TorchDispatchMode):

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+import onefold
 from onefold.integrations import vllm
 from onefold.recipe import Recipe
+from onefold.runtime.hooks import is_sharded
 
 logger = logging.getLogger("onefold")
 #: Optimizers of `optim=` that step inside the backward pass: by name, and by the end of the name.
@@ -22,6 +24,8 @@ _OTHERS = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a ParallelismConfig",
 }
+#: Names of axes along which ranks have parts of each sample.
+_CONTEXT = ("cp", "sp")
 #: Arguments for DDP, which have no effect here.
 _OF_DDP = (
     "ddp_find_unused_parameters",
@@ -171,6 +175,24 @@ def refuse_model(model: Any) -> None:
         raise NotImplementedError(
             f"this {name} was quantized while transformers loaded it: load it without"
             ' quantization_config=, and give the recipe frozen="nf4" (4 bits) or frozen="int8".'
+        )
+
+
+def refuse_whole_samples(model: Any, loader: str) -> None:
+    """Raise ValueError if ranks have parts of each sample, and Trainer's own loader is asked for.
+
+    Args:
+        loader: the method that makes it.
+    """
+    mesh = onefold.engine_of(model).given["mesh"] if is_sharded(model) else None
+    if mesh is None:
+        return
+    sizes = zip(mesh.axes.names, mesh.axes.sizes, strict=True)
+    for axis in [name for name, size in sizes if name in _CONTEXT and size > 1]:
+        raise ValueError(
+            f"this model is sharded over a mesh {mesh.describe()}, and Trainer's own loader gives"
+            f" every rank other samples. Ranks along {axis!r} need parts of the same samples: write"
+            f" {loader}() in a subclass, as docs/context.md shows."
         )
 
 
