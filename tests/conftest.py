@@ -225,6 +225,7 @@ SLOW_FILES = {
     ],
     "parallel": [
         "test_checkpoints_of_meshes.py",
+        "test_context_parallel.py",
         "test_dtensor_parameters.py",
         "test_experts.py",
         "test_marks.py",
@@ -372,6 +373,7 @@ SAMPLED = {
     "virtual/test_virtual_device.py": 3,
     "checkpoint/test_round_trips.py": 2,
     "parallel/test_checkpoints_of_meshes.py": 3,
+    "parallel/test_context_parallel.py": 4,
     "parallel/test_dtensor_parameters.py": 2,
     "parallel/test_experts.py": 3,
     "parallel/test_marks.py": 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,37 @@ OPTIONS: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_hidden_laye
         "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 24, "max_position_embeddings": 32,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}  # fmt: skip
 MOE = {**OPTIONS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "instead"),
+    [
+        ({"tp_size": 2}, "In place of tp_size=2, load the model with onefold.hf.from_pretrained"),
+        ({"cp_size": 4}, "In place of cp_size=4, call onefold.shard(model, recipe, mesh=..."),
+        ({"sp_size": 2}, "In place of sp_size=2, call onefold.shard(model, recipe, mesh=..."),
+        ({"dp_shard_size": 2, "dp_replicate_size": 2}, "In place of dp_replicate_size=2, give"),
+    ],
+)
+def test_a_parallelism_config_is_refused_by_what_stands_in_its_place(
+    sizes: dict[str, int], instead: str
+) -> None:
+    from accelerate import ParallelismConfig
+
+    import onefold
+    from onefold.integrations.hf.refusals import refuse_arguments
+
+    args = SimpleNamespace(parallelism_config=ParallelismConfig(**sizes))
+    with pytest.raises(NotImplementedError) as told:
+        refuse_arguments(args, onefold.Recipe.zero(3))
+    assert instead in str(told.value) and str(told.value).count("In place of") == len(sizes)
+
+
+def test_a_recipe_that_sums_gradients_is_refused_beside_a_loss_that_is_made_for_means() -> None:
+    import onefold
+    from onefold.integrations.hf.refusals import refuse_arguments
+
+    with pytest.raises(ValueError, match="that many times too large"):
+        refuse_arguments(SimpleNamespace(), onefold.Recipe.zero(3, gradients="sum"))
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
@@ -124,6 +156,8 @@ def test_what_a_trainer_cannot_do_with_a_parallelized_model_is_told(tmp_path: Pa
     alone = {"fsdp_size": 2, "ep_size": 2}
     with pytest.raises(ValueError, match="ep_size=2 without tp_size"):
         onefold.hf.from_pretrained(tmp_path, distributed_config=alone)
+    with pytest.raises(ValueError, match="names cp_size, which transformers' DistributedConfig"):
+        onefold.hf.from_pretrained(tmp_path, distributed_config={"tp_size": 2, "cp_size": 2})
     model = LlamaForCausalLM(LlamaConfig(**OPTIONS))
     refuse_model(model)
     model._is_fsdp_managed_module = True

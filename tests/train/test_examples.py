@@ -129,6 +129,16 @@ def test_data_and_tensor_parallel_ranks_learn_together(stage: int) -> None:
     assert len(losses) == 4 and losses[-1] < losses[0] and min(norms) > 0, lines
 
 
+@pytest.mark.parametrize(("cp", "attention", "stage"), [(2, "gathered", 1), (4, "ulysses", 3)])
+def test_ranks_with_parts_of_each_sample_learn_together(
+    cp: int, attention: str, stage: int
+) -> None:
+    given = ["--cp", str(cp), "--attention", attention, "--stage", str(stage)]
+    lines = forked("context_parallel.py", *given, ranks=4).splitlines()
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines]
+    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0], lines
+
+
 def test_a_model_larger_than_its_memory_trains_from_the_disk_and_leaves_nothing_there(
     tmp_path: Path,
 ) -> None:

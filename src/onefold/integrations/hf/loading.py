@@ -50,7 +50,8 @@ def from_pretrained(
         CheckpointError: there is no configuration that transformers knows, or the weights are of
             another model.
         FileNotFoundError: there is no such folder, and no such model in the hub or its cache.
-        ValueError: `distributed_config` has a pipeline, or experts without tensor parallelism.
+        ValueError: `distributed_config` has a pipeline, experts without tensor parallelism, or a
+            name that transformers does not know.
     """
     folder = Path(name) if Path(name).is_dir() else _of_hub(str(name))
     if distributed_config is not None:
@@ -73,6 +74,15 @@ def _parallelized(
     from transformers.distributed import DistributedConfig
 
     if isinstance(config, dict):
+        known = {f.name for f in dataclasses.fields(DistributedConfig)}
+        unknown = [name for name in config if name not in known]
+        if unknown:  # transformers would leave them out without a word
+            raise ValueError(
+                f"distributed_config names {', '.join(unknown)}, which transformers'"
+                f" DistributedConfig does not have ({', '.join(sorted(known))}). For context"
+                " parallelism, call onefold.shard(model, recipe, mesh=..., data=...) before the"
+                " Trainer is made."
+            )
         config = DistributedConfig.from_dict(config)
     if config.pp_size > 1:
         raise ValueError(

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+import onefold
 from onefold.integrations import vllm
 from onefold.recipe import Recipe
+from onefold.runtime.hooks import is_sharded
 
 logger = logging.getLogger("onefold")
 #: Optimizers of `optim=` that step inside the backward pass: by name, and by the end of the name.
@@ -22,6 +24,8 @@ _OTHERS = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a ParallelismConfig",
 }
+#: Names of axes along which ranks have parts of each sample.
+_CONTEXT = ("cp", "sp")
 #: Arguments for DDP, which have no effect here.
 _OF_DDP = (
     "ddp_find_unused_parameters",
@@ -29,6 +33,25 @@ _OF_DDP = (
     "ddp_broadcast_buffers",
     "ddp_static_graph",
 )
+
+#: What stands in place of a size of accelerate's ParallelismConfig.
+_INSTEAD = {
+    "dp_replicate_size": "give the recipe shard_group=",
+    "dp_shard_size": "the ranks of the recipe's group divide the state",
+    "tp_size": "load the model with onefold.hf.from_pretrained(..., distributed_config=...)",
+    "cp_size": "call onefold.shard(model, recipe, mesh=..., data=...) before the Trainer is made, with"
+    " the axis of context parallelism in data",
+}
+_INSTEAD["sp_size"] = _INSTEAD["cp_size"]
+
+
+def _instead(config: Any) -> str:
+    """Return the sentence that refuses a ParallelismConfig."""
+    sizes = {name: getattr(config, name, None) or 1 for name in _INSTEAD}
+    asked = [name for name, size in sizes.items() if size > 1]
+    return "parallelism_config= is for accelerate's FSDP and DeepSpeed: leave it out." + "".join(
+        f" In place of {name}={sizes[name]}, {_INSTEAD[name]}." for name in asked
+    )
 
 
 def refuse_arguments(args: Any, recipe: Recipe) -> None:
@@ -52,9 +75,12 @@ def refuse_arguments(args: Any, recipe: Recipe) -> None:
                 " `accelerate config`."
             )
     if getattr(args, "parallelism_config", None) is not None:
-        raise NotImplementedError(
-            "parallelism_config= asks for tensor, context or sequence parallelism, which Onefold"
-            " does not have: leave it out."
+        raise NotImplementedError(_instead(args.parallelism_config))
+    if recipe.gradients.total == "sum":
+        raise ValueError(
+            'the recipe has gradients="sum", and Trainer multiplies its loss by the number of ranks'
+            " for engines that take the mean: gradients would be that many times too large. Leave"
+            " gradients= out: the loss is divided by the number of tokens on all ranks anyway."
         )
     if args.n_gpu > 1:
         raise ValueError(
@@ -149,6 +175,24 @@ def refuse_model(model: Any) -> None:
         raise NotImplementedError(
             f"this {name} was quantized while transformers loaded it: load it without"
             ' quantization_config=, and give the recipe frozen="nf4" (4 bits) or frozen="int8".'
+        )
+
+
+def refuse_whole_samples(model: Any, loader: str) -> None:
+    """Raise ValueError if ranks have parts of each sample, and Trainer's own loader is asked for.
+
+    Args:
+        loader: the method that makes it.
+    """
+    mesh = onefold.engine_of(model).given["mesh"] if is_sharded(model) else None
+    if mesh is None:
+        return
+    sizes = zip(mesh.axes.names, mesh.axes.sizes, strict=True)
+    for axis in [name for name, size in sizes if name in _CONTEXT and size > 1]:
+        raise ValueError(
+            f"this model is sharded over a mesh {mesh.describe()}, and Trainer's own loader gives"
+            f" every rank other samples. Ranks along {axis!r} need parts of the same samples: write"
+            f" {loader}() in a subclass, as docs/context.md shows."
         )
 
 

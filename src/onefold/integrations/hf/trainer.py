@@ -41,6 +41,7 @@ from onefold.integrations.hf.refusals import (
     refuse_arguments,
     refuse_frozen,
     refuse_model,
+    refuse_whole_samples,
 )
 from onefold.recipe import Recipe
 from onefold.runtime.hooks import is_sharded
@@ -131,6 +132,18 @@ class TrainerMixin(_Host):
                 compile_blocks(model, self.args)
             loading.shard(model, self.recipe, self.args.device)
         self.model_wrapped = self.accelerator.prepare_model(model)
+
+    def get_train_dataloader(self) -> Any:
+        refuse_whole_samples(self.model, "get_train_dataloader")
+        return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        refuse_whole_samples(self.model, "get_eval_dataloader")
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        refuse_whole_samples(self.model, "get_test_dataloader")
+        return super().get_test_dataloader(test_dataset)
 
     def _inner_training_loop(
         self,
