@@ -484,7 +484,8 @@ def reserve_over(
     """
     per_node = question.machine.node_ranks
     groups = sorted({holders_from_first(degrees, divided) for divided in held}, key=len)
-    *others, largest = (topology_over(ranks, recipe, per_node) for ranks in groups)
+    data = degrees.dp * degrees.cp
+    *others, largest = (topology_over(ranks, recipe, per_node, data) for ranks in groups)
     flat = flat_over(nodes_of(groups[-1], per_node), largest)
     decided = recipe.with_sums(on_nccl(question.machine), flat)
     found = reserve_of(decided, question.machine, largest)
