@@ -305,14 +305,29 @@ def _scheduled(
     """Return a function that runs torch's schedule as this rank's stage of the pipeline."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
+    from torch.distributed.pipelining.stage import InferenceMode
+
     from onefold.parallel import PipelineStage
 
-    example = torch.empty(shape, dtype=dtype, device="cpu")
+    example = torch.empty(shape, dtype=dtype, device="cpu", requires_grad=True)
+    grad = torch.empty(shape, dtype=dtype, device="cpu")
     here = PipelineStage(
-        module, stage.index, degrees.pp, torch.device("cpu"), example, example, group=root.get_group("pp")
-    )  # fmt: skip
+        module,
+        stage.index,
+        degrees.pp,
+        torch.device("cpu"),
+        grad if stage.first else example,
+        example,
+        None if stage.last else grad,
+        None if stage.first else grad,
+        group=root.get_group("pp"),
+    )
     kind = ScheduleGPipe if degrees.schedule == "gpipe" else Schedule1F1B
     schedule = kind(here, n_microbatches=micro_batches, loss_fn=lambda out, _: out.sum())
+    # Stages vote whether each was given its shapes. No other stage is here: all of them were
+    schedule._warmup_p2p = lambda stages, *_: [  # type: ignore[method-assign]
+        setattr(each, "_inference_mode", InferenceMode.STATIC) for each in stages
+    ]
     whole = torch.empty(micro_batches * shape[0], *shape[1:], dtype=dtype, device="cpu")
 
     def step() -> None:
