@@ -464,7 +464,7 @@ def least_bytes(question: MeshQuestion, degrees: Degrees, step: Step, checkpoint
     each = question.job.recipe(step.zero).sums_dtype.itemsize if held else 0
     each += step.element if step.zero == 3 and degrees.pp > 1 else 0
     least = 0.0
-    for stage in _unlike(stages_of(question.model, degrees)):
+    for stage in unlike(stages_of(question.model, degrees)):
         numel = sum(by_kind(stage, degrees, trained=True).values())
         kept = kept_by(stage, dims, degrees, step, question.code, checkpointing)
         states = states_of_stage(stage, degrees, convention, step.zero)
@@ -526,7 +526,7 @@ def account_of(
     stages = stages_of(question.model, degrees)
     nccl, fragmented = on_nccl(machine), 0.0 if machine.is_here else FRAGMENTED
     found = []
-    for stage in _unlike(stages):
+    for stage in unlike(stages):
         moments, rest, moved = _engine(
             stage, degrees, recipe, job.optimizer, machine.node_ranks, nccl, step.micro_batches
         )
@@ -569,11 +569,11 @@ def most_sent(
     stages: Sequence[Stage], dims: Transformer, degrees: Degrees, step: Step
 ) -> dict[str, dict[str, float]]:
     """Return the bytes by axis and kind of the stage whose ranks send most."""
-    every = (sent(stage, dims, degrees, step) for stage in _unlike(stages))
+    every = (sent(stage, dims, degrees, step) for stage in unlike(stages))
     return max(every, key=lambda by: sum(sum(kinds.values()) for kinds in by.values()))
 
 
-def _unlike(stages: Sequence[Stage]) -> list[Stage]:
+def unlike(stages: Sequence[Stage]) -> list[Stage]:
     """Return the stages that may hold or send most: of those with the same number of elements, the
     first, which keeps the most micro-batches.
     """

@@ -132,7 +132,7 @@ def simulate_mesh(
         RuntimeError: a process group is already initialized.
     """
     check(recipe, degrees.ranks, rank, micro_batches, optimizer)
-    check_mesh(recipe, degrees, replicas)
+    check_mesh(recipe, degrees, replicas, micro_batches)
     begun = time.perf_counter()
     index, number = divmod(rank, degrees.ranks // degrees.pp)
     stage = stages_of(model, degrees)[index]
@@ -148,7 +148,12 @@ def simulate_mesh(
         _nodes_of(per_node, degrees.ranks),
         one_of(degrees.ranks, rank),
     ):
-        sizes = degrees.pp, replicas, degrees.sizes["dp"] // replicas, *list(degrees.sizes.values())[1:]
+        sizes = (
+            degrees.pp,
+            replicas,
+            degrees.sizes["dp"] // replicas,
+            *list(degrees.sizes.values())[1:],
+        )
         root = init_device_mesh("cpu", sizes, mesh_dim_names=_NAMES)
         ours = mesh_of(root[_NAMES[1:]], _DATA)
         cut = {
@@ -163,7 +168,7 @@ def simulate_mesh(
             with (
                 engine_on(module, recipe, mesh=ours, units=names) as engine,
                 torch.enable_grad(),
-                counted,
+                counted if degrees.pp > 1 else contextlib.nullcontext(),
             ):
                 step = _step(module, stage, degrees, root, micro_batches, handed, dtype)
                 account = steps_of(module, engine, step, optimizer, None, counted.reset)
@@ -304,7 +309,6 @@ def _scheduled(
 ) -> Callable[[], None]:
     """Return a function that runs torch's schedule as this rank's stage of the pipeline."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
-
     from torch.distributed.pipelining.stage import InferenceMode
 
     from onefold.parallel import PipelineStage
@@ -331,7 +335,9 @@ def _scheduled(
     whole = torch.empty(micro_batches * shape[0], *shape[1:], dtype=dtype, device="cpu")
 
     def step() -> None:
-        schedule.step(*([whole] if stage.first else []), **({"target": whole} if stage.last else {}))
+        schedule.step(
+            *([whole] if stage.first else []), **({"target": whole} if stage.last else {})
+        )
 
     return step
 

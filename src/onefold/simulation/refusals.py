@@ -48,7 +48,7 @@ def check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer: 
         )
 
 
-def check_mesh(recipe: Recipe, degrees: Degrees, replicas: int) -> None:
+def check_mesh(recipe: Recipe, degrees: Degrees, replicas: int, micro_batches: int) -> None:
     """Raise ValueError for what the simulation of a mesh does not support."""
     if degrees.ranks == 1:
         raise ValueError("a mesh of one rank has no axes: simulate without them.")
@@ -56,6 +56,11 @@ def check_mesh(recipe: Recipe, degrees: Degrees, replicas: int) -> None:
         raise ValueError(
             f"a simulation of {degrees.chunks} chunks a stage: it runs pipelines of one chunk. The plan"
             " counts the bytes of interleaved stages; leave --chunks out to simulate."
+        )
+    if degrees.pp > micro_batches and degrees.schedule == "1f1b":
+        raise ValueError(
+            f"a simulation of {micro_batches} micro-batches in {degrees.pp} stages: torch's 1F1B takes at"
+            " least one for each stage. Give more (--global-batch), or --schedule gpipe."
         )
     if has_tiers(recipe) or recipe.tile is not None or recipe.step_in_backward:
         raise ValueError(
