@@ -309,6 +309,7 @@ def _flats(
             tiers=None if stored else Tiers.of(trainable, decided),
             in_place=all(p.torch_dtype == dtypes.compute for p in of_kind),
             native=nccl,
+            rooms=[local_numel(p, degrees) for p in of_kind],
         )
 
 
