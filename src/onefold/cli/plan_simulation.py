@@ -263,7 +263,7 @@ def show_mesh_simulation(found: Sequence[MeshSimulation], zero: int) -> None:
         [sum(one.sent.values()) for one in found],
         [sum(one.closed.values()) for one in found],
     )
-    out.print(table, crop=False)
+    _print(out, table)
     out.print(
         "[dim]what layers send along tp, cp and ep is not run: the plan alone counts it[/dim]"
     )
