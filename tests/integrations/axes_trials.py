@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.parallel import parallelize_module
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "parallel"))
@@ -30,19 +29,34 @@ PIPELINE = pipeline_models.Case("Schedule1F1B", pp=2, dp=4, micro_batches=MICRO_
 Passes = Callable[[Any, Tensor], Tensor]  # (model, batch) -> the loss, after the backward passes
 
 
+class Gathered(torch.autograd.Function):
+    """Every rank's part of samples, one behind the other; the parts' gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, mesh: DeviceMesh) -> Tensor:  # type: ignore[override]
+        ctx.mesh = mesh
+        parts = [torch.empty_like(part) for _ in range(mesh.size())]
+        dist.all_gather(parts, part.contiguous(), group=mesh.get_group())
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        whole = grad.contiguous()
+        dist.all_reduce(whole, group=ctx.mesh.get_group())
+        return whole.chunk(ctx.mesh.size(), 1)[ctx.mesh.get_local_rank()], None
+
+
 class Whole(axes_models.LlamaAttention):
-    """Attention of a rank that has a part of each sample: queries, keys and values are gathered, and the
-    rank keeps what belongs to its tokens.
+    """Attention of a rank that has a part of each sample: its inputs are gathered, and the rank keeps
+    the outputs of its tokens.
     """
 
     mesh: DeviceMesh | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.mesh is not None
-        group, here = self.mesh.get_group(), self.mesh.get_local_rank()
-        every = torch.cat(all_gather(x.contiguous(), group), 1)
-        whole: Tensor = super().forward(every)
-        return whole.chunk(self.mesh.size(), 1)[here]
+        whole: Tensor = super().forward(Gathered.apply(x, self.mesh))
+        return whole.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()]
 
 
 def llama(context: DeviceMesh | None = None) -> axes_models.TinyLlama:
@@ -57,7 +71,8 @@ def part_of_samples(model: Any, tokens: Tensor, context: DeviceMesh) -> Tensor:
     """The mean loss of this rank's tokens of each sample, of which there are as many on each rank."""
     here, parts = context.get_local_rank(), context.size()
     inputs, targets = (t.chunk(parts, 1)[here] for t in (tokens[:, :-1], tokens[:, 1:]))
-    return model(inputs, targets)
+    loss: Tensor = model(inputs, targets)
+    return loss
 
 
 class OfParts(nn.Module):
