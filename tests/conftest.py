@@ -310,6 +310,7 @@ SAMPLED = {
     "plan/test_asked_and_answered.py": 9,
     "plan/test_code.py": 12,
     "plan/test_matrix.py": 4,
+    "plan/test_peaks_of_axes.py": 3,
     "plan/test_replay.py": 13,
     "plan/test_tiers_planned.py": 3,
     "quant/test_kernels_compiled.py": 4,

@@ -191,7 +191,6 @@ def test_the_peak_of_a_mesh_stays_under_the_bound_of_its_plan(axis: str) -> None
             f"{axis}, stage {zero}: measured {[f'{n / MIB:.2f}' for n in took]} MiB, planned"
             f" {peak / MIB:.2f}, bound {account.bound / MIB:.2f}; {account.peak}; {seen[0][i]}"
         )
-        print(told)
         if max(took) > account.bound or peak > 1.35 * max(took):
             wrong.append(told)
     assert not wrong, wrong
