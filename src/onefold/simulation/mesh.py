@@ -255,7 +255,7 @@ def _look_up_own_rows(module: nn.Embedding) -> None:
         own: Any = module.weight
         return F.embedding(row, own.to_local() if hasattr(own, "to_local") else own)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward  # type: ignore[method-assign,assignment]
 
 
 def _shape_of_input(
@@ -328,16 +328,20 @@ def _scheduled(
     )
     kind = ScheduleGPipe if degrees.schedule == "gpipe" else Schedule1F1B
     schedule = kind(here, n_microbatches=micro_batches, loss_fn=lambda out, _: out.sum())
+
     # Stages vote whether each was given its shapes. No other stage is here: all of them were
-    schedule._warmup_p2p = lambda stages, *_: [  # type: ignore[method-assign]
-        setattr(each, "_inference_mode", InferenceMode.STATIC) for each in stages
-    ]
+    def told(stages: Any, *_: Any) -> None:
+        for each in stages:
+            each._inference_mode = InferenceMode.STATIC
+
+    schedule._warmup_p2p = told  # type: ignore[method-assign,assignment]
     whole = torch.empty(micro_batches * shape[0], *shape[1:], dtype=dtype, device="cpu")
 
+    given = [whole] if stage.first else []
+    target = whole if stage.last else None
+
     def step() -> None:
-        schedule.step(
-            *([whole] if stage.first else []), **({"target": whole} if stage.last else {})
-        )
+        schedule.step(*given, target=target)
 
     return step
 
