@@ -46,6 +46,23 @@ def test_state_on_nvme_and_tiles_stand_beside_the_closed_form() -> None:
         assert row.rstrip().endswith("exact"), row
 
 
+def test_a_mesh_is_simulated_as_a_rank_of_each_stage_that_differs() -> None:
+    ask = ["plan", "gpt2", "--gpus", "16", "--tp", "2", "--pp", "4", "--stage", "1", "--seq", "128"]
+    ask += ["--global-batch", "8", "--simulate"]
+    shown = CliRunner().invoke(app, ask)
+    assert shown.exit_code == 0, shown.output
+    lines = shown.output.splitlines()
+    for name in ("at rest: master weights", "sent along dp", "sent along pp"):
+        row = next(line for line in lines if name in line)
+        assert row.rstrip().endswith("exact") and len(row.split("  ")) > 4, row
+    assert "stage 0" in shown.output and "stage 3" in shown.output
+    shown = CliRunner().invoke(app, [*ask, "--rank", "13", "--json"])
+    (found,) = json.loads(shown.stdout)["simulation"]
+    assert (found["rank"], found["stage"], found["exact"]) == (13, 3, True)
+    shown = CliRunner().invoke(app, [*ask, "--rank", "16", "--json"])
+    assert shown.exit_code == 2 and "rank 16 of 16" in shown.stdout
+
+
 def test_json_has_every_event_of_the_asked_rank() -> None:
     shown = CliRunner().invoke(app, [*ASK, "--rank", "63", "--json"])
     assert shown.exit_code == 0, shown.output

@@ -37,12 +37,14 @@ class Tool:
         run: (case, stage or None for DDP, folder) -> losses. Runs on a rank.
         features: {what is asked for: the case}. "reference" in a case is what DDP gets instead.
         before: called once on each rank, before anything of the tool is imported.
+        ranks: how many ranks run it.
     """
 
     name: str
     run: Callable[[Case, int | None, str], list[float]]
     features: dict[str, Case]
     before: Callable[[], None] = field(default=lambda: None)
+    ranks: int = 2
 
 
 # -- the tools -------------------------------------------------------------------------------------
@@ -156,6 +158,12 @@ def lit(case: Case, stage: int | None, folder: str) -> list[float]:
     return lightning_trials.runs([run], folder)[name]["loss"]
 
 
+def on_a_mesh(case: Case, stage: int | None, folder: str) -> list[float]:
+    import axes_trials
+
+    return axes_trials.run(case, stage)
+
+
 def _serve() -> None:
     import onefold.deepspeed
 
@@ -215,6 +223,19 @@ TOOLS = (
         },
         _serve,
     ),
+    Tool(
+        "Other axes, on eight ranks: `onefold.shard(mesh=, data=)`",
+        on_a_mesh,
+        {
+            "tensor parallelism: dp 4 × tp 2": {"axis": "tp"},
+            "the same with sequence parallelism": {"axis": "tp", "plan": "sequence"},
+            "hybrid: dp_replicate 2 × dp_shard 2 × tp 2": {"axis": "tp", "replicas": 2},
+            "experts: dp 4 × ep 2": {"axis": "ep"},
+            "a 1F1B pipeline: pp 2 × dp 4": {"axis": "pp"},
+            "context parallelism: dp 4 × cp 2": {"axis": "cp"},
+        },
+        ranks=8,
+    ),
 )  # fmt: skip
 
 
@@ -267,7 +288,7 @@ def find() -> dict[str, dict[str, dict[str, str]]]:
     out = {}
     for number, tool in enumerate(TOOLS):
         with tempfile.TemporaryDirectory() as folder:
-            found = run_ranks(2, found_by, number, folder, fresh=True, timeout=1200)
+            found = run_ranks(tool.ranks, found_by, number, folder, fresh=True, timeout=1200)
         out[tool.name] = found[0]
     return out
 
@@ -281,9 +302,10 @@ def written(found: dict[str, dict[str, dict[str, str]]]) -> str:
         "# Tools and features, and how near their losses are to DDP's",
         "",
         "Written by `make matrix`; `make test-all` checks that every cell is as it finds it. Each cell is a run of a few",
-        "steps of a small model on two ranks on the host, beside the same script under DDP: losses equal to the last bit, the",
-        "greatest relative difference of a loss, or the sentence by which it is refused. 16 bits differ where DDP casts in each",
-        "operation, or steps in 16 bits; Trainer's fp16 is compared with bf16 under DDP, a base in 4 bits with one in fp32.",
+        "steps of a small model on two ranks on the host (eight for other axes), beside the same script under DDP: losses",
+        "equal to the last bit, the greatest relative difference of a loss, or the sentence by which it is refused. 16 bits",
+        "differ where DDP casts in each operation, or steps in 16 bits; Trainer's fp16 is compared with bf16 under DDP, a base",
+        "in 4 bits with one in fp32. Other axes add up in another order than the whole model does.",
         "",
         f"Versions: {versions}.",
     ]

@@ -647,7 +647,7 @@ def test_the_command_searches_for_meshes() -> None:
     ("words", "said"),
     [
         (("--tp", "x"), "--tp x: expected a whole number, 1 or more, or auto."),
-        (("--tp", "2", "--simulate"), "--simulate beside --tp"),
+        (("--tp", "2", "--simulate", "--trace", "x"), "a mesh is simulated without a timeline"),
         (("--ep", "2"), "--ep 2: llama-3-8b has no experts"),
     ],
 )
@@ -683,6 +683,17 @@ def test_the_page_has_the_figures_of_the_published_runs() -> None:
     for chunks, said in ((2, "72.7 | {:.1f} |"), (1, "82.5; 84.9 | {:.1f};")):
         found = account("llama-3-405b", 512, "h100-96", job, 3, "full", tp=8, pp=8, chunks=chunks)
         assert said.format(found.peak_bytes / GIB) in PAGE
+    # Smith et al. 2022, section 4: 280, 350 and 420 nodes
+    job = Job(seq=2048, micro_batch=1, global_batch=1920, precision="fp16")
+    took = [
+        account(
+            "mt-nlg-530b", gpus, "a100-80", job, 0, "full", tp=8, pp=35, sequence_parallel=False
+        ).seconds["step"]
+        for gpus in (2240, 2800, 3360)
+    ]
+    assert "{:.1f}, {:.1f} and {:.1f} s (".format(*took) in PAGE
+    for seconds, published in zip(took, (60.1, 50.2, 44.4), strict=True):
+        assert 0.75 < seconds / published < 1.0
 
 
 def _none() -> Transformer:

@@ -105,10 +105,10 @@ def plan(
             _machine(here, ranks, gpus, per_node, gpu, link, machines), host_memory, disk_space
         )
         if axes := _asked_axes(context):
-            if simulate:
+            if trace is not None:
                 raise ValueError(
-                    f"--simulate beside {', '.join(axes)}: it runs data-parallel ranks only; leave one"
-                    " of the two out."
+                    f"--trace {trace} beside {', '.join(axes)}: a mesh is simulated without a timeline;"
+                    " leave one of the two out."
                 )
             degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
             _over_axes(
@@ -116,6 +116,7 @@ def plan(
                 machine,
                 job,
                 as_json,
+                _asked_rank(context, rank) if simulate else (),
                 stages=_stages(stage),
                 chunks=chunks,
                 schedule=schedule,
@@ -171,17 +172,38 @@ def _degree(name: str, given: str) -> int | str:
     raise ValueError(f"--{name} {given}: expected a whole number, 1 or more, or auto.")
 
 
-def _over_axes(wanted: Any, machine: Any, job: Any, as_json: bool, **asked: Any) -> None:
-    """Print a plan over axes."""
+def _asked_rank(context: typer.Context, rank: int) -> tuple[int | None]:
+    """Return the rank that was asked for, or None: a rank of each stage of the pipeline."""
+    given = str(context.get_parameter_source("rank")).endswith("COMMANDLINE")
+    return (rank if given else None,)
+
+
+def _over_axes(
+    wanted: Any,
+    machine: Any,
+    job: Any,
+    as_json: bool,
+    simulates: tuple[int | None, ...],
+    **asked: Any,
+) -> None:
+    """Print a plan over axes, and the simulation of its mesh as the ranks `simulates`."""
     from onefold.plan.mesh_search import plan_over_axes
 
     found = plan_over_axes(wanted, machine, job, **asked)
-    if as_json:
-        print(json.dumps(found.to_json()))
-        return
-    from onefold.plan.mesh_tables import show_mesh
+    if not as_json:
+        from onefold.plan.mesh_tables import show_mesh
 
-    show_mesh(found)
+        show_mesh(found)
+    ran: list[Any] = []
+    if simulates:
+        from onefold.cli.plan_simulation import show_mesh_simulation, simulated_mesh
+
+        ran = simulated_mesh(found, *simulates)
+    if as_json:
+        simulation = {"simulation": [one.to_json() for one in ran]} if ran else {}
+        print(json.dumps(found.to_json() | simulation))
+    elif ran:
+        show_mesh_simulation(ran, (found.best or found.rows[-1]).zero)
 
 
 plan_command = with_parameters(

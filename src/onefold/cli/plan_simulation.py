@@ -5,6 +5,7 @@ compare it with the plan.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,16 @@ from rich.table import Table
 
 from onefold.cli.tables import plain_table
 from onefold.comm import MOVES
+from onefold.plan.divided import stages_of
 from onefold.plan.evaluate import Candidate
 from onefold.plan.job import Scheme
+from onefold.plan.mesh_account import unlike
+from onefold.plan.mesh_search import MeshPlan
 from onefold.plan.planner import Plan
 from onefold.plan.schema import CATEGORIES, MOVED
+from onefold.plan.tables import _print
 from onefold.recipe.rows import NODE
+from onefold.simulation.mesh import MeshSimulation, simulate_mesh
 from onefold.simulation.result import Event, Simulation
 from onefold.simulation.simulate import simulate
 from onefold.simulation.timeline import BACKWARD_STEPS, COPIES, READ, WRITTEN
@@ -172,11 +178,94 @@ def show_simulation(found: Simulation, scheme: Scheme) -> None:
 
 
 def _row(table: Table, name: str, told: int, seen: int) -> None:
-    table.add_row(
-        name,
-        f"{told:,}",
-        f"{seen:,}",
-        "exact" if told == seen else f"{seen / told - 1:+.2%}" if told else "not planned",
+    table.add_row(name, f"{told:,}", f"{seen:,}", _apart(told, seen))
+
+
+def _apart(told: int, seen: int) -> str:
+    """Return how far the engine is from its closed form, in words."""
+    return "exact" if told == seen else f"{seen / told - 1:+.2%}" if told else "not planned"
+
+
+# -- a mesh of several axes ------------------------------------------------------------------------
+
+
+def simulated_mesh(plan: MeshPlan, rank: int | None) -> list[MeshSimulation]:
+    """Simulate the mesh that `plan` recommends, or the last of its rows if none fits: as the first
+    rank of each stage of the pipeline that differs from the others, or as `rank` alone.
+
+    Raises:
+        ValueError: no mesh is possible, or it has no simulation.
+    """
+    if not plan.rows:
+        raise ValueError(plan.why_not)
+    row, question = plan.best or plan.rows[-1], plan.question
+    degrees = row.degrees
+    each = degrees.ranks // degrees.pp
+    firsts = [stage.index * each for stage in unlike(stages_of(question.model, degrees))]
+    # Torch's 1F1B takes at least a micro-batch a stage; more of them are like the others
+    batches = min(row.micro_batches, max(degrees.pp, MICRO_BATCHES))
+    return [
+        simulate_mesh(
+            question.model,
+            question.job.recipe(row.zero),
+            degrees,
+            rank=at,
+            micro_batches=batches,
+            micro_batch=row.micro_batch,
+            seq=question.job.seq,
+            optimizer=question.job.optimizer,
+            per_node=question.machine.node_ranks,
+        )
+        for at in (firsts if rank is None else [rank])
+    ]
+
+
+def show_mesh_simulation(found: Sequence[MeshSimulation], zero: int) -> None:
+    """Print the bytes of the engine in each simulated stage, and whether the closed forms agree."""
+    out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    first = found[0]
+    batches = f"{first.micro_batches} micro-batch{'es' if first.micro_batches > 1 else ''}"
+    seconds = sum(one.seconds for one in found)
+    out.print(
+        f"[bold]simulated[/bold]: {first.degrees}, ZeRO stage {zero}, {batches}; the engine as"
+        f" {len(found)} of {first.degrees.ranks:,} ranks, a stand-in of the same parameters;"
+        f" {seconds:.1f} s"
+    )
+    columns = [
+        f" stage {one.stage}" if len(found) > 1 else f" rank {one.rank:,}" for one in found
+    ]
+    table = plain_table("bytes of a rank in one step", "", *columns, " closed forms")
+
+    def line(name: str, seen: list[int], told: list[int]) -> None:
+        if any(seen) or any(told):
+            words = list(dict.fromkeys(map(_apart, told, seen)))
+            table.add_row(name, *(f"{n:,}" for n in seen), ", ".join(words))
+
+    for name in CATEGORIES:
+        line(
+            f"  at rest: {name}",
+            [one.account.rest.get(name, 0) for one in found],
+            [one.predicted.rest.get(name, 0) for one in found],
+        )
+    line(
+        "[bold]at rest[/bold]",
+        [one.account.rest_bytes for one in found],
+        [one.predicted.rest_bytes for one in found],
+    )
+    for axes in dict.fromkeys(axes for one in found for axes in (*one.sent, *one.closed)):
+        line(
+            f"  sent along {axes}",
+            [one.sent.get(axes, 0) for one in found],
+            [one.closed.get(axes, 0) for one in found],
+        )
+    line(
+        "[bold]sent[/bold]",
+        [sum(one.sent.values()) for one in found],
+        [sum(one.closed.values()) for one in found],
+    )
+    _print(out, table)
+    out.print(
+        "[dim]what layers send along tp, cp and ep is not run: the plan alone counts it[/dim]"
     )
 
 

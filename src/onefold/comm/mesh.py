@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,21 +52,21 @@ class Mesh:
 
     def ranks_of(self, inner: int, ranks: Sequence[int]) -> int:
         """Return how many of `ranks` (all of the mesh, or the holders of a box) are in a group of
-        `inner` data ranks.
+        `inner` data ranks of the mesh. Experts have fewer holders in each group.
 
         Raises:
             ValueError: these are not neighbours among `ranks`: the axes stand in another order.
         """
         data_of = self.data_of
-        places = {at: i for i, at in enumerate(sorted({data_of[rank] for rank in ranks}))}
+        places = {at: i for i, at in enumerate(sorted(set(data_of.values())))}
         blocks = [places[data_of[rank]] // inner for rank in sorted(ranks)]
-        if blocks != sorted(blocks) or len(set(map(blocks.count, blocks))) > 1:
+        if blocks != sorted(blocks) or len(set(Counter(blocks).values())) > 1:
             raise ValueError(
                 f"groups of {inner} data ranks are not neighbours in a mesh {self.describe()} with"
                 f" data={self.axes.data}. Name the axes from the slowest link to the fastest: replicas"
                 " first, tensor parallelism last; and choose groups that divide the data ranks."
             )
-        return blocks.count(0)
+        return blocks.count(blocks[0])
 
     def describe(self) -> str:
         """Return the axes in words: "dp 2 × tp 4"."""

@@ -133,6 +133,13 @@ class Degrees:
             size *= 1 if name in divided else ranks
         return size
 
+    def coordinates_of(self, rank: int) -> dict[str, int]:
+        """Return the place of a rank of a stage along each of `AXES`."""
+        at = {}
+        for name in reversed(AXES):
+            rank, at[name] = divmod(rank, self.sizes[name])
+        return at
+
     def __str__(self) -> str:
         said = [f"dp {self.dp}"]
         said += [

@@ -108,10 +108,12 @@ def divided_along(p: Parameter, degrees: Degrees) -> tuple[str, ...]:
     )
 
 
-def local_shape(p: Parameter, degrees: Degrees) -> tuple[int, ...]:
-    """Return the shape of the largest part of a parameter."""
-    rule = rule_of(p.name)
-    cuts = [AxisCut(rule.axes[a], degrees.sizes[a], 0) for a in divided_along(p, degrees)]
+def local_shape(p: Parameter, degrees: Degrees, rank: int = 0) -> tuple[int, ...]:
+    """Return the shape of the part of a parameter that a rank of the stage has; of rank 0, the
+    largest part.
+    """
+    rule, at = rule_of(p.name), degrees.coordinates_of(rank)
+    cuts = [AxisCut(rule.axes[a], degrees.sizes[a], at[a]) for a in divided_along(p, degrees)]
     return region_of(p.shape, cuts).shape
 
 
@@ -265,15 +267,17 @@ def units_over(
     recipe: Recipe,
     per_node: int | None = None,
     nccl: bool = True,
+    rank: int = 0,
 ) -> list[UnitPlan]:
-    """Lay out a stage's units as the engine does on its first rank: one flat buffer for each kind of
+    """Lay out a stage's units as the engine does on one of its ranks: one flat buffer for each kind of
     parameters that the same ranks hold.
 
     Args:
         per_node, nccl: as for `plan.states.units_of`.
+        rank: its number among the ranks of the stage.
     """
     units = [
-        UnitPlan(u.name, tuple(_flats(u, degrees, recipe, per_node, nccl)), u.looks_up_only)
+        UnitPlan(u.name, tuple(_flats(u, degrees, recipe, per_node, nccl, rank)), u.looks_up_only)
         for u in stage.units
     ]
     turning = at_the_turn(units) if recipe.reshard_after_forward else set()
@@ -281,34 +285,44 @@ def units_over(
 
 
 def _flats(
-    unit: UnitShape, degrees: Degrees, recipe: Recipe, per_node: int | None, nccl: bool
+    unit: UnitShape, degrees: Degrees, recipe: Recipe, per_node: int | None, nccl: bool, rank: int
 ) -> Iterator[ShardSpec]:
     kinds: dict[tuple[torch.dtype, bool, bool, tuple[int, ...]], list[Parameter]] = {}
     for p in unit.parameters:
         like = grouped_as(p.torch_dtype, recipe), p.trainable, rests_encoded(p, recipe)
-        held = degrees.holders(divided_along(p, degrees)).groups[0]
+        held = degrees.holders(divided_along(p, degrees)).group_of(rank)
         kinds.setdefault((*like, held), []).append(p)
     for (_, trainable, stored, ranks), of_kind in kinds.items():
-        topology = topology_over(ranks, recipe, per_node)
+        topology = topology_over(ranks, recipe, per_node, degrees.dp * degrees.cp)
         nodes = nodes_of(ranks, per_node)
         decided = recipe.with_sums(nccl, flat_over(nodes, topology))
         dtypes = Dtypes.of(of_kind[0].torch_dtype, trainable, decided)
         yield ShardSpec.of(
-            tuple((p.name, local_shape(p, degrees)) for p in of_kind),
+            tuple((p.name, local_shape(p, degrees, rank)) for p in of_kind),
             dtypes,
             decided,
             topology,
-            topology.position_of(0),
+            topology.position_of(ranks.index(rank)),
             codec,
             trainable=trainable,
             stored=stored,
             tiers=None if stored else Tiers.of(trainable, decided),
             in_place=all(p.torch_dtype == dtypes.compute for p in of_kind),
             native=nccl,
+            rooms=[local_numel(p, degrees) for p in of_kind],
         )
 
 
 @lru_cache(maxsize=256)
-def topology_over(ranks: tuple[int, ...], recipe: Recipe, per_node: int | None) -> Topology:
-    """Return the groups of a recipe among the ranks that hold the same parameters."""
+def topology_over(
+    ranks: tuple[int, ...], recipe: Recipe, per_node: int | None, data: int
+) -> Topology:
+    """Return the groups of a recipe among the ranks that hold the same parameters.
+
+    Args:
+        data: data ranks of the stage. A recipe's number of ranks is one of data ranks: holders that
+            have the same data are in one group, and experts divide what it leaves.
+    """
+    if isinstance(recipe.group, int):
+        return Topology(len(ranks), max(1, recipe.group * len(ranks) // data))
     return Topology(len(ranks), inner_of(recipe.group, ranks, per_node))

@@ -46,7 +46,7 @@ from onefold.plan.replay import Replay
 from onefold.plan.reserve import Reserve, reserve_of
 from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Transformer
-from onefold.plan.states import MOMENTS_OF, at_rest
+from onefold.plan.states import MOMENTS_OF, at_rest, bound_of
 from onefold.plan.times import Work, step_times
 from onefold.plan.traffic import Software
 from onefold.plan.wire import wire
@@ -78,6 +78,7 @@ class MeshAccount:
         micro_batches: of a rank in a step.
         stage: the pipeline's stage whose rank holds most; the memory is that rank's.
         rest, peak: its bytes between steps and at peak, by category.
+        bound: bytes that its tensors never exceed, if they are what the plan counts.
         states: bytes of model states of that rank as the papers count them.
         activations: bytes of activations of that rank, at most; `kept`: those of its blocks that all
             micro-batches in flight keep for their backward passes.
@@ -97,6 +98,7 @@ class MeshAccount:
     stage: int
     rest: Mapping[str, int]
     peak: Mapping[str, int]
+    bound: int
     states: int
     activations: int
     kept: int
@@ -147,6 +149,7 @@ class MeshAccount:
             "fullest_stage": self.stage,
             "rest": dict(self.rest),
             "peak": dict(self.peak),
+            "bound": self.bound,
             "states": self.states,
             "activations": self.activations,
             "kept": self.kept,
@@ -464,7 +467,7 @@ def least_bytes(question: MeshQuestion, degrees: Degrees, step: Step, checkpoint
     each = question.job.recipe(step.zero).sums_dtype.itemsize if held else 0
     each += step.element if step.zero == 3 and degrees.pp > 1 else 0
     least = 0.0
-    for stage in _unlike(stages_of(question.model, degrees)):
+    for stage in unlike(stages_of(question.model, degrees)):
         numel = sum(by_kind(stage, degrees, trained=True).values())
         kept = kept_by(stage, dims, degrees, step, question.code, checkpointing)
         states = states_of_stage(stage, degrees, convention, step.zero)
@@ -484,7 +487,8 @@ def reserve_over(
     """
     per_node = question.machine.node_ranks
     groups = sorted({holders_from_first(degrees, divided) for divided in held}, key=len)
-    *others, largest = (topology_over(ranks, recipe, per_node) for ranks in groups)
+    data = degrees.dp * degrees.cp
+    *others, largest = (topology_over(ranks, recipe, per_node, data) for ranks in groups)
     flat = flat_over(nodes_of(groups[-1], per_node), largest)
     decided = recipe.with_sums(on_nccl(question.machine), flat)
     found = reserve_of(decided, question.machine, largest)
@@ -502,12 +506,15 @@ def _engine(
     per_node: int | None,
     nccl: bool,
     micro_batches: int,
-) -> tuple[Any, dict[str, int], dict[str, int]]:
-    """Return (moments, bytes at rest, bytes of gathers and reductions in a step by move)."""
+) -> tuple[Any, dict[str, int], dict[str, int], int]:
+    """Return (moments, bytes at rest, bytes of gathers and reductions in a step by move, bytes that
+    the engine never exceeds).
+    """
     units = units_over(stage, degrees, recipe, per_node, nccl)
     replay = Replay(units, recipe).run(min(micro_batches, 3))
     passes = 1 if degrees.pp > 1 else micro_batches
-    return tuple(replay.moments), at_rest(units, optimizer), wire(units, recipe, passes)
+    bound = bound_of(units, recipe, micro_batches)
+    return tuple(replay.moments), at_rest(units, optimizer), wire(units, recipe, passes), bound
 
 
 def account_of(
@@ -525,14 +532,15 @@ def account_of(
     stages = stages_of(question.model, degrees)
     nccl, fragmented = on_nccl(machine), 0.0 if machine.is_here else FRAGMENTED
     found = []
-    for stage in _unlike(stages):
-        moments, rest, moved = _engine(
+    for stage in unlike(stages):
+        moments, rest, moved, bound = _engine(
             stage, degrees, recipe, job.optimizer, machine.node_ranks, nccl, step.micro_batches
         )
         activity = activity_of(stage, dims, degrees, step, question.code, checkpointing)
         peak = peak_of(moments, activity, rest.get(MOMENTS, 0), fragmented)
-        found.append((sum(peak.values()), stage, peak, rest, moved, activity))
-    _, stage, peak, rest, moved, activity = max(found, key=lambda one: one[0])
+        bound += rest.get(MOMENTS, 0) + max(slot.peak for slot in activity.slots)
+        found.append((sum(peak.values()), stage, peak, rest, moved, activity, bound))
+    _, stage, peak, rest, moved, activity, bound = max(found, key=lambda one: one[0])
     seconds, tokens, mfu = seconds_of(question, degrees, step, software or Software())
     kinds = by_kind(stage, degrees)
     reserve = (
@@ -549,6 +557,7 @@ def account_of(
         stage.index,
         {k: v for k, v in rest.items() if v},
         {k: v for k, v in peak.items() if v},
+        bound,
         round(states_of_stage(stage, degrees, question.bytes_per_parameter, zero)),
         max(slot.peak for slot in activity.slots),
         kept_by(stage, dims, degrees, step, question.code, checkpointing),
@@ -568,11 +577,11 @@ def most_sent(
     stages: Sequence[Stage], dims: Transformer, degrees: Degrees, step: Step
 ) -> dict[str, dict[str, float]]:
     """Return the bytes by axis and kind of the stage whose ranks send most."""
-    every = (sent(stage, dims, degrees, step) for stage in _unlike(stages))
+    every = (sent(stage, dims, degrees, step) for stage in unlike(stages))
     return max(every, key=lambda by: sum(sum(kinds.values()) for kinds in by.values()))
 
 
-def _unlike(stages: Sequence[Stage]) -> list[Stage]:
+def unlike(stages: Sequence[Stage]) -> list[Stage]:
     """Return the stages that may hold or send most: of those with the same number of elements, the
     first, which keeps the most micro-batches.
     """

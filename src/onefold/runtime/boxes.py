@@ -49,6 +49,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -338,15 +339,7 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
             " the same plan."
         )
     for (device_mesh, placements), of_kind in kinds.items():
-        mine = tuple(device_mesh.get_coordinate())
-        payload = torch.frombuffer(
-            bytearray(struct.pack(f"<{len(mine)}i", *mine)), dtype=torch.uint8
-        )
-        told = group.exchange_control(payload, context)
-        coordinates = {
-            group.ranks[p]: struct.unpack(f"<{len(mine)}i", bytes(t.tolist()))
-            for p, t in enumerate(told)
-        }
+        coordinates = _coordinates(device_mesh, group, context)
         keys = {
             rank: tuple(c for c, p in zip(at, placements, strict=True) if divides(p))
             for rank, at in coordinates.items()
@@ -361,12 +354,44 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
     return whole
 
 
+def _coordinates(
+    device_mesh: Any, group: Group, context: CollectiveContext
+) -> dict[int, tuple[int, ...]]:
+    """Return the coordinates of every global rank in its own such device mesh. Collective."""
+    if group.stands_for_all:  # nobody answers: they are those in the mesh that this one is cut from
+        return _coordinates_in_root(device_mesh, group)
+    mine = tuple(device_mesh.get_coordinate())
+    payload = torch.frombuffer(bytearray(struct.pack(f"<{len(mine)}i", *mine)), dtype=torch.uint8)
+    told = group.exchange_control(payload, context)
+    return {
+        group.ranks[p]: struct.unpack(f"<{len(mine)}i", bytes(t.tolist()))
+        for p, t in enumerate(told)
+    }
+
+
+def _coordinates_in_root(device_mesh: Any, group: Group) -> dict[int, tuple[int, ...]]:
+    root = device_mesh._get_root_mesh()
+    kept = [root.mesh_dim_names.index(name) for name in device_mesh.mesh_dim_names]
+    places = product(*map(range, root.shape))
+    of = {r: tuple(at[i] for i in kept) for r, at in zip(_ranks_in(root), places, strict=True)}
+    return {rank: of[rank] for rank in group.ranks}
+
+
+def _ranks_in(device_mesh: Any) -> list[int]:
+    """Return the global ranks of a device mesh, the last axis fastest."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():  # of a simulation: fake tensors have no values
+        ranks: list[int] = device_mesh.mesh.flatten().tolist()
+    return ranks
+
+
 def _digest(said: Any) -> bytes:
     return hashlib.sha256(repr(said).encode()).digest()[:8]
 
 
 def _refuse(name: str, param: Any, mesh: Mesh) -> None:
-    outside = sorted(set(param.device_mesh.mesh.flatten().tolist()) - set(mesh.ranks))
+    outside = sorted(set(_ranks_in(param.device_mesh)) - set(mesh.ranks))
     if outside:
         raise ValueError(
             f"parameter {name!r} is a DTensor over ranks that the given mesh lacks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from onefold.plan.degrees import Degrees
 from onefold.plan.hardware import Machine
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.optimizers import SIMULATED
@@ -44,6 +45,32 @@ def check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer: 
             "a process group is initialized in this process, and a simulation needs the place for"
             " its own: simulate before init_process_group, or in another process (`onefold plan"
             " --simulate`)."
+        )
+
+
+def check_mesh(recipe: Recipe, degrees: Degrees, replicas: int, micro_batches: int) -> None:
+    """Raise ValueError for what the simulation of a mesh does not support."""
+    if degrees.ranks == 1:
+        raise ValueError("a mesh of one rank has no axes: simulate without them.")
+    if degrees.chunks > 1:
+        raise ValueError(
+            f"a simulation of {degrees.chunks} chunks a stage: it runs pipelines of one chunk. The plan"
+            " counts the bytes of interleaved stages; leave --chunks out to simulate."
+        )
+    if degrees.pp > micro_batches and degrees.schedule == "1f1b":
+        raise ValueError(
+            f"a simulation of {micro_batches} micro-batches in {degrees.pp} stages: torch's 1F1B takes at"
+            " least one for each stage. Give more (--global-batch), or --schedule gpipe."
+        )
+    if has_tiers(recipe) or recipe.tile is not None or recipe.step_in_backward:
+        raise ValueError(
+            "offload, tiles or steps in the backward pass in a simulation of a mesh: it runs state on"
+            " the device only. Leave them out, or simulate data-parallel ranks alone."
+        )
+    each = degrees.sizes["dp"]
+    if replicas < 1 or each % replicas:
+        raise ValueError(
+            f"{replicas} replicas of {each} data-parallel ranks: expected a number that divides them."
         )
 
 

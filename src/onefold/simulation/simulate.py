@@ -125,15 +125,14 @@ def simulate(
         twin = _twin(module, integers).train()
         given = fake_batch(_batch(module, batch, samples, seq, source), None, integers)
         with (
-            _engine_on(twin, recipe) as engine,
+            engine_on(twin, recipe) as engine,
             checkpointed(twin, checkpointing if own_code else "none"),
             torch.enable_grad(),
             _timed(clock, engine, mode),
         ):
             answers = _Answers(integers) if own_code else nullcontext()
-            account = _steps(
-                twin, engine, given, answers, loss or loss_of, optimizer, micro_batches, clock
-            )
+            passes = _passes(twin, given, answers, loss or loss_of, micro_batches, clock)
+            account = steps_of(twin, engine, passes, optimizer, clock)
             timeline = clock.timeline() if clock is not None else None
             events, summaries = events_of(engine), summaries_of(engine)
             del twin, given
@@ -261,7 +260,7 @@ def _world(ranks: int, rank: int) -> Iterator[Any]:
     with (
         torch.random.fork_rng(devices=[]),
         passing_as_real(),
-        _one_of(ranks, rank),
+        one_of(ranks, rank),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         quietly(),
     ):
@@ -269,7 +268,7 @@ def _world(ranks: int, rank: int) -> Iterator[Any]:
 
 
 @contextmanager
-def _one_of(ranks: int, rank: int) -> Iterator[None]:
+def one_of(ranks: int, rank: int) -> Iterator[None]:
     """Make this process rank `rank` of a fake process group, inside the context."""
     if ranks == 1:
         yield
@@ -319,12 +318,14 @@ def _twin(module: nn.Module, integers: Integers) -> nn.Module:
 
 
 @contextmanager
-def _engine_on(twin: nn.Module, recipe: Recipe) -> Iterator[Any]:
-    """Shard the twin and yield its engine; close the engine afterwards, also after an error."""
+def engine_on(twin: nn.Module, recipe: Recipe, **given: Any) -> Iterator[Any]:
+    """Shard the twin and yield its engine; close the engine afterwards, also after an error.
+    `given` are further arguments of `shard`.
+    """
     from onefold.optim import remove_step_hooks
     from onefold.shard import engine_of, shard
 
-    engine = engine_of(shard(twin, recipe, device="cpu"))
+    engine = engine_of(shard(twin, recipe, device="cpu", **given))
     for flat in (flat for unit in engine.units for flat in unit.flats):
         flat.compared = FIRST  # fake tensors have no contents to compare with master weights
         if flat.storage.offloaded and simulated() is not None:
@@ -338,19 +339,38 @@ def _engine_on(twin: nn.Module, recipe: Recipe) -> Iterator[Any]:
         gc.collect()
 
 
-def _steps(
+def _passes(
+    twin: nn.Module, batch: Any, answers: Any, loss: Any, micro_batches: int, clock: Clock | None
+) -> Callable[[], None]:
+    """Return a function that runs the passes of one optimizer step."""
+    from onefold.shard import no_sync
+
+    def passes() -> None:
+        for k in range(micro_batches):
+            with no_sync(twin) if k + 1 < micro_batches else nullcontext(), answers:
+                backward(loss(call(twin, batch)))
+            if clock is not None:
+                clock.mark()
+
+    return passes
+
+
+def steps_of(
     twin: nn.Module,
     engine: Any,
-    batch: Any,
-    answers: Any,
-    loss: Any,
+    passes: Callable[[], None],
     optimizer: str,
-    micro_batches: int,
     clock: Clock | None,
+    begin: Callable[[], object] = lambda: None,
 ) -> Account:
+    """Run optimizer steps, and return the account of the last, by the engine's ledgers.
+
+    Args:
+        passes: runs the passes of one step.
+        begin: called before the last step.
+    """
     from onefold.optim.verdict import tell_verdict
     from onefold.runtime.stepper import GroupVerdict
-    from onefold.shard import no_sync
 
     known = SIMULATED[optimizer]
     options = {**known.arguments, **({"fused": True} if known.can_fuse("cpu") else {})}
@@ -364,13 +384,10 @@ def _steps(
             engine.traffic.reset()
             engine.transfers.moved.reset()
             engine.memory.record = True
+            begin()
             if clock is not None:
                 clock.begin_step()
-        for k in range(micro_batches):
-            with no_sync(twin) if k + 1 < micro_batches else nullcontext(), answers:
-                backward(loss(call(twin, batch)))
-            if clock is not None:
-                clock.mark()
+        passes()
         engine.memory.now()  # a single rank has no hooks: this call counts its gradients
         with clock.updating() if clock is not None else nullcontext():
             stepper.step()

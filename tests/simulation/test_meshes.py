@@ -1,0 +1,190 @@
+"""The engine as one rank of a mesh of several axes: its ledgers, and what torch's pipelines send, are
+the closed forms of the plan over axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import onefold
+from onefold.plan.collectives import Step, data_bytes, sent
+from onefold.plan.degrees import Degrees
+from onefold.plan.divided import stages_of
+from onefold.plan.shapes import Transformer, architecture, model_of
+from onefold.simulation.mesh import MeshSimulation, simulate_mesh
+from ranks import run_ranks
+
+DIMS = Transformer(4, 64, 8, 128, 512, 32, 4, gated=True, experts=4, active=2, tied=False)
+ROUTED = model_of("small mixtral", "mixtral", DIMS)
+PLAIN = model_of("small llama", "llama", dataclasses.replace(DIMS, experts=1, active=1, vocab=509))
+MODELS = {"llama": PLAIN, "mixtral": ROUTED}
+
+
+def check(found: MeshSimulation) -> None:
+    told = f"{found.degrees}, rank {found.rank}, stage {found.stage} of the pipeline: "
+    assert found.account.rest == found.predicted.rest, (told, found.account, found.predicted)
+    assert found.account.wire == found.predicted.wire, (told, found.account, found.predicted)
+    assert found.sent == found.closed and found.sent, (told, found.sent, found.closed)
+    assert found.exact
+    in_all = sum(n for axes, n in found.sent.items() if axes != "pp")
+    assert in_all == sum(found.account.wire.values()), told
+
+
+MESHES = [
+    ("llama", Degrees(dp=4, tp=2), 3, {"rank": 5}),  # 509 rows of a vocabulary are uneven parts
+    ("llama", Degrees(dp=2, tp=2, cp=2), 1, {"micro_batches": 2}),
+    ("mixtral", Degrees(dp=8, ep=2, cp=2, tp=4), 3, {"micro_batches": 2, "rank": 37}),
+    ("mixtral", Degrees(dp=8, ep=4, tp=2), 2, {"per_node": 4, "rank": 9}),
+    ("mixtral", Degrees(dp=8, ep=2, tp=2), 3, {"replicas": 2, "rank": 11}),
+    ("mixtral", Degrees(dp=8, ep=2, tp=2), 1, {"replicas": 4}),
+    ("mixtral", Degrees(dp=4, ep=2, tp=2, pp=2), 3, {"micro_batches": 3, "rank": 9}),
+    ("llama", Degrees(dp=2, tp=2, pp=4), 2, {"micro_batches": 4, "rank": 15}),
+    ("llama", Degrees(dp=2, cp=2, pp=2, schedule="gpipe"), 1, {"micro_batches": 1}),
+]
+
+
+@pytest.mark.parametrize(("model", "degrees", "zero", "asked"), MESHES, ids=str)
+def test_a_rank_of_a_mesh_holds_and_sends_the_closed_forms_to_the_byte(
+    model: str, degrees: Degrees, zero: int, asked: dict[str, Any]
+) -> None:
+    recipe = onefold.Recipe.zero(zero, precision="bf16")
+    check(simulate_mesh(MODELS[model], recipe, degrees, **asked))
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_each_stage_of_a_pipeline_hands_on_what_the_plan_says(index: int) -> None:
+    """Written out: a stage gives an output to the next and a gradient to the one before, of 2 samples
+    of 16 tokens, each half as wide with sequence parallelism over 2 ranks, in 2 bytes.
+    """
+    degrees = Degrees(dp=2, tp=2, pp=3)
+    recipe = onefold.Recipe.zero(1, precision="bf16")
+    found = simulate_mesh(
+        PLAIN, recipe, degrees, rank=4 * index, micro_batches=3, micro_batch=2, seq=16
+    )
+    check(found)
+    each = 3 * 2 * 16 * 64 // 2 * 2
+    assert found.sent["pp"] == each * (2 if index == 1 else 1)
+
+
+def test_bytes_lie_along_the_axes_of_those_who_hold_the_same() -> None:
+    """Stage 1, without groups: parameters gathered once and gradients reduced once, in bf16."""
+    degrees = Degrees(dp=4, ep=2, tp=2)
+    found = simulate_mesh(ROUTED, onefold.Recipe.zero(1, precision="bf16"), degrees)
+    check(found)
+    assert found.holders == {"dp × ep × tp": 8, "dp × ep": 4, "dp": 2}
+    closed = sent(stages_of(ROUTED, degrees)[0], DIMS, degrees, Step(1))["data"]
+    kinds = {"dp": ["experts"], "dp × ep": ["attention", "embedding", "head"]}
+    for axes, of in kinds.items():
+        # Flat buffers are padded
+        assert found.sent[axes] == pytest.approx(sum(closed[kind] for kind in of), rel=0.05)
+    experts = 4 * 3 * 64 * 128 * 4 // 2 // 2
+    assert found.sent["dp"] == pytest.approx(data_bytes(experts, 2, 2, 2), rel=0.01)
+
+
+def test_a_closed_form_of_other_degrees_is_not_exact() -> None:
+    recipe = onefold.Recipe.zero(1, precision="bf16")
+    found = simulate_mesh(ROUTED, recipe, Degrees(dp=4, tp=2))
+    other = simulate_mesh(ROUTED, recipe, Degrees(dp=4, ep=2, tp=2))
+    assert not dataclasses.replace(found, predicted=other.predicted).exact
+    assert not dataclasses.replace(found, closed=other.closed).exact
+
+
+# -- against real ranks ----------------------------------------------------------------------------
+
+
+def real(zero: int) -> dict[str, Any]:
+    """What real ranks of dp 2 × tp 2 have in their ledgers, with the parameters of `PLAIN`."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from onefold.simulation import mesh as simulation
+
+    degrees = Degrees(dp=2, tp=2)
+    (stage,) = stages_of(PLAIN, degrees)
+    mesh = init_device_mesh("cpu", (2, 1, 1, 2), mesh_dim_names=("dp", "ep", "cp", "tp"))
+    number = dist.get_rank()
+    module, names = simulation._cut_stand_in(stage, degrees, {("tp",): mesh["tp"]}, number)
+    for param in module.parameters():
+        local: Any = param.to_local() if hasattr(param, "to_local") else param  # type: ignore[attr-defined]
+        local.detach().fill_(0.1)
+    recipe = onefold.Recipe.zero(zero, precision="bf16", stall_timeout=30.0)
+    model = onefold.shard(module, recipe, mesh=mesh, data=("dp", "ep", "cp"), units=names)
+    engine, optimizer = onefold.engine_of(model), torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(2):
+        if step:
+            engine.memory.now()
+            engine.memory.reset_peak()
+            engine.traffic.reset()
+        model(torch.zeros(1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "rest": engine.memory.now(),
+        "peak": engine.memory.peak(),
+        "wire": {k: v for k, v in engine.traffic.by_move().items() if k != "control"},
+    }
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_real_ranks_of_a_mesh_do_what_the_simulation_says(zero: int) -> None:
+    recipe = onefold.Recipe.zero(zero, precision="bf16")
+    for rank, seen in enumerate(run_ranks(4, real, zero)):
+        found = simulate_mesh(PLAIN, recipe, Degrees(dp=2, tp=2), rank=rank)
+        assert {k: v for k, v in found.account.rest.items() if k != "moments"} == seen["rest"]
+        assert found.account.wire == seen["wire"]
+        assert found.account.ledger == seen["peak"]
+
+
+# -- thousands of ranks ----------------------------------------------------------------------------
+
+
+def test_a_rank_of_1024_with_experts_is_exact() -> None:
+    recipe = onefold.Recipe.zero(3, precision="bf16")
+    found = simulate_mesh(ROUTED, recipe, Degrees.on(1024, tp=4, cp=2, ep=4), rank=777, per_node=8)
+    check(found)
+    assert found.holders["dp × ep × cp × tp"] == 1024
+
+
+@pytest.mark.parametrize("rank", [0, 256 * 7 + 9, 4095])
+def test_llama_3_405b_on_4096_ranks_is_exact(rank: int) -> None:
+    recipe = onefold.Recipe.zero(1, precision="bf16")
+    degrees = Degrees.on(4096, tp=8, pp=16)
+    found = simulate_mesh(
+        architecture("llama-3-405b"), recipe, degrees, rank=rank, micro_batches=16, seq=8192, per_node=8
+    )  # fmt: skip
+    check(found)
+    assert (found.stage, found.holders) == (rank // 256, {"dp": 32, "dp × tp": 256})
+
+
+def test_mixtral_on_1024_ranks_is_exact() -> None:
+    recipe = onefold.Recipe.zero(3, precision="bf16")
+    degrees = Degrees.on(1024, tp=4, cp=2, ep=8)
+    check(simulate_mesh(architecture("mixtral-8x7b"), recipe, degrees, per_node=8, rank=1000))
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("degrees", "asked", "options", "said"),
+    [
+        (Degrees(), {}, {}, "a mesh of one rank has no axes"),
+        (Degrees(dp=4, ep=2), {"replicas": 4}, {}, "4 replicas of 2 data-parallel ranks"),
+        (Degrees(pp=2, chunks=2), {"micro_batches": 2}, {}, "2 chunks a stage"),
+        (Degrees(pp=4), {"micro_batches": 2}, {}, "2 micro-batches in 4 stages.*--schedule gpipe"),
+        (Degrees(tp=2), {}, {"offload_optimizer": "cpu"}, "offload, tiles or steps"),
+        (Degrees(tp=2), {"rank": 2}, {}, "rank 2 of 2"),
+    ],
+    ids=str,
+)
+def test_what_has_no_simulation_is_refused_by_a_sentence(
+    degrees: Degrees, asked: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        simulate_mesh(PLAIN, onefold.Recipe.zero(2, **options), degrees, **asked)
+    assert not dist.is_initialized()
