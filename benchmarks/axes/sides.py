@@ -108,9 +108,12 @@ class FSDP2(adapters.TorchPeer):
         how: dict[str, Any] = {"mesh": data, "mp_policy": policy}
         for block in part.blocks.values():
             for experts in experts_of(block):
-                # As torchtitan: each rank's experts get the gradients of all data ranks' tokens
                 own = {**how, "mesh": mesh["efsdp"], "reshard_after_forward": not kept}
-                fully_shard(experts, **own).set_gradient_divide_factor(setting.data_ranks)
+                sharded = fully_shard(experts, **own)
+                # As torchtitan: they have gradients of all data ranks' tokens. By a division of its
+                # own, since gloo has none
+                sharded.set_gradient_divide_factor(setting.data_ranks)
+                sharded.set_force_sum_reduction_for_comms(True)
             fully_shard(block, reshard_after_forward=not kept, **how)
         fully_shard(part, **how)
         self.optimizer = adapters.adamw(part.parameters())
@@ -132,11 +135,9 @@ class Onefold(adapters.Onefold):
 
     def __init__(self, setting: Setting, stage: int) -> None:
         self.mesh = mesh = mesh_of(setting)
-        ranks = {
-            "tp": {"mesh": mesh, "data": "dp"},
-            "ep": {"mesh": mesh, "data": ("efsdp", "ep")},
-            "pp": {"mesh": mesh["dp"]},
-        }[setting.axes]
+        ranks: dict[str, Any] = {"mesh": mesh, "data": NAMES["ep"]}
+        if setting.axes != "ep":
+            ranks = {"mesh": mesh["dp"] if setting.axes == "pp" else mesh, "data": "dp"}
         super().__init__(setting, cut(setting, mesh), stage, ranks)
 
 
