@@ -3,6 +3,7 @@ torch, sharded over the other by each library.
 
     python -m benchmarks.axes                     # TP 2 x DP 2, EP 2 x DP 2, PP 2 x DP 2
     python -m benchmarks.axes --axes tp --sides fsdp2 onefold-3 --rounds 1
+    python -m benchmarks.axes --page              # measures nothing: writes the table of docs/measured.md
 
 The JSON, beside what every result has (`harness.about`):
 
@@ -16,6 +17,7 @@ The JSON, beside what every result has (`harness.about`):
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from statistics import fmean
@@ -23,12 +25,13 @@ from typing import Any
 
 from benchmarks import harness, launch, pages
 from benchmarks.axes.model import SHAPES, count_parameters
-from benchmarks.axes.settings import AXES, NOTES, REFERENCE, SIDES, SIZES, Setting
+from benchmarks.axes.settings import AXES, GOALS, NOTES, REFERENCE, SIDES, SIZES, Setting
 from benchmarks.harness import Row, Run, over_rounds
 from benchmarks.pages import Cell, range_of, shown
 from benchmarks.peers.settings import LOSSES_COMPARED, PRECISIONS
 from benchmarks.study import OPTIONS, Comparison, Study, timings
 
+RESULTS = "axes_beside_fsdp2"
 LEGEND = (
     "step s: median of the timed steps of all rounds, a step lasting until its slowest rank is"
     " done. × FSDP2: median of the rounds' ratios to `fsdp2`, with their range. cpu s: processor"
@@ -81,6 +84,76 @@ COLUMNS: dict[str, Cell] = {
 }
 
 
+# -- docs/measured.md ------------------------------------------------------------------------------
+
+PAGE = harness.ROOT / "docs" / "measured.md"
+HEADING = "## Compare FSDP2 beside other axes"
+
+SECTION: dict[str, Cell] = {
+    "": shown("named"),
+    "step, × FSDP2": shown("ratio", "{:.2f}"),
+    "range": range_of("ratio_low", "ratio_high"),
+    "processor time, × FSDP2": shown("cpu_ratio", "{:.2f}"),
+    "peak memory a rank": shown("peak_mib", "{:,.0f} MiB"),
+    "peak, × FSDP2": shown("peak_ratio", "{:.2f}"),
+    "sent": shown("sent_bytes", "{:,.0f} MiB", 2**20),
+    "losses equal FSDP2's to": shown("loss_difference", "{:.0e}"),
+}
+SAID_OF = {"ratio": "step, × FSDP2", "peak_ratio": "peak, × FSDP2"}
+SAID = {
+    "fsdp2": "FSDP2",
+    "fsdp2-kept": "FSDP2, reshard_after_forward=False",
+    **{f"onefold-{stage}": f"**Onefold stage {stage}**" for stage in range(4)},
+}
+
+
+def section(result: dict[str, Any]) -> str:
+    """What docs/measured.md says of a result, under `HEADING`."""
+    lines, reached = [], []
+    for c in result["comparisons"]:
+        setting, named = Setting(**c["setting"]), AXES[c["setting"]["axes"]]
+        by_side = {row["side"]: row for row in c["rows"]}
+        for side, row in by_side.items():
+            ratio = harness.scaled(row["cpu_s"], by_side[REFERENCE]["cpu_s"])
+            lines.append({**row, "named": f"{named}: {SAID[side]}", "cpu_ratio": ratio})
+        ours = by_side["onefold-3"]
+        reached.append([named, *(f"{ours[figure]:.2f}" for figure in GOALS)])
+    rounds = max(row["rounds"] for c in result["comparisons"] for row in c["rows"])
+    place, when = result["machine"], result["date"][:10]
+    settings = [Setting(**c["setting"]) for c in result["comparisons"]]
+    sizes = "; ".join(
+        f"{s.axes.upper()}: {result['models'][s.model]['parameters'] / 1e6:.0f}M parameters,"
+        f" {s.accumulation} × {s.tokens} tokens a data rank"
+        for s in settings
+    )
+    intro = (
+        f"The table shows one step on {settings[0].ranks} gloo ranks of one thread on a"
+        f" {place['cores']}-core {place['cpu']}, {when}; torch {result['versions']['torch']},"
+        f" {settings[0].precision}. {sizes}.\nThe same code of torch cuts the model over one axis"
+        " for every side: `parallelize_module`, experts as DTensors, `Schedule1F1B`. Each library"
+        " shards it over the other. FSDP2 shards each block and the root; of experts, over the"
+        f" ranks that hold the same ones.\nValues are medians of {rounds} alternating rounds of"
+        f" {settings[0].steps} steps. Sent bytes include the other axis's activations."
+        f" [Raw table](../benchmarks/results/{RESULTS}.md), `python -m benchmarks.axes --help`."
+    )
+    goals = [["stage 3", *(f"{SAID_OF[of]} (goal: {goal})" for of, goal in GOALS.items())]]
+    return "\n\n".join(
+        part.rstrip()
+        for part in (
+            HEADING,
+            intro,
+            pages.table(SECTION, lines),
+            pages.markdown([*goals, *reached]),
+        )
+    )
+
+
+def replaced(text: str, made: str) -> str:
+    """A page with this section in place of the one that has its heading."""
+    before, _, rest = text.partition(f"{HEADING}\n")
+    return f"{before}{made}\n\n## {rest.partition(chr(10) + '## ')[2]}"
+
+
 class BesideFSDP2(Study):
     """Every side in every composition."""
 
@@ -110,12 +183,13 @@ class BesideFSDP2(Study):
 @harness.command(
     "axes",
     __doc__,
-    name="axes_beside_fsdp2",
+    name=RESULTS,
     rounds=3,
     steps=5,
     warmup=2,
     timeout=300.0,
     axes=(list(AXES), "which compositions", AXES),
+    page=(False, "write the section of docs/measured.md from the results, and measure nothing"),
     sides=(list(SIDES), f"which of {', '.join(SIDES)}; a family's name takes all of it"),
     precision=("fp32", "what is computed in", PRECISIONS),
     tiny=(False, "models of a moment, for tests"),
@@ -123,6 +197,10 @@ class BesideFSDP2(Study):
 )
 def main(options: harness.Options) -> int:
     """With the defaults a round takes about three minutes on two cores."""
+    if options.page:
+        result = json.loads((options.output / f"{options.name}.json").read_text())
+        PAGE.write_text(replaced(PAGE.read_text(), section(result)))
+        return 0
     harness.check_at_least(options, 1, "steps", "rounds")
     harness.check_at_least(options, 0, "warmup")
     shared = ("warmup", "steps", "threads", "precision")

@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -207,7 +208,7 @@ def build(name: str, blocks: Sequence[int] | None = None, device: str = "cpu") -
         if weight.ndim == 1:
             nn.init.ones_(weight)
         else:  # by its name, so that a stage draws what the whole model does
-            source = torch.Generator(device).manual_seed(sum(weight_name.encode()) % 10_007)
+            source = torch.Generator(device).manual_seed(crc32(weight_name.encode()))
             nn.init.normal_(weight, std=0.02, generator=source)
     return stage
 

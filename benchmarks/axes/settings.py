@@ -9,9 +9,9 @@ from benchmarks.peers import settings as peers
 RANKS = 4
 
 AXES: dict[str, str] = {
-    "tp": "TP 2 x DP 2",
-    "ep": "EP 2 x DP 2",
-    "pp": "PP 2 x DP 2",
+    "tp": "TP 2 × DP 2",
+    "ep": "EP 2 × DP 2",
+    "pp": "PP 2 × DP 2",
 }
 """Compositions on four ranks."""
 
