@@ -111,7 +111,7 @@ def section(result: dict[str, Any]) -> str:
     """What docs/measured.md says of a result, under `HEADING`."""
     lines, reached = [], []
     for c in result["comparisons"]:
-        setting, named = Setting(**c["setting"]), AXES[c["setting"]["axes"]]
+        named = AXES[c["setting"]["axes"]]
         by_side = {row["side"]: row for row in c["rows"]}
         for side, row in by_side.items():
             ratio = harness.scaled(row["cpu_s"], by_side[REFERENCE]["cpu_s"])

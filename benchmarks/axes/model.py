@@ -104,10 +104,11 @@ class Experts(nn.Module):
         """x: (rows, width); expert: (rows,), the number of the one that each is sent to."""
         order = expert.argsort(stable=True)
         counts = torch.bincount(expert, minlength=self.count)
-        if self.group is None:
-            y = self._computed(x[order], counts, self.up, self.down)
-        else:
-            y = self._elsewhere(x[order], counts)
+        y = (
+            self._computed(x[order], counts, self.up, self.down)
+            if self.group is None
+            else self._elsewhere(x[order], counts)
+        )
         return torch.empty_like(y).index_copy(0, order, y)
 
     def _elsewhere(self, x: Tensor, counts: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class _Pipelined:
         self.optimizer.step()
         self.optimizer.zero_grad()
         # The rank of the first stage is told what the last one has found
-        mean = torch.stack(losses).mean() if losses else torch.zeros((), device=ids.device)
+        mean = torch.stack(losses).detach().mean() if losses else torch.zeros((), device=ids.device)
         dist.broadcast(mean, group=self.group, group_src=1)
         return float(mean)
 

@@ -47,10 +47,10 @@ def test_each_composition_trains_alike_and_sends_what_it_should(
     run = document["comparisons"][0]["runs"][1]
     losses = harness.losses(run["ranks"])
     assert len(set(losses)) == 4, f"nothing was learned from the batches: {losses}"
-    if cut == "pp":  # of its half, each element is gathered and reduced once: half of it each time
-        ledger = sum(rank["ledger_bytes"] for rank in run["ranks"]) / 2
-        elements = model.count_parameters("gpt-tiny")
-        assert ledger == 2 * 2 * 4 * elements, (ledger, elements)
+    if cut == "pp":  # each element is gathered and reduced once: both ranks send half of it
+        ledger = sum(rank["ledger_bytes"] for rank in run["ranks"]) / 2  # of a step
+        least = 2 * 4 * model.count_parameters("gpt-tiny")
+        assert least <= ledger < 1.01 * least, f"a step sent {ledger} bytes, at least {least}"
     if sys.platform.startswith("linux"):
         assert theirs["sent_bytes"] > ours["sent_bytes"] >= ours["ledger_bytes"] > 0
     page = (tmp_path / "tiny.md").read_text()
