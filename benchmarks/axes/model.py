@@ -32,8 +32,8 @@ class Shape(peers.Shape):
 
 
 SHAPES: dict[str, Shape] = {
-    "gpt-35m": Shape(layers=4, width=768, heads=12, vocab=4096, seq=128, hidden=3072),
-    "moe-54m": Shape(layers=4, width=768, heads=12, vocab=4096, seq=128, hidden=768, experts=8),
+    "gpt-34m": Shape(layers=8, width=512, heads=8, vocab=8192, seq=128, hidden=2048),
+    "moe-51m": Shape(layers=8, width=512, heads=8, vocab=8192, seq=128, hidden=512, experts=8),
     "gpt-tiny": Shape(layers=2, width=64, heads=4, vocab=512, seq=32, hidden=128),
     "moe-tiny": Shape(layers=2, width=64, heads=4, vocab=512, seq=32, hidden=64, experts=4),
 }

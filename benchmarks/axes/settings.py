@@ -76,8 +76,8 @@ class Setting(peers.Setting):
 
 
 SIZES: dict[str, tuple[str, int, int]] = {
-    "tp": ("gpt-35m", 128, 1),
-    "ep": ("moe-54m", 64, 1),
-    "pp": ("gpt-35m", 32, 4),
+    "tp": ("gpt-34m", 128, 1),
+    "ep": ("moe-51m", 64, 1),
+    "pp": ("gpt-34m", 32, 4),
 }
 """By composition: the model, tokens of a data rank and micro-batch, micro-batches."""
