@@ -8,6 +8,7 @@ torch, sharded over the other by each library.
 The JSON, beside what every result has (`harness.about`):
 
     "finished": bool, "models": {name: {"parameters": int}}, "notes": {side: how it is set up},
+    "load": float,           # the machine's load average at the end; four ranks make four of it
     "comparisons": [{
       "setting": {...},      # settings.Setting, field by field
       "rows": [{...}],       # the table: `rows`
@@ -18,6 +19,7 @@ The JSON, beside what every result has (`harness.about`):
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from statistics import fmean
@@ -27,7 +29,7 @@ from benchmarks import harness, launch, pages
 from benchmarks.axes.model import SHAPES, count_parameters
 from benchmarks.axes.settings import AXES, GOALS, NOTES, REFERENCE, SIDES, SIZES, Setting
 from benchmarks.harness import Row, Run, over_rounds
-from benchmarks.pages import Cell, range_of, shown
+from benchmarks.pages import DASH, Cell, range_of, shown
 from benchmarks.peers.settings import LOSSES_COMPARED, PRECISIONS
 from benchmarks.study import OPTIONS, Comparison, Study, timings
 
@@ -97,7 +99,13 @@ SECTION: dict[str, Cell] = {
     "peak memory a rank": shown("peak_mib", "{:,.0f} MiB"),
     "peak, × FSDP2": shown("peak_ratio", "{:.2f}"),
     "sent": shown("sent_bytes", "{:,.0f} MiB", 2**20),
-    "losses equal FSDP2's to": shown("loss_difference", "{:.0e}"),
+    "losses equal FSDP2's to": lambda row: (
+        DASH
+        if row["side"] == REFERENCE
+        else f"{row['loss_difference']:.0e}"
+        if row["loss_difference"]
+        else "every bit"
+    ),
 }
 SAID_OF = {"ratio": "step, × FSDP2", "peak_ratio": "peak, × FSDP2"}
 SAID = {
@@ -129,11 +137,11 @@ def section(result: dict[str, Any]) -> str:
     intro = (
         f"The table shows one step on {settings[0].ranks} gloo ranks of one thread on a"
         f" {place['cores']}-core {place['cpu']}, {when}; torch {result['versions']['torch']},"
-        f" {settings[0].precision}. {sizes}.\nThe same code of torch cuts the model over one axis"
+        f" {settings[0].precision}, load average {result['load']:.0f}. {sizes}.\nThe same code of torch cuts the model over one axis"
         " for every side: `parallelize_module`, experts as DTensors, `Schedule1F1B`. Each library"
         " shards it over the other. FSDP2 shards each block and the root; of experts, over the"
-        f" ranks that hold the same ones.\nValues are medians of {rounds} alternating rounds of"
-        f" {settings[0].steps} steps. Sent bytes include the other axis's activations."
+        f" ranks that hold the same ones.\nRounds of {settings[0].steps} steps, in turns: {rounds}."
+        " Values are medians, ratios of steps those of the rounds' own. Sent bytes include the other axis's activations."
         f" [Raw table](../benchmarks/results/{RESULTS}.md), `python -m benchmarks.axes --help`."
     )
     goals = [["stage 3", *(f"{SAID_OF[of]} (goal: {goal})" for of, goal in GOALS.items())]]
@@ -150,8 +158,9 @@ def section(result: dict[str, Any]) -> str:
 
 def replaced(text: str, made: str) -> str:
     """A page with this section in place of the one that has its heading."""
-    before, _, rest = text.partition(f"{HEADING}\n")
-    return f"{before}{made}\n\n## {rest.partition(chr(10) + '## ')[2]}"
+    before, _, old = text.partition(f"{HEADING}\n")
+    _, _, behind = old.partition("\n## ")
+    return f"{before}{made}\n\n## {behind}"
 
 
 class BesideFSDP2(Study):
@@ -171,7 +180,8 @@ class BesideFSDP2(Study):
     def document(self) -> dict[str, Any]:
         names = dict.fromkeys(c.setting.model for c in self.comparisons)
         counted = {name: {"parameters": count_parameters(name)} for name in names}
-        return {"models": counted, "notes": NOTES}
+        # Its ranks are four of it: the rest is other work
+        return {"models": counted, "notes": NOTES, "load": os.getloadavg()[0]}
 
     def page(self, result: dict[str, Any]) -> str:
         parts = [pages.where(result)]
