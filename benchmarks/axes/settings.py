@@ -76,8 +76,10 @@ class Setting(peers.Setting):
 
 
 SIZES: dict[str, tuple[str, int, int]] = {
-    "tp": ("gpt-34m", 128, 1),
+    "tp": ("gpt-34m", 64, 1),
     "ep": ("moe-51m", 64, 1),
-    "pp": ("gpt-34m", 32, 4),
+    "pp": ("gpt-34m", 16, 4),
 }
-"""By composition: the model, tokens of a data rank and micro-batch, micro-batches."""
+"""By composition: the model, tokens of a data rank and micro-batch, micro-batches. 64 tokens a data
+rank are to 34M parameters what 256 are to the 110M of benchmarks/peers: the wire is the bottleneck.
+"""
