@@ -13,6 +13,7 @@ import importlib
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import launch, probes
+from benchmarks.axes import sides as in_axes
 from benchmarks.offload import disk, sides
 from benchmarks.offload.planned import planned
 from benchmarks.peers import adapters, model
@@ -161,6 +163,8 @@ def build(job: dict[str, Any], setting: Setting, whole: nn.Module) -> Any:
 
 def batches(job: dict[str, Any], setting: Setting, step: int) -> list[adapters.Batch]:
     """This rank's micro-batches of a step, or (`whole_batch_of`) those of so many ranks."""
+    if isinstance(setting, in_axes.Setting):
+        return in_axes.model.batches(setting, step, job["rank"])
     of = job.get("whole_batch_of", 0)
     if not of:
         return model.batches(setting, step, job["rank"])
@@ -170,6 +174,27 @@ def batches(job: dict[str, Any], setting: Setting, step: int) -> list[adapters.B
         for rank in range(of)
     ]
     return [(ids.to(setting.device), labels.to(setting.device)) for ids, labels in made]
+
+
+def setting_of(job: dict[str, Any]) -> Setting:
+    return (in_axes.Setting if "axes" in job["setting"] else Setting)(**job["setting"])
+
+
+def trainer_of(job: dict[str, Any], setting: Setting) -> tuple[Any, int]:
+    """The job's side, from the initial weights; and the elements of its model."""
+    if isinstance(setting, in_axes.Setting):
+        numel = in_axes.model.count_parameters(setting.model)
+        return in_axes.build(job["side"], setting), numel
+    whole = model.build(setting.model, device=setting.device)
+    return build(job, setting, whole), sum(p.numel() for p in whole.parameters())
+
+
+def touch(job: dict[str, Any], setting: Setting) -> None:
+    """Let the side train a toy for a step."""
+    if isinstance(setting, in_axes.Setting):
+        in_axes.model.touch(partial(in_axes.build, job["side"]), setting, job["rank"])
+    else:
+        model.touch(lambda toy, whole: build(job, toy, whole), setting)
 
 
 def sent_by(trainer: Any) -> dict[str, int | None]:
@@ -189,12 +214,12 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     (a side of wires), "whole_batch_of", "observed" (a further step, as the ledgers saw it) and
     "trace" (a file for a profile of two more).
     """
-    setting, rank = Setting(**job["setting"]), job["rank"]
+    setting, rank = setting_of(job), job["rank"]
     memory, groups = Memory(setting.device), "ranks_a_node" in job
     watched = "copy_mib" in job  # its disk, and what its recipe should take
     on_disk = watched and sides.on_disk(job["side"])
     if not groups:  # there memory is not what is asked
-        model.touch(lambda toy, whole: build(job, toy, whole), setting)
+        touch(job, setting)
     copier = None
     if on_disk and rank == 0 and job["copy_mib"]:
         copier = disk.Copier(Path(job["disk"]), job["copy_mib"], job["chunk_mib"])
@@ -204,10 +229,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     baseline, on_host = memory.now(), probes.resident_mib()
 
     begun = time.perf_counter()
-    whole = model.build(setting.model, device=setting.device)
-    numel = sum(p.numel() for p in whole.parameters())
-    trainer = build(job, setting, whole)
-    del whole
+    trainer, numel = trainer_of(job, setting)
     built = time.perf_counter() - begun
     ledgers = Ledgers(trainer)
     watch = sides.Watch(trainer, ledgers.counters)

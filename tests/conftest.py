@@ -51,6 +51,7 @@ SLOW_FILES = {
         "test_wheel.py",
     ],
     "benchmarks": [
+        "test_axes_beside_fsdp2.py",
         "test_checkpoint_benchmark.py",
         "test_convergence.py",
         "test_gpu_benchmark.py",
@@ -269,6 +270,7 @@ SLOW_FILES = {
 # Files of many combinations of the same few properties: a run takes one in n cases of each test
 # (`_sample`); `--all` takes all of them.
 SAMPLED = {
+    "benchmarks/test_axes_beside_fsdp2.py": 3,
     "benchmarks/test_gpu_benchmark.py": 13,
     "benchmarks/test_peers.py": 3,
     "pretrained/test_huggingface.py": 9,

@@ -12,9 +12,10 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -44,7 +45,7 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-class _TorchPeer:
+class TorchPeer:
     """The ordinary loop of PyTorch; the peers below differ in how they fill its attributes."""
 
     def __init__(self, setting: Setting) -> None:
@@ -79,7 +80,7 @@ class _TorchPeer:
         return float(total) / len(batches)
 
 
-class Plain(_TorchPeer):
+class Plain(TorchPeer):
     """PyTorch alone, on one rank."""
 
     def __init__(self, setting: Setting, model: nn.Module) -> None:
@@ -96,7 +97,7 @@ def all_reduce_in_bf16(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
     return done.then(lambda _: whole.copy_(sent))
 
 
-class DDP(_TorchPeer):
+class DDP(TorchPeer):
     """DistributedDataParallel; with `compress`, bf16 on the wire."""
 
     def __init__(self, setting: Setting, model: nn.Module, *, compress: bool = False) -> None:
@@ -133,7 +134,7 @@ class ZeroOptimizer(DDP):
         )
 
 
-class FSDP2(_TorchPeer):
+class FSDP2(TorchPeer):
     """`fully_shard` on each block, then on the root: the set-up of its tutorial. Reduces every
     micro-batch.
 
@@ -224,10 +225,19 @@ class DeepSpeed:
         return float(total) / len(batches)
 
 
-class Onefold(_TorchPeer):
-    """`onefold.shard` at one stage, with further arguments of `Recipe.zero`."""
+class Onefold(TorchPeer):
+    """`onefold.shard` at one stage, with further arguments of `Recipe.zero`; `ranks` are those of
+    `shard` that name a mesh.
+    """
 
-    def __init__(self, setting: Setting, model: nn.Module, stage: int, **recipe: Any) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        model: nn.Module,
+        stage: int,
+        ranks: Mapping[str, Any] = MappingProxyType({}),
+        **recipe: Any,
+    ) -> None:
         super().__init__(setting)
         self.onefold: Any = importlib.import_module("onefold")
         self.autocast = False
@@ -236,6 +246,7 @@ class Onefold(_TorchPeer):
             model,
             self.onefold.Recipe.zero(stage, precision=setting.precision, **recipe),
             device=None if built else setting.device,
+            **ranks,
         )
         self.optimizer = adamw(self.model.parameters())
 

@@ -126,7 +126,13 @@ def micro_batch(
     Token frequencies follow Zipf's law (log-uniform ids), so that there is something to learn and
     the losses of a few steps move: peers whose losses agree then agree on something.
     """
-    shape = SHAPES[name]
+    return drawn(SHAPES[name], tokens, step, micro, rank, ranks)
+
+
+def drawn(
+    shape: Shape, tokens: int, step: int, micro: int, rank: int, ranks: int
+) -> tuple[Tensor, Tensor]:
+    """The same for any model of these sizes."""
     seq = min(shape.seq, tokens)
     source = torch.Generator().manual_seed(((step * 1_000 + micro) * ranks + rank) * 7 + 1)
     uniform = torch.rand(max(1, tokens // seq), seq + 1, generator=source, dtype=torch.float64)
