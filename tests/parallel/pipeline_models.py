@@ -33,7 +33,7 @@ class Case:
         calls: of `schedule.step` in one optimizer step. under_no_sync: all but the last of them.
         registered: the schedule's actions gather and release.
         sums: the loss of a micro-batch is a sum, not a mean. static: stages are told their shapes.
-        max_norm: gradients are clipped by the norm over all stages. recipe: options of `Recipe.zero`.
+        compiled: blocks are compiled. max_norm: gradients are clipped by the norm over all stages. recipe: options of `Recipe.zero`.
     """
 
     schedule: str = "ScheduleGPipe"
@@ -52,6 +52,7 @@ class Case:
     evaluates: bool = False
     sums: bool = False
     static: bool = False
+    compiled: bool = False
     max_norm: float | None = None
     frozen: tuple[str, ...] = ()
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -151,6 +152,8 @@ def built(stage: int, case: Case, mesh: DeviceMesh | None = None) -> Pipeline:
     model, modules, stages = whole(case), [], []
     for index in stages_of(case, mesh.get_local_rank("pp")):
         part = parallelized(Part(model, index, case.stages, case.checkpointing), case, mesh)
+        for block in part.blocks.values() if case.compiled else ():
+            block.compile(backend="eager")
         recipe = onefold.Recipe.zero(stage, stall_timeout=30.0, **case.recipe)
         ranks = {"mesh": mesh["dp", "tp"], "data": "dp"} if case.tp > 1 else {"mesh": mesh["dp"]}
         modules.append(onefold.shard(part, recipe, **ranks))

@@ -127,8 +127,11 @@ def test_what_rounds_more_moves_the_weights_as_in_one_process(
         for got, wanted in zip(seen["norms"], expected["norms"], strict=True):
             assert abs(got - wanted) < bound * wanted, f"{told}: norm {got}, expected {wanted}"
         assert seen["norms"] == ranks[0][0]["norms"], f"{told}: norms differ between ranks"
-    weights, start = ranks[0][0]["weights"], expected["start"]
-    moved = torch.cat([(v - start[k]).flatten() for k, v in expected["weights"].items()])
-    got = torch.cat([(weights[k] - start[k]).flatten() for k in expected["weights"]])
+    weights, start, wanted = ranks[0][0]["weights"], expected["start"], expected["weights"]
+    # What is frozen may be stored in fewer bits
+    moving = [name for name, value in wanted.items() if not torch.equal(value, start[name])]
+    moved = torch.cat([(wanted[name] - start[name]).flatten() for name in moving])
+    got = torch.cat([(weights[name] - start[name]).flatten() for name in moving])
     apart = ((got - moved).norm() / moved.norm()).item()
     assert apart < bound, f"{how}, {case}, stage {stage}: moved otherwise by {apart:.3f}"
+    print(f"apart {how} {apart:.4f}")
