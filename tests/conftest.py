@@ -437,6 +437,8 @@ ONLY_WITH_ALL = {
     "simulation/test_timeline.py::test_all_of_a_recomputation_is_the_models",
     "runtime/test_compiled.py::test_other_modes_and_stages_are_not_refused",
     "runtime/test_odd_models.py::test_compiled_blocks_train_as_in_ddp",
+    "parallel/test_published_compositions.py::test_compiled_stages_beside_tensor_parallelism_train_as_one_process",
+    "parallel/test_published_compositions.py::test_three_axes_load_at_other_degrees",
     "train/test_drill.py",
     "train/test_examples.py::test_the_example_of_trainer_learns_and_saves_what_opens_again",
     "models/test_hub.py::test_a_model_of_the_hub_is_downloaded_once_and_then_read_from_the_cache",
