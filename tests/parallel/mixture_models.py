@@ -56,7 +56,6 @@ class Case:
         return self.dp * self.ep
 
 
-
 class Copied(torch.autograd.Function):
     """Into what a rank has a part of: gradients of the parts are added up."""
 
@@ -178,7 +177,6 @@ PLAN = {
 }
 
 
-
 def batch_of(data_rank: int, number: int) -> Tensor:
     return tokens_of(100 * data_rank + number, batch=2, length=9, vocabulary=VOCABULARY)
 
@@ -210,9 +208,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def trained(case: Case, *stages: int) -> list[dict[str, Any]]:
     """Train on the mesh at each of these stages."""
-    mesh = init_device_mesh(
-        "cpu", (case.dp, case.ep, case.tp), mesh_dim_names=("dp", "ep", "tp")
-    )
+    mesh = init_device_mesh("cpu", (case.dp, case.ep, case.tp), mesh_dim_names=("dp", "ep", "tp"))
     return [_trained(case, stage, mesh) for stage in stages]
 
 

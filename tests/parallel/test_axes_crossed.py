@@ -134,4 +134,3 @@ def test_what_rounds_more_moves_the_weights_as_in_one_process(
     got = torch.cat([(weights[name] - start[name]).flatten() for name in moving])
     apart = ((got - moved).norm() / moved.norm()).item()
     assert apart < bound, f"{how}, {case}, stage {stage}: moved otherwise by {apart:.3f}"
-    print(f"apart {how} {apart:.4f}")

@@ -58,7 +58,9 @@ def returned_at(stage: int, case: Case) -> dict[str, Any]:
     return {
         "one": whole(one).clone(),
         "grads": {name: whole(g).clone() for name, g in zip(named, grads, strict=True)},
-        "shapes": [tuple(g.shape) == tuple(p.shape) for g, p in zip(grads, named.values(), strict=True)],
+        "shapes": [
+            tuple(g.shape) == tuple(p.shape) for g, p in zip(grads, named.values(), strict=True)
+        ],
         "placed": [
             boxes[name] is None or g.placements == boxes[name].kind.placements
             for name, g in zip(named, grads, strict=True)

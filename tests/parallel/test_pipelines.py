@@ -104,7 +104,9 @@ def compare(name: str, case: Case, *at: int) -> list[list[dict[str, Any]]]:
             assert difference < 2e-5, f"{name}, stage {stage}: {key} differs by {difference}"
         losses = [(seen["losses"], seen["norms"]) for seen in ranks]
         first = first or (losses, weights)
-        assert losses == first[0], f"{name}: stage {stage} has other losses or norms than stage {at[0]}"
+        assert losses == first[0], (
+            f"{name}: stage {stage} has other losses or norms than stage {at[0]}"
+        )
         for key, value in weights.items():
             assert torch.equal(value, first[1][key]), f"{name}: {key} at stage {stage}"
     return by_stage

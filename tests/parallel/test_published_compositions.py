@@ -160,9 +160,7 @@ def test_norms_of_every_kind_are_those_of_one_process() -> None:
 
 
 def test_compiled_stages_beside_tensor_parallelism_train_as_one_process() -> None:
-    case = pipeline_models.Case(
-        "Schedule1F1B", dp=1, tp=2, steps=2, compiled=True, max_norm=0.5
-    )
+    case = pipeline_models.Case("Schedule1F1B", dp=1, tp=2, steps=2, compiled=True, max_norm=0.5)
     compare("compiled stages", case, 1, 3)
 
 
@@ -199,7 +197,8 @@ class ContextBlock(nn.Module):
     def forward(self, x: Tensor, first: int, group: Any) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = (
-            t.view(batch, length, 2, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)
+            t.view(batch, length, 2, -1).transpose(1, 2)
+            for t in self.qkv(self.norm(x)).chunk(3, -1)
         )
         if group is not None:
             k, v = Gathered.apply(k, group), Gathered.apply(v, group)

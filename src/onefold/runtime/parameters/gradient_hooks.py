@@ -190,9 +190,7 @@ def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:
         raise ShardedParameterError(
             f"a gradient hook wrote to parameter {entry.slot.name!r}, but {IN_BACKWARD}"
         )
-    changed = (
-        collectives.wrote or get_grad(compute) is not shown or shown._version != version
-    )
+    changed = collectives.wrote or get_grad(compute) is not shown or shown._version != version
     _refuse_sums(entry, accumulated is not None, collectives.any and changed)
     if accumulated is not None and not changed:
         set_grad(compute, own)
