@@ -43,6 +43,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+#: What no example may leave out.
+EVERYTHING = Case(
+    dp=2,
+    ep=1,
+    steps=2,
+    micro_batches=2,
+    max_norm=0.05,
+    learned=False,
+    checkpointing=True,
+    scaler=True,
+    lora=True,
+    options={"offload_optimizer": "cpu"},
+)
+
+
 def few(n: int) -> settings:
     """`n` examples with `--all`, two in `make test`: each starts four ranks."""
     return settings(max_examples=max(2, n * (settings().max_examples == ALL)))
@@ -75,7 +90,7 @@ def cases(draw: Any, rounds: Any) -> tuple[Case, str]:
 
 @few(32)
 @given(cases(st.just("fp32")))
-@example((Case(dp=2, ep=1, steps=2, learned=False, lora=True, scaler=True, micro_batches=2, checkpointing=True, options={"offload_optimizer": "cpu"}), "fp32"))  # fmt: skip
+@example((EVERYTHING, "fp32"))
 def test_what_rounds_as_fp32_trains_as_one_process(drawn: tuple[Case, str]) -> None:
     case, _ = drawn
     expected = in_one_process(case)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from mixture_models import Case, in_one_process, trained
 
 from ranks import run_ranks

@@ -329,7 +329,7 @@ MET = {
     "wrapped and marked": "right",
     "another name": "right",
     "of another package, marked": "is marked partial, and ranks 0 and 1, apart along 'tp', have the same gradient",
-    "of another package": "would be added up again in the next. Leave the hook out, and give shard() partial=['model.layers.0.self_attn.q_norm.weight']",
+    "of another package": "Leave the hook out, and give shard() partial=['model.layers.0.self_attn.q_norm.weight']",
     "no hook": "have different gradients of 'model.layers.0.self_attn.q_norm.weight'",
 }
 
