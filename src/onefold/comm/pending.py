@@ -101,7 +101,7 @@ def stall_error(
         among: the ranks that the collective is among, in words, if these are some of them.
         places: the place of each rank in its mesh, in words, if that has several axes.
     """
-    shown = {r: f"rank {r} ({places[r]})" if places else f"rank {r}" for r in ranks}
+    at = {r: f" ({places[r]})" if places else "" for r in ranks}
     notes: dict[int, str] = {rank: f"{context}, {waited:.1f} s"}
     missing = [r for r in ranks if r != rank]
     try:
@@ -131,14 +131,14 @@ def stall_error(
     text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     closed = "closed" in text or "reset" in text
     lines = [
-        f"{shown[rank]} gave up {context}{among} after {waited:.1f} s: "
+        f"rank {rank}{at[rank]} gave up {context}{among} after {waited:.1f} s: "
         + (
             "a peer's connection closed (a rank ended or gave up first)."
             if closed
             else "the other ranks did not come."
         ),
         "Where each rank stands:",
-        *(f"  {shown[r]}: {notes[r]}" for r in sorted(notes)),
+        *(f"  rank {r}{at[r]}: {notes[r]}" for r in sorted(notes)),
         (
             "Ranks must run the same forward and backward passes on a sharded model, each with a"
             " batch of its own, and with the same parameters frozen."
