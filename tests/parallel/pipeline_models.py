@@ -33,7 +33,7 @@ class Case:
         calls: of `schedule.step` in one optimizer step. under_no_sync: all but the last of them.
         registered: the schedule's actions gather and release.
         sums: the loss of a micro-batch is a sum, not a mean. static: stages are told their shapes.
-        recipe: options of `Recipe.zero`.
+        compiled: blocks are compiled. max_norm: gradients are clipped by the norm over all stages. recipe: options of `Recipe.zero`.
     """
 
     schedule: str = "ScheduleGPipe"
@@ -52,6 +52,8 @@ class Case:
     evaluates: bool = False
     sums: bool = False
     static: bool = False
+    compiled: bool = False
+    max_norm: float | None = None
     frozen: tuple[str, ...] = ()
     recipe: dict[str, Any] = field(default_factory=dict)
 
@@ -150,6 +152,8 @@ def built(stage: int, case: Case, mesh: DeviceMesh | None = None) -> Pipeline:
     model, modules, stages = whole(case), [], []
     for index in stages_of(case, mesh.get_local_rank("pp")):
         part = parallelized(Part(model, index, case.stages, case.checkpointing), case, mesh)
+        for block in part.blocks.values() if case.compiled else ():
+            block.compile(backend="eager")
         recipe = onefold.Recipe.zero(stage, stall_timeout=30.0, **case.recipe)
         ranks = {"mesh": mesh["dp", "tp"], "data": "dp"} if case.tp > 1 else {"mesh": mesh["dp"]}
         modules.append(onefold.shard(part, recipe, **ranks))
@@ -230,7 +234,7 @@ def _trained(stage: int, case: Case, mesh: DeviceMesh) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(params, lr=0.01)
     engines = [onefold.engine_of(module) for module in pipeline.modules]
     at_once = counting(pipeline.stages, engines)
-    losses, sent = [], []
+    losses, sent, norms = [], [], []
     for step in range(case.steps):
         for engine in engines:
             engine.traffic.reset()
@@ -244,6 +248,8 @@ def _trained(stage: int, case: Case, mesh: DeviceMesh) -> dict[str, Any]:
             evaluated(pipeline, batch_of(case, dp, 0), params)
         sent.append([dict(engine.traffic.by_move()) for engine in engines])
         held = [len(engine.gather.by_storage) for engine in engines]
+        if case.max_norm is not None:
+            norms.append(onefold.clip_grad_norm_(pipeline.modules, case.max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
     weights = {}
@@ -252,6 +258,7 @@ def _trained(stage: int, case: Case, mesh: DeviceMesh) -> dict[str, Any]:
     actions = getattr(pipeline.schedule, "pipeline_order_with_comms", {})
     return {
         "losses": losses,
+        "norms": norms,
         "weights": weights,
         "sent": sent,
         "held": held,
@@ -273,6 +280,7 @@ def in_one_process(case: Case) -> dict[str, Any]:
     model = whole(case)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses: list[list[float]] = [[] for _ in range(case.dp)]
+    norms = []
     for step in range(case.steps):
         for call in range(case.calls):
             for dp in range(case.dp):
@@ -284,9 +292,11 @@ def in_one_process(case: Case) -> dict[str, Any]:
                     losses[dp].append(loss.item())
                     scale = 1 if case.sums else case.micro_batches
                     (loss / case.dp / scale).backward()
+        if case.max_norm is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), case.max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
-    return {"losses": losses, "weights": dict(model.state_dict())}
+    return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
 
 
 # -- what goes wrong, and the functions by themselves ----------------------------------------------

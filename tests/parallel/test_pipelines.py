@@ -95,15 +95,18 @@ def compare(name: str, case: Case, *at: int) -> list[list[dict[str, Any]]]:
             if seen["losses"]:
                 wanted = expected["losses"][seen["dp"]]
                 assert close(seen["losses"], wanted), f"{told}: {seen['losses']} {wanted}"
+            assert close(seen["norms"], expected["norms"]), f"{told}: norms {seen['norms']}"
             assert seen["graphs"] == [0] * len(seen["graphs"]), f"{told}: open {seen['graphs']}"
             assert stage < 3 or not any(seen["held"]), f"{told}: units stay gathered"
         assert weights.keys() == expected["weights"].keys()
         for key, value in expected["weights"].items():
             difference = (weights[key] - value).abs().max().item()
             assert difference < 2e-5, f"{name}, stage {stage}: {key} differs by {difference}"
-        losses = [seen["losses"] for seen in ranks]
+        losses = [(seen["losses"], seen["norms"]) for seen in ranks]
         first = first or (losses, weights)
-        assert losses == first[0], f"{name}: stage {stage} has other losses than stage {at[0]}"
+        assert losses == first[0], (
+            f"{name}: stage {stage} has other losses or norms than stage {at[0]}"
+        )
         for key, value in weights.items():
             assert torch.equal(value, first[1][key]), f"{name}: {key} at stage {stage}"
     return by_stage

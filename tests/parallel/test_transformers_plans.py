@@ -294,11 +294,16 @@ def hooks_met_otherwise(how: str) -> str:
     if how.startswith("wrapped"):  # as other tools wrap it
         norm.forward = functools.partial(tp_forward)
         partial = [f"{Q_NORM}.weight"] if how == "wrapped and marked" else None
-    elif how == "another name, marked":
-        hook.__qualname__, partial = "summed", [f"{Q_NORM}.weight"]
+    elif how == "another name":  # as another version may call it
+        hook.__qualname__ = hook.__name__ = "summed"
+        hook.__module__ = "transformers.elsewhere"
+    elif how == "of another package, marked":
+        hook.__module__, partial = "plans", [f"{Q_NORM}.weight"]
+    elif how == "of another package":
+        hook.__module__ = "plans"
     elif how == "no hook":
         norm.forward = inspect.getclosurevars(tp_forward).nonlocals["original_forward"]
-    recipe = onefold.Recipe.zero(2, stall_timeout=30.0)
+    recipe = onefold.Recipe.zero(1 if "package" in how else 2, stall_timeout=30.0)
     mesh = dense["fsdp", "tp"]
     model = onefold.shard(model, recipe, mesh=mesh, data="fsdp", partial=partial)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -322,7 +327,9 @@ def hooks_met_otherwise(how: str) -> str:
 MET = {
     "wrapped": "transformers adds up the gradient of 'model.layers.0.self_attn.q_norm.weight' over ranks 0, 1",
     "wrapped and marked": "right",
-    "another name, marked": "is marked partial, and ranks 0 and 1, apart along 'tp', have the same gradient",
+    "another name": "right",
+    "of another package, marked": "is marked partial, and ranks 0 and 1, apart along 'tp', have the same gradient",
+    "of another package": "Leave the hook out, and give shard() partial=['model.layers.0.self_attn.q_norm.weight']",
     "no hook": "have different gradients of 'model.layers.0.self_attn.q_norm.weight'",
 }
 

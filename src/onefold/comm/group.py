@@ -184,6 +184,13 @@ class Group(Moves):
             self._parts[mine] = Part(self, groups)
         return self._parts[mine]
 
+    @property
+    def everyone(self) -> tuple[list[int], dict[int, str]]:
+        return self.ranks, {} if self._mesh is None else self._mesh.places
+
+    def axes_of(self, ranks: Sequence[int]) -> list[str]:
+        return [] if self._mesh is None else self._mesh.axes_of(ranks)
+
     def _agreed(self, per_node: int | None) -> int | None:
         """Return `per_node` if it is the same on all ranks, else None. With unequal nodes, some
         ranks may see a number that divides the world size by chance.
@@ -310,6 +317,13 @@ class Level(Group):
 
     def give_up(self) -> None:
         self.whole.give_up()
+
+    @property
+    def everyone(self) -> tuple[list[int], dict[int, str]]:
+        return self.whole.everyone
+
+    def axes_of(self, ranks: Sequence[int]) -> list[str]:
+        return self.whole.axes_of(ranks)
 
     @property
     def heard(self) -> int | None:  # type: ignore[override]

@@ -37,6 +37,21 @@ class Mesh:
         return dict(zip(self.ranks, self.axes.along(self.axes.data), strict=True))
 
     @property
+    def places(self) -> dict[int, str]:
+        """The place of each global rank, in words: "dp 1, tp 0"; none if there is one axis."""
+        if len(self.axes.names) == 1:
+            return {}
+        return {
+            rank: ", ".join(f"{n} {i}" for n, i in zip(self.axes.names, at, strict=True))
+            for rank, at in zip(self.ranks, self.axes.coordinates, strict=True)
+        }
+
+    def axes_of(self, ranks: Sequence[int]) -> list[str]:
+        """Return the axes along which some of `ranks` are apart."""
+        at = dict(zip(self.ranks, self.axes.coordinates, strict=True))
+        return [n for i, n in enumerate(self.axes.names) if len({at[r][i] for r in ranks}) > 1]
+
+    @property
     def several(self) -> bool:
         """Whether ranks along some axis compute with the same data."""
         return self.axes.data_size < self.axes.size

@@ -185,11 +185,27 @@ class Peers:
 
     def _lost(self, context: CollectiveContext, waited: float, error: Exception) -> StallError:
         name = getattr(self.control_group, "group_name", "")
+        ranks, places = self.everyone
+        among = f", among ranks {self.name}" if len(ranks) > self.size else ""
+        if among and places:
+            along = self.axes_of(self.ranks)
+            among += f" (along {' and '.join(along)})"
         self.broken = stall_error(
-            context, waited, error, name, self.ranks[self.rank], self.ranks, self.heard
+            context, waited, error, name, self.ranks[self.rank], ranks, self.heard, among, places
         )
         self.give_up()
         return self.broken
+
+    @property
+    def everyone(self) -> tuple[list[int], dict[int, str]]:
+        """The global ranks of the model, and the place of each in its mesh, in words: "dp 1, tp 0".
+        No places if the mesh has one axis.
+        """
+        return self.ranks, {}
+
+    def axes_of(self, ranks: Sequence[int]) -> list[str]:
+        """Return the axes of the mesh along which some ranks are apart."""
+        return []
 
     def _lost_by_device(self, context: CollectiveContext, waited: float) -> StallError:
         cause = RuntimeError(f"the device waits for it, and the host asked for {waited:.0f} s")

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +90,18 @@ def stall_error(
     rank: int,
     ranks: list[int],
     heard: int | None,
+    among: str = "",
+    places: Mapping[int, str] | None = None,
 ) -> StallError:
-    """Exchange notes through the store and return the error. `ranks` are global ranks; `heard` is
-    the last step that all ranks have ended, or None.
+    """Exchange notes through the store and return the error.
+
+    Args:
+        ranks: the global ranks of the model.
+        heard: the last step that all ranks have ended, or None.
+        among: the ranks that the collective is among, in words, if these are some of them.
+        places: the place of each rank in its mesh, in words, if that has several axes.
     """
+    at = {r: f" ({places[r]})" if places else "" for r in ranks}
     notes: dict[int, str] = {rank: f"{context}, {waited:.1f} s"}
     missing = [r for r in ranks if r != rank]
     try:
@@ -123,14 +131,14 @@ def stall_error(
     text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     closed = "closed" in text or "reset" in text
     lines = [
-        f"rank {rank} gave up {context} after {waited:.1f} s: "
+        f"rank {rank}{at[rank]} gave up {context}{among} after {waited:.1f} s: "
         + (
             "a peer's connection closed (a rank ended or gave up first)."
             if closed
             else "the other ranks did not come."
         ),
         "Where each rank stands:",
-        *(f"  rank {r}: {notes[r]}" for r in sorted(notes)),
+        *(f"  rank {r}{at[r]}: {notes[r]}" for r in sorted(notes)),
         (
             "Ranks must run the same forward and backward passes on a sharded model, each with a"
             " batch of its own, and with the same parameters frozen."

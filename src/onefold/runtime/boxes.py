@@ -50,6 +50,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -203,11 +204,11 @@ class Box:
         """Return how many elements a rank holds."""
         return self._region(self.kind.coordinates[rank]).numel
 
-    def spec(self, dtype: torch.dtype) -> Any:
+    def spec(self, dtype: torch.dtype, placements: tuple[Any, ...] | None = None) -> Any:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
         meta = TensorMeta(self.shape, self.stride, dtype)
-        return DTensorSpec(self.kind.mesh, self.kind.placements, tensor_meta=meta)
+        return DTensorSpec(self.kind.mesh, placements or self.kind.placements, tensor_meta=meta)
 
     # -- in a pass ---------------------------------------------------------------------------------
 
@@ -286,10 +287,67 @@ def local_gradient(grad: Any, box: Box) -> torch.Tensor:
     box.came_partial = factor > 1
     if tuple(wanted) != tuple(grad.placements):
         grad = grad.redistribute(placements=wanted)
-    local: torch.Tensor = grad._local_tensor
+    if torch.is_grad_enabled() and grad.requires_grad:  # create_graph=True
+        parts = [Replicate() if p.is_partial() else p for p in wanted]
+        local: torch.Tensor = grad.to_local(grad_placements=parts)
+    else:
+        local = grad._local_tensor
     if type(local).__name__ == "AsyncCollectiveTensor":  # a collective under way
         local = local.wait()  # type: ignore[attr-defined]
-    return local * factor if factor != 1 else local
+    if factor == 1:
+        return local
+    scaled: torch.Tensor = _Scaled.apply(local, factor)
+    return scaled
+
+
+class _Scaled(torch.autograd.Function):
+    """A part of a gradient, times the ranks that have parts. See `as_global_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, factor: int) -> torch.Tensor:
+        return part * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class _Averaged(torch.autograd.Function):
+    """The mean over the ranks that hold the same. See `as_global_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, box: Box) -> torch.Tensor:
+        from torch.distributed.tensor import Partial, Replicate
+
+        kind = box.kind
+        parts = tuple(p if divides(p) else Partial("sum") for p in kind.placements)
+        own = tuple(p if divides(p) else Replicate() for p in kind.placements)
+        copies = prod(kind.mesh.size(i) for i, p in enumerate(own) if p.is_replicate())
+        spread: Any = dtensor_over(local / copies, box.spec(local.dtype, parts))
+        mean: torch.Tensor = spread.redistribute(placements=own).to_local()
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+def as_global_gradient(local: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return a DTensor with the parameter's placements, of what `local_gradient` has returned and
+    autograd has added up. In the graph, if that is. Collective over the box's mesh, if that has
+    ranks that hold the same.
+
+    Gradients that came whole and parts (times `copies`) have the same mean over the copies: the
+    gradient. Backwards through this mean, each copy and each part gets the whole gradient of it: a
+    copy is the same on every rank, and a sum passes its gradient on. So neither `_Scaled` nor
+    `_Averaged` scales it.
+    """
+    copies = prod(
+        box.kind.mesh.size(i) for i, p in enumerate(box.kind.placements) if not divides(p)
+    )
+    if copies > 1:
+        local = _Averaged.apply(local, box)
+    return as_dtensor(local, box)
 
 
 # -- at the start ----------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ class Entry:
         "filled",
         "flat",
         "graded_elsewhere",
+        "hook_sums",
         "hooked",
         "index",
         "last_write",
@@ -129,6 +130,8 @@ class Entry:
             None  # the node of autograd of `param`, see runtime/pending_gradients.py
         )
         self.post_hooks: Any = None  # the user's hooks, as they were when a backward pass began
+        # A hook of the user has sent what accumulates to other ranks, see gradient_hooks.py
+        self.hook_sums = False
         self.small = 0  # bytes of a gradient that is small (runtime/reduce.py)
         self.seen_version = 0  # of `compute`, see runtime/refresh.py
         # This rank owns nothing of it, and the ranks that do have a gradient for it

@@ -9,10 +9,19 @@ rank's whole gradient, before the reduction.
 [Note: hooks that sum over tensor parallelism] transformers adds up the parts of a replicated gradient
 (the norms of q and k under tensor parallelism) in a hook of the second kind: it calls `all_reduce` on
 `.grad`. That is wrong wherever `.grad` has accumulated: what was added up in one micro-batch is added
-up again in the next. Such a hook is known by its name. `shard()` finds it in the module that will
-register it, marks the parameter partial (`Found.partial`), and the hook never runs: the parts are
-summed in the message that sums over the data axes. A hook that sums in another way is called as any
-other. If its parameter is marked too, or needs a mark, runtime/marks.py raises.
+up again in the next. Such a hook is known by what it is: a function of the package transformers that
+calls `all_reduce` and encloses a mesh. `shard()` finds it in the module that will register it, marks
+the parameter partial (`Found.partial`), and the hook never runs: the parts are summed in the message
+that sums over the data axes.
+
+Any other hook is called, and watched (`_Collectives`):
+
+| it has sent the gradient to other ranks         | then                                                      |
+|-------------------------------------------------|-----------------------------------------------------------|
+| of a DTensor parameter                          | raise: DTensor's own placements say what is added up      |
+| in two micro-batches whose gradients accumulate | raise: the first one's was added up twice                 |
+| else                                            | fine; if the parameter is marked too, or needs a mark,    |
+|                                                 | runtime/marks.py raises                                   |
 
 While a hook of the second kind runs, its parameter is whole: `.grad` reads and writes the whole
 local gradient, and the values are gathered on first use. A hook must not write to the values: they
@@ -24,13 +33,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from onefold.memory import storage_of
 from onefold.runtime.parameters.interval import (
     ShardedParameterError,
     disable_torch_function,
@@ -158,6 +169,7 @@ def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:
 
     Raises:
         ShardedParameterError: a hook wrote to the parameter.
+        ValueError: a hook adds up over ranks what was added up already.
     """
     compute, own = entry.compute, get_grad(entry.compute)
     assert own is not None
@@ -167,16 +179,19 @@ def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:
     shown: Any = get_grad(compute)
     version, values = shown._version, compute._version
     showing[id(entry.param)] = entry
+    collectives = _Collectives(shown)
     try:
-        for hook in tuple(hooks.values()):
-            hook(entry.param)
+        with collectives:
+            for hook in tuple(hooks.values()):
+                hook(entry.param)
     finally:
         del showing[id(entry.param)]
     if compute._version != values:
         raise ShardedParameterError(
             f"a gradient hook wrote to parameter {entry.slot.name!r}, but {IN_BACKWARD}"
         )
-    changed = get_grad(compute) is not shown or shown._version != version
+    changed = collectives.wrote or get_grad(compute) is not shown or shown._version != version
+    _refuse_sums(entry, accumulated is not None, collectives.any and changed)
     if accumulated is not None and not changed:
         set_grad(compute, own)
     return accumulated is not None and changed
@@ -185,9 +200,6 @@ def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:
 # -- hooks that sum over tensor parallelism --------------------------------------------------------
 #
 # See [Note: hooks that sum over tensor parallelism].
-
-
-_SUMS = "ReplicatedWithGradAllReduce.install_forward.<locals>._all_reduce_grad"
 
 
 def summed_over(module: nn.Module) -> Sequence[int]:
@@ -205,12 +217,18 @@ def summed_over(module: nn.Module) -> Sequence[int]:
 
 
 def _ranks_of(hook: Any) -> Sequence[int]:
-    """Return the ranks over which a hook sums gradients; nothing if it is another hook."""
-    named = getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")
-    if named != ("transformers.distributed.tensor_parallel", _SUMS):
+    """Return the ranks over which a hook of transformers sums gradients; nothing if it is another
+    hook.
+    """
+    if not inspect.isfunction(hook) or hook.__module__.partition(".")[0] != "transformers":
         return ()
-    ranks: list[int] = inspect.getclosurevars(hook).nonlocals["mesh"].mesh.flatten().tolist()
-    return ranks
+    if "all_reduce" not in hook.__code__.co_names:
+        return ()
+    for enclosed in inspect.getclosurevars(hook).nonlocals.values():
+        if isinstance(getattr(enclosed, "mesh", None), torch.Tensor):
+            ranks: list[int] = enclosed.mesh.flatten().tolist()
+            return ranks
+    return ()
 
 
 def _is_called(entry: Entry, hook: Any) -> bool:
@@ -229,3 +247,52 @@ def _is_called(entry: Entry, hook: Any) -> bool:
             f" was wrapped before shard(), also give partial=[{entry.slot.name!r}]."
         )
     return not ranks
+
+
+class _Collectives(TorchDispatchMode):
+    """Notices collectives. torch's version counters do not tell that one has written to a tensor.
+
+    Attributes:
+        any: there was one. wrote: one was given the memory of `gradient`.
+    """
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        super().__init__()
+        self._gradient, self.any, self.wrote = gradient, False, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.any, mine = True, storage_of(self._gradient)
+            if func.namespace == "c10d" and any(storage_of(t) == mine for t in _tensors(args)):
+                self.wrote = True
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _refuse_sums(entry: Entry, accumulates: bool, sums: bool) -> None:
+    """Raise ValueError if a hook adds up over ranks what was added up already. `sums`: it has sent
+    the gradient to other ranks, and changed it.
+    """
+    again = accumulates and entry.hook_sums
+    entry.hook_sums = again or sums
+    name = entry.slot.name
+    if sums and entry.box is not None:
+        raise ValueError(
+            f"a gradient hook of {name!r} ({entry.box.kind.describe()}) sends the gradient to other"
+            " ranks. The gradient of a DTensor says by its placements what has to be added up, and"
+            " shard() does it in its own messages: leave the hook out."
+        )
+    if sums and again and entry.flat.ranks.copies > 1:
+        raise ValueError(
+            f"a gradient hook of {name!r} has sent the gradient to other ranks in several"
+            " micro-batches of one step. `.grad` has accumulated there, so what was added up in one"
+            " micro-batch would be added up again in the next. Leave the hook out, and give shard()"
+            f" partial=[{name!r}]: the parts are then added up once."
+        )
