@@ -36,7 +36,7 @@ import onefold.optim.faced_states as faced_states
 import onefold.optim.state_dicts as state_dicts
 from onefold.optim import torch_methods
 from onefold.optim.verdict import verdict_for
-from onefold.optim.whole_step import WholeStep
+from onefold.optim.whole_step import WholeStep, engines_changed
 from onefold.runtime.differentiate import keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
@@ -108,6 +108,7 @@ _steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary(
 def install_step_hooks(engine: Engine) -> None:
     """Hook the steps of optimizers over this engine's parameters, until the engine closes."""
     _engines.add(engine)
+    engines_changed()
     state_dicts.follow(engine)
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_first))
@@ -123,6 +124,7 @@ def install_step_hooks(engine: Engine) -> None:
 
 def remove_step_hooks(engine: Engine) -> None:
     _engines.discard(engine)
+    engines_changed()
     if not _engines:
         torch_methods.unfollow()
         while _handles:

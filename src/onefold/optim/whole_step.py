@@ -79,15 +79,29 @@ class Owned:
         """Whether this rank owns it."""
         return self.group.rank == self.owner
 
-    @property
-    def counts(self) -> bool:
-        """Whether this rank accounts for its states. Where several ranks hold the same elements (in
-        shard groups, or at stage 0), each has an owner among its own; the first one accounts.
+    def at(self, position: int | None = None) -> bool:
+        """Whether this rank (or that at `position` of the flat buffer's group) has its states. Each
+        shard group has an owner, at the same place.
         """
         flat = self.entry.flat
+        if position is None or flat.whole_master:
+            return self.mine
+        if self.group is flat.group:
+            return position == self.owner
+        return flat.group.topology.intra_group(position).index(position) == self.owner
+
+    def counts(self, position: int | None = None) -> bool:
+        """Whether this rank (or that at `position`) accounts for its states. Where several ranks
+        hold the same elements (in shard groups, or at stage 0), each has an owner among its own; the
+        first one accounts.
+        """
+        flat = self.entry.flat
+        here = flat.group.rank if position is None else position
         if flat.whole_master:
-            return flat.group.rank == 0
-        return self.mine and (self.group is flat.group or flat.group.inter_group.rank == 0)
+            return here == 0
+        if self.group is flat.group:
+            return here == self.owner
+        return self.at(here) and flat.group.topology.inter_group(here)[0] == here
 
     @property
     def where(self) -> str:
@@ -97,13 +111,26 @@ class Owned:
 
 @dataclass
 class _Known:
-    """The owners of an optimizer's matrices, at the last look."""
+    """The owners of an optimizer's matrices, at the last look.
 
-    groups: list[list[int]] = field(default_factory=list)
+    Attributes:
+        looked_at: what the answer depends on. chosen: {entry: owner}, which stays.
+    """
+
+    looked_at: Any = None
     owned: dict[int, Owned] = field(default_factory=dict)
+    chosen: weakref.WeakKeyDictionary[Entry, int] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
 
 _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+_engines = [0]  # how many times engines have come or gone
+
+
+def engines_changed() -> None:
+    """Called when an engine has started or closed."""
+    _engines[0] += 1
 
 
 def owned_by(optimizer: Optimizer) -> dict[int, Owned]:
@@ -111,10 +138,10 @@ def owned_by(optimizer: Optimizer) -> dict[int, Owned]:
     Owners stay as they are when groups are added.
     """
     known = _known.setdefault(optimizer, _Known())
-    groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
-    if known.groups != groups or not all(_is_open(o.entry) for o in known.owned.values()):
-        known.owned = _find(optimizer, known.owned)
-        known.groups = groups
+    groups = [(id(group), len(group["params"])) for group in optimizer.param_groups]
+    if known.looked_at != (_engines[0], groups):
+        known.owned = _find(optimizer, known.chosen)
+        known.looked_at = _engines[0], groups
     return known.owned
 
 
@@ -123,12 +150,9 @@ def owned(optimizer: Optimizer, param: Any) -> Owned | None:
     return owned_by(optimizer).get(id(param))
 
 
-def _is_open(entry: Entry) -> bool:
-    engine = engine_of_entry(entry)
-    return engine is not None and not engine.closed
-
-
-def _find(optimizer: Optimizer, before: dict[int, Owned]) -> dict[int, Owned]:
+def _find(
+    optimizer: Optimizer, chosen: weakref.WeakKeyDictionary[Entry, int]
+) -> dict[int, Owned]:
     wanted: dict[Group, list[tuple[Entry, tuple[tuple[int, int, int], ...]]]] = {}
     accepted: dict[tuple[int, int], bool] = {}
     group_of = groups_of(optimizer)
@@ -137,7 +161,7 @@ def _find(optimizer: Optimizer, before: dict[int, Owned]) -> dict[int, Owned]:
             known = p.__dict__.get("_onefold_entry")
             entry = known() if known is not None else None
             engine = engine_of_entry(entry) if entry is not None else None
-            if entry is None or engine is None or not engine.started:
+            if entry is None or engine is None or not engine.started or engine.closed:
                 continue
             key = id(entry.flat), group_of[id(p)]
             if key not in accepted:
@@ -148,17 +172,14 @@ def _find(optimizer: Optimizer, before: dict[int, Owned]) -> dict[int, Owned]:
     out: dict[int, Owned] = {}
     for among, found in wanted.items():
         matrices = [Matrix(i, entry.slot.shape, pieces) for i, (entry, pieces) in enumerate(found)]
-        kept = {
-            i: old.owner
-            for i, (entry, _) in enumerate(found)
-            if (old := before.get(id(entry.param))) is not None and old.entry is entry
-        }
+        kept = {i: chosen[entry] for i, (entry, _) in enumerate(found) if entry in chosen}
         # One rank alone, in a group of its own: it owns all, whatever its place is
         places = {place for matrix in matrices for place, _, _ in matrix.pieces}
         if len(places) == 1:
             kept = dict.fromkeys(range(len(found)), places.pop())
         owners = assign(matrices, among.size, kept)
         for matrix, (entry, _) in zip(matrices, found, strict=True):
+            chosen[entry] = owners[matrix.key]
             out[id(entry.param)] = Owned(entry, among, owners[matrix.key], matrix)
     return out
 
@@ -180,6 +201,18 @@ def _pieces(entry: Entry) -> tuple[Group, tuple[tuple[int, int, int], ...]]:
     among = flat.owners_group
     held = [(p, *entry.owned(flat.group.ranks.index(rank))) for p, rank in enumerate(among.ranks)]
     return among, tuple(piece for piece in held if piece[1] < piece[2])
+
+
+def put_elsewhere(optimizer: Optimizer) -> None:
+    """On ranks that do not own a matrix, drop what the optimizer has of its states, and say where
+    they are. See [Note: states of owners].
+    """
+    if not optimizer.state:
+        return
+    for each in owned_by(optimizer).values():
+        param = each.entry.param
+        if not each.mine and dict.get(optimizer.state, param) is not None:
+            dict.__setitem__(optimizer.state, param, StateElsewhere(each))
 
 
 class StateElsewhere(dict[Any, Any]):
