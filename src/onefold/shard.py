@@ -507,13 +507,14 @@ def _steppers(engine: Engine) -> Steppers:
     from onefold.optim.whole_step import WholeStep
     from onefold.quant.stepper import LowBitStepper
 
-    apart: list[Stepper] = [WholeStep(engine), LowBitStepper(engine)]
+    apart: list[Stepper] = [LowBitStepper(engine)]
     if engine.offloaded_flats:
         from onefold.offload.stepper import OffloadStepper
 
         # First: before anything is stepped, the ranks agree that no disk has failed
         apart.insert(0, OffloadStepper(engine))
-    return Steppers(apart)
+    # It takes no shards on disks, and those on the host before the stepper of all others there
+    return Steppers([WholeStep(engine), *apart])
 
 
 def _close(engine: Engine) -> None:
