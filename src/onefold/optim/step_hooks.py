@@ -3,8 +3,8 @@
 Before the step:
 1. Choose who steps each shard (runtime/stepper.py), by what the update of each parameter group looks
    at (optim/verdict.py). An optimizer, or a group, that nobody can step is refused.
-2. Step what the optimizer's own step cannot. Put these gradients aside, so that it does only the
-   rest.
+2. Step what the optimizer's own step cannot. Put these gradients aside and take these parameters
+   out of the groups, so that it does only the rest.
 
 After the step: mark resident copies of the parameters as stale.
 
@@ -36,7 +36,7 @@ import onefold.optim.faced_states as faced_states
 import onefold.optim.state_dicts as state_dicts
 from onefold.optim import torch_methods
 from onefold.optim.verdict import verdict_for
-from onefold.optim.whole_step import WholeStep, engines_changed
+from onefold.optim.whole_step import engines_changed
 from onefold.runtime.differentiate import keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
@@ -58,7 +58,7 @@ class _Step:
         bare: the parameters that are plain until it ends. See [Note: bare parameters].
         chosen: the implementation of torch's to use until then.
         aside: (parameter, gradient) of those that are stepped elsewhere.
-        full: (group, its parameters) of groups that leave out those which are stepped whole.
+        full: (group, its parameters) of groups that leave these out.
     """
 
     calls: int
@@ -243,9 +243,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                 step.aside.extend((p, p.grad) for p in gone)
                 for param in gone:
                     param.grad = None
-                for stepper, entries in by_stepper.items():
-                    if isinstance(stepper, WholeStep):
-                        step.leave_out(optimizer, [e.param for e in entries])
+                step.leave_out(optimizer, gone)
         if found:
             chosen = Chosen(optimizer, optimizer.param_groups, next(iter(found)).device)
             step.make_bare([e.param for entries in found.values() for e in entries], chosen)
