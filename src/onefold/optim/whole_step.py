@@ -215,6 +215,22 @@ def put_elsewhere(optimizer: Optimizer) -> None:
             dict.__setitem__(optimizer.state, param, StateElsewhere(each))
 
 
+def refuse_parts(optimizer: Optimizer, entry: Entry) -> None:
+    """Raise ValueError if no rank has the matrix `entry` whole, but for the other data ranks' pieces."""
+    box = entry.box
+    if box is None or not box.divided:
+        return
+    cut = {p.dim % len(entry.shape) for p in box.kind.placements if hasattr(p, "dim")}
+    if len(entry.shape) == 3 and cut == {0} and takes_stacks(optimizer):
+        return
+    raise ValueError(
+        f"{type(optimizer).__name__} steps whole matrices, and {entry.part.names[0]!r} is divided as"
+        f" {box.kind.describe()}: no rank has all of it. Use an element-wise optimizer for it, in a"
+        " parameter group or an optimizer of its own, or leave it out of the tensor parallel plan."
+        " Stacks of experts, divided by expert, are stepped by optimizers that take three dimensions."
+    )
+
+
 class StateElsewhere(dict[Any, Any]):
     """The state of a matrix on ranks that do not own it: empty. See [Note: states of owners]."""
 
@@ -279,21 +295,6 @@ class WholeStep(Stepper):
                 "stochastic_rounding=True rounds element by element. Leave it out, or keep fp32"
                 " master weights."
             )
-        for entry in flat.entries if flat.in_boxes else ():
-            assert entry.box is not None
-            cut = {
-                p.dim % len(entry.shape) for p in entry.box.kind.placements if hasattr(p, "dim")
-            }
-            if len(entry.shape) < 2:
-                continue  # a vector: whole on its holders' own terms only if it is not cut
-            if cut and (len(entry.shape) < 3 or cut != {0} or not takes_stacks(optimizer)):
-                return (
-                    f"{entry.part.names[0]!r} is divided as {entry.box.kind.describe()}: no rank of"
-                    " the other axes has a whole matrix. Use an element-wise optimizer for it (in a"
-                    " parameter group of its own, or an optimizer of its own), or leave it out of"
-                    " the tensor parallel plan. Stacks of experts divided by expert are stepped by"
-                    " optimizers that take three dimensions."
-                )
         return None
 
     def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
@@ -302,8 +303,11 @@ class WholeStep(Stepper):
         Raises:
             RuntimeError: on every rank, if the optimizer's own step failed on one, or the ranks
                 have gradients of different parameters.
+            ValueError: a matrix is divided over another axis.
         """
         known = owned_by(optimizer)
+        for entry in entries:
+            refuse_parts(optimizer, entry)
         ready = [known[id(e.param)] for e in entries if id(e.param) in known and _has_gradient(e)]
         here = self._agree(optimizer, ready)
         error: Exception | None = None
@@ -318,8 +322,8 @@ class WholeStep(Stepper):
             error = run.run(some) or error
         self._written(ready)
         for each in ready:
-            if not each.mine:
-                dict.setdefault(optimizer.state, each.entry.param, StateElsewhere(each))
+            if not each.mine and not dict.get(optimizer.state, each.entry.param):
+                dict.__setitem__(optimizer.state, each.entry.param, StateElsewhere(each))
         self._agree_on_failure(optimizer, error)
 
     def _agree(self, optimizer: Optimizer, ready: Sequence[Owned]) -> bool:
