@@ -204,20 +204,22 @@ class _Trials:
         """
         found, failed = _ELEMENTWISE, False
         for shape in shapes:
-            verdict = self._one(shape, how)
+            # What is not element-wise is not cut again: pieces of the large matrix are vectors, for
+            # which some optimizers would keep square matrices
+            verdict = self._one(shape, how, found.reason)
             if verdict is None:
                 failed = True
             elif _ORDER.index(verdict.update) > _ORDER.index(found.update):
                 found = GroupVerdict(verdict.update, found.reason or verdict.reason)
         return None if failed and found.update == ELEMENTWISE else found
 
-    def _one(self, shape: tuple[int, ...], how: _How) -> GroupVerdict | None:
-        depends = (*self._depends, shape, how.key)
+    def _one(self, shape: tuple[int, ...], how: _How, known: str) -> GroupVerdict | None:
+        depends = (*self._depends, shape, how.key, known)
         if depends not in self._known:
             apart = [self.device] if self.device.type != "cpu" else []
             kind = {"device_type": self.device.type} if apart else {}
             with torch.random.fork_rng(devices=apart, **kind), torch.enable_grad(), _Alone():
-                found = _try(self.optimizer, shape, how, self.device)
+                found = _try(self.optimizer, shape, how, self.device, known)
             if how.key is None:
                 return found
             self._known[depends] = found
@@ -311,12 +313,13 @@ class _Trial:
 
 
 def _try(
-    optimizer: Optimizer, shape: tuple[int, ...], how: _How, device: torch.device
+    optimizer: Optimizer, shape: tuple[int, ...], how: _How, device: torch.device, known: str
 ) -> GroupVerdict | None:
     """Compare steps of a parameter of this shape with steps of its parts, and with steps beside
     another one. Return None if the optimizer cannot be tried with these options.
 
-    The cuts are at multiples of 128 elements, where SIMD vectors end.
+    The cuts are at multiples of 128 elements, where SIMD vectors end. `known`: why the update is not
+    element-wise, if that is known; then nothing is cut.
     """
     generator, numel = torch.Generator().manual_seed(0), prod(shape)
 
@@ -345,7 +348,7 @@ def _try(
         )
     cut = (numel // 3 // 128 * 128, 2 * numel // 3 // 128 * 128)
     cuts = zip(_split(start, cut), *(_split(g, cut) for g in grads), strict=True)
-    reason = _reason(optimizer, whole, [(s, gs) for s, *gs in cuts], shape, how)
+    reason = known or _reason(optimizer, whole, [(s, gs) for s, *gs in cuts], shape, how)
     if reason is None:
         return _ELEMENTWISE
     # Far from the first, so that what is summed over both shows
