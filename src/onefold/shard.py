@@ -504,6 +504,7 @@ def _device(module: nn.Module, device: torch.device | str | None, at_once: bool)
 
 def _steppers(engine: Engine) -> Steppers:
     """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py."""
+    from onefold.optim.whole_step import WholeStep
     from onefold.quant.stepper import LowBitStepper
 
     apart: list[Stepper] = [LowBitStepper(engine)]
@@ -512,7 +513,8 @@ def _steppers(engine: Engine) -> Steppers:
 
         # First: before anything is stepped, the ranks agree that no disk has failed
         apart.insert(0, OffloadStepper(engine))
-    return Steppers(apart)
+    # It takes no shards on disks, and those on the host before the stepper of all others there
+    return Steppers([WholeStep(engine), *apart])
 
 
 def _close(engine: Engine) -> None:

@@ -47,6 +47,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     optimizers = whole.optimizers_over(engine)
     states = whole.gather(engine, optimizers)
     params = {entry.number: entry.param for entry in engine.entries}
+    shapes = {id(entry.param): tuple(entry.shape) for entry in engine.entries}
     _make_plain(engine)
     for optimizer, known in zip(optimizers, states, strict=True):
         for number, state in known.items():
@@ -61,7 +62,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             error = raised
         _tell(engine, error)
         _shard_again(engine, module)
-        whole.drop_misfits(engine, optimizers)
+        whole.drop_misfits(engine, optimizers, shapes)
     except BaseException as failure:
         if not is_sharded(module):
             spoil(module, failure)

@@ -137,12 +137,14 @@ ELEMENTWISE: dict[str, Make] = {
 }
 WHOLE: dict[str, Make] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "Muon": lambda p: torch.optim.Muon(p, lr=0.01),
-    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2),
+    "Muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.01),
     "LAMB of one's own": Lamb,
-    "Prodigy of prodigyopt": packaged("prodigyopt", "Prodigy", lr=1.0),
     "rows of one's own": RowNormalized,
     "a norm from the second step on": LayerNormOfMomentum,
+}
+TOGETHER: dict[str, Make] = {
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2),
+    "Prodigy of prodigyopt": packaged("prodigyopt", "Prodigy", lr=1.0),
 }
 
 
@@ -151,15 +153,15 @@ class With(MLPCase):
     steps = 4
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        return {**ELEMENTWISE, **WHOLE}[self.name](model.parameters())
+        return {**ELEMENTWISE, **WHOLE, **TOGETHER}[self.name](model.parameters())
 
 
 def compare_optimizer(name: str) -> list[str]:
     return compare_case(type("Named", (With,), {"name": name}))[0]
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_optimizers_train_as_in_ddp_at_every_stage(name: str) -> None:
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *WHOLE])
+def test_optimizers_train_as_in_ddp_at_every_stage(name: str) -> None:
     problems = [sentence for found in run_ranks(2, compare_optimizer, name) for sentence in found]
     assert not problems, "\n".join(problems)
 
@@ -173,7 +175,7 @@ def refused(stage: int, name: str) -> tuple[str, str, float]:
     before = [p.detach().clone() for p in model.parameters()]
     kind = message = ""
     try:
-        optimizer = WHOLE[name](model.parameters())
+        optimizer = TOGETHER[name](model.parameters())
         for step in range(2):
             optimizer.zero_grad()
 
@@ -197,56 +199,35 @@ def refused(stage: int, name: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_other_optimizers_are_refused_before_they_change_a_weight(name: str, stage: int) -> None:
     for rank, (kind, message, moved) in enumerate(run_ranks(2, refused, stage, name)):
         told = f"rank {rank}, stage {stage}, {name}: {kind}: {message!r}, weights moved by {moved}"
         assert kind == "ValueError", told
         assert moved == 0.0, told
-        assert name.split()[0] in message or name not in ("Adafactor", "Muon", "LBFGS"), told
+        assert name.split()[0] in message, told
         if name.startswith("Prodigy"):
             assert (
                 "'d_numerator' of its groups" in message and "sums over all elements" in message
             ), told
-        if name != "Muon":  # torch's own constructor refuses one-dimensional parameters
-            assert "stage 0" in message and "elementwise_optimizer" in message, told
+        assert "stage 0" in message and "elementwise_optimizer" in message, told
 
 
-def replicated(name: str, world_size_one: bool) -> list[str]:
-    """At stage 0 the optimizer has whole matrices: it trains as in DDP (biases left out where it
-    takes matrices only).
-    """
+def replicated(name: str) -> list[str]:
+    """At stage 0 the optimizer has all parameters whole: it trains as in DDP."""
     from trials import differences
 
     class Whole(MLPCase):
         def optimizer(self, model: nn.Module) -> Optimizer:
-            matrices = [p for p in model.parameters() if p.dim() == 2]
-            return WHOLE[name](matrices if name == "Muon" else model.parameters())
+            return TOGETHER[name](model.parameters())
 
     reference = train_reference(Whole())
     return differences(name, reference, train_sharded(Whole(), 0), 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in WHOLE if name != "LBFGS"])
+@pytest.mark.parametrize("name", [name for name in TOGETHER if name != "LBFGS"])
 def test_other_optimizers_train_as_in_ddp_where_parameters_are_whole(name: str) -> None:
-    assert run_ranks(2, replicated, name, False) == [[], []]
-
-
-def on_the_users_word(stage: int) -> tuple[str, str, float]:
-    """elementwise_optimizer=True switches the look off."""
-    import onefold
-
-    case = MLPCase()
-    recipe = onefold.Recipe.zero(stage, elementwise_optimizer=True, stall_timeout=10.0)
-    model = onefold.shard(fresh(case), recipe)
-    optimizer = Lamb(model.parameters())
-    case.step(model, optimizer, dist.get_rank(), 0)
-    return "", "", 1.0
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_look_can_be_switched_off(stage: int) -> None:
-    run_ranks(2, on_the_users_word, stage)
+    assert run_ranks(2, replicated, name) == [[], []]
 
 
 def with_tensor_learning_rate(stage: int) -> list[str]:

@@ -23,6 +23,7 @@ from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Local, Recoded
 from onefold.optim.state_dicts import meet_when_asked, show_states
 from onefold.optim.state_parts import OptimizerParts, placed
+from onefold.optim.whole_step import StateElsewhere
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
@@ -363,6 +364,7 @@ def _load_flat_states(
             continue
         optimizer, group = owner[id(entry.param)]
         how = moment_policy(optimizer, reading.engine.recipe, flat)
+        whole = parts[optimizer].owned(entry)
         parameter = reading.source.parameter(entry.part.names)
         name = parameter.name if parameter is not None else entry.part.names[0]
         state: dict[str, Any] = {
@@ -377,7 +379,14 @@ def _load_flat_states(
                 dtype = how.of(entry).dtype if how is not None else entry.param.dtype
             elif parameter is not None and dtype == known[parameter].dtype:
                 dtype = entry.param.dtype
-            if packed(item.state) is not None or stored.shape == entry.part.shape:
+            if whole is not None and (stored.shape == entry.part.shape or entry.region is None):
+                if not whole.mine:
+                    continue
+                shape = whole.matrix.shape if stored.shape == entry.part.shape else stored.shape
+                made = torch.empty(shape, dtype=dtype, device=entry.param.device)
+                reading.read(item, 0, made.numel(), made)
+                state[item.state] = made
+            elif packed(item.state) is not None or stored.shape == entry.part.shape:
                 state[item.state] = parts[optimizer].create_one(entry, item.state, dtype)
                 into = parts[optimizer].place(entry, item.state, *entry.owned())
                 kind = (item.state, dtype, isinstance(into, OnDisk))
@@ -391,7 +400,9 @@ def _load_flat_states(
                     f"{reading.source.describe}: {item} has a shape of its own, {stored.shape}, and"
                     " cannot be divided; load it at stage 0."
                 )
-        if state:
+        if whole is not None and not whole.mine and (state or states.get(name)):
+            optimizer.state[entry.param] = StateElsewhere(whole)
+        elif state:
             optimizer.state[entry.param] = state
         else:
             optimizer.state.pop(entry.param, None)

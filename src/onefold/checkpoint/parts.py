@@ -124,7 +124,7 @@ def collect(
         ]
         masters = MasterParts()
         for held, entry, key in [*((masters, entry, "") for entry in entries), *states.tensors]:
-            start, stop = entry.accounted()
+            start, stop = held.accounted(entry)
             if stop > start or first:  # the first rank also reports tensors without elements
                 names = entry.part.names
                 item = Item("state", names[0], key) if key else Item("parameter", names[0])
@@ -134,9 +134,10 @@ def collect(
                 out.tensors.append(
                     PieceToWrite(item, shape, mine.start, mine.stop, mine.place, aliases, box)
                 )
-        if first:
-            for entry, key, value in states.wholes:
+        for entry, key, value in states.wholes:
+            if first or entry.flat.divided:
                 out.add_own(Item("state", entry.part.names[0], key), value)
+        if first:
             _collect_first(out, engine, module, things)
             out.values["optimizers"] = [
                 {"class": name, "groups": [encode(g, f"group {i} of {name}") for i, g in enumerate(groups)]}
@@ -263,20 +264,25 @@ class States:
                 " with extra=."
             )
         held = {p: state for p, state in optimizer.state.items() if id(p) in known}
-        odd = odd_keys((tuple(p.shape), state) for p, state in held.items())
         parts = OptimizerParts(optimizer)
+        shapes = {p: parts.shape(known[id(p)]) for p in held}
+        odd = odd_keys((shapes[p], state) for p, state in held.items())
         for p, state in held.items():
             entry = known[id(p)]
+            whole = parts.owned(entry)
             for key, value in state.items():
-                sort = sort_of(key, value, tuple(p.shape), odd)
+                sort = sort_of(key, value, shapes[p], odd)
                 if sort in ("packed", "elements"):
                     self.tensors.append((parts, entry, key))
                 elif sort == "number":
                     # Every rank has the number. Ranks that answer for some of the parameter's
                     # elements report it (all ranks, if it has none); the first report counts.
-                    start, stop = entry.accounted()
+                    start, stop = parts.accounted(entry)
                     if stop > start or entry.numel == 0:
                         self.scalars.setdefault(entry.part.names[0], {})[key] = value
+                elif whole is not None and entry.region is None:
+                    if whole.counts():
+                        self.wholes.append((entry, key, value))
                 elif not (entry.flat.divided or entry.flat.tiled):
                     self.wholes.append((entry, key, value))
                 else:

@@ -32,6 +32,7 @@ from onefold.comm.wire import FAKE, Wire
 from onefold.device import current_stream, has_streams, new_event
 
 _KINDS = {
+    "owners": 0,
     "all-gather": 1,
     "reduce-scatter": 2,
     "all-reduce": 3,

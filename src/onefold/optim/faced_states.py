@@ -28,6 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from onefold.optim.fresh import fresh_state
 from onefold.optim.state_parts import OptimizerParts
+from onefold.optim.whole_step import owned, owned_by
 from onefold.quant.moments import torchao_format
 from onefold.recipe.moments import packed
 from onefold.runtime.parameters.interval import (
@@ -121,6 +122,12 @@ class FacedStates(PlainStates):
         self.elsewhere.pop(id(key), None)
         self.donors = None
 
+    def _is_owned(self, key: Any) -> bool:
+        """Whether it is stepped whole: its owner has its states as they are."""
+        optimizer = self.optimizer()
+        with disable_torch_function():
+            return optimizer is not None and owned(optimizer, key) is not None
+
     def _face_all(self) -> None:
         self._complete()
         if _enabled():
@@ -151,7 +158,7 @@ class FacedStates(PlainStates):
 
     def _face(self, key: Any, state: Any) -> Any:
         spec = spec_of(key) if _enabled() and isinstance(state, dict) else None
-        if spec is None:
+        if spec is None or self._is_owned(key):
             return state
         with disable_torch_function():
             numel = spec.stop - spec.start
@@ -234,9 +241,12 @@ class FacedStates(PlainStates):
         """
         if self.donors is None:
             found: dict[int, Any] = {}
+            whole = owned_by(optimizer)
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     spec = spec_of(p)
+                    if id(p) in whole:
+                        continue
                     if spec is not None and spec.start < spec.stop and dict.get(self, p):
                         found |= dict.fromkeys(map(id, group["params"]), p)
                         break
@@ -278,8 +288,10 @@ def stepped_elsewhere(optimizer: Optimizer, params: list[Any]) -> None:
     """
     state: Any = optimizer.state
     if params and type(state) is FacedStates:
-        counts = state.elsewhere
+        counts, whole = state.elsewhere, owned_by(optimizer)
         for param in params:
+            if id(param) in whole:
+                continue  # its owner has its states
             known = counts.get(id(param))
             if known is None:
                 dict.setdefault(state, param, {})
@@ -311,7 +323,12 @@ def hide(optimizer: Optimizer) -> None:
 
 def make_all_plain(optimizer: Optimizer) -> None:
     """Apply `make_plain` to every state that a constructor, or a step before shard(), made."""
-    known = [(spec_of(param), state) for param, state in dict.items(optimizer.state)]
+    whole = owned_by(optimizer) if optimizer.state else {}
+    known = [
+        (spec_of(param), state)
+        for param, state in dict.items(optimizer.state)
+        if id(param) not in whole
+    ]
     elementwise = frozenset(
         key for spec, state in known if spec is not None and isinstance(state, dict)
         for key, value in state.items() if type(value) is torch.Tensor and _is_whole(value, spec)

@@ -8,7 +8,7 @@
 |---------------|---------------------------------------------------------------------------|
 | element-wise  | the whole, in the parameter's shape; moved by `OptimizerParts`            |
 | a number      | the number of a rank that has some of the parameter's elements            |
-| any other     | the state itself, if no rank has only a part of the parameter             |
+| any other     | the state itself, if its owner, or every rank, has all of the parameter   |
 
 Both calls are collective if there is more than one rank and a state is divided. At stage 0 every
 rank holds whole states: `state_dict()` is torch's own and communicates nothing.
@@ -41,11 +41,14 @@ from onefold.optim.state_parts import (
     Param,
     agreed,
     described,
+    OwnShape,
     engine_of,
     engines,
     odd_keys,
+    own_shape,
     sort_of,
 )
+from onefold.optim.whole_step import put_elsewhere
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import from_first, from_own, tell_all, to_first
@@ -120,6 +123,7 @@ def _take_over(optimizer: Optimizer) -> None:
     """Make the states this rank's parts, of an optimizer that may have stepped before `shard()`."""
     with disable_torch_function():
         faced_states.make_all_plain(optimizer)
+        put_elsewhere(optimizer)
         show_states(optimizer)
 
 
@@ -150,6 +154,7 @@ def _after_load(optimizer: Optimizer) -> None:
     with disable_torch_function():
         for entry, made in _loaded.pop(optimizer, {}).items():
             optimizer.state[entry.param].update(made)
+        put_elsewhere(optimizer)
         show_states(optimizer)
 
 
@@ -189,7 +194,7 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
         plan, parts = agreed(_SAVE, outline, told), OptimizerParts(optimizer)
         state: dict[Any, Any] = {
             number: {
-                key: value if dtype is None else _to_first(outline, parts, param, key, dtype)
+                key: _whole(optimizer, outline, parts, param, key, dtype, value)
                 for key, (dtype, value) in found.items()
             }
             for number, (param, found) in enumerate(zip(outline.params, plan, strict=True))
@@ -209,9 +214,19 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
         return whole | {key: value for key, value in state_dict.items() if key not in whole}
 
 
-def _to_first(
-    outline: Outline, parts: OptimizerParts, param: Param, key: str, dtype: torch.dtype
-) -> torch.Tensor | None:
+def _whole(
+    optimizer: Optimizer, outline: Outline, parts: OptimizerParts, param: Param,
+    key: str, dtype: torch.dtype | None, value: Any,
+) -> Any:  # fmt: skip
+    """Return what the first rank's whole dict holds of a state."""
+    if isinstance(value, OwnShape):
+        (entry,) = param.entries
+        held = parts.owned(entry)
+        assert held is not None
+        own = optimizer.state.get(entry.param) or {}
+        return own_shape(entry, held, value, own.get(key))
+    if dtype is None:
+        return value
     resources = engine_of(param.entries[0]).resources
     return to_first(resources, parts, param.item(key, dtype), everywhere=not outline.divided)
 
@@ -331,11 +346,11 @@ def _look(optimizer: Optimizer, outline: Outline, given: Mapping[str, Any]) -> b
             " model."
         )
     text: list[Any] = [[sorted((str(k), _simple(v)) for k, v in group.items()) for group in groups]]
-    outlined = _outlined(outline, given)["state"]
+    outlined, parts = _outlined(outline, given)["state"], OptimizerParts(optimizer)
     for number, param in zip(numbers_of(given), outline.params, strict=True):
         for key, value in state.get(number, {}).items():
             text.append((number, str(key), _simple(value)))
-            if param.entries and _cannot_be_cut(outline, param, outlined[number][key]):
+            if param.entries and _cannot_be_cut(outline, parts, param, outlined[number][key]):
                 raise _Refused(
                     f"state {key!r} of parameter {number} ({param.name!r}) has shape"
                     f" {tuple(value.shape)}, expected {param.shape}. It is of another model, or"
@@ -360,9 +375,11 @@ def _simple(value: Any) -> Any:
     return value if plain else type(value).__name__
 
 
-def _cannot_be_cut(outline: Outline, param: Param, value: Any) -> bool:
+def _cannot_be_cut(outline: Outline, parts: OptimizerParts, param: Param, value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return False
+    if param.whole and all(parts.owned(entry) is not None for entry in param.entries):
+        return False  # its owner takes it whole
     on_disk = value.numel() > 1 and any(e.flat.storage.on_disk for e in param.entries)
     return outline.divided or param.entries[0].flat.tiled or on_disk
 
@@ -415,12 +432,13 @@ def _take(
         if number not in state:
             continue
         elements = {k: v.dtype for k, v in state[number].items() if isinstance(v, _Elements)}
-        for n in param.numbers:
+        for n, entry in zip(param.numbers, param.entries or [None], strict=True):
+            whole = parts.owned(entry) if entry is not None else None
             mine[n] = {
                 # clone: the caller's dict must not change
                 key: value.clone() if isinstance(value, torch.Tensor) and param.entries else value
                 for key, value in state[number].items()
-                if key not in elements
+                if key not in elements and (whole is None or whole.mine)
             }
         for key, dtype in elements.items():
             item = param.item(key, dtype)

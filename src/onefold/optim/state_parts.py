@@ -8,6 +8,7 @@
 | a placeholder for a state on NVMe       | the elements on NVMe                                              |
 | codes and scales (`exp_avg.int8`, ...)  | `exp_avg`: the values; or the codes and the scales, each as it is |
 | a state of one tile                     | its elements in the state of the parameter                        |
+| a whole state, as the owner of a matrix | all of it; other ranks have nothing (optim/whole_step.py)         |
 
 `sort_of` says what a state is, for code that saves states or combines those of several ranks:
 
@@ -16,7 +17,7 @@
 | "packed"   | codes or scales of moments in fewer bits                       | exp_avg.int8       |
 | "elements" | a tensor of the parameter's shape                              | exp_avg            |
 | "number"   | one number, or no tensor at all; every rank has it             | step               |
-| "other"    | a tensor of a shape of its own, which cannot be divided        | Adafactor's rows   |
+| "other"    | a tensor of a shape of its own: an owner has it whole, and else it cannot be divided | Adafactor's rows   |
 
 `Outline` numbers the parameters of an optimizer as torch's state dict does: by group, tiles
 combined.
@@ -28,15 +29,19 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 import onefold.quant.moments as moments
+from onefold.comm import CollectiveContext
+from onefold.optim.whole_step import Owned, owned_by
 from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
+from onefold.runtime.gather_paths import state_context
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parts import HeldParts, StateItem
 from onefold.runtime.storage import OnDisk, in_memory
@@ -116,11 +121,40 @@ class OptimizerParts(HeldParts):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self._owned: dict[int, Owned] | None = None
         self.made: Made = {}
         self.error: str | None = None
 
+    def held(self, entry: Entry, position: int | None = None) -> tuple[int, int]:
+        if (whole := self.owned(entry)) is None:
+            return entry.owned(position)
+        return (0, entry.slot.numel) if whole.at(position) else (0, 0)
+
+    def accounted(self, entry: Entry, position: int | None = None) -> tuple[int, int]:
+        if (whole := self.owned(entry)) is None:
+            return entry.accounted(position)
+        return (0, entry.slot.numel) if whole.counts(position) else (0, 0)
+
+    def accounting(self, entry: Entry, x: int, y: int) -> Iterable[int]:
+        if self.owned(entry) is None:
+            return super().accounting(entry, x, y)
+        return range(entry.flat.group.size)
+
+    def shape(self, entry: Entry) -> tuple[int, ...]:
+        whole = self.owned(entry)
+        return tuple(entry.param.shape) if whole is None else whole.matrix.shape
+
+    def owned(self, entry: Entry) -> Owned | None:
+        """Return how the optimizer steps `entry` whole; None if it does not."""
+        if self._owned is None:
+            self._owned = owned_by(self.optimizer)
+        return self._owned.get(id(entry.param))
+
     def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
-        return entry.flat.storage.elements(entry, key, self._states(entry)[key], x, y)
+        value = self._states(entry)[key]
+        if self.owned(entry) is not None:
+            return value.detach().reshape(-1)[x:y]
+        return entry.flat.storage.elements(entry, key, value, x, y)
 
     def read(self, item: StateItem, entry: Entry, x: int, y: int) -> torch.Tensor:
         with self._keeping_errors():
@@ -133,6 +167,10 @@ class OptimizerParts(HeldParts):
         """
         if self.error is None:
             with self._keeping_errors():
+                if self.owned(entry) is not None:
+                    if x < y:
+                        self.made[entry][item.key].view(-1)[x:y].copy_(values)
+                    return
                 for key, new in self._stored(entry, item.key, x, values).items():
                     made = self.made[entry][key]
                     entry.flat.storage.overwrite(entry, key, made, x, y, new)
@@ -149,7 +187,15 @@ class OptimizerParts(HeldParts):
                     self.create_one(entry, key, kind)
 
     def create_one(self, entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Create this rank's state `key` of `entry` where the step keeps it."""
+        """Create this rank's state `key` of `entry` where the step keeps it. On ranks that do not
+        own a matrix it has no elements, and is not the optimizer's.
+        """
+        if (whole := self.owned(entry)) is not None:
+            shape, device = whole.matrix.shape if whole.mine else (0,), entry.param.device
+            made = torch.zeros(shape, dtype=dtype, device=device)
+            if whole.mine:
+                self.made.setdefault(entry, {})[key] = made
+            return made
         how = moment_policy(self.optimizer, entry)
         small = how.small(entry) if how is not None else entry.param.dim() == 0
         made = entry.flat.storage.new_state(entry, key, dtype, in_memory=small)
@@ -241,6 +287,11 @@ class Param:
     def module(self) -> str:
         return self.name.rpartition(".")[0]
 
+    @property
+    def whole(self) -> bool:
+        """Whether it is no box of a global tensor."""
+        return all(entry.box is None or not entry.box.divided for entry in self.entries)
+
     def item(self, key: str, dtype: torch.dtype) -> StateItem:
         return StateItem(tuple(self.entries), key, dtype)
 
@@ -328,6 +379,41 @@ class Outline:
 # -- what the ranks hold ---------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class OwnShape:
+    """Placeholder for a state of an owner's that has a shape of its own: it moves by itself, whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def own_shape(
+    entry: Entry, whole: Owned, said: OwnShape, value: Any, everywhere: bool = False
+) -> torch.Tensor | None:
+    """Return a state of the owner's on the host of the first rank of the entry's holders (None on
+    other ranks), or on every rank's. `value`: the owner's. Collective.
+    """
+    resources, group = engine_of(entry).resources, entry.flat.group
+    (source,) = [p for p in range(group.size) if whole.counts(p)]
+    wanting = [p for p in (range(group.size) if everywhere else [0]) if p != source]
+    sends, recvs = [], []
+    if group.rank == source:
+        row = value.detach().reshape(-1).to(resources.device)
+        sends = [(p, row) for p in wanting]
+    elif group.rank in wanting:
+        got = torch.empty(prod(said.shape), dtype=said.dtype, device=resources.device)
+        recvs = [(source, got)]
+    # Every rank calls it: messages are told apart by their count
+    group.exchange(sends, recvs, _moving(entry), entry.flat.index, move="state").wait()
+    if recvs:
+        return got.cpu().view(said.shape)
+    return value.detach().cpu().clone() if everywhere or group.rank == 0 else None
+
+
+def _moving(entry: Entry) -> CollectiveContext:
+    return state_context(engine_of(entry).resources, entry.flat.unit_name)
+
+
 #: What a rank reports for one parameter: None if it accounts for none of the elements, {} if it has
 #: no state, else {key: (dtype, None)} for an element-wise state, {key: (None, value)} for others.
 Said = dict[Any, tuple[torch.dtype | None, Any]] | None
@@ -345,7 +431,8 @@ def described(
     """
     states = [optimizer.state.get(p) or {} for p in outline.objects]
     sharded = [(n, e) for p in outline.params for n, e in zip(p.numbers, p.entries, strict=False)]
-    odd = odd_keys((tuple(entry.param.shape), states[n]) for n, entry in sharded)
+    parts = OptimizerParts(optimizer)
+    odd = odd_keys((parts.shape(entry), states[n]) for n, entry in sharded)
     said: list[Said] = []
     wrong: str | None = None
     for param in outline.params:
@@ -353,13 +440,13 @@ def described(
         if not param.entries and (state := states[param.numbers[0]]):
             found = {key: (None, value) for key, value in state.items()}
         for n, entry in zip(param.numbers, param.entries, strict=False):
-            a, b = entry.accounted() if outline.divided else entry.owned()
+            a, b = parts.accounted(entry) if outline.divided else parts.held(entry)
             if found or (a == b and entry.numel):
                 continue
             found = {}
             how = moment_policy(optimizer, entry) if states[n] else None
             for key, value in states[n].items():
-                sort = sort_of(key, value, tuple(entry.param.shape), odd)
+                sort = sort_of(key, value, parts.shape(entry), odd)
                 if (part := packed(key)) is not None:
                     found.setdefault(part.key, (torch.float32, None))
                 elif sort == "elements":
@@ -367,6 +454,8 @@ def described(
                     if how is not None and key in SIGNED:
                         dtype = torch.promote_types(dtype, entry.flat.dtypes.master)
                     found[key] = dtype, None
+                elif sort == "other" and parts.owned(entry) is not None and param.whole:
+                    found[key] = None, OwnShape(tuple(value.shape), value.dtype)
                 elif sort == "other" and (refuse or outline.divided or entry.flat.tiled):
                     wrong = wrong or (
                         f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)}"

@@ -3,8 +3,8 @@
 Before the step:
 1. Choose who steps each shard (runtime/stepper.py), by what the update of each parameter group looks
    at (optim/verdict.py). An optimizer, or a group, that nobody can step is refused.
-2. Step what the optimizer's own step cannot. Put these gradients aside, so that it does only the
-   rest.
+2. Step what the optimizer's own step cannot. Put these gradients aside and take these parameters
+   out of the groups, so that it does only the rest.
 
 After the step: mark resident copies of the parameters as stale.
 
@@ -21,7 +21,6 @@ the last one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,15 +35,15 @@ from torch.optim.optimizer import (
 import onefold.optim.faced_states as faced_states
 import onefold.optim.state_dicts as state_dicts
 from onefold.optim import torch_methods
-from onefold.optim.verdict import verdict_of
-from onefold.recipe.optimizers import ELEMENTWISE
+from onefold.optim.verdict import verdict_for
+from onefold.optim.whole_step import engines_changed
 from onefold.runtime.differentiate import keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.operators import Stepping
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
-from onefold.runtime.stepper import Chosen, GroupVerdict
+from onefold.runtime.stepper import Chosen
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _handles: list[Any] = []
@@ -59,20 +58,36 @@ class _Step:
         bare: the parameters that are plain until it ends. See [Note: bare parameters].
         chosen: the implementation of torch's to use until then.
         aside: (parameter, gradient) of those that are stepped elsewhere.
+        full: (group, its parameters) of groups that leave these out.
     """
 
     calls: int
     bare: list[nn.Parameter] = field(default_factory=list)
     chosen: Chosen | None = None
     aside: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+    full: list[tuple[dict[str, Any], list[torch.Tensor]]] = field(default_factory=list)
 
     def make_bare(self, params: list[nn.Parameter], chosen: Chosen) -> None:
         self.bare, self.chosen = params, chosen
         Stepping.depth += 1
         bare(params)
 
+    def leave_out(self, optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+        """Until `show`, the optimizer's groups are without `params`: some optimizers step also
+        parameters without a gradient.
+        """
+        gone = set(map(id, params))
+        for group in optimizer.param_groups:
+            rest = [p for p in group["params"] if id(p) not in gone]
+            if len(rest) < len(group["params"]):
+                self.full.append((group, group["params"]))
+                group["params"] = rest
+
     def show(self) -> None:
-        """Let the parameters show the whole shape again."""
+        """Let the parameters show the whole shape again, and the groups have all of theirs."""
+        while self.full:
+            group, params = self.full.pop()
+            group["params"] = params
         params, self.bare = self.bare, []
         if self.chosen is not None:
             self.chosen.end()
@@ -93,6 +108,7 @@ _steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary(
 def install_step_hooks(engine: Engine) -> None:
     """Hook the steps of optimizers over this engine's parameters, until the engine closes."""
     _engines.add(engine)
+    engines_changed()
     state_dicts.follow(engine)
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_first))
@@ -108,6 +124,7 @@ def install_step_hooks(engine: Engine) -> None:
 
 def remove_step_hooks(engine: Engine) -> None:
     _engines.discard(engine)
+    engines_changed()
     if not _engines:
         torch_methods.unfollow()
         while _handles:
@@ -207,7 +224,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                     engine.tell_failure()
         found = _entries_of(optimizer)
         apart = {
-            engine: engine.stepper.choose(optimizer, entries, _verdicts(engine))
+            engine: engine.stepper.choose(optimizer, entries, verdict_for(engine.recipe))
             for engine, entries in _with_unsharded(optimizer, found).items()
         }
     changed = (
@@ -226,17 +243,11 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                 step.aside.extend((p, p.grad) for p in gone)
                 for param in gone:
                     param.grad = None
+                step.leave_out(optimizer, gone)
         if found:
             chosen = Chosen(optimizer, optimizer.param_groups, next(iter(found)).device)
             step.make_bare([e.param for entries in found.values() for e in entries], chosen)
     return changed
-
-
-def _verdicts(engine: Engine) -> Callable[[Optimizer, int], GroupVerdict]:
-    """Return what to ask for the verdict on a group: the user's word, or the trial."""
-    if engine.recipe.elementwise_optimizer is True:
-        return lambda optimizer, group: GroupVerdict(ELEMENTWISE)
-    return verdict_of
 
 
 def _after_closure(args: Any, kwargs: Any) -> Any:

@@ -8,17 +8,25 @@
 
 The results, and every number that the optimizer keeps, must be equal bit for bit. Optimizers with a
 factored second moment, or with a norm of a matrix or a layer, are "whole". Optimizers that learn from
-all their parameters are "refused". With intervals both would silently compute something else.
+all their parameters are "refused", and those whose step communicates: only one rank makes it. With
+intervals all of them would silently compute something else.
 
-A group is tried with its own options, since they may decide what is done with its parameters. If it
-cannot be tried with them, the verdict on the optimizer's defaults stands.
+A group is tried with its own options, since they may decide what is done with its parameters: by an
+optimizer that is made with them, or by a twin of the given one, with a copy of the group. If neither
+can be tried, the verdict on the optimizer's defaults stands.
+
+`verdict_for` also knows what the recipe says: its `whole` names groups, and its
+`elementwise_optimizer` takes what cannot be told for element-wise. A group that a trial finds to be
+"whole" stays so.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,7 +34,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from onefold.recipe import Recipe
 from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, WHOLE
 from onefold.runtime.parameters.interval import spec_of
 from onefold.runtime.stepper import GroupVerdict, not_elementwise
@@ -43,6 +53,36 @@ _tried: weakref.WeakKeyDictionary[type, dict[Any, GroupVerdict | None]] = (
 )
 
 
+def verdict_for(recipe: Recipe) -> Callable[[Optimizer, int], GroupVerdict]:
+    """Return what to ask for the verdict on a group: the recipe's word, or the trial."""
+    return lambda optimizer, group: _told(recipe, optimizer, group) or verdict_of(optimizer, group)
+
+
+def _told(recipe: Recipe, optimizer: Optimizer, group: int) -> GroupVerdict | None:
+    """Return the verdict that the recipe gives; None if it leaves it to the trial."""
+    if recipe.whole is False:
+        return _ELEMENTWISE
+    if recipe.whole is True or (recipe.whole and _named(recipe.whole, optimizer, group)):
+        return GroupVerdict(WHOLE, f"the recipe says whole={recipe.whole!r}.")
+    if recipe.elementwise_optimizer and verdict_of(optimizer, group).update == REFUSED:
+        return _ELEMENTWISE
+    return None
+
+
+def _named(patterns: Sequence[str], optimizer: Optimizer, group: int) -> bool:
+    entries = [
+        entry
+        for p in optimizer.param_groups[group]["params"]
+        if (known := p.__dict__.get("_onefold_entry")) is not None and (entry := known())
+    ]
+    return any(
+        fnmatch.fnmatchcase(name, pattern)
+        for entry in entries
+        for name in entry.part.names
+        for pattern in patterns
+    )
+
+
 def verdict_of(optimizer: Optimizer, group: int) -> GroupVerdict:
     """Return what the update of a parameter group looks at. Verdicts are cached.
 
@@ -56,6 +96,19 @@ def verdict_of(optimizer: Optimizer, group: int) -> GroupVerdict:
         known = known if refused is None else [refused] * len(known)
         _verdicts[optimizer] = known
     return known[group]
+
+
+def takes_stacks(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer steps a stack of matrices, [matrices, rows, columns], each by
+    itself: the halves of a stack come out as they do in the whole. Tried once for a class.
+    """
+    known = _stacks.get(type(optimizer))
+    if known is None:
+        known = _stacks[type(optimizer)] = _Trials(optimizer).takes_stacks()
+    return known
+
+
+_stacks: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def tell_verdict(optimizer: Optimizer, verdict: GroupVerdict) -> None:
@@ -99,10 +152,14 @@ class _Trials:
         dims = sorted({max(2, len((spec_of(p) or p).shape)) for p in group["params"]})
         # A third dimension (convolutions) may change the kind of update
         shapes = [*_MATRICES, *((*(2,) * (n - 3), 8, 6, 16) for n in dims if n > 2)]
-        own = self._worst(shapes, options) if options else None
+        own = self._worst(shapes, _How(options)) if options else None
         if own is not None and own.update == ELEMENTWISE and told:
             return own
-        by_default = self._worst(shapes, {})
+        if options and (own is None or not told):
+            twin = self._worst(shapes, _How(options, group))
+            if twin is not None:
+                return twin
+        by_default = self._worst(shapes, _How({}))
         assert by_default is not None
         # Without a trial: these options may make sense for the group's own parameters only
         if own is None or own.update == ELEMENTWISE:
@@ -111,12 +168,28 @@ class _Trials:
             own if by_default.update == ELEMENTWISE else GroupVerdict(own.update, by_default.reason)
         )
 
+    def takes_stacks(self) -> bool:
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn() -> torch.Tensor:
+            return torch.randn((4, 24, 16), generator=generator, device="cpu").to(self.device)
+
+        start, grads, how = drawn(), [drawn() for _ in range(_TRIED)], _How({})
+        halves = [(start[i : i + 2], [g[i : i + 2] for g in grads]) for i in (0, 2)]
+        try:
+            with torch.enable_grad(), _Alone():
+                (whole,) = _run(self.optimizer, [(start, grads)], how)
+                parts = [run for half in halves for run in _run(self.optimizer, [half], how)]
+        except Exception:
+            return False
+        return torch.equal(whole.param, torch.cat([part.param for part in parts]))
+
     def _own_options(self, group: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """Return the options in which a group differs from the optimizer's defaults, and whether a
         trial can be told all of them.
         """
         own = {
-            k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")
+            k: v for k, v in group.items() if k not in _OF_THE_USER
         }
         plain = {
             k: v
@@ -125,31 +198,93 @@ class _Trials:
         }
         return {k: v for k, v in plain.items() if self.optimizer.defaults.get(k) != v}, own == plain
 
-    def _worst(
-        self, shapes: Sequence[tuple[int, ...]], options: dict[str, Any]
-    ) -> GroupVerdict | None:
+    def _worst(self, shapes: Sequence[tuple[int, ...]], how: _How) -> GroupVerdict | None:
         """Return the worst verdict over tensors of these shapes; None: it would be element-wise, but the
         optimizer cannot be tried with such options on all of them.
         """
         found, failed = _ELEMENTWISE, False
         for shape in shapes:
-            verdict = self._one(shape, options)
+            # What is not element-wise is not cut again: pieces of the large matrix are vectors, for
+            # which some optimizers would keep square matrices
+            verdict = self._one(shape, how, found.reason)
             if verdict is None:
                 failed = True
             elif _ORDER.index(verdict.update) > _ORDER.index(found.update):
                 found = GroupVerdict(verdict.update, found.reason or verdict.reason)
         return None if failed and found.update == ELEMENTWISE else found
 
-    def _one(self, shape: tuple[int, ...], options: dict[str, Any]) -> GroupVerdict | None:
-        # For weight decay only zero or not matters. Its value does not change the kind of update.
-        key = repr(sorted((k, v != 0 if k == "weight_decay" else v) for k, v in options.items()))
-        depends = (*self._depends, shape, key)
+    def _one(self, shape: tuple[int, ...], how: _How, known: str) -> GroupVerdict | None:
+        depends = (*self._depends, shape, how.key, known)
         if depends not in self._known:
             apart = [self.device] if self.device.type != "cpu" else []
             kind = {"device_type": self.device.type} if apart else {}
-            with torch.random.fork_rng(devices=apart, **kind), torch.enable_grad():
-                self._known[depends] = _try(self.optimizer, shape, options, self.device)
+            with torch.random.fork_rng(devices=apart, **kind), torch.enable_grad(), _Alone():
+                found = _try(self.optimizer, shape, how, self.device, known)
+            if how.key is None:
+                return found
+            self._known[depends] = found
         return self._known[depends]
+
+
+@dataclass(frozen=True)
+class _How:
+    """How the optimizer of a trial is made.
+
+    Attributes:
+        options: in which its group differs from the optimizer's defaults.
+        group: it is a twin of the optimizer, with a copy of this group; None: its constructor makes
+            it, of the options.
+    """
+
+    options: dict[str, Any]
+    group: dict[str, Any] | None = None
+
+    @property
+    def key(self) -> str | None:
+        """Everything that the result depends on; None if that cannot be told."""
+        own = {k: v for k, v in (self.group or self.options).items() if k not in _OF_THE_USER}
+        if self.group is not None and not _is_plain(own):
+            return None
+        # For weight decay only zero or not matters. Its value does not change the kind of update.
+        plain = sorted((k, v != 0 if k == "weight_decay" else v) for k, v in own.items())
+        return repr((self.group is not None, plain))
+
+    def make(self, optimizer: Optimizer, params: list[nn.Parameter]) -> Any:
+        if self.group is None:
+            given = [{"params": params, **self.options}] if self.options else params
+            return type(optimizer)(given, **_arguments(optimizer))
+        twin = object.__new__(type(optimizer))
+        # Schedulers replace `step` in the instance by one that counts
+        twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
+        twin.state = defaultdict(dict)
+        group = {
+            k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.group.items()
+        }
+        twin.param_groups = [{**group, "params": params} | ({"lr": _RATE} if "lr" in group else {})]
+        twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = (
+            OrderedDict(),
+            OrderedDict(),
+        )
+        return twin
+
+
+#: Of a group: what does not change the kind of its update.
+_OF_THE_USER = ("params", "param_names", "lr", "initial_lr")
+#: The learning rate of a trial: far from 0, so that the update shows.
+_RATE = 0.05
+
+
+class _Communicates(RuntimeError):
+    """A step communicates by itself."""
+
+
+class _Alone(TorchDispatchMode):
+    """Refuses collectives: another rank may make this trial at another time, or not at all."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise _Communicates(f"it calls {func.name()}")
+        return func(*args, **(kwargs or {}))
 
 
 def _is_plain(value: Any) -> bool:
@@ -178,12 +313,13 @@ class _Trial:
 
 
 def _try(
-    optimizer: Optimizer, shape: tuple[int, ...], options: dict[str, Any], device: torch.device
+    optimizer: Optimizer, shape: tuple[int, ...], how: _How, device: torch.device, known: str
 ) -> GroupVerdict | None:
     """Compare steps of a parameter of this shape with steps of its parts, and with steps beside
     another one. Return None if the optimizer cannot be tried with these options.
 
-    The cuts are at multiples of 128 elements, where SIMD vectors end.
+    The cuts are at multiples of 128 elements, where SIMD vectors end. `known`: why the update is not
+    element-wise, if that is known; then nothing is cut.
     """
     generator, numel = torch.Generator().manual_seed(0), prod(shape)
 
@@ -195,9 +331,15 @@ def _try(
     # (Prodigy) then finds one.
     grads = [way + 0.3 * drawn() for _ in range(_TRIED)]
     try:
-        (whole,) = _run(optimizer, [(start, grads)], options)
+        (whole,) = _run(optimizer, [(start, grads)], how)
+    except _Communicates as error:
+        return GroupVerdict(
+            REFUSED,
+            f"its step communicates by itself ({error}), and Onefold has one rank step each matrix."
+            " Use its version for one device.",
+        )
     except Exception as error:
-        if options:
+        if how.options:
             return None
         return GroupVerdict(
             REFUSED,
@@ -206,14 +348,14 @@ def _try(
         )
     cut = (numel // 3 // 128 * 128, 2 * numel // 3 // 128 * 128)
     cuts = zip(_split(start, cut), *(_split(g, cut) for g in grads), strict=True)
-    reason = _reason(optimizer, whole, [(s, gs) for s, *gs in cuts], shape, options)
+    reason = known or _reason(optimizer, whole, [(s, gs) for s, *gs in cuts], shape, how)
     if reason is None:
         return _ELEMENTWISE
     # Far from the first, so that what is summed over both shows
     other = (3.0 * drawn(), [7.0 * drawn() for _ in range(_TRIED)])
     try:
-        together = _run(optimizer, [(start, grads), other], options)
-        alone = [whole, *_run(optimizer, [other], options)]
+        together = _run(optimizer, [(start, grads), other], how)
+        alone = [whole, *_run(optimizer, [other], how)]
     except Exception:
         return GroupVerdict(REFUSED, reason)
     return GroupVerdict(
@@ -227,7 +369,7 @@ def _reason(
     whole: _Trial,
     cuts: Sequence[_Start],
     shape: tuple[int, ...],
-    options: dict[str, Any],
+    how: _How,
 ) -> str | None:
     """Step the pieces `cuts` of the parameter of the trial `whole`. Return None if they come out
     equal, else the reason for a refusal.
@@ -235,15 +377,15 @@ def _reason(
     try:
         # Each piece has an optimizer of its own, as on each rank. What one optimizer sums over all
         # its parameters, the others do not know.
-        pieces = [piece for each in cuts for piece in _run(optimizer, [each], options)]
+        pieces = [piece for each in cuts for piece in _run(optimizer, [each], how)]
     except Exception as error:
         return (
             f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
         )
     what = "matrix" if len(shape) == 2 else f"tensor of {len(shape)} dimensions"
     with_options = (
-        f", with a group's {', '.join(f'{k}={v!r}' for k, v in options.items())},"
-        if options
+        f", with a group's {', '.join(f'{k}={v!r}' for k, v in how.options.items())},"
+        if how.options
         else ""
     )
     if not torch.equal(whole.param.reshape(-1), torch.cat([piece.param for piece in pieces])):
@@ -273,12 +415,10 @@ def _split(t: torch.Tensor, cut: tuple[int, int]) -> tuple[torch.Tensor, ...]:
     return t.reshape(-1).tensor_split(cut)
 
 
-def _run(optimizer: Optimizer, starts: Sequence[_Start], options: dict[str, Any]) -> list[_Trial]:
+def _run(optimizer: Optimizer, starts: Sequence[_Start], how: _How) -> list[_Trial]:
     """Step these parameters with one new optimizer."""
     params = [nn.Parameter(start.clone()) for start, _ in starts]
-    trial: Any = type(optimizer)(
-        [{"params": params, **options}] if options else params, **_arguments(optimizer)
-    )
+    trial = how.make(optimizer, params)
     if callable(getattr(trial, "train", None)):  # schedule-free optimizers have two modes
         trial.train()
     for grads in zip(*(grads for _, grads in starts), strict=True):
@@ -313,7 +453,7 @@ def _arguments(optimizer: Optimizer) -> dict[str, Any]:
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     arguments = {k: v for k, v in optimizer.defaults.items() if anything or k in known}
     if "lr" in arguments:
-        arguments["lr"] = 0.05
+        arguments["lr"] = _RATE
     if arguments.get("capturable"):
         arguments["capturable"] = False
     return arguments

@@ -9,14 +9,23 @@ drop_misfits(...)    parameters with another shape lose their states
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from onefold.optim.state_dicts import met
-from onefold.optim.state_parts import OptimizerParts, Outline, agreed, described, placed
+from onefold.optim.state_parts import (
+    OptimizerParts,
+    Outline,
+    OwnShape,
+    agreed,
+    described,
+    own_shape,
+    placed,
+)
+from onefold.optim.whole_step import owned_by
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -75,10 +84,18 @@ def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     held: dict[Flat, dict[StateItem, Entry]] = {}
     out: dict[int, dict[str, Any]] = {}
+    parts = OptimizerParts(optimizer)
     for param, found in zip(outline.params, plan, strict=True):
         (entry,) = param.entries
         own, group = optimizer.state.get(entry.param) or {}, group_of[id(entry.param)]
+        held_whole = parts.owned(entry)
         for key, (dtype, value) in (found or {}).items():
+            if held_whole is not None and (dtype is not None or isinstance(value, OwnShape)):
+                said = value if dtype is None else OwnShape(held_whole.matrix.shape, dtype)
+                moved = own_shape(entry, held_whole, said, own.get(key), everywhere=True)
+                assert moved is not None
+                out.setdefault(entry.number, {})[key] = moved.to(entry.param.device)
+                continue
             if isinstance(value, torch.Tensor) and isinstance(own.get(key), torch.Tensor):
                 value = value.to(own[key].device)
             out.setdefault(entry.number, {})[key] = placed(value, entry.param, group)
@@ -86,7 +103,6 @@ def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any
                 out[entry.number][key] = own[key].clone()
             elif dtype is not None:
                 held.setdefault(entry.flat, {})[param.item(key, dtype)] = entry
-    parts = OptimizerParts(optimizer)
     for flat in (flat for unit in engine.units for flat in unit.flats):
         items = held.get(flat, {})
         for sort in dict.fromkeys((item.key, item.dtype) for item in items):
@@ -103,13 +119,23 @@ def holds_some(entry: Entry) -> bool:
     return a < b or not entry.numel
 
 
-def drop_misfits(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
+def drop_misfits(
+    engine: Engine, optimizers: Iterable[Optimizer], shapes: Mapping[int, tuple[int, ...]]
+) -> None:
     """Drop the states of parameters that have another shape now. Local. `shard()` has made this
     rank's parts of the other states (`follow` in optim/state_dicts.py).
+
+    `shapes`: of the parameters before, by id. States of matrices that are stepped whole may have any
+    shape.
     """
     with disable_torch_function():
         for optimizer in optimizers:
+            whole = owned_by(optimizer)
             for entry in engine.entries:
+                if (known := whole.get(id(entry.param))) is not None:
+                    if shapes.get(id(entry.param)) not in (None, known.matrix.shape):
+                        optimizer.state.pop(entry.param, None)
+                    continue
                 values = (optimizer.state.get(entry.param) or {}).values()
                 if not entry.flat.unsharded and any(
                     isinstance(v, torch.Tensor) and v.numel() > 1 and v.shape != entry.param.shape

@@ -272,13 +272,12 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
         )
     elif given.get("cast_inputs") is False and recipe.parameters.dtype == torch.float32:
         said["cast_inputs"] = "in fp32: inputs are cast in the 16-bit precisions only"
-    if (
-        given.get("elementwise_optimizer") is not None
-        and recipe.optimizer.placement is Placement.REPLICATED
-    ):
-        said["elementwise_optimizer"] = (
-            "where optimizer states are replicated (stage 0): every optimizer sees whole parameters"
-        )
+    for name in ("elementwise_optimizer", "whole"):
+        if given.get(name) is not None and recipe.optimizer.placement is Placement.REPLICATED:
+            said[name] = (
+                "where optimizer states are replicated (stage 0): every optimizer sees whole"
+                " parameters"
+            )
     if (
         given.get("stochastic_rounding")
         and recipe.moments != "bf16"

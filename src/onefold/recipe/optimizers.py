@@ -9,8 +9,8 @@ One row says all that the package knows of an optimizer:
 | `onefold train --optimizer`          | `options`: what `--optimizer-options` may set; `package`     |
 | DeepSpeed's `"optimizer": {"type"}`  | `deepspeed`, or why it is refused: `refused`                 |
 
-To add an optimizer, add a row. If its update is not element-wise, also write the `Stepper` that steps
-it (runtime/stepper.py). A class that no row names may step too: optim/verdict.py tries its update.
+To add an optimizer, add a row. A class that no row names may step too: optim/verdict.py tries its
+update.
 """
 
 from __future__ import annotations

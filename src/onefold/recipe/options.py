@@ -119,6 +119,21 @@ def _word(value: Any) -> bool | None:
     return value
 
 
+def _whole_groups(value: Any) -> bool | tuple[str, ...] | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if (
+        isinstance(value, str)
+        or not isinstance(value, (list, tuple))
+        or not all(isinstance(pattern, str) for pattern in value)
+    ):
+        raise ValueError(
+            "expected True, False, None, or a list of patterns of parameter names, such as"
+            " ['*.q_proj.weight']."
+        )
+    return tuple(value)
+
+
 def _seconds(value: Any) -> float:
     if (
         isinstance(value, bool)
@@ -474,7 +489,11 @@ class EngineOptions:
     sync_buffers: bool | Literal["norms"] = _engine(True,
         "Buffers that become rank 0's before a forward pass, when DDP would send them: all, those of norms, or none.", (), _buffers)
     elementwise_optimizer: bool | None = _engine(None,
-        "Assert that the optimizer treats every element alike (default: it is tested).", (), _word)
+        "Assert that the optimizer treats every element alike, where a trial cannot tell (default: it is tried).", (), _word)
+    whole: bool | Sequence[str] | None = _engine(None,
+        "Which parameter groups are stepped as whole matrices, each by one owner: True for all, False for none, or patterns of"
+        " names for the groups of such parameters (default: those whose update looks at whole matrices, as a trial shows).",
+        (), _whole_groups)
     stall_timeout: float = _engine(300.0, "Seconds a rank waits for the others before every rank gets an error.", _TRAIN, _seconds)
 
 

@@ -132,6 +132,22 @@ class HeldParts(ABC):
         """Return the elements that this rank (or that at `position`) reads and writes."""
         return entry.owned(position)
 
+    def accounted(self, entry: Entry, position: int | None = None) -> tuple[int, int]:
+        """Return those of them that this rank (or that at `position`) accounts for. Exactly one rank
+        accounts for each element.
+        """
+        return entry.accounted(position)
+
+    def accounting(self, entry: Entry, x: int, y: int) -> Iterable[int]:
+        """Return the positions of ranks that may account for some of elements [x, y)."""
+        return _owners(entry, x, y)
+
+    def shape(self, entry: Entry) -> tuple[int, ...]:
+        """Return the shape of what this rank holds of a state with an element for each of its
+        parameter's.
+        """
+        return tuple(entry.param.shape)
+
     @abstractmethod
     def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
         """Return where the elements are: [y - x], in memory or on disk. A packed state has items
@@ -269,8 +285,8 @@ def to_first(
             if mine == (x, y) or group.alone:
                 continue
             sends, recvs, landing = [], [], []
-            for peer in _owners(entry, x, y):
-                a, b = overlap(entry.accounted(peer), (x, y))
+            for peer in parts.accounting(entry, x, y):
+                a, b = overlap(parts.accounted(entry, peer), (x, y))
                 if a == b or peer == 0 or overlap((a, b), here) == (a, b):
                     continue
                 if group.rank == 0:
@@ -529,5 +545,5 @@ def accounted(parts: HeldParts, entry: Entry, key: str = "") -> Accounted:
     """Return what this rank accounts for of a parameter or of its state `key`, for its file. Local.
     All ranks together account for each element once.
     """
-    start, stop = entry.accounted()
+    start, stop = parts.accounted(entry)
     return Accounted(*entry.outside(start, stop, key), parts.place(entry, key, start, stop))

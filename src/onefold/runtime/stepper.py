@@ -3,13 +3,14 @@
 | shard                                   | stepped by                                   | when                         |
 |-----------------------------------------|----------------------------------------------|------------------------------|
 | on the device                           | the user's optimizer itself (`OwnStep`)      | at `optimizer.step()`        |
+| of whole matrices, also on the host     | the user's optimizer, on the owner of each (optim/whole_step.py) | before the rest of that step |
 | with moments in 8 or 4 bits             | its rule, piece by piece (quant/stepper.py)  | before the rest of that step |
 | on the host                             | the user's optimizer, unit by unit (offload/stepper.py) | before the rest of that step |
 | on NVMe                                 | the user's optimizer, chunk by chunk (the same) | before the rest of that step |
 | on the host or NVMe, `step_in_backward` | as above, in a thread (offload/in_backward.py) | when its gradient has landed |
 
-The user's step leaves out what was stepped "before the rest": such parameters have no `.grad` while
-it runs (optim/step_hooks.py).
+The user's step leaves out what was stepped "before the rest": such parameters are in no group, and
+have no `.grad`, while it runs (optim/step_hooks.py).
 
 [Note: which stepper] Before each step, `Steppers.choose` asks the steppers of the engine in their
 order, for each flat buffer and each parameter group with some of its parameters:
@@ -244,10 +245,10 @@ def not_elementwise(optimizer: Optimizer, verdict: GroupVerdict) -> ValueError:
     """Return the refusal of an optimizer that cannot step parts of parameters."""
     return ValueError(
         f"{type(optimizer).__name__} cannot step sharded parameters: {verdict.reason} Stages 1 to 3"
-        " and offloading give the optimizer one part of each parameter at a time, which serves"
-        " updates that treat every element alike (SGD, Adam, AdamW, Adagrad, RMSprop, Lion,"
-        " ...). Use stage 0 on the device, or one of those; if you know the update to be"
-        " element-wise, give the recipe elementwise_optimizer=True."
+        " and offloading serve updates that treat every element alike (SGD, Adam, AdamW, Lion, ...)"
+        " or each matrix by itself (Muon, Adafactor, LAMB, ...). Use stage 0 on the device, or one of"
+        " those; if you know the update to be element-wise, give the recipe"
+        " elementwise_optimizer=True; if it steps each matrix by itself, whole=True."
     )
 
 

@@ -35,34 +35,29 @@ OPTIMIZERS = {
 for _title, _make in OPTIMIZERS.items():
     habit(f"torch.optim: {_title}", "optimizer")(lambda s, make=_make: make(s.model.parameters()))
 
-for _title, _make in {
-    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.02),
-    "LBFGS": lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=2),
-}.items():
 
-    @habit(
-        f"torch.optim: {_title} (looks at whole matrices)",
-        sharded=REFUSED,
-        expect=ROUNDING,
-        one=ROUNDING,
-    )
-    class WholeMatrix:
-        make = staticmethod(_make)
+@habit(
+    "torch.optim: LBFGS (looks at all parameters)",
+    sharded=REFUSED,
+    expect=ROUNDING,
+    one=ROUNDING,
+)
+class Together:
+    def optimizer(self, s: Script) -> Any:
+        return torch.optim.LBFGS(s.model.parameters(), lr=0.1, max_iter=2)
 
-        def optimizer(self, s: Script) -> Any:
-            return self.make(s.model.parameters())
+    def step(self, s: Script) -> None:
+        s.optimizer.step(lambda: s.loss)
 
-        def step(self, s: Script) -> None:
-            (
-                s.optimizer.step(lambda: s.loss)
-                if "LBFGS" in type(s.optimizer).__name__
-                else s.optimizer.step()
-            )
+
+@habit("torch.optim: Adafactor (looks at whole matrices)", expect=ROUNDING, one=ROUNDING)
+class WholeMatrix:
+    def optimizer(self, s: Script) -> Any:
+        return torch.optim.Adafactor(s.model.parameters(), lr=0.02)
 
 
 @habit(
     "torch.optim.Muon for the matrices (looks at whole matrices)",
-    sharded=REFUSED,
     expect=ROUNDING,
     one=ROUNDING,
 )
