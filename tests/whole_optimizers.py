@@ -150,7 +150,10 @@ class MuonWithAdam(Optimizer):
                     p.mul_(1 - 0.1 * group["lr"])
                     p.sub_(orthogonal(momentum), alpha=group["lr"])
                 else:
-                    moments = state.setdefault("m", torch.zeros_like(p)), state.setdefault("v", torch.zeros_like(p))
+                    moments = (
+                        state.setdefault("m", torch.zeros_like(p)),
+                        state.setdefault("v", torch.zeros_like(p)),
+                    )
                     moments[0].lerp_(grad, 0.1)
                     moments[1].lerp_(grad.square(), 0.05)
                     rate = group["lr"] / (1 - 0.9 ** group["count"])

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 import onefold
 from onefold.layout.owners import traffic
@@ -110,9 +109,7 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def a_part_of_a_run(
-    name: str, options: dict[str, Any], path: Path, resumed: bool
-) -> list[str]:
+def a_part_of_a_run(name: str, options: dict[str, Any], path: Path, resumed: bool) -> list[str]:
     twins = Twins(
         name, onefold.Recipe.zero(**options, stall_timeout=60.0), path if resumed else None
     )

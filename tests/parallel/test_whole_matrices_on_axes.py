@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from axes_models import Case, batches_of, built, mesh_of_case, parallelized
+from test_experts import Case as ExpertsCase
+from test_experts import Net, batches, divided
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import onefold
-from axes_models import Case, batches_of, built, mesh_of_case, parallelized
 from ranks import run_ranks
-from test_experts import Case as ExpertsCase
-from test_experts import Net, batches, divided
 from whole_optimizers import PerTensor
 
 

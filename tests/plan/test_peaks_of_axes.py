@@ -173,7 +173,15 @@ def peaks(axis: str, stages: list[int]) -> list[dict[str, Any]]:
         for event in sorted(found, key=lambda e: e.start_ns()):
             now += event.nbytes()
             grown = max(grown, now)
-        out.append({"rest": dict(rest), "grown": grown, "left": now, "ledger": dict(engine.memory.peak()), "events": len(found)})
+        out.append(
+            {
+                "rest": dict(rest),
+                "grown": grown,
+                "left": now,
+                "ledger": dict(engine.memory.peak()),
+                "events": len(found),
+            }
+        )
         del module, step, optimizer, engine, whole
         dist.barrier()
     return out

@@ -231,9 +231,7 @@ def show_mesh_simulation(found: Sequence[MeshSimulation], zero: int) -> None:
         f" {len(found)} of {first.degrees.ranks:,} ranks, a stand-in of the same parameters;"
         f" {seconds:.1f} s"
     )
-    columns = [
-        f" stage {one.stage}" if len(found) > 1 else f" rank {one.rank:,}" for one in found
-    ]
+    columns = [f" stage {one.stage}" if len(found) > 1 else f" rank {one.rank:,}" for one in found]
     table = plain_table("bytes of a rank in one step", "", *columns, " closed forms")
 
     def line(name: str, seen: list[int], told: list[int]) -> None:

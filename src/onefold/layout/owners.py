@@ -169,7 +169,9 @@ def traffic(matrices: Iterable[Matrix], owners: Mapping[int, int], ranks: int) -
     return Traffic(tuple(gradients), tuple(back), count, staying)
 
 
-def balance(matrices: Iterable[Matrix], owners: Mapping[int, int], ranks: int) -> tuple[float, float]:
+def balance(
+    matrices: Iterable[Matrix], owners: Mapping[int, int], ranks: int
+) -> tuple[float, float]:
     """Return (the FLOPs of the busiest owner over the mean of all ranks, the least that any
     division of whole matrices among these ranks can reach).
     """

@@ -38,10 +38,10 @@ from onefold.optim.state_parts import (
     Made,
     OptimizerParts,
     Outline,
+    OwnShape,
     Param,
     agreed,
     described,
-    OwnShape,
     engine_of,
     engines,
     odd_keys,
@@ -432,8 +432,8 @@ def _take(
         if number not in state:
             continue
         elements = {k: v.dtype for k, v in state[number].items() if isinstance(v, _Elements)}
-        for n, entry in zip(param.numbers, param.entries or [None], strict=True):
-            whole = parts.owned(entry) if entry is not None else None
+        for at, n in enumerate(param.numbers):
+            whole = parts.owned(param.entries[at]) if param.entries else None
             mine[n] = {
                 # clone: the caller's dict must not change
                 key: value.clone() if isinstance(value, torch.Tensor) and param.entries else value

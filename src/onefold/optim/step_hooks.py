@@ -86,8 +86,8 @@ class _Step:
     def show(self) -> None:
         """Let the parameters show the whole shape again, and the groups have all of theirs."""
         while self.full:
-            group, params = self.full.pop()
-            group["params"] = params
+            group, every = self.full.pop()
+            group["params"] = every
         params, self.bare = self.bare, []
         if self.chosen is not None:
             self.chosen.end()

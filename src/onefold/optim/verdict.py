@@ -188,9 +188,7 @@ class _Trials:
         """Return the options in which a group differs from the optimizer's defaults, and whether a
         trial can be told all of them.
         """
-        own = {
-            k: v for k, v in group.items() if k not in _OF_THE_USER
-        }
+        own = {k: v for k, v in group.items() if k not in _OF_THE_USER}
         plain = {
             k: v
             for k, v in own.items()
@@ -257,9 +255,7 @@ class _How:
         # Schedulers replace `step` in the instance by one that counts
         twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
         twin.state = defaultdict(dict)
-        group = {
-            k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.group.items()
-        }
+        group = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.group.items()}
         twin.param_groups = [{**group, "params": params} | ({"lr": _RATE} if "lr" in group else {})]
         twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = (
             OrderedDict(),

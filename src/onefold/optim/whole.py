@@ -91,8 +91,8 @@ def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any
         held_whole = parts.owned(entry)
         for key, (dtype, value) in (found or {}).items():
             if held_whole is not None and (dtype is not None or isinstance(value, OwnShape)):
-                said = value if dtype is None else OwnShape(held_whole.matrix.shape, dtype)
-                moved = own_shape(entry, held_whole, said, own.get(key), everywhere=True)
+                which = value if dtype is None else OwnShape(held_whole.matrix.shape, dtype)
+                moved = own_shape(entry, held_whole, which, own.get(key), everywhere=True)
                 assert moved is not None
                 out.setdefault(entry.number, {})[key] = moved.to(entry.param.device)
                 continue

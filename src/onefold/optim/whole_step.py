@@ -119,9 +119,7 @@ class _Known:
 
     looked_at: Any = None
     owned: dict[int, Owned] = field(default_factory=dict)
-    chosen: weakref.WeakKeyDictionary[Entry, int] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    chosen: weakref.WeakKeyDictionary[Entry, int] = field(default_factory=weakref.WeakKeyDictionary)
 
 
 _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
@@ -150,9 +148,7 @@ def owned(optimizer: Optimizer, param: Any) -> Owned | None:
     return owned_by(optimizer).get(id(param))
 
 
-def _find(
-    optimizer: Optimizer, chosen: weakref.WeakKeyDictionary[Entry, int]
-) -> dict[int, Owned]:
+def _find(optimizer: Optimizer, chosen: weakref.WeakKeyDictionary[Entry, int]) -> dict[int, Owned]:
     wanted: dict[Group, list[tuple[Entry, tuple[tuple[int, int, int], ...]]]] = {}
     accepted: dict[tuple[int, int], bool] = {}
     group_of = groups_of(optimizer)
@@ -625,7 +621,9 @@ def _brought_down(new: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]
         old = before.get(key)
         if not _is_large(value):
             out[key] = value
-        elif _is_large(old) and old.shape == value.shape and old.dtype == value.dtype:
+        elif (
+            isinstance(old, torch.Tensor) and old.shape == value.shape and old.dtype == value.dtype
+        ):
             out[key] = old.copy_(value)
         else:
             out[key] = value.to("cpu")
