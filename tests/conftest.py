@@ -349,7 +349,6 @@ SAMPLED = {
     "simulation/test_meshes.py": 3,
     "simulation/test_simulate.py": 18,
     "simulation/test_timeline.py": 18,
-    "optim/test_whole_step.py": 4,
     "tiling/test_tiles.py": 18,
     "tracing/test_trace.py": 12,
     "tracing/test_trace_shortcuts.py": 9,

@@ -39,7 +39,7 @@ OTHER: dict[str, Any] = {
     "reduce_at": "boundary",
     "units": ["blocks.0"], "group": 2, "shard_group": 2, "offload_optimizer": "cpu", "offload_activations": "8GB",
     "nvme": "/disk", "nvme_threads": 8, "chunk": 65536, "tile": "256MB", "rounding_seed": 1, "prefetch": 3, "in_flight": 3,
-    "sync_buffers": "norms", "elementwise_optimizer": True, "stall_timeout": 5.0,
+    "sync_buffers": "norms", "elementwise_optimizer": True, "whole": ["*.weight"], "stall_timeout": 5.0,
 }  # fmt: skip
 
 
