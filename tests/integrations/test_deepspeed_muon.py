@@ -174,20 +174,26 @@ def test_options_are_those_of_the_group_then_of_the_half_then_of_the_file() -> N
     assert found["layers.0.weight"]["lr"] == 1e-3 and found["layers.2.weight"]["lr"] == 1e-2
     assert found["embed.weight"]["lr"] == 0.5 and found["embed.weight"]["weight_decay"] == 0.1
     assert found["layers.2.weight"]["weight_decay"] == 0.0
-    assert not found["embed.weight"]["decoupled_weight_decay"] and not found["embed.weight"]["fused"]
+    assert (
+        not found["embed.weight"]["decoupled_weight_decay"] and not found["embed.weight"]["fused"]
+    )
 
 
 def test_what_muon_cannot_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
     net = Net()
     net.layers[0].bias.use_muon = True  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"'layers.0.bias' has use_muon=True and the shape \(12,\)"):
+    with pytest.raises(
+        ValueError, match=r"'layers.0.bias' has use_muon=True and the shape \(12,\)"
+    ):
         options_of(net, list(net.parameters()))
     with caplog.at_level(logging.WARNING, "onefold"):
         options_of(nn.ModuleDict({"conv": (conv := nn.Conv1d(2, 3, 3))}), list(conv.parameters()))
     assert "AdamW steps 1 parameters of more than two dimensions (conv.weight)" in caplog.text
     with pytest.raises(NotImplementedError, match="per_head_muon=true"):
         options_of(Net(), [], per_head_muon=True)
-    with pytest.raises(ValueError, match="ns_methd: there is no such key; did you mean 'ns_method'"):
+    with pytest.raises(
+        ValueError, match="ns_methd: there is no such key; did you mean 'ns_method'"
+    ):
         options_of(Net(), [], ns_methd="gram")
 
 

@@ -55,7 +55,9 @@ class Both(Optimizer):
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         params = list(params)
-        given = [p for each in params for p in (each["params"] if isinstance(each, dict) else [each])]
+        given = [
+            p for each in params for p in (each["params"] if isinstance(each, dict) else [each])
+        ]
         super().__init__(given, {"lr": lr})
         matrices = [p for p in given if p.ndim == 2]
         rest = [p for p in given if p.ndim != 2]

@@ -48,7 +48,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "adagrad": {"optimizer_options": "initial-accumulator-value=0.1"},
     "adadelta": {"optimizer_options": "rho=0.8", "lr": 1.0},
     "lion": {"optimizer_options": "betas=0.9,0.95"},
-    "adafactor": {"optimizer_options": "d=0.5", "lr": 1e-2},
+    "adafactor": {"optimizer_options": "d=2", "lr": 1e-2},
     "muon": {"optimizer_options": "momentum=0.9 adjust_lr_fn=original", "muon_lr": 0.01},
 }
 #: Muon rounds to bf16 what the sums over other ranks have rounded otherwise.
@@ -180,7 +180,7 @@ def test_a_run_goes_on_with_its_optimizers_states_and_not_with_anothers(tmp_path
 
 
 def rows_with_muon(job: dict[str, Any], most: int) -> tuple[list[Any], dict[str, list[str]]]:
-    """Start the run, or go on from its newest checkpoint, and stop after `most` steps. Returns its
+    """Start the run, or go on from its newest checkpoint, and stop it after about `most` steps. Returns its
     rows, and what is kept for parameters of this rank.
     """
     ranks = this_rank() if "RANK" in os.environ else alone()
@@ -214,11 +214,10 @@ def test_muon_goes_on_on_other_ranks_with_the_embedding_and_the_head_under_adamw
     other, kept = run_ranks(1, rows_with_muon, again, 6)[0]
 
     rows = whole[0]
-    assert [row["loss"] for row in same] == [row["loss"] for row in rows[3:]]
-    assert [row["step"] for row in other] == [4, 5, 6]
-    assert [row["loss"] for row in other] == pytest.approx(
-        [row["loss"] for row in rows[3:]], rel=1e-4
-    )
+    assert len(rows) == 6 and [row["step"] for row in same] == [row["step"] for row in other]
+    left = [row["loss"] for row in rows[same[0]["step"] - 1 :]]
+    assert len(left) > 1 and [row["loss"] for row in same] == left
+    assert [row["loss"] for row in other] == pytest.approx(left, rel=1e-4)
     assert rows[-1]["loss"] < rows[0]["loss"]
     for row in rows:
         assert row["muon_lr"] == pytest.approx(10 * row["lr"])  # one schedule for both

@@ -90,9 +90,7 @@ def test_muon_gets_the_matrices_that_are_no_embedding_and_no_head() -> None:
     )
     matrices = hidden_matrices(model)
     assert matrices == {"square.weight"}
-    groups = parameter_groups(
-        model.named_parameters(), names_without_decay(model), 0.1, matrices
-    )
+    groups = parameter_groups(model.named_parameters(), names_without_decay(model), 0.1, matrices)
     assert [(g["use_muon"], g["weight_decay"], len(g["params"])) for g in groups] == [
         (False, 0.1, 2),
         (False, 0.0, 6),

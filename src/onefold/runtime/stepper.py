@@ -401,7 +401,8 @@ def held_inside(optimizer: Optimizer) -> dict[int, Optimizer]:
             continue
         some = value.values() if isinstance(value, dict) else value
         for each in some if isinstance(value, (dict, list, tuple)) else (value,):
-            if isinstance(each, Optimizer) and each is not optimizer:
+            # By its type: a weak proxy of the optimizer itself says that it is an Optimizer
+            if issubclass(type(each), Optimizer) and each is not optimizer:
                 out |= {id(p): each for group in each.param_groups for p in group["params"]}
     return out
 

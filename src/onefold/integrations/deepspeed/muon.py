@@ -72,9 +72,7 @@ def _is_for_muon(name: str, param: nn.Parameter) -> bool:
     return bool(told)
 
 
-def _options(
-    use_muon: bool, given: Mapping[str, Any], group: Mapping[str, Any]
-) -> dict[str, Any]:
+def _options(use_muon: bool, given: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of one half of a group: what the group sets, else what the file sets."""
     defaults = _MUON if use_muon else _ADAM
     found = {**defaults, **{key: given[key] for key in defaults if key in given}}
