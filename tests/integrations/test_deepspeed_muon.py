@@ -16,6 +16,7 @@ from torch.optim import _muon
 
 from onefold.integrations.deepspeed import muon
 from onefold.integrations.deepspeed.config import read_deepspeed
+from onefold.integrations.deepspeed.config.classes import optimizer_class
 from onefold.integrations.deepspeed.names import access
 from onefold.integrations.deepspeed.names.training import initialize
 from ranks import run_ranks
@@ -202,6 +203,19 @@ def test_what_muon_cannot_step_is_told(caplog: pytest.LogCaptureFixture) -> None
         ValueError, match="ns_methd: there is no such key; did you mean 'ns_method'"
     ):
         options_of(Net(), [], ns_methd="gram")
+
+
+def test_adafactor_may_be_named_and_what_looks_at_all_parameters_may_not() -> None:
+    def given(name: str, **params: Any) -> dict[str, Any]:
+        return {"optimizer": {"type": name, "params": params}, "train_batch_size": 2}
+
+    found = read_deepspeed(given("adafactor", lr=1e-2, eps=[1e-6, 1e-3]), 1).optimizer
+    assert found is not None and found.name == "Adafactor"
+    made = optimizer_class("Adafactor")(Net().parameters(), **found.params)
+    assert made.defaults["eps"] == (1e-6, 1e-3) and made.defaults["lr"] == 1e-2
+    for name, said in (("LBFGS", "looks at all parameters"), ("Lamb", "not part of torch")):
+        with pytest.raises(ValueError, match=said):
+            read_deepspeed(given(name), 1)
 
 
 def test_states_on_a_disk_are_refused(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "adadelta": {"optimizer_options": "rho=0.8", "lr": 1.0},
     "lion": {"optimizer_options": "betas=0.9,0.95"},
     "adafactor": {"optimizer_options": "d=2", "lr": 1e-2},
-    "muon": {"optimizer_options": "momentum=0.9 adjust_lr_fn=original", "muon_lr": 0.01},
+    "muon": {"optimizer_options": "ns_steps=4 adjust_lr_fn=original", "muon_lr": 0.01},
 }
 #: Muon rounds to bf16 what the sums over other ranks have rounded otherwise.
 CLOSE = {"muon": 1e-3}
@@ -124,6 +124,8 @@ def test_the_options_arrive_and_the_table_says_what_each_takes(tmp_path: Path) -
         ({"optimizer": "sgd", "muon_lr": 0.1}, "--muon-lr 0.1 is the rate of --optimizer muon"),
         ({"optimizer": "muon", "optimizer_options": "adjust_lr_fn=mine"},
          "adjust_lr_fn=mine: expected original or match_rms_adamw"),
+        ({"optimizer": "muon", "optimizer_options": "ns_steps=4.5"},
+         "ns_steps=4.5: expected a whole number"),
         ({"optimizer": "muon", "optimizer_options": "eps=1e-6"}, "muon has no such option"),
         ({"optimizer": "adafactor", "tile": "4"}, "which --tile does not allow: leave it out"),
         ({"optimizer": "muon", "offload_optimizer": "cpu", "step_in_backward": True, "clip": 0},
@@ -204,7 +206,7 @@ def test_muon_goes_on_on_other_ranks_with_the_embedding_and_the_head_under_adamw
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     job: dict[str, Any] = {
         "model": "small_lm:plain", "data": str(tmp_path / "text.txt"), "steps": 6, "save_every": 3,
-        "optimizer": "muon", "muon_lr": 0.01, "stage": "3", "schedule": "linear", "warmup": 2,
+        "optimizer": "muon", "muon_lr": 0.01, "optimizer_options": "ns_steps=4", "stage": "3", "schedule": "linear", "warmup": 2,
     }  # fmt: skip
     whole = run_ranks(2, rows_with_muon, {**job, "output": str(tmp_path / "whole")}, 6)[0]
     run_ranks(2, rows_with_muon, {**job, "output": str(tmp_path / "cut")}, 3)

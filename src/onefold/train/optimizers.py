@@ -51,6 +51,8 @@ def _listed(names: Iterable[str], last: str) -> str:
 
 #: Arguments of an optimizer that are options of the command.
 ELSEWHERE = {"lr": "--lr", "weight_decay": "--weight-decay"}
+#: Options that count something.
+COUNTS = ("ns_steps",)
 #: Options whose value is one of these words.
 WORDS = {"adjust_lr_fn": ("original", MATCH_RMS)}
 
@@ -81,6 +83,11 @@ def _value(name: str, given: object) -> Value:
         if str(given) not in words:
             raise ValueError(f"{name}={given}: expected {_listed(words, 'or')}")
         return str(given)
+    if name in COUNTS:
+        number = _number(name, given)
+        if number != int(number):
+            raise ValueError(f"{name}={given}: expected a whole number")
+        return int(number)
     if isinstance(given, bool | int | float):
         return given
     if isinstance(given, list | tuple):
