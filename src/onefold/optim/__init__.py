@@ -7,11 +7,11 @@ step intervals. It does not depend on the forward pass.
 | What happens before and after a step?                            | `step_hooks`             |
 | What is put around methods of torch's?                           | `torch_methods`          |
 | What does the update of an optimizer look at?                    | `verdict`                |
-| How do Muon and AdamW become one optimizer?                      | `muon`                   |
 | How are states read and written, wherever they are?              | `state_parts`            |
 | What do `state_dict()` and `load_state_dict()` do?               | `state_dicts`            |
 | What does `optimizer.state` show between steps?                  | `faced_states`, `fresh`  |
 | How do states become whole for `unsharded`, and parts again?     | `whole`                  |
+| How do Muon and AdamW become one optimizer?                      | `muon`                   |
 
 States become wholes, and wholes become states, by the moves of runtime/parts.py.
 """
