@@ -16,6 +16,7 @@ from onefold.observe.memory import resident_memory
 from onefold.plan.api import USABLE
 from onefold.train.choose import Asked, choose
 from onefold.train.prepare import (
+    hidden_matrices,
     lr_factor,
     names_without_decay,
     parameter_groups,
@@ -74,6 +75,27 @@ def test_matrices_decay_and_nothing_else_does() -> None:
         id(model.norm.bias),
         id(model.gain),
     }
+
+
+def test_muon_gets_the_matrices_that_are_no_embedding_and_no_head() -> None:
+    model = nn.ModuleDict(
+        {
+            "tokens": nn.Embedding(64, 16),
+            "positions": nn.Embedding(16, 16),
+            "square": nn.Linear(16, 16),  # the shape of the positions
+            "norm": nn.LayerNorm(16),
+            "convolution": nn.Conv1d(4, 4, 3),
+            "head": nn.Linear(16, 64, bias=False),
+        }
+    )
+    matrices = hidden_matrices(model)
+    assert matrices == {"square.weight"}
+    groups = parameter_groups(model.named_parameters(), names_without_decay(model), 0.1, matrices)
+    assert [(g["use_muon"], g["weight_decay"], len(g["params"])) for g in groups] == [
+        (False, 0.1, 2),
+        (False, 0.0, 6),
+        (True, 0.1, 1),
+    ]
 
 
 class Language(nn.Module):

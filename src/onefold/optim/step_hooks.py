@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.operators import Stepping
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
-from onefold.runtime.stepper import Chosen
+from onefold.runtime.stepper import Chosen, held_inside, refuse_cut_inside
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _handles: list[Any] = []
@@ -223,8 +224,19 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                 if engine.progress.failure is not None:
                     engine.tell_failure()
         found = _entries_of(optimizer)
+        inside = held_inside(optimizer)  # their own steps come here too
+        for engine, entries in found.items() if inside else ():
+            refuse_cut_inside(
+                optimizer,
+                [entry for entry in entries if id(entry.param) in inside],
+                partial(verdict_for(engine.recipe), optimizer),
+            )
         apart = {
-            engine: engine.stepper.choose(optimizer, entries, verdict_for(engine.recipe))
+            engine: engine.stepper.choose(
+                optimizer,
+                [entry for entry in entries if id(entry.param) not in inside],
+                verdict_for(engine.recipe),
+            )
             for engine, entries in _with_unsharded(optimizer, found).items()
         }
     changed = (

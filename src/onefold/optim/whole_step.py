@@ -48,7 +48,15 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.values import written
-from onefold.runtime.stepper import GroupVerdict, Stepper, groups_of, is_cut, only, raw_step
+from onefold.runtime.stepper import (
+    GroupVerdict,
+    Stepper,
+    groups_of,
+    held_inside,
+    is_cut,
+    only,
+    raw_step,
+)
 from onefold.runtime.unit import State
 
 #: The category of the ledger for matrices and gradients that are whole for a step.
@@ -151,9 +159,11 @@ def owned(optimizer: Optimizer, param: Any) -> Owned | None:
 def _find(optimizer: Optimizer, chosen: weakref.WeakKeyDictionary[Entry, int]) -> dict[int, Owned]:
     wanted: dict[Group, list[tuple[Entry, tuple[tuple[int, int, int], ...]]]] = {}
     accepted: dict[tuple[int, int], bool] = {}
-    group_of = groups_of(optimizer)
+    group_of, inside = groups_of(optimizer), held_inside(optimizer)
     for group in optimizer.param_groups:
         for p in group["params"]:
+            if id(p) in inside:
+                continue
             known = p.__dict__.get("_onefold_entry")
             entry = known() if known is not None else None
             engine = engine_of_entry(entry) if entry is not None else None
@@ -166,6 +176,8 @@ def _find(optimizer: Optimizer, chosen: weakref.WeakKeyDictionary[Entry, int]) -
                 among, pieces = _pieces(entry)
                 wanted.setdefault(among, []).append((entry, pieces))
     out: dict[int, Owned] = {}
+    for inner in {id(each): each for each in inside.values()}.values():
+        out |= owned_by(inner)
     for among, found in wanted.items():
         matrices = [Matrix(i, entry.slot.shape, pieces) for i, (entry, pieces) in enumerate(found)]
         kept = {i: chosen[entry] for i, (entry, _) in enumerate(found) if entry in chosen}

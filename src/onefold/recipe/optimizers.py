@@ -62,6 +62,8 @@ class KnownOptimizer:
         betas: whether `--beta1` and `--beta2` are its betas.
         fused: where torch has a fused kernel for it: nowhere, on the CPU alone, or on any device.
         deepspeed: whether a DeepSpeed configuration may name it.
+        matrices: it takes matrices alone. Front ends give AdamW the rest: they make one optimizer of
+            both, `onefold.optim.muon.MuonWithAdamW`. `betas` are then AdamW's.
     """
 
     name: str
@@ -79,6 +81,7 @@ class KnownOptimizer:
     betas: bool = False
     fused: Literal["", "cpu", "any"] = ""
     deepspeed: bool = False
+    matrices: bool = False
 
     @property
     def elementwise_states(self) -> int:
@@ -103,9 +106,6 @@ class KnownOptimizer:
 _STEP = KeptState("step", number=True)
 _ADAM = (KeptState("exp_avg"), KeptState("exp_avg_sq"), _STEP)
 _OF_ADAM = ("betas", "eps", "amsgrad")
-_MATRIX = (
-    "its update looks at whole matrices or their norms, and a rank holds a flat interval of them"
-)
 
 #: {the name on command lines and in files, in lower case: the row}
 KNOWN: Mapping[str, KnownOptimizer] = {
@@ -153,10 +153,22 @@ KNOWN: Mapping[str, KnownOptimizer] = {
     ),
     "asgd": KnownOptimizer("ASGD", deepspeed=True),
     "rprop": KnownOptimizer("Rprop", deepspeed=True),
-    "adafactor": KnownOptimizer("Adafactor", update=WHOLE, refused=_MATRIX),
-    "muon": KnownOptimizer("Muon", update=WHOLE, refused=_MATRIX),
-    "lamb": KnownOptimizer("Lamb", "", update=WHOLE, refused=_MATRIX),
-    "lbfgs": KnownOptimizer("LBFGS", update=REFUSED, refused=_MATRIX),
+    # Adafactor and Muon are planned as optimizers that keep more than they do
+    "adafactor": KnownOptimizer(
+        "Adafactor", update=WHOLE, trained=True, options=("beta2_decay", "d"), planned="sgd-momentum", deepspeed=True,
+    ),
+    "muon": KnownOptimizer(
+        "Muon", update=WHOLE, trained=True, options=("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
+        planned="adamw", betas=True, deepspeed=True, matrices=True,
+    ),
+    "lamb": KnownOptimizer(
+        "Lamb", "", update=WHOLE,
+        refused="it is not part of torch: build it yourself and pass it to initialize(optimizer=...)",
+    ),
+    "lbfgs": KnownOptimizer(
+        "LBFGS", update=REFUSED,
+        refused="its update looks at all parameters together, and a rank holds a part of them",
+    ),
     "sparseadam": KnownOptimizer(
         "SparseAdam", update=REFUSED,
         refused="it needs sparse gradients, and reduced gradients are dense",

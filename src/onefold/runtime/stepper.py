@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from onefold.recipe.optimizers import ELEMENTWISE, Update
+from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, Update
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry, Flat
@@ -241,6 +241,18 @@ def refuse_cut(optimizer: Optimizer, flat: Flat, verdict: Callable[[], GroupVerd
         raise not_elementwise(optimizer, verdict())
 
 
+def refuse_cut_inside(
+    optimizer: Optimizer, entries: Iterable[Entry], verdict_of: Callable[[int], GroupVerdict]
+) -> None:
+    """Raise ValueError if the optimizer, whose optimizers inside step `entries`, looks at more than
+    whole parameters itself. `verdict_of`: the verdict of its group of a number.
+    """
+    group_of = groups_of(optimizer)
+    for group in {group_of[id(e.param)] for e in entries if is_cut(e.flat)}:
+        if verdict_of(group).update == REFUSED:
+            raise not_elementwise(optimizer, verdict_of(group))
+
+
 def not_elementwise(optimizer: Optimizer, verdict: GroupVerdict) -> ValueError:
     """Return the refusal of an optimizer that cannot step parts of parameters."""
     return ValueError(
@@ -377,6 +389,23 @@ def _bring_steps(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
 def groups_of(optimizer: Optimizer) -> dict[int, int]:
     """Return the index of each parameter's group, by the parameter's id."""
     return {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def held_inside(optimizer: Optimizer) -> dict[int, Optimizer]:
+    """Return the parameters that optimizers inside of this one step: {id: the optimizer inside}. An
+    optimizer may keep others as attributes, alone or in a list, tuple or dict, and call their
+    `step` in its own, such as Muon and AdamW.
+    """
+    out: dict[int, Optimizer] = {}
+    for name, value in optimizer.__dict__.items():
+        if name in ("state", "param_groups", "defaults"):
+            continue
+        some = value.values() if isinstance(value, dict) else value
+        for each in some if isinstance(value, (dict, list, tuple)) else (value,):
+            # By its type: a weak proxy of the optimizer itself says that it is an Optimizer
+            if issubclass(type(each), Optimizer) and each is not optimizer:
+                out |= {id(p): each for group in each.param_groups for p in group["params"]}
+    return out
 
 
 def raw_step(optimizer: Optimizer) -> None:

@@ -41,7 +41,7 @@ CHECKPOINTS = OF_RUN
 OPTIONS = tuple(name for name, option in RECIPE_OPTIONS.items() if option.panel == NODES)
 #: Options that may differ between two starts of a run, although they change its numbers.
 FREE = (
-    "lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "beta1", "beta2", "optimizer_options", "steps", "precision",
+    "lr", "muon_lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "beta1", "beta2", "optimizer_options", "steps", "precision",
     "micro_batch", *OPTIONS,
 )  # fmt: skip
 
@@ -182,7 +182,7 @@ def take_over(run: Run, point: Point) -> list[str]:
     """
     run.order.load_state_dict(point.order)
     groups = run.optimizer.param_groups
-    names = {"weight_decay", *TRAINED[run.config.optimizer].options}
+    names = {"weight_decay", "betas", *TRAINED[run.config.optimizer].options}
     given = [{name: group[name] for name in names & group.keys()} for group in groups]
     states = {"model": run.model, "optimizer": run.optimizer, "scaler": run.scaler}
     base = point.extra.get("base")

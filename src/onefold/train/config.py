@@ -175,6 +175,11 @@ class TrainConfig(_RecipeOptions):
     # optimization
     lr: Above0 = 1e-4
     """Peak learning rate."""
+    muon_lr: Above0 | None = Field(
+        None,
+        description=f"Peak learning rate of the matrices that --optimizer muon steps; --lr is that of"
+        f" the rest (default: {optimizers.MUON_LR:g}, or --lr with adjust_lr_fn={optimizers.MATCH_RMS}).",
+    )
     optimizer: str = Field("adamw", description=f"{optimizers.offered()}.")
     optimizer_options: OptimizerOptions = None
     """More options of the optimizer, as name=value, such as "momentum=0.9 nesterov=true"."""
@@ -183,7 +188,7 @@ class TrainConfig(_RecipeOptions):
     warmup: From0 = 0.1
     """Warm-up: steps if 1 or more, a share of the run if below 1."""
     min_lr: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Where the schedule ends, as a share of --lr."""
+    """Where the schedule ends, as a share of the peak."""
     clip: From0 = 1.0
     """Largest gradient norm; 0 does not clip."""
     weight_decay: From0 = 0.01

@@ -47,6 +47,7 @@ from onefold.optim.clip import skips_on_device
 from onefold.processes.signals import Stop
 from onefold.train.faults import NonFinite, Pace, Verdict, locate
 from onefold.train.keeper import Keeper
+from onefold.train.optimizers import peak_lr, rates
 from onefold.train.prepare import Run
 from onefold.train.report import Window, totals
 from onefold.train.step import (
@@ -147,7 +148,7 @@ class _Loop:
     def _begin(self, step: int) -> dict[str, Any]:
         """Begin a step. Returns the random generators' states before the step."""
         for group in self.run.optimizer.param_groups:
-            group["lr"] = self.run.config.lr * self.run.factor(step)
+            group["lr"] = peak_lr(self.run.config, group) * self.run.factor(step)
         generators = capture()
         self.meter.start()
         self.window.begin(step)
@@ -203,7 +204,7 @@ class _Loop:
         figures = self.meter.step(tokens=tokens)
         held = figures.pop("memory")
         row: Row = {**figures, "step": step + 1, **memory(self.run), "held": held}
-        row |= totals(self.run)
+        row |= totals(self.run) | rates(self.run.optimizer.param_groups)
         if self.run.scaler is None:
             del row["scale"]
         return row

@@ -2,6 +2,7 @@
 
     --optimizer sgd --optimizer-options "momentum=0.9 nesterov=true"
     --optimizer adamw --optimizer-options "betas=0.9,0.99 eps=1e-6"
+    --optimizer muon --muon-lr 0.02 --lr 3e-4    (Muon for hidden matrices, AdamW for the rest)
 
 recipe/optimizers.py has the known optimizers and their options. It needs no torch, so an unknown name
 or option is reported at once.
@@ -14,14 +15,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onefold.recipe.optimizers import TRAINED
+from onefold.recipe.optimizers import TRAINED, WHOLE
 from onefold.wording import TrainError, did_you_mean
 
 if TYPE_CHECKING:
     from onefold.train.config import TrainConfig
 
-Value = bool | float | tuple[float, ...]
+Value = bool | float | str | tuple[float, ...]
 
+
+#: Of Muon's option adjust_lr_fn: updates as large as AdamW's, which take AdamW's learning rate.
+MATCH_RMS = "match_rms_adamw"
+#: The learning rate of Muon's updates otherwise: that of Jordan et al., Muon (2024).
+MUON_LR = 0.02
 
 #: Optimizers whose betas are --beta1 and --beta2.
 WITH_BETAS = tuple(name for name, known in TRAINED.items() if known.betas)
@@ -45,6 +51,10 @@ def _listed(names: Iterable[str], last: str) -> str:
 
 #: Arguments of an optimizer that are options of the command.
 ELSEWHERE = {"lr": "--lr", "weight_decay": "--weight-decay"}
+#: Options that count something.
+COUNTS = ("ns_steps",)
+#: Options whose value is one of these words.
+WORDS = {"adjust_lr_fn": ("original", MATCH_RMS)}
 
 
 def read_options(value: object) -> object:
@@ -69,6 +79,15 @@ def read_options(value: object) -> object:
 
 
 def _value(name: str, given: object) -> Value:
+    if (words := WORDS.get(name)) is not None:
+        if str(given) not in words:
+            raise ValueError(f"{name}={given}: expected {_listed(words, 'or')}")
+        return str(given)
+    if name in COUNTS:
+        number = _number(name, given)
+        if number != int(number):
+            raise ValueError(f"{name}={given}: expected a whole number")
+        return int(number)
     if isinstance(given, bool | int | float):
         return given
     if isinstance(given, list | tuple):
@@ -120,11 +139,33 @@ def check_optimizer(config: TrainConfig) -> None:
                 f"--{name} belongs to {', '.join(WITH_BETAS)}; --optimizer {config.optimizer}:"
                 f" {instead}."
             )
+    if config.muon_lr is not None and not known.matrices:
+        raise TrainError(
+            f"--muon-lr {config.muon_lr:g} is the rate of --optimizer muon; --optimizer"
+            f" {config.optimizer} has --lr alone."
+        )
+    if known.update == WHOLE:
+        _check_whole(config)
     if config.moments is not None and config.optimizer not in ("adamw", "adam"):
         raise TrainError(
             f"--moments {config.moments} is about the moments of adamw and adam;"
             f" --optimizer {config.optimizer} keeps others: leave one of the two out."
         )
+
+
+def _check_whole(config: TrainConfig) -> None:
+    """Raise TrainError for options with which no rank steps whole matrices."""
+    given = (
+        (config.offload_optimizer, "nvme", "--offload-optimizer", "keep the states on the device, or on the host (cpu)"),
+        (config.tile, None, "--tile", "leave it out"),
+        (config.step_in_backward, None, "--step-in-backward", "leave it out"),
+    )  # fmt: skip
+    for value, only, flag, instead in given:
+        if value and (only is None or only in str(value)):
+            raise TrainError(
+                f"--optimizer {config.optimizer} steps whole matrices, which {flag} does not"
+                f" allow: {instead}, or use an element-wise optimizer such as adamw."
+            )
 
 
 def refuse_another(config: TrainConfig, kept: Mapping[str, Any], path: Path) -> None:
@@ -153,6 +194,8 @@ def make(config: TrainConfig, groups: list[dict[str, Any]], device: str) -> Any:
     """
     known = TRAINED[config.optimizer]
     given: dict[str, Any] = dict(config.optimizer_options or {})
+    if known.matrices:
+        return _with_adamw(config, groups, device, given)
     if config.optimizer in WITH_BETAS:
         given = {"betas": (config.beta1, config.beta2), **given}
     if known.can_fuse(device):
@@ -161,3 +204,41 @@ def make(config: TrainConfig, groups: list[dict[str, Any]], device: str) -> Any:
         return known.load()(groups, lr=config.lr, **given)
     except (ValueError, TypeError) as error:
         raise TrainError(f"--optimizer {config.optimizer}: {error}") from error
+
+
+def _with_adamw(
+    config: TrainConfig, groups: list[dict[str, Any]], device: str, given: dict[str, Any]
+) -> Any:
+    """Make Muon for the groups with use_muon=True, and AdamW for the others, as one optimizer."""
+    from onefold.optim.muon import MuonWithAdamW  # needs torch
+
+    adamw: dict[str, Any] = {"betas": (config.beta1, config.beta2)}
+    if TRAINED["adamw"].can_fuse(device):
+        adamw["fused"] = True
+    try:
+        return MuonWithAdamW(
+            [
+                {**(given if group["use_muon"] else adamw), **group, "lr": peak_lr(config, group)}
+                for group in groups
+            ]
+        )
+    except (ValueError, TypeError) as error:
+        raise TrainError(f"--optimizer {config.optimizer}: {error}") from error
+
+
+def peak_lr(config: TrainConfig, group: Mapping[str, Any]) -> float:
+    """Return the peak learning rate of a group of the optimizer."""
+    if not group.get("use_muon"):
+        return config.lr
+    if config.muon_lr is not None:
+        return config.muon_lr
+    adjusted = (config.optimizer_options or {}).get("adjust_lr_fn") == MATCH_RMS
+    return config.lr if adjusted else MUON_LR
+
+
+def rates(groups: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the learning rates of a step, for its row of metrics: `lr`, and `muon_lr` if Muon steps
+    some of the groups.
+    """
+    found = {"muon_lr" if g.get("use_muon") else "lr": float(g["lr"]) for g in groups}
+    return {"lr": found["muon_lr"], **found} if "muon_lr" in found else found

@@ -29,6 +29,7 @@ from onefold.plan.job import Job
 from onefold.plan.schema import Account
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
+from onefold.recipe.optimizers import TRAINED
 from onefold.train import optimizers
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
@@ -59,19 +60,45 @@ def names_without_decay(module: nn.Module) -> frozenset[str]:
     return frozenset(out)
 
 
+def hidden_matrices(module: nn.Module) -> frozenset[str]:
+    """Return the names, before sharding, of the matrices that Muon is meant for: all but embeddings
+    and the head. The head has the shape of the largest embedding.
+    """
+    tables: set[int] = set()
+    largest = torch.Size()
+    for owner in module.modules():
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+            tables.add(id(owner.weight))
+            largest = max(largest, owner.weight.shape)
+    return frozenset(
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.ndim == 2 and id(parameter) not in tables and parameter.shape != largest
+    )
+
+
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     no_decay: frozenset[str],
     weight_decay: float,
+    matrices: frozenset[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return up to two optimizer groups: with and without weight decay. Leaves out frozen ones."""
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    """Return the optimizer's groups, with and without weight decay. Leaves out frozen parameters.
+
+    Args:
+        matrices: the names of those that Muon steps, in groups of their own; None: there is no
+            Muon.
+    """
+    found: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            (others if name in no_decay else decayed).append(parameter)
-    groups = ((decayed, weight_decay), (others, 0.0))
-    return [{"params": found, "weight_decay": decay} for found, decay in groups if found]
+            by_muon = matrices is not None and name in matrices
+            found.setdefault((by_muon, name in no_decay), []).append(parameter)
+    return [
+        {"params": params, "weight_decay": 0.0 if skips else weight_decay}
+        | ({} if matrices is None else {"use_muon": by_muon})
+        for (by_muon, skips), params in sorted(found.items(), key=lambda item: item[0])
+    ]
 
 
 #: Share of the run that is the decay phase of "wsd" (warm-up, stable, decay).
@@ -217,6 +244,7 @@ def prepare(
 
     steps_of(config.trace, steps)  # raises before anything slow begins
     no_decay = names_without_decay(model)
+    by_muon = hidden_matrices(model) if TRAINED[config.optimizer].matrices else None
     checkpoint_activations(model, config.activation_checkpointing)
     try:
         recipe = config.recipe(choice.stage)
@@ -228,7 +256,7 @@ def prepare(
         refuse_unmergeable(model)
     if config.compile:
         compile_blocks(model)
-    optimizer = _optimizer(config, model, no_decay, ranks)
+    optimizer = _optimizer(config, model, no_decay, by_muon, ranks)
     scaler = onefold.GradScaler(model) if config.precision == "fp16" else None
     # Everything drawn before this line is the same on all ranks; from here on dropout differs.
     torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))
@@ -300,12 +328,16 @@ def _choice(
 
 
 def _optimizer(
-    config: TrainConfig, model: nn.Module, no_decay: frozenset[str], ranks: Ranks
+    config: TrainConfig,
+    model: nn.Module,
+    no_decay: frozenset[str],
+    by_muon: frozenset[str] | None,
+    ranks: Ranks,
 ) -> torch.optim.Optimizer:
     # A tile is decayed like the weight that it is cut from, so it goes by the weight's name.
     known = {id(entry.param): entry.part.names[0] for entry in onefold.engine_of(model).entries}
     named = [(known.get(id(p), name), p) for name, p in model.named_parameters()]
-    groups = parameter_groups(named, no_decay, config.weight_decay)
+    groups = parameter_groups(named, no_decay, config.weight_decay, by_muon)
     if not groups:
         raise TrainError(
             f"--model {config.model} has no parameter that requires a gradient: there is nothing to"

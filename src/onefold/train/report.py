@@ -41,6 +41,7 @@ from onefold.observe.measure import measured, reconciled
 from onefold.observe.runfile import write_observed
 from onefold.observe.trace import Recording, record
 from onefold.recipe.options import NODES
+from onefold.train.optimizers import peak_lr, rates
 from onefold.train.prepare import steps_of
 from onefold.wording import readable
 
@@ -313,9 +314,16 @@ def describe(run: Run) -> dict[str, Any]:
         "seq": config.seq,
         "steps": run.steps,
         "epochs": run.steps * run.order.global_batch / len(run.data.train),
-        "schedule": f"lr {config.lr:g}, {config.schedule}",
+        "schedule": f"{_peaks(run)}, {config.schedule}",
         "output": config.output,
     }
+
+
+def _peaks(run: Run) -> str:
+    """Return the peak learning rates in words."""
+    groups = run.optimizer.param_groups
+    peaks = rates({**group, "lr": peak_lr(run.config, group)} for group in groups)
+    return ", ".join(f"{name.replace('_', ' ')} {rate:g}" for name, rate in peaks.items())
 
 
 def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:

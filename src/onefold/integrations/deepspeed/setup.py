@@ -21,6 +21,7 @@ from torch import nn
 
 import onefold
 from onefold.device import available, backend_name, default_device, of_local_rank, set_default
+from onefold.integrations.deepspeed import muon
 from onefold.integrations.deepspeed.autocast import mark_for_the_wire
 from onefold.integrations.deepspeed.config import DeepSpeedConfig, read_deepspeed, refuse_auto
 from onefold.integrations.deepspeed.config.classes import optimizer_class
@@ -154,7 +155,7 @@ def assemble(
         if model_parameters is not None
         else [p for p in model.parameters() if p.requires_grad]
     )
-    torch_optimizer = _optimizer(read, optimizer, trained)
+    torch_optimizer = _optimizer(model, read, optimizer, trained)
     _refuse_fp16_states(recipe, torch_optimizer)
     schedule = _schedule(read, lr_scheduler, torch_optimizer)
     engine = DeepSpeedEngine(model, read, torch_optimizer, schedule)
@@ -322,7 +323,7 @@ def _check_schedule(optimizer: Any, lr_scheduler: Any) -> None:
 
 
 def _optimizer(
-    read: DeepSpeedConfig, given: OptimizerLike | None, parameters: list[Any]
+    model: nn.Module, read: DeepSpeedConfig, given: OptimizerLike | None, parameters: list[Any]
 ) -> torch.optim.Optimizer | None:
     if isinstance(given, torch.optim.Optimizer):
         return given
@@ -341,6 +342,14 @@ def _optimizer(
             ' the model requires a gradient: leave "optimizer" out to evaluate alone, or unfreeze'
             " some."
         )
+    if read.optimizer.name == "Muon":
+        if onefold.engine_of(model).recipe.optimizer.tier.on_disk:
+            raise ValueError(
+                'optimizer.type="Muon" with states on NVMe: Muon steps whole matrices, and states on'
+                ' a disk are stepped chunk by chunk. Use offload_optimizer {"device": "cpu"}, or'
+                " another optimizer."
+            )
+        return muon.make(model, parameters, read.optimizer.params)
     return optimizer_class(read.optimizer.name)(parameters, **read.optimizer.params)
 
 

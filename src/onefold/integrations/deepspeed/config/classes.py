@@ -72,6 +72,27 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
     "zerooneadam": REMOVED,
 }
 
+# The keys of DeepSpeed's Muon, which has AdamW for what is no hidden matrix; ../muon.py reads them.
+MUON: Section = {
+    "lr": Key("number", low=0),
+    "muon_lr": Key("number", low=0),
+    "adam_lr": Key("number", low=0),
+    "weight_decay": Key("number", low=0),
+    "momentum": Key("number", low=0),
+    "betas": Key("numbers", low=0),
+    "eps": Key("number", low=0),
+    "adam_w_mode": Key("flag"),
+    "torch_adam": Key("flag"),
+    "foreach": Key("flag"),
+    "fp32_optimizer_states": Key("flag"),
+    "ns_method": Key(
+        "text",
+        choices=("gram", "standard"),
+        inert="torch.optim.Muon has one method; both are the same iteration but for rounding",
+    ),
+    "per_head_muon": Key("flag"),
+}
+
 # Keys of DeepSpeed's Adam that torch's Adam lacks; `specs._adam` reads those that are not inert.
 ADAM_EXTRAS: Section = {
     "adam_w_mode": Key("flag"),

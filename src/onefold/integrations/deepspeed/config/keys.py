@@ -160,7 +160,9 @@ ZERO: Section = {
         inert="all ranks copy the gradients of their own intervals to the host at the same time"
     ),
     "cpu_offload_use_pin_memory": _flag(inert=_PINNED),
-    "save_muon_momentum_buffer_in_memory": _flag(inert="it concerns Muon, which is refused"),
+    "save_muon_momentum_buffer_in_memory": _flag(
+        inert="Muon's momenta are where the other states are"
+    ),
     "legacy_stage1": _flag(inert=_INTERNAL),
     "memory_efficient_linear": _flag(inert=_INTERNAL),
     "override_module_apply": _flag(inert=_INTERNAL),

@@ -10,6 +10,7 @@ differently:
 | "AdamW", adam_w_mode: false | AdamW                       | torch.optim.AdamW                                       |
 | no weight_decay             | 0 (torch_adam: torch's)     | weight_decay=0.0 (with torch_adam, torch's own default) |
 | "Adam" or "AdamW"           | FusedAdam, DeepSpeedCPUAdam | fused=True on every tier (torch_adam: torch's default)  |
+| "Muon"                      | Muon, with AdamW beside it  | torch.optim.Muon, with torch.optim.AdamW (../muon.py)   |
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from onefold.integrations.deepspeed.config.classes import (
     ADAM_EXTRAS,
+    MUON,
     REFUSED_OPTIMIZERS,
     SCHEDULES,
     optimizer_class,
@@ -39,7 +41,7 @@ class OptimizerSpec:
 
     Attributes:
         name: a class of torch.optim, or "Lion".
-        params: its arguments, without the parameters.
+        params: its arguments, without the parameters; those of ../muon.py for "Muon".
         given: its name in the file.
     """
 
@@ -87,7 +89,9 @@ def read_optimizer(section: Mapping[str, Any], read: Reading) -> OptimizerSpec:
             'optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead.'
         )
     is_adam = name in ("Adam", "AdamW")
-    known = {**_signature(optimizer_class(name)), **(ADAM_EXTRAS if is_adam else {})}
+    known: Section = {**_signature(optimizer_class(name)), **(ADAM_EXTRAS if is_adam else {})}
+    if name == "Muon":
+        known = MUON
     values, left_auto = check_arguments("optimizer.params", params, known)
     read.left_auto += left_auto
     read.without_effect += [
@@ -97,6 +101,13 @@ def read_optimizer(section: Mapping[str, Any], read: Reading) -> OptimizerSpec:
     ]
     if is_adam:
         name, values = _adam(name, values)
+    elif name == "Muon":
+        _refuse_16_bit_states(values)
+        if values.get("per_head_muon", False):
+            raise NotImplementedError(
+                "optimizer.params.per_head_muon=true: torch.optim.Muon orthogonalizes whole"
+                " matrices, not the rows of each attention head; leave it out."
+            )
     return OptimizerSpec(name, values, given)
 
 
@@ -107,11 +118,7 @@ def _adam(name: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
             "optimizer.params.bias_correction=false: torch's Adam always corrects the bias; leave"
             " it out."
         )
-    if not values.get("fp32_optimizer_states", True):
-        raise NotImplementedError(
-            "optimizer.params.fp32_optimizer_states=false: optimizer states are fp32 here; leave it"
-            " out."
-        )
+    _refuse_16_bit_states(values)
     decoupled = name == "AdamW" or values.get("adam_w_mode", True)
     kept = {key: value for key, value in values.items() if key not in ADAM_EXTRAS}
     if values.get("torch_adam", False):
@@ -121,6 +128,14 @@ def _adam(name: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if not kept.keys() & {"fused", "foreach", "capturable", "differentiable"}:
             kept["fused"] = True
     return ("AdamW" if decoupled else "Adam"), kept
+
+
+def _refuse_16_bit_states(values: Mapping[str, Any]) -> None:
+    if not values.get("fp32_optimizer_states", True):
+        raise NotImplementedError(
+            "optimizer.params.fp32_optimizer_states=false: optimizer states are fp32 here; leave it"
+            " out."
+        )
 
 
 def read_scheduler(section: Mapping[str, Any]) -> tuple[SchedulerSpec, list[str]]:

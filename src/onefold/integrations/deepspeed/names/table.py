@@ -363,7 +363,7 @@ REFUSED: Mapping[str, str] = {
     },
     "deepspeed.monitor": _LOOP,
     "deepspeed.ops.aio.aio_handle": _COMPILED,
-    "deepspeed.ops.lamb": "its update needs norms of whole matrices, and a rank holds a part of them",
+    "deepspeed.ops.lamb": "torch has no LAMB: build one yourself and pass it to initialize(optimizer=...)",
     "deepspeed.ops.sparse_attention": _COMPILED,
     "deepspeed.ops.transformer": _COMPILED,
     "deepspeed.pipe": _OTHER_AXES,
