@@ -43,7 +43,7 @@ def started(folder: str, output: str, **options: Any) -> dict[str, Any]:
     ranks = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo", dist.group.WORLD)
     given = {
         "model": LLAMA, "tokenizer": "bytes", "data": f"{folder}/text.txt", "seq": 32, "steps": STEPS, "global_batch": 8,
-        "micro_batch": 1, "lr": 1e-2, "eval_every": 2, "eval_samples": 6, "sample_tokens": 3, "async_save": False,
+        "micro_batch": 1, "lr": 1e-2, "eval_every": STEPS, "eval_samples": 6, "sample_tokens": 0, "async_save": False,
         "output": f"{folder}/{output}",
     }  # fmt: skip
     config = resolve({**given, **options})
@@ -75,7 +75,9 @@ def several(folder: str, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str,
 def same(seen: dict[str, Any], expected: dict[str, Any], last: int = STEPS) -> None:
     for what in ("losses", "norms"):
         assert seen[what] == pytest.approx(expected[what][-last:], rel=2e-5), what
-    assert seen["held out"] == pytest.approx(expected["held out"][-len(seen["held out"]) :], rel=2e-5)
+    assert seen["held out"] == pytest.approx(
+        expected["held out"][-len(seen["held out"]) :], rel=2e-5
+    )
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -94,8 +96,14 @@ def test_tensor_parallel_runs_have_the_losses_of_data_parallel_ones_and_resume_a
     saving = {"save_every": 2, "keep": 9}
     at = f"{tmp_path}/{{}}/checkpoints/step-00000002"
     runs: dict[str, dict[str, Any]] = {
-        "plain": {**saving, "stage": "2"},
-        "tp": {**saving, "stage": "3", "tp": 2, "activation_checkpointing": "full"},
+        "plain": {**saving, "stage": "2", "sample_tokens": 3},
+        "tp": {
+            **saving,
+            "stage": "3",
+            "tp": 2,
+            "activation_checkpointing": "full",
+            "sample_tokens": 3,
+        },
         "tp as plain": {"stage": "1", "resume": at.format("tp")},
         "plain as tp": {"stage": "auto", "tp": 2, "resume": at.format("plain"), "micro_batch": 2},
     }
@@ -117,7 +125,7 @@ def test_tensor_parallel_runs_have_the_losses_of_data_parallel_ones_and_resume_a
     plain, divided = weights(tmp_path / "plain/model"), weights(tmp_path / "tp/model")
     assert plain.keys() == divided.keys()
     for name, value in plain.items():
-        torch.testing.assert_close(divided[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(divided[name], value, rtol=1e-3, atol=1e-4)
     plan = first["tp"]["plan"]
     assert (plan["axes"], plan["data_ranks"]) == ("dp 2 × tp 2", 2)
     assert plan["over_axes"]["holders"]["blocks"] == 2 and plan["over_axes"]["zero_stage"] == 3
@@ -128,28 +136,25 @@ def test_runs_with_divided_experts_have_the_losses_of_data_parallel_ones(tmp_pat
 
     (tmp_path / "text.txt").write_text(TEXT)
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
-    )
+    config = Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
     given = {"model": f"{tmp_path}/moe", "sample_tokens": 0, "precision": "fp32"}
     at = f"{tmp_path}/ep/checkpoints/step-00000002"
     runs: dict[str, dict[str, Any]] = {
         "plain": {**given, "stage": "3"},
         "ep": {**given, "stage": "3", "ep": 2, "save_every": 2, "keep": 9},
-        "tp and ep": {**given, "stage": "2", "ep": 2, "tp": 2},
-        "ep as tp": {**given, "stage": "1", "tp": 2, "resume": at},
+        "ep as both": {**given, "stage": "2", "ep": 2, "tp": 2, "resume": at},
     }
     every = run_ranks(4, several, str(tmp_path), runs)
     for ranks in every:
         same(ranks["ep"], ranks["plain"])
-        same(ranks["tp and ep"], ranks["plain"])
-        same(ranks["ep as tp"], ranks["plain"], 2)
+        same(ranks["ep as both"], ranks["plain"], 2)
     assert every[0]["ep"]["plan"]["axes"] == "dp 4 × ep 2"
+    assert every[0]["ep as both"]["plan"]["axes"] == "dp 2 × tp 2 × ep 2"
     plain, divided = weights(tmp_path / "plain/model"), weights(tmp_path / "ep/model")
     assert plain.keys() == divided.keys()
     for name, value in plain.items():
-        torch.testing.assert_close(divided[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(divided[name], value, rtol=1e-3, atol=1e-4)
 
 
 REFUSED = {

@@ -105,7 +105,9 @@ def _refuse_uneven(config: Any, tp: int, ep: int) -> None:
         count = getattr(config, name, None) or 1
         if tp > 1 and count % tp:
             raise TrainError(f"--tp {tp} does not divide {count} {what}: use a divisor of {count}.")
-    counts = (getattr(config, n, None) for n in ("num_experts", "num_local_experts", "n_routed_experts"))
+    counts = (
+        getattr(config, n, None) for n in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
     experts = next((count for count in counts if isinstance(count, int)), None)
     if ep and experts is not None and experts % (ep * tp):
         by = " × ".join(f"--{n} {size}" for n, size in (("ep", ep), ("tp", tp)) if size > 1)

@@ -90,9 +90,7 @@ def _unmeasured(ranks: int, local_ranks: int, free: int, device: str) -> Machine
     known = hardware.builtin()
     between = known.link("100g") if ranks > local_ranks else None
     gpu = Gpu("here", "this machine", free, {"fp32": 1e12}, 1.0, 1e10, 1e9, 1e9)
-    return Machine(
-        gpu, ranks, local_ranks, between, known.hosts["default"], shared=device == "cpu"
-    )
+    return Machine(gpu, ranks, local_ranks, between, known.hosts["default"], shared=device == "cpu")
 
 
 def mesh_here(

@@ -23,8 +23,8 @@ from onefold.data.text import Tokenizer
 from onefold.data.token_cache import Tokens, tokens_of
 from onefold.models.adapters import refuse_unmergeable, with_adapters
 from onefold.models.build import Loaded, checkpoint_activations, compile_blocks, load_on_first_rank
-from onefold.models.parallel import DATA, parallelize
 from onefold.models.names import kind_of
+from onefold.models.parallel import DATA, parallelize
 from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
 from onefold.plan.job import Job
