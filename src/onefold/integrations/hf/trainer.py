@@ -100,13 +100,26 @@ class TrainerMixin(_Host):
         self._onefold_given: Any = recipe
         self._onefold_figures: Figures | None = None
         self._onefold_parameters: int | None = None
+        self._onefold_made = False
         super().__init__(*args, **kwargs)
+        self._onefold_made = True
         if hasattr(self, "_dist"):  # TRL's, where it generates
             self._dist = WholeWeights(self.model)
         if getattr(self.args, "use_vllm", False):
             vllm.connect(self, self.vllm_bucket)
 
     # -- before the first batch --------------------------------------------------------------------
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether transformers has parallelized the model while it was loaded. False in `__init__`,
+        where Trainer would refuse to save such a model's optimizer, which Onefold does.
+        """
+        return self._onefold_made and self._onefold_parallelized
+
+    @is_distributed_loading_by_transformers.setter
+    def is_distributed_loading_by_transformers(self, value: bool) -> None:
+        self._onefold_parallelized = value
 
     def create_accelerator_and_postprocess(self) -> None:
         recipe = recipe_of(self._onefold_given, self.args)
