@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torchtitan.trainer
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.distributed import utils as dist_utils
@@ -242,6 +243,8 @@ def _recipe(config: Any) -> Recipe:
         )
     if config.training.mixed_precision_param == "bfloat16":
         options = {"precision": "bf16", "wire": "fp32"} | options
+    # As with FSDP: each rank counts the tokens of its own experts in buffers
+    options = {"sync_buffers": False} | options
     return Recipe.zero(**options)
 
 
@@ -297,6 +300,19 @@ def _norm_over_all_axes(parts: list[nn.Module]) -> Iterator[None]:
         dist_utils.clip_grad_norm_ = before
 
 
+def _whole_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Any, Any]]:
+    """Replace DTensors among the buffers by whole tensors on the meta device, as torchtitan's initial
+    values are whole. Returns where they were, and how they were placed.
+    """
+    placed = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, DTensor):
+                placed.append((module, name, buffer.device_mesh, buffer.placements))
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    return placed
+
+
 def _shard(model: nn.Module, recipe: Recipe, dims: Any) -> nn.Module:
     """Shard a model on the meta device, with torchtitan's initial values. Collective."""
 
@@ -312,9 +328,13 @@ def _shard(model: nn.Module, recipe: Recipe, dims: Any) -> nn.Module:
             # These hooks split fused weights (wqkv into wq, wk, wv), which no rank holds whole
             module._state_dict_hooks.clear()
             module._load_state_dict_pre_hooks.clear()
+    placed = _whole_buffers(model)
     mesh = dims.get_activated_mesh(_AXES)
     data = [name for name in _DATA if name in mesh.mesh_dim_names]
     onefold.shard(model, recipe, mesh=mesh, data=data, init=draw, device=device)
+    for owner, name, on, placements in placed:
+        buffer = owner._buffers[name]
+        owner._buffers[name] = distribute_tensor(buffer, on, placements, src_data_rank=None)
     # torchtitan calls both next, because it expects a model on the meta device
     model.to_empty = lambda **_: model  # type: ignore[method-assign]
     model.init_weights = lambda **_: None  # type: ignore[assignment]
