@@ -172,6 +172,7 @@ def over_axes(folder: str, names: list[str]) -> dict[str, dict[str, list[tuple[f
     """Losses and norms of torchtitan's trainer by FSDP2 and by Onefold, by its degrees."""
     start()
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
     import onefold
     from onefold.integrations.torchtitan import by_onefold
@@ -188,7 +189,13 @@ def over_axes(folder: str, names: list[str]) -> dict[str, dict[str, list[tuple[f
         for stage in (1, 3):
             trainer = by_onefold(config(folder, **AXES[name]), f'{{"stage": {stage}}}').build()
             (model,) = trainer.model_parts
-            onefold.load_full_state_dict(model, state, strict=False)
+            with torch.no_grad(), onefold.full_params(model, write=True):
+                for key, p in model.named_parameters():
+                    placed = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+                    value = state[key]
+                    p.copy_(
+                        distribute_tensor(value, *placed, src_data_rank=None) if placed else value
+                    )
             out[name][f"stage {stage}"] = watched(trainer)
     return out
 
