@@ -42,11 +42,19 @@ def config(folder: str, experts: bool = False, **degrees: int) -> Any:
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models import qwen3
+    from torchtitan.models.common.rope import CosSinRoPE
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
     from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
     made = qwen3_moe_debug() if experts else llama3_debugmodel()
     del made.model_spec.model.layers[2:]
+    if experts:
+        rope = CosSinRoPE.Config(dim=32, max_seq_len=4096, theta=1e6)
+        made.model_spec.model.layers = qwen3._build_qwen3_moe_layers(
+            fuse_qkv=True, n_layers=2, dim=256, n_heads=4, n_kv_heads=2, head_dim=32, moe_hidden_dim=32,
+            num_experts=8, top_k=2, attn_backend="flex", rope=rope, moe_comm_backend="standard",
+        )  # fmt: skip
     for layer in made.model_spec.model.layers:  # its FlexAttention has no backward pass on the CPU
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     made.training.local_batch_size = 2

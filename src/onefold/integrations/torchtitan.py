@@ -334,6 +334,7 @@ def _shard(model: nn.Module, recipe: Recipe, dims: Any) -> nn.Module:
     onefold.shard(model, recipe, mesh=mesh, data=data, init=draw, device=device)
     for owner, name, on, placements in placed:
         buffer = owner._buffers[name]
+        assert buffer is not None
         owner._buffers[name] = distribute_tensor(buffer, on, placements, src_data_rank=None)
     # torchtitan calls both next, because it expects a model on the meta device
     model.to_empty = lambda **_: model  # type: ignore[method-assign]

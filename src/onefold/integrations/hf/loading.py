@@ -110,13 +110,13 @@ def _on_data_axes(
     model: Any = on_meta(folder, kind, dtype, **options)
     if reason := read_whole(folder, model):
         raise ValueError(f"distributed_config= reads weights in parts, and {reason}")
-    _, meshes = initialize_distributed_mesh(config)
+    meshes: Any = initialize_distributed_mesh(config)[1]  # None: every size is 1
     if meshes is not None:
         model.config.distributed_config, model._mesh_manager = config, meshes
         # Trainer then neither moves nor wraps the model
         model._is_distributed_loading_by_transformers = True
         model._tp_size, model._fsdp_size = 1, config.fsdp_size
-    if config.ep_size > 1:
+    if meshes is not None and config.ep_size > 1:
         _, plan, _ = model._resolve_parallel_plans(config)
         apply_expert_parallelism(
             model,
