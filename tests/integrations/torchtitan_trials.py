@@ -41,8 +41,8 @@ def config(folder: str, experts: bool = False, **degrees: int) -> Any:
     utils.set_pg_timeouts = lambda **_: None  # by a barrier that gloo has not
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
-    from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models import qwen3
+    from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.common.rope import CosSinRoPE
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
     from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
@@ -192,7 +192,7 @@ def over_axes(folder: str, names: list[str]) -> dict[str, dict[str, list[tuple[f
         for module in model.modules():
             if isinstance(module, FSDPModule):  # gloo has no sum that divides
                 module.set_force_sum_reduction_for_comms(True)
-        state = {key: p.full_tensor().clone() for key, p in model.named_parameters()}
+        state = {key: p.full_tensor().detach().clone() for key, p in model.named_parameters()}
         out[name] = {"fsdp2": watched(trainer)}
         for stage in (1, 3):
             trainer = by_onefold(config(folder, **AXES[name]), f'{{"stage": {stage}}}').build()

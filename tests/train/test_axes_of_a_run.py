@@ -128,7 +128,9 @@ def test_tensor_parallel_runs_have_the_losses_of_data_parallel_ones_and_resume_a
         torch.testing.assert_close(divided[name], value, rtol=1e-3, atol=1e-4)
     plan = first["tp"]["plan"]
     assert (plan["axes"], plan["data_ranks"]) == ("dp 2 × tp 2", 2)
-    assert plan["over_axes"]["holders"]["blocks"] == 2 and plan["over_axes"]["zero_stage"] == 3
+    # Two ranks hold each part of what is divided, four each norm
+    holders = plan["over_axes"]["holders"].values()
+    assert (min(holders), max(holders), plan["over_axes"]["zero_stage"]) == (2, 4, 3)
 
 
 def test_runs_with_divided_experts_have_the_losses_of_data_parallel_ones(tmp_path: Path) -> None:
