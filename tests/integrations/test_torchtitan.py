@@ -47,10 +47,14 @@ def test_torchtitans_degrees_have_the_losses_and_norms_of_its_fsdp2(
     name: str, tmp_path: Path
 ) -> None:
     seen = run_ranks(4, over_axes, str(tmp_path), [name], fresh=True)[0][name]
-    theirs = flat(seen["fsdp2"])
-    assert len(set(theirs)) == 2 * STEPS
+    losses, norms = zip(*seen["fsdp2"], strict=True)
+    assert len(set(losses)) == len(set(norms)) == STEPS
     for stage in ("stage 1", "stage 3"):
-        assert flat(seen[stage]) == pytest.approx(theirs, rel=1e-5), stage
+        our_losses, our_norms = zip(*seen[stage], strict=True)
+        assert our_losses == pytest.approx(losses, rel=1e-5), stage
+        # A token between two experts goes to one or the other; FSDP2's replicas on gloo are 4e-5 apart
+        assert our_norms == pytest.approx(norms, rel=1e-3), stage
+    assert seen["stage 1"] == seen["stage 3"]
 
 
 def test_torchtitans_run_resumes_at_another_stage(tmp_path: Path) -> None:
