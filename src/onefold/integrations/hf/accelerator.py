@@ -7,7 +7,7 @@ a Trainer only evaluates, such as DPO's reference model or a reward model.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate import Accelerator
@@ -26,9 +26,11 @@ class ShardingAccelerator(Accelerator):
 
     Attributes:
         onefold_recipe: the recipe of the model that is trained.
+        onefold_model: a weak reference to it, once it is sharded.
     """
 
     onefold_recipe: Recipe
+    onefold_model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
     _onefold_once = False
 
     def prepare_model(
@@ -81,12 +83,12 @@ class ShardingAccelerator(Accelerator):
         """Return the first of the ranks that compute with each part of the data; [] if each has a
         part of its own.
         """
-        for model in filter(is_sharded, self._models):
-            mesh = onefold.engine_of(model).mesh
-            if mesh.several and len(mesh.ranks) == self.num_processes:
-                data = [mesh.data_of[rank] for rank in range(self.num_processes)]
-                return [data.index(at) for at in sorted(set(data))]
-        return []
+        model = self.onefold_model()
+        mesh = onefold.engine_of(model).mesh if model is not None else None
+        if mesh is None or not mesh.several or len(mesh.ranks) != self.num_processes:
+            return []
+        data = [mesh.data_of[rank] for rank in range(self.num_processes)]
+        return [data.index(at) for at in sorted(set(data))]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the state dict. Collective.

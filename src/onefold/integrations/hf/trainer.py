@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -143,6 +144,7 @@ class TrainerMixin(_Host):
             if self.args.torch_compile:
                 compile_blocks(model, self.args)
             loading.shard(model, self.recipe, self.args.device)
+        self.accelerator.onefold_model = weakref.ref(model)
         self.model_wrapped = self.accelerator.prepare_model(model)
 
     def _inner_training_loop(
