@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import weakref
@@ -129,6 +130,10 @@ class TrainerMixin(_Host):
         refuse_accelerator(self.accelerator)
         self.recipe = in_precision(recipe, str(self.accelerator.mixed_precision))
         adopt(self.accelerator, self.recipe)
+        # Trainer took it from the accelerator as it was before
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Do nothing: `onefold.shard` moves the model."""
