@@ -1,9 +1,9 @@
-"""ZeRO beside tensor parallelism, with activation checkpointing and compiled blocks.
+"""ZeRO beside tensor and expert parallelism, with activation checkpointing and compiled blocks.
 
-    torchrun --nproc-per-node 4 examples/several_axes.py               (2 data ranks x 2 of tensor parallelism)
+    torchrun --nproc-per-node 4 examples/several_axes.py               (2 ranks of tensor x 2 of expert parallelism)
     torchrun --nproc-per-node 8 examples/several_axes.py --tp 4 --stage 3
 
-The order is: tensor parallelism, checkpointing, compile, shard, optimizer.
+The order is: tensor parallelism, experts, checkpointing, compile, shard, optimizer.
 """
 
 import argparse
@@ -13,22 +13,41 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import onefold
 
-WIDTH, BLOCKS, STEPS = 64, 4, 20
+WIDTH, BLOCKS, EXPERTS, STEPS = 64, 2, 4, 20
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS, bias=False)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+    def divide_experts(self, mesh) -> None:
+        self.mesh = mesh
+        self.experts = nn.Parameter(distribute_tensor(self.experts, mesh, [Shard(0)]))
+
+    def forward(self, x):  # (tokens of this rank, width)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        weights = self.router(x).softmax(-1)
+        weights = weights * (weights == weights.amax(-1, keepdim=True))  # one expert for each token
+        # This rank computes its own experts, for the tokens of all ranks along the mesh
+        tokens, weights = (
+            DTensor.from_local(t, self.mesh, [Shard(0)])
+            .redistribute(placements=[Replicate()])
+            .to_local(grad_placements=[Partial()])
+            for t in (x, weights)
+        )
+        mine = weights.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()]
+        y = torch.einsum("tw,ewh,te->th", tokens, self.experts.to_local(), mine)
+        y = DTensor.from_local(y, self.mesh, [Partial()]).redistribute(placements=[Shard(0)])
+        return x + y.to_local()
 
 
 class Model(nn.Module):
@@ -37,7 +56,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, 1)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, y):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return F.mse_loss(self.head(x).squeeze(-1), y)
@@ -45,31 +64,28 @@ class Model(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--stage", type=int, default=2)
+    for name, default in (("--tp", 2), ("--ep", 2), ("--stage", 2)):
+        parser.add_argument(name, type=int, default=default)
     parser.add_argument("--compile", action="store_true")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    mesh = init_device_mesh(
-        device, (dist.get_world_size() // given.tp, given.tp), mesh_dim_names=("dp", "tp")
-    )
-
+    sizes = (dist.get_world_size() // (given.tp * given.ep), given.ep, given.tp)
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=("dp", "ep", "tp"))
     torch.manual_seed(0)
     model = Model().to(device)
     plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
-    if given.compile:
-        for block in model.blocks:
+    for block in model.blocks:
+        block.divide_experts(mesh["ep"])
+        if given.compile:
             block.compile()
-    model = onefold.shard(model, onefold.Recipe.zero(given.stage), mesh=mesh, data="dp")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    generator = torch.Generator().manual_seed(
-        mesh.get_local_rank("dp")
-    )  # data ranks differ, tp ranks do not
+    model = onefold.shard(model, onefold.Recipe.zero(given.stage), mesh=mesh, data=("dp", "ep"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    # Ranks along dp and ep have different samples, those along tp the same
+    generator = torch.Generator().manual_seed(dist.get_rank() // given.tp)
     for step in range(STEPS):
-        x = torch.randn(16, WIDTH, generator=generator).to(device)
+        x = torch.randn(64, WIDTH, generator=generator).to(device)
         loss = model(x, x.sum(-1).tanh())
         loss.backward()
         norm = onefold.clip_grad_norm_(model, 1.0)

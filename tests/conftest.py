@@ -403,7 +403,7 @@ SAMPLED = {
     "parallel/test_pipelines.py": 5,
     "parallel/test_tensor_parallel.py": 4,
     "parallel/test_transformers_plans.py": 6,
-    "parallel/test_transformers_trainer.py": 2,
+    "parallel/test_transformers_trainer.py": 3,
 }
 
 
@@ -456,6 +456,7 @@ ONLY_WITH_ALL = {
     "train/test_machines.py::test_a_run_loses_a_machine_goes_on_alone_takes_it_back_and_lets_it_leave",
     "train/test_run.py::test_compiled_blocks_give_the_same_losses",
     "train/test_starts.py::test_commands_say_nothing_on_their_standard_error_when_all_is_well",
+    "train/test_axes_of_a_run.py::test_runs_with_divided_experts_have_the_losses_of_data_parallel_ones",
 }
 
 

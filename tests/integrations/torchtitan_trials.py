@@ -34,23 +34,35 @@ def start() -> None:
         setattr(torch.cpu, name, lambda *_, value=value: value)
 
 
-def config(folder: str) -> Any:
-    """torchtitan's debug model, smaller, on data that is drawn."""
+def config(folder: str, experts: bool = False, **degrees: int) -> Any:
+    """torchtitan's debug model, smaller, on data that is drawn. `degrees`: of its parallelism."""
     from torchtitan.distributed import utils
 
     utils.set_pg_timeouts = lambda **_: None  # by a barrier that gloo has not
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.models import qwen3
     from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.common.rope import CosSinRoPE
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
+    from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
-    made = llama3_debugmodel()
+    made = qwen3_moe_debug() if experts else llama3_debugmodel()
     del made.model_spec.model.layers[2:]
+    if experts:
+        rope = CosSinRoPE.Config(dim=32, max_seq_len=4096, theta=1e6)
+        made.model_spec.model.layers = qwen3._build_qwen3_moe_layers(
+            fuse_qkv=True, n_layers=2, dim=256, n_heads=4, n_kv_heads=2, head_dim=32, moe_hidden_dim=32,
+            num_experts=8, top_k=2, attn_backend="flex", rope=rope, moe_comm_backend="standard",
+        )  # fmt: skip
     for layer in made.model_spec.model.layers:  # its FlexAttention has no backward pass on the CPU
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     made.training.local_batch_size = 2
     made.training.seq_len = 32
-    made.training.global_batch_size = 4 * dist.get_world_size()  # two micro-batches
+    data_ranks = dist.get_world_size() // degrees.get("tensor_parallel_degree", 1)
+    made.training.global_batch_size = 4 * data_ranks  # two micro-batches
+    for name, degree in degrees.items():
+        setattr(made.parallelism, name, degree)
     made.training.steps = STEPS
     made.training.disable_cuda_graphs = True
     made.training.mixed_precision_param = "float32"
@@ -152,6 +164,50 @@ def by_torchtitan(folder: str) -> dict[str, Any]:
     return out
 
 
+AXES: dict[str, dict[str, Any]] = {
+    "tp 2": {"tensor_parallel_degree": 2},
+    "two replicas": {"data_parallel_replicate_degree": 2},
+    "ep 2": {"experts": True, "expert_parallel_degree": 2},
+    "tp 2 and ep 4": {
+        "experts": True,
+        "tensor_parallel_degree": 2,
+        "expert_parallel_degree": 4,
+    },
+}
+
+
+def over_axes(folder: str, names: list[str]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Losses and norms of torchtitan's trainer by FSDP2 and by Onefold, by its degrees."""
+    start()
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    import onefold
+    from onefold.integrations.torchtitan import by_onefold
+
+    out: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for name in names:
+        trainer = config(folder, **AXES[name]).build()
+        (model,) = trainer.model_parts
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # gloo has no sum that divides
+                module.set_force_sum_reduction_for_comms(True)
+        state = {key: p.full_tensor().detach().clone() for key, p in model.named_parameters()}
+        out[name] = {"fsdp2": watched(trainer)}
+        for stage in (1, 3):
+            trainer = by_onefold(config(folder, **AXES[name]), f'{{"stage": {stage}}}').build()
+            (model,) = trainer.model_parts
+            with torch.no_grad(), onefold.full_params(model, write=True):
+                for key, p in model.named_parameters():
+                    placed = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+                    value = state[key]
+                    p.copy_(
+                        distribute_tensor(value, *placed, src_data_rank=None) if placed else value
+                    )
+            out[name][f"stage {stage}"] = watched(trainer)
+    return out
+
+
 def resumed(folder: str) -> dict[str, Any]:
     """A run of torchtitan's command, broken off and resumed at another stage, beside a whole one."""
     start()
@@ -183,8 +239,7 @@ def resumed(folder: str) -> dict[str, Any]:
 def refused(parsed: Any) -> dict[str, str]:
     """What a trainer says to each of these keys."""
     keys = {
-        "parallelism.tensor_parallel_degree": 2,
-        "parallelism.data_parallel_shard_degree": 2,
+        "parallelism.pipeline_parallel_degree": 2,
         "training.enable_cpu_offload": True,
         "training.disable_cuda_graphs": False,
         "checkpoint.last_save_in_hf": True,

@@ -23,6 +23,7 @@ from needed import skip_without
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import key_of, read_manifest
+from onefold.checkpoint.per_rank import stream_of
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.inspection.diff import differences
@@ -574,3 +575,15 @@ def test_what_another_mesh_cannot_have_is_told(tmp_path: Path) -> None:
                 assert data is None and anew in notes[0], f"{mesh}: {seen}"
                 words = f"each of its 2 ranks was elsewhere in its data, which cannot be divided among {case.dp}"
                 assert words in seen["position"] and seen["whole, residuals"] == 0
+
+
+def test_ranks_with_the_same_data_take_over_the_same_random_generators() -> None:
+    four, two_by_two = [0, 1, 2, 3], [0, 0, 1, 1]
+    # (whose generators a rank starts from, its number among the streams, how many were saved)
+    assert [stream_of(r, four, four) for r in range(4)] == [(r, r, 4) for r in range(4)]
+    assert [stream_of(r, two_by_two, two_by_two) for r in range(4)] == [(r, r, 4) for r in range(4)]
+    onto = [stream_of(r, two_by_two, four) for r in range(4)]
+    assert onto == [(0, 0, 4), (0, 0, 4), (1, 1, 4), (1, 1, 4)]
+    # From two streams to four: ranks 2 and 3 start from them too, and draw a new seed (number >= 2)
+    apart = [stream_of(r, four, two_by_two) for r in range(4)]
+    assert apart == [(0, 0, 2), (2, 1, 2), (0, 2, 2), (2, 3, 2)]

@@ -122,7 +122,7 @@ def test_each_part_for_slow_links_sends_what_its_formula_says_and_learns_the_sam
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_data_and_tensor_parallel_ranks_learn_together(stage: int) -> None:
+def test_ranks_of_tensor_and_expert_parallelism_learn_together(stage: int) -> None:
     lines = forked("several_axes.py", "--stage", str(stage), ranks=4).splitlines()
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines]
     norms = [float(line.split("norm ")[1]) for line in lines]

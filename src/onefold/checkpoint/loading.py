@@ -259,7 +259,7 @@ def _apply(
     else:
         engine.residuals.forget()
     if beside.random is not None:
-        per_rank.restore(beside.random, together.rank, beside.streams)
+        per_rank.restore(beside.random, beside.number, beside.streams)
     with together.each_rank():
         for name, value in values.items():
             things[name].load_state_dict(value)
@@ -280,12 +280,12 @@ class _Beside:
     """The values of a checkpoint for this rank, apart from weights and states.
 
     Attributes:
-        random: the state of random generators. streams: number of ranks whose generators were
-            saved.
+        random: the state of random generators. number, streams: see `per_rank.stream_of`.
         data: see `Loaded`.
     """
 
     random: dict[str, Any] | None = None
+    number: int = 0
     streams: int = 0
     extra: Any = None
     extra_state: dict[str, Any] = field(default_factory=dict)
@@ -293,13 +293,15 @@ class _Beside:
 
     @classmethod
     def of(cls, source: FolderSource, together: Together, rng: bool) -> _Beside:
-        streams, random = sum(item.kind == "rng" for item in source.records), None
+        saved = source.value("data_of") or list(range(sum(i.kind == "rng" for i in source.records)))
+        number, streams, random = 0, len(saved), None
         if rng and streams:
-            text = bytes(source.whole(Item("rng", str(together.rank % streams))).numpy())
+            whose, number, streams = per_rank.stream_of(together.rank, together.data_of, saved)
+            text = bytes(source.whole(Item("rng", str(whose))).numpy())
             random = decode(json.loads(text))
         extra, extra_state = source.value("extra"), source.value("extra_state") or {}
         data = _of_rank(source.value("data") or {"all": None}, together)
-        return cls(random, streams, extra, extra_state, data)
+        return cls(random, number, streams, extra, extra_state, data)
 
 
 def _of_rank(data: dict[str, Any], together: Together) -> Any:

@@ -381,6 +381,8 @@ def values_of(said: list[dict[str, Any]], data_of: Sequence[int]) -> dict[str, A
                 f"ranks {first} and {rank} compute with the same data, and were given different"
                 " positions in it (data=): give ranks that differ in no data axis the same."
             )
+    if len(set(data_of)) < len(data_of):
+        out["data_of"] = list(data_of)  # whose random generators belong together
     if data:
         found = [data[at][1] for at in sorted(data)]
         out["data"] = {"all": found[0]} if all(d == found[0] for d in found) else {"ranks": found}

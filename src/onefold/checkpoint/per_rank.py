@@ -3,7 +3,9 @@ feedback). This module saves it and loads it, also on another number of ranks.
 
 Random generators: rank r takes over the generators that rank r saved. A rank beyond the number of
 saved ranks starts from those of rank (r modulo that number) and draws a new seed from them. No two
-ranks then share a random stream, and a second load gives the same streams.
+ranks then share a random stream, and a second load gives the same streams. On a mesh, ranks that
+compute with the same data count as one here, unless the same ranks computed with the same data
+before: they must draw the same dropout.
 
 Residuals are what encoding a gradient lost, in fp32, per rank. They have the size of the encoded
 gradients: all of them on the first hop, a shard on the second. They are saved unchanged, with the
@@ -43,6 +45,19 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         **({here.type: state} if state is not None else {}),
     }
+
+
+def stream_of(rank: int, data_of: list[int], saved: list[int]) -> tuple[int, int, int]:
+    """Return (the rank whose saved generators `rank` starts from, its number among those that draw
+    different numbers, how many such streams were saved).
+
+    Args:
+        data_of: the number of each rank's data coordinate. saved: the same of the ranks that saved.
+    """
+    if data_of == saved:
+        return rank, rank, len(saved)
+    firsts = [saved.index(at) for at in sorted(set(saved))]
+    return firsts[data_of[rank] % len(firsts)], data_of[rank], len(firsts)
 
 
 def restore(state: dict[str, Any], rank: int, saved_ranks: int) -> None:

@@ -31,6 +31,7 @@ PANELS = {
     "stage": DIVISION,
     "micro_batch": "Batches and length",
     "lr": "Optimization",
+    "tp": "Other axes than data",
     "activation_checkpointing": "Memory and speed of the computation",
     "save_every": "What the run survives",
     "max_restarts": "Starting again, on several machines",

@@ -1,21 +1,26 @@
 """torchtitan on Onefold: torchtitan's trainer and configurations, with a recipe.
 
 torchrun ... -m torchtitan.train --module onefold.integrations.torchtitan
-    --config llama3_8b --recipe '{"stage": 3}'       # any configuration of torchtitan's dense models
+    --config llama3_8b --recipe '{"stage": 3}'       # any configuration of torchtitan's decoders
+    --parallelism.tensor_parallel_degree 2           # and its degrees, but pipelines
 
-Data, model, optimizer, schedule, loss and metrics are torchtitan's. Onefold shards the training
-state, reduces gradients and computes their norm.
+Data, model, optimizer, schedule, loss and metrics are torchtitan's, and so are tensor, expert and
+context parallelism. Onefold shards the training state, reduces gradients and computes their norm.
+
+    parallel_dims   (dp_replicate, dp_shard × cp, tp)  ─► onefold.shard(mesh=..., data=("dp_replicate", "fsdp"))
+                    (dp_replicate, efsdp, ep)          ─► experts are DTensors over ep: shard() finds their holders
 
 This module imports torchtitan. No other part of Onefold imports it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +28,11 @@ from typing import Any
 import torch
 import torchtitan.trainer
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.models import _supported_models
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
@@ -42,13 +50,9 @@ _READ = (
     "load_only",
     "enable_first_step_checkpoint",
 )
-_DEGREES = (
-    "data_parallel_replicate_degree",
-    "tensor_parallel_degree",
-    "context_parallel_degree",
-    "pipeline_parallel_degree",
-    "expert_parallel_degree",
-)
+#: The axes of torchtitan's dense mesh, and those whose ranks compute with different tokens. `fsdp`
+#: is dp_shard × cp.
+_AXES, _DATA = ["dp_replicate", "fsdp", "tp"], ("dp_replicate", "fsdp")
 
 
 class Checkpoints(BaseCheckpointManager):  # type: ignore[misc, unused-ignore]
@@ -146,27 +150,42 @@ class Trainer(torchtitan.trainer.Trainer):  # type: ignore[misc, unused-ignore]
         _refuse(config)
         spec = config.model_spec
 
-        def parallelize(model: nn.Module, *, ac_config: Any, dump_folder: str, **_: Any) -> Any:
+        def parallelize(
+            model: nn.Module, *, parallel_dims: Any, ac_config: Any, dump_folder: str, **_: Any
+        ) -> Any:
+            _divide(model, parallel_dims)
             if ac_config is not None:
                 ac_config.build(dump_folder=dump_folder).apply(model)
-            return _shard(model, recipe)
+            return _shard(model, recipe, parallel_dims)
 
         config.model_spec = dataclasses.replace(spec, parallelize_fn=parallelize)
         super().__init__(config)
         optimizers = self.optimizers
+
+        def step(*_: Any) -> None:
+            for hook in optimizers._optimizer_step_pre_hooks.values():  # balances experts' loads
+                hook(optimizers, (), {})
+            for each in optimizers.optimizers:
+                each.step()
+
         # torchtitan's container is itself a torch optimizer over all parameters, and Onefold cannot
         # probe its update. So step the optimizers inside.
-        optimizers.step = lambda *_: [each.step() for each in optimizers.optimizers]
+        optimizers.step = step
+
+    def train_step(self, data_iterator: Any) -> None:
+        with _norm_over_all_axes(self.model_parts):
+            super().train_step(data_iterator)
 
     def forward_backward_step(
         self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor
     ) -> torch.Tensor:
         """Run forward and backward with the loss scaled for a mean of gradients.
 
-        torchtitan sums the ranks' gradients, and Onefold averages them. So the loss of the backward
-        pass is multiplied by the number of ranks.
+        torchtitan sums the gradients of ranks with different tokens, and Onefold averages them. So
+        the loss of the backward pass is multiplied by their number.
         """
-        ranks = torch.distributed.get_world_size()
+        dims = self.parallel_dims
+        ranks = dims.dp_replicate * dims.dp_shard * dims.cp
         loss = super().forward_backward_step(
             input_dict=input_dict,
             labels=labels,
@@ -224,17 +243,17 @@ def _recipe(config: Any) -> Recipe:
         )
     if config.training.mixed_precision_param == "bfloat16":
         options = {"precision": "bf16", "wire": "fp32"} | options
+    # As with FSDP: each rank counts the tokens of its own experts in buffers
+    options = {"sync_buffers": False} | options
     return Recipe.zero(**options)
 
 
 def _refuse(config: Any) -> None:
     """Raise ValueError for settings of torchtitan that Onefold does not support."""
     parallelism, training = config.parallelism, config.training
+    stages = parallelism.pipeline_parallel_degree
     asked = {
-        f"parallelism.{n}={getattr(parallelism, n)}": getattr(parallelism, n) > 1 for n in _DEGREES
-    }
-    asked |= {
-        "parallelism.data_parallel_shard_degree": parallelism.data_parallel_shard_degree > 0,
+        f"parallelism.pipeline_parallel_degree={stages}": stages > 1,
         "parallelism.fsdp_reshard_after_forward": parallelism.fsdp_reshard_after_forward != "default",
         "parallelism.enable_fsdp_symm_mem": parallelism.enable_fsdp_symm_mem,
         f"parallelism.spmd_backend={parallelism.spmd_backend!r}": parallelism.spmd_backend != "partial_dtensor",
@@ -245,7 +264,6 @@ def _refuse(config: Any) -> None:
         "ChunkedLossWrapper (use its loss_fn)": isinstance(config.loss, ChunkedLossWrapper.Config),
         "a validator": config.validator.enable,
         "other checkpoints than its own": not isinstance(config.checkpoint, Checkpoints.Config),
-        "a hook behind the optimizer (mixtures of experts)": config.model_spec.post_optimizer_build_fn is not None,
     }  # fmt: skip
     plain = Checkpoints.Config()
     for field in dataclasses.fields(config.checkpoint):
@@ -258,7 +276,44 @@ def _refuse(config: Any) -> None:
         )
 
 
-def _shard(model: nn.Module, recipe: Recipe) -> nn.Module:
+def _divide(model: Any, dims: Any) -> None:
+    """Apply torchtitan's context, tensor and expert parallelism, as its models do before FSDP."""
+    if dims.cp_enabled:
+        # Before tensor parallelism, whose wrappers give attention local tensors
+        attention = [block.attention.inner_attention for block in model.layers.values()]
+        apply_cp_to_forward(attention, dims.get_mesh("cp"))
+    if dims.tp_enabled or dims.ep_enabled:
+        model.parallelize(dims)
+
+
+@contextlib.contextmanager
+def _norm_over_all_axes(parts: list[nn.Module]) -> Iterator[None]:
+    """Inside, torchtitan's trainer clips by Onefold's norm. Its own wants FSDP's DTensors."""
+
+    def clip(parameters: Any, max_norm: float, *_: Any, **options: Any) -> torch.Tensor:
+        return onefold.clip_grad_norm_(parts[0], max_norm)
+
+    before, dist_utils.clip_grad_norm_ = dist_utils.clip_grad_norm_, clip
+    try:
+        yield
+    finally:
+        dist_utils.clip_grad_norm_ = before
+
+
+def _whole_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Any, Any]]:
+    """Replace DTensors among the buffers by whole tensors on the meta device, as torchtitan's initial
+    values are whole. Returns where they were, and how they were placed.
+    """
+    placed = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, DTensor):
+                placed.append((module, name, buffer.device_mesh, buffer.placements))
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    return placed
+
+
+def _shard(model: nn.Module, recipe: Recipe, dims: Any) -> nn.Module:
     """Shard a model on the meta device, with torchtitan's initial values. Collective."""
 
     device = utils.get_local_device()
@@ -273,7 +328,14 @@ def _shard(model: nn.Module, recipe: Recipe) -> nn.Module:
             # These hooks split fused weights (wqkv into wq, wk, wv), which no rank holds whole
             module._state_dict_hooks.clear()
             module._load_state_dict_pre_hooks.clear()
-    onefold.shard(model, recipe, init=draw, device=device)
+    placed = _whole_buffers(model)
+    mesh = dims.get_activated_mesh(_AXES)
+    data = [name for name in _DATA if name in mesh.mesh_dim_names]
+    onefold.shard(model, recipe, mesh=mesh, data=data, init=draw, device=device)
+    for owner, name, on, placements in placed:
+        buffer = owner._buffers[name]
+        assert buffer is not None
+        owner._buffers[name] = distribute_tensor(buffer, on, placements, src_data_rank=None)
     # torchtitan calls both next, because it expects a model on the meta device
     model.to_empty = lambda **_: model  # type: ignore[method-assign]
     model.init_weights = lambda **_: None  # type: ignore[assignment]

@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onefold.plan.schema import ACTIVATIONS, LOGITS
+from onefold.runtime.boxes import local_of
 from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -170,7 +171,9 @@ class Activations:
     def _enter(self, t: torch.Tensor) -> int | None:
         """Count the storage behind `t`. Returns its key, or None if it is not an activation."""
         with disable_torch_function():
-            storage = t.untyped_storage()
+            # A DTensor has no memory of its own, and its part may be on its way
+            local = local_of(t)
+            storage = getattr(local, "elem", local).untyped_storage()
             address = storage.data_ptr()
             if (
                 address in self._excluded

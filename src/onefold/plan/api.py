@@ -19,12 +19,14 @@ from onefold.device import available, default_device, device_count, free_memory,
 from onefold.machine.calibration import Calibration, CalibrationError
 from onefold.memory.pool import free_host_memory
 from onefold.plan import hardware
-from onefold.plan.degrees import Schedule
+from onefold.plan.degrees import Degrees, Schedule, check
 from onefold.plan.evaluate import Candidate
 from onefold.plan.formulas import Convention
 from onefold.plan.hardware import Gpu, Machine
 from onefold.plan.job import Job
+from onefold.plan.mesh_account import MeshAccount, MeshQuestion, account_of
 from onefold.plan.mesh_search import MeshPlan, plan_over_axes
+from onefold.plan.modules import model_shape
 from onefold.plan.planner import Plan
 from onefold.plan.planner import plan as _plan
 from onefold.plan.shapes import ModelShape
@@ -78,13 +80,48 @@ def machine_here(
     except (CalibrationError, ValueError, OSError):
         measured = False
     if not measured:
-        known = hardware.builtin()
-        between = known.link("100g") if ranks > local_ranks else None
-        gpu = Gpu("here", "this machine", free, {"fp32": 1e12}, 1.0, 1e10, 1e9, 1e9)
-        host, shared = known.hosts["default"], device == "cpu"
-        found = Machine(gpu, ranks, local_ranks, between, host, shared=shared)
+        found = _unmeasured(ranks, local_ranks, free, device)
     host = replace(found.host, memory=beside.host).with_room(beside.tier, beside.disk)
     return replace(found, gpu=replace(found.gpu, capacity=free), host=host), measured
+
+
+def _unmeasured(ranks: int, local_ranks: int, free: int, device: str) -> Machine:
+    """Return this machine without its speeds."""
+    known = hardware.builtin()
+    between = known.link("100g") if ranks > local_ranks else None
+    gpu = Gpu("here", "this machine", free, {"fp32": 1e12}, 1.0, 1e10, 1e9, 1e9)
+    return Machine(gpu, ranks, local_ranks, between, known.hosts["default"], shared=device == "cpu")
+
+
+def mesh_here(
+    model: nn.Module,
+    job: Job,
+    *,
+    tp: int,
+    ep: int,
+    ranks: int,
+    local_ranks: int,
+    free: int,
+    device: str,
+    stages: tuple[int, ...],
+) -> tuple[ModelShape, tuple[MeshAccount, ...]]:
+    """Return a transformer's shape, and the account of a mesh of this machine at each stage: bytes
+    alone, since measured speeds are not by axis. Not collective.
+
+    Args:
+        model: a model that is not parallelized yet.
+        free: free bytes of a rank, on the rank that has least.
+
+    Raises:
+        ValueError: the model's dimensions are not known, or such a mesh is not possible for it.
+    """
+    shape = model_shape(model, job.units, seq=job.seq)
+    machine = _unmeasured(ranks, local_ranks, int(free * USABLE), device)
+    degrees = Degrees.on(ranks, tp=tp, ep=ep, sequence_parallel=False)
+    check(degrees, shape, machine)
+    question = MeshQuestion(shape, machine, job)
+    rows = tuple(account_of(question, degrees, stage, job.checkpointing) for stage in stages)
+    return shape, tuple(replace(row, seconds={}, mfu=0.0) for row in rows)
 
 
 def plan_here(

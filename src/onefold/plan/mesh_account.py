@@ -87,7 +87,7 @@ class MeshAccount:
         sent: bytes of the rank that sends most, by axis and kind (`collectives.sent`).
         wire: bytes of gathers and reductions of the stage that holds most, exactly, by move.
         bubble: the share of a step that a rank waits for the pipeline.
-        seconds: by `SECONDS`. tokens: of a step.
+        seconds: by `SECONDS`; {} if no speeds are known. tokens: of a step.
     """
 
     degrees: Degrees
@@ -161,7 +161,7 @@ class MeshAccount:
             "bubble": self.bubble,
             "seconds": dict(self.seconds),
             "tokens": self.tokens,
-            "tokens_per_s": self.tokens / self.seconds["step"],
+            "tokens_per_s": self.tokens / self.seconds["step"] if self.seconds else 0.0,
             "mfu": self.mfu,
         }
 

@@ -246,15 +246,36 @@ class _AsDTensor(torch.autograd.Function):
 
         ctx.box = box
         ctx.set_materialize_grads(False)
-        plain = local.view_as(local)
         made: torch.Tensor = DTensor(
-            plain, box.spec(local.dtype), requires_grad=local.requires_grad
+            _again(local), box.spec(local.dtype), requires_grad=local.requires_grad
         )
         return made
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return None if grad is None else local_gradient(grad, ctx.box), None
+
+
+#: The modes by which torch's selective checkpointing sees operations.
+_SELECTIVE = {"_CachingTorchDispatchMode", "_CachedTorchDispatchMode"}
+
+
+def _again(local: torch.Tensor) -> torch.Tensor:
+    """Return another tensor over the same memory.
+
+    Selective checkpointing does not see it. It counts the operations of a region and wants the same
+    ones in the recomputation, where wrappers may be made at other times.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        from torch.utils._python_dispatch import (
+            _disable_current_modes,
+            _get_current_dispatch_mode_stack,
+        )
+
+        if any(type(mode).__name__ in _SELECTIVE for mode in _get_current_dispatch_mode_stack()):
+            with _disable_current_modes():
+                return local.view_as(local)
+    return local.view_as(local)
 
 
 def dtensor_over(local: torch.Tensor, spec: Any) -> torch.Tensor:

@@ -4,22 +4,25 @@
 The first rank traces the model and asks the plan (`onefold.plan`); the others take its answer. One
 rank uses stage 0, because there is nothing to divide. A model whose code cannot be traced is judged
 by its states alone. The plan accounts for offloaded state (plan/offloaded.py).
+
+With tensor or expert parallelism the plan counts over axes, from the model's dimensions.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from onefold.memory.pool import free_host_memory
-from onefold.plan.api import USABLE, Beside, plan_here
+from onefold.plan.api import USABLE, Beside, mesh_here, plan_here
 from onefold.plan.evaluate import Candidate
 from onefold.plan.formulas import transformer_flops_per_token
 from onefold.plan.job import Job
+from onefold.plan.mesh_account import MeshAccount
 from onefold.plan.modules import model_shape
 from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.schema import Account
@@ -39,6 +42,7 @@ class Choice:
             its states alone.
         available: bytes that the run may use on the rank that has the least.
         predicted: the account of the chosen stage, None if the model could not be traced.
+        mesh: the same over axes, if tensor or expert parallelism divides the model too.
         flops_per_token: model FLOPs. peak_flops: measured FLOP/s of a rank's hardware, None if
             nobody measured it.
         notes: assumptions of the plan.
@@ -53,6 +57,7 @@ class Choice:
     flops_per_token: float | None = None
     peak_flops: float | None = None
     notes: tuple[str, ...] = ()
+    mesh: MeshAccount | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Asked:
         job: what is trained, with all arguments of `Recipe.zero` except the stage.
         ranks, local_ranks: in all, and on this machine. free: bytes on the rank that has the least.
         device: the device's type.
+        tp, ep: tensor-parallel ranks; data-parallel ranks with different experts.
     """
 
     stage: str
@@ -72,6 +78,8 @@ class Asked:
     local_ranks: int
     free: int
     device: str
+    tp: int = 1
+    ep: int = 1
 
     def says(self, *panels: str) -> bool:
         """Whether an option of these panels is given. Not every stage supports those options."""
@@ -101,6 +109,11 @@ def choose(model: nn.Module, asked: Asked) -> Choice:
     Raises TrainError for a batch that does not divide, units that do not exist, or state that no
     stage can store on the tier that was asked for.
     """
+    if asked.tp > 1 or asked.ep > 1:
+        try:
+            return _over_axes(model, asked)
+        except ValueError as error:
+            raise TrainError(str(error)) from None
     try:
         return _planned(model, asked)
     except TrainError:
@@ -151,6 +164,54 @@ def _planned(model: nn.Module, asked: Asked) -> Choice:
         machine.peak(job.precision or "fp32") if machine.measured is not None else None,
         tuple(notes),
     )
+
+
+#: Samples at once that --micro-batch auto looks at, with axes.
+_SIZES = tuple(2**n for n in range(8))
+
+
+def _over_axes(model: nn.Module, asked: Asked) -> Choice:
+    """Choose by the account over axes. Raises ValueError: these axes are not possible for it."""
+    job, stages = asked.job, tuple(asked.stages())
+    count = asked.ranks // asked.tp
+
+    def rows(samples: int) -> tuple[MeshAccount, ...]:
+        batch = job.global_batch or samples * count
+        return mesh_here(
+            model, replace(job, micro_batch=samples, global_batch=batch), tp=asked.tp, ep=asked.ep,
+            ranks=asked.ranks, local_ranks=asked.local_ranks, free=asked.free, device=asked.device, stages=stages,
+        )[1]  # fmt: skip
+
+    shape, _ = mesh_here(
+        model, replace(job, micro_batch=1, global_batch=count), tp=asked.tp, ep=asked.ep, ranks=asked.ranks,
+        local_ranks=asked.local_ranks, free=asked.free, device=asked.device, stages=stages[:1],
+    )  # fmt: skip
+    each = job.global_batch // count if job.global_batch else 0
+    sizes = [n for n in _SIZES if not each or each % n == 0]
+    found = rows(job.micro_batch or 1)
+    chosen = next((row for row in found if row.fits), found[-1])
+    for samples in () if job.micro_batch else sizes[1:]:
+        larger = next(row for row in rows(samples) if row.zero == chosen.zero)
+        if not larger.fits:
+            break
+        chosen = larger
+    needed = {row.zero: row.peak_bytes for row in rows(chosen.micro_batch)}
+    peak = f"{readable(chosen.peak_bytes)} of {readable(chosen.usable)} a rank may use"
+    if not chosen.fits:
+        reason = f"stage {chosen.zero} needs {peak} at peak: it may run out of memory"
+    elif asked.stage != "auto":
+        reason = f"stage {chosen.zero}, as asked, on {chosen.degrees}: its peak takes {peak}"
+    else:
+        reason = (
+            f"stage {chosen.zero}, the lowest that fits on {chosen.degrees}: its peak takes {peak}"
+        )
+    notes = ["over axes activations are counted from dimensions, as fused kernels keep them"]
+    if asked.says(TIERS, NODES):
+        notes.append("over axes the plan does not count groups, codecs and state off the device")
+    flops = transformer_flops_per_token(shape.active_numel, shape.transformer, job.seq)
+    return Choice(
+        chosen.zero, chosen.micro_batch, reason, needed, chosen.usable, flops_per_token=flops, notes=tuple(notes), mesh=chosen,
+    )  # fmt: skip
 
 
 def _why(asked: Asked, chosen: Candidate, needed: Mapping[int, int], fits: bool) -> str:

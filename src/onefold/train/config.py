@@ -201,6 +201,14 @@ class TrainConfig(_RecipeOptions):
     seed: CountFrom0 = 0
     """Decides initial weights, data order, held-out data and dropout."""
 
+    # other axes than data
+    tp: Count = 1
+    """Tensor-parallel ranks that divide each layer, by transformers' plan for the model."""
+    ep: Count = 1
+    """Data-parallel ranks with different experts; each expert is whole on a rank."""
+    pp: Count = 1
+    """Stages of a pipeline. Only 1: see docs/pipelines.md for a loop of your own."""
+
     # memory and speed of the computation
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute blocks in backward: every block (full) or every second one (selective)."""
@@ -310,11 +318,31 @@ class TrainConfig(_RecipeOptions):
                     f"--{name.replace('_', '-')} is about adapters, and there are none: add --lora"
                     " 16, or leave it out."
                 )
+        self._refuse_axes()
         if self.steps is not None and self.epochs is not None:
             raise ValueError(
                 "both steps and epochs are given; they say the same thing, so give one."
             )
         return self
+
+    def _refuse_axes(self) -> None:
+        """Raise ValueError for options that do not go with other axes than data."""
+        if self.pp > 1:
+            raise ValueError(
+                f"--pp {self.pp}: onefold train runs no pipeline. Cut the model into stages in a loop"
+                " of your own, with onefold.parallel.PipelineStage, as docs/pipelines.md shows; here"
+                " use --tp, --ep or a higher --stage."
+            )
+        axes = " ".join(
+            f"--{name} {size}" for name, size in (("tp", self.tp), ("ep", self.ep)) if size > 1
+        )
+        given = (
+            (self.lora is not None, f"--lora {self.lora}", "adapters need whole layers"),
+            (self.compile, "--compile", "torch's compiler fails on redistributed inputs"),
+        )
+        for there, option, why in given:
+            if axes and there:
+                raise ValueError(f"{axes} beside {option}: {why}; leave one of the two out.")
 
     def recipe(self, stage: int) -> Recipe:
         """Return the recipe of the run at `stage`. Raises ValueError if there is no such recipe."""

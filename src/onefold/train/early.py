@@ -2,6 +2,7 @@
 takes minutes. They change nothing.
 
     check_early      tokenizer, NVMe folders, --resume, data and model exist and can be read
+    data_ranks       the axes divide the ranks; how many compute with different samples
     check_batch      the global batch can be cut on these ranks
     refuse_groups    groups divide the ranks
 """
@@ -23,7 +24,8 @@ from onefold.wording import TrainError
 
 
 def accumulation_steps(global_batch: int, micro_batch: int, world_size: int) -> int:
-    """Return the micro-batches that a rank computes per optimizer step.
+    """Return the micro-batches that a rank computes per optimizer step. `world_size`: of the ranks
+    that compute with different samples.
     Raises TrainError if the global batch does not divide.
     """
     at_once = micro_batch * world_size
@@ -81,11 +83,35 @@ def check_lora(config: TrainConfig) -> None:
             raise TrainError("--merge is about adapters, and there are none: add --lora 16.")
 
 
+def data_ranks(config: TrainConfig, ranks: int) -> int:
+    """Return how many of the ranks compute with different samples. Raises TrainError if --tp does not
+    divide the ranks, or --ep these.
+    """
+    found, rest = divmod(ranks, config.tp)
+    if rest:
+        raise TrainError(
+            f"--tp {config.tp} does not divide {ranks} ranks: use {_divisors(ranks)}, or another"
+            " number of ranks."
+        )
+    if found % config.ep:
+        raise TrainError(
+            f"--ep {config.ep} does not divide the {found} data-parallel ranks: use"
+            f" {_divisors(found)}."
+        )
+    return found
+
+
+def _divisors(number: int) -> str:
+    found = [str(n) for n in range(1, number + 1) if number % n == 0]
+    return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
+
+
 def check_batch(config: TrainConfig, ranks: int) -> None:
     """Raise TrainError if the global batch cannot be cut on these ranks.
     A resumed run is not checked: it takes the global batch from the checkpoint, and a micro-batch
     that divides it.
     """
+    ranks = data_ranks(config, ranks)
     if config.global_batch is not None and config.resume == "none":
         accumulation_steps(
             config.global_batch, 1 if config.micro_batch == "auto" else config.micro_batch, ranks
@@ -125,6 +151,7 @@ def refuse_groups(config: TrainConfig, ranks: int) -> None:
     """Raise TrainError for groups that do not divide the ranks."""
     from onefold.layout import Topology
 
+    ranks = data_ranks(config, ranks)
     for name in ("group", "shard_group"):
         size = getattr(config, name)
         if isinstance(size, int):

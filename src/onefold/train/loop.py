@@ -174,7 +174,8 @@ class _Loop:
         seconds = [own if rank == ranks.rank else 0.0 for rank in range(ranks.world_size)]
         total, *said = ranks.sum(loss, *(float(kind in asked) for kind in kinds), *seconds)
         stopping = sum(kind for kind, count in zip(kinds, said, strict=False) if count)
-        return _Told(total, Stop(stopping), said[len(kinds) :])
+        # Ranks that divide the layers have the same loss
+        return _Told(total / self.run.part.copies, Stop(stopping), said[len(kinds) :])
 
     def _where(self, step: int, before: dict[str, Any]) -> str:
         repeat = partial(forward_backward, self.run, self.feed, step)

@@ -23,6 +23,8 @@ from onefold.data.text import Tokenizer
 from onefold.data.token_cache import Tokens, tokens_of
 from onefold.models.adapters import refuse_unmergeable, with_adapters
 from onefold.models.build import Loaded, checkpoint_activations, compile_blocks, load_on_first_rank
+from onefold.models.names import kind_of
+from onefold.models.parallel import DATA, parallelize
 from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
 from onefold.plan.job import Job
@@ -35,6 +37,7 @@ from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
 from onefold.train.early import (
     accumulation_steps,
+    data_ranks,
     micro_batch_that_divides,
     refuse_frozen,
     refuse_groups,
@@ -157,11 +160,28 @@ def steps_of(trace: str | None, steps: int) -> tuple[int, int]:
     return first - 1, last - 1
 
 
+@dataclass(frozen=True)
+class DataPart:
+    """The part of each batch that this rank computes: number `number` of `count`. Each part is
+    computed by `copies` ranks, which divide the layers (tensor parallelism).
+    """
+
+    number: int
+    count: int
+    copies: int = 1
+
+    @classmethod
+    def of(cls, config: TrainConfig, ranks: Ranks) -> DataPart:
+        """Return the part of this rank. Raises TrainError if the axes do not divide the ranks."""
+        return cls(ranks.rank // config.tp, data_ranks(config, ranks.world_size), config.tp)
+
+
 @dataclass
 class Run:
     """A run that is ready to step.
 
     Attributes:
+        part: the part of each batch that this rank computes.
         start: steps done before this start of the run. earlier: the extra values of the checkpoint
             that this start resumes from (`checkpoints.kept_beside`).
         stopped: why the steps ended before the last one.
@@ -169,6 +189,7 @@ class Run:
 
     config: TrainConfig
     ranks: Ranks
+    part: DataPart
     loaded: Loaded
     data: Data
     choice: Choice
@@ -199,8 +220,9 @@ def prepare(
     """
     if point is not None:
         optimizers.refuse_another(config, point.extra, point.path)
+    part = DataPart.of(config, ranks)
     if point is not None and point.global_batch is not None:
-        config = _with_global_batch(config, point.global_batch, ranks, note)
+        config = _with_global_batch(config, point.global_batch, part.count, note)
     refuse_groups(config, ranks.world_size)
     free = ranks.least(ranks.free_memory())
     note(f"reading {config.data}")
@@ -235,8 +257,8 @@ def prepare(
         # The key-value cache is useless in training; `results.sample` turns it on
         model.config.use_cache = False
     choice = _choice(config, ranks, model, int(free), note)
-    global_batch = config.global_batch or choice.micro_batch * ranks.world_size
-    accumulation = accumulation_steps(global_batch, choice.micro_batch, ranks.world_size)
+    global_batch = config.global_batch or choice.micro_batch * part.count
+    accumulation = accumulation_steps(global_batch, choice.micro_batch, part.count)
     order = data.order(global_batch, config.seed)
     steps = config.steps or DEFAULT_STEPS
     if config.epochs is not None:
@@ -249,7 +271,7 @@ def prepare(
     try:
         recipe = config.recipe(choice.stage)
         note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
-        model = _sharded(loaded, recipe, config.seed, ranks.device)
+        model = _sharded(loaded, recipe, config, ranks)
     except (ValueError, TierError) as error:
         raise TrainError(str(error)) from error
     if config.merge:
@@ -258,31 +280,57 @@ def prepare(
         compile_blocks(model)
     optimizer = _optimizer(config, model, no_decay, by_muon, ranks)
     scaler = onefold.GradScaler(model) if config.precision == "fp16" else None
-    # Everything drawn before this line is the same on all ranks; from here on dropout differs.
-    torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))
+    # Everything drawn before this line is the same on all ranks; from here on dropout differs, but
+    # between ranks that compute with the same samples
+    torch.manual_seed(config.seed + 1_000_003 * (part.number + 1))
     factor = lr_factor(config.schedule, steps, config.warmup, config.min_lr)
     return Run(
-        config, ranks, loaded, data, choice, recipe, model, optimizer, scaler, order, steps, accumulation, factor, trained, frozen
+        config, ranks, part, loaded, data, choice, recipe, model, optimizer, scaler, order, steps, accumulation, factor, trained, frozen
     )  # fmt: skip
 
 
-def _sharded(loaded: Loaded, recipe: onefold.Recipe, seed: int, device: torch.device) -> nn.Module:
+def _sharded(
+    loaded: Loaded, recipe: onefold.Recipe, config: TrainConfig, ranks: Ranks
+) -> nn.Module:
     """Shard the model, with the weights of rank 0 or of the model's folder. Collective."""
     model: Any = loaded.module
-    if loaded.weights is None:
-        return onefold.shard(model, recipe, device=device)
+    device, more = ranks.device, dict[str, Any]()
+    whole: dict[str, torch.Tensor] | None = None
+    if config.tp > 1 or config.ep > 1:
+        # Each rank needs values for its own parts, or none: the first rank's wait beside the model
+        if loaded.weights is None and kind_of(config.model) != "factory" and ranks.world_size > 1:
+            whole = dict(model.state_dict()) if ranks.is_first else {}
+            _to_meta(model)
+        _, mesh = parallelize(model, device, ranks.world_size, tp=config.tp, ep=config.ep)
+        more = {"mesh": mesh, "data": DATA}
+    if loaded.weights is None and whole is None:
+        return onefold.shard(model, recipe, device=device, **more)
     # Weights that the folder lacks (a new head, say) are drawn as in transformers, from the seed
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return onefold.shard(
-            model, recipe, device=device, init=model._init_weights, weights=loaded.weights
+        torch.manual_seed(config.seed)
+        model = onefold.shard(
+            model, recipe, device=device, init=model._init_weights, weights=loaded.weights, **more
         )
+    if whole is not None:
+        onefold.load_full_state_dict(model, whole)
+    return model
+
+
+def _to_meta(model: nn.Module) -> None:
+    """Move the parameters to the meta device. Buffers stay: the first rank's are sent."""
+    moved: dict[int, nn.Parameter] = {}  # a tied weight stays one
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and not p.is_meta:
+                meta = moved.setdefault(id(p), nn.Parameter(p.to("meta"), p.requires_grad))
+                module._parameters[name] = meta
 
 
 def _with_global_batch(
-    config: TrainConfig, global_batch: int, ranks: Ranks, note: Callable[[str], None]
+    config: TrainConfig, global_batch: int, ranks: int, note: Callable[[str], None]
 ) -> TrainConfig:
     """Return `config` with the global batch of the resumed run, and a micro-batch that divides it.
+    `ranks`: those that compute with different samples.
     Raises TrainError if the options ask for another global batch, or these ranks cannot share it.
     """
     if config.global_batch not in (None, global_batch):
@@ -292,11 +340,11 @@ def _with_global_batch(
             " the exported model (--model)."
         )
     wanted = config.micro_batch if config.micro_batch != "auto" else global_batch
-    micro_batch = micro_batch_that_divides(wanted, global_batch, ranks.world_size)
+    micro_batch = micro_batch_that_divides(wanted, global_batch, ranks)
     if config.micro_batch == "auto" or micro_batch == wanted:
         return config.model_copy(update={"global_batch": global_batch})
     note(
-        f"micro-batches of {micro_batch} instead of {wanted}, so that {ranks.world_size} ranks"
+        f"micro-batches of {micro_batch} instead of {wanted}, so that {ranks} ranks"
         f" share the global batch of {global_batch}"
     )
     return config.model_copy(update={"global_batch": global_batch, "micro_batch": micro_batch})
@@ -322,6 +370,8 @@ def _choice(
         ranks.local_world_size,
         free,
         ranks.device.type,
+        config.tp,
+        config.ep,
     )
     note("planning: what each stage would hold")
     return ranks.on_first(lambda: choose(model, asked))

@@ -103,11 +103,13 @@ class ConsoleReporter(Reporter):
     def _plan(self, plan: dict[str, Any]) -> None:
         self._steps, self._borders = plan["steps"], plan["borders"]
         facts = Table.grid(padding=(0, 2))
-        micro, ranks, times = plan["micro_batch"], plan["ranks"], plan["accumulation"]
-        batch = f"{micro} x {ranks} ranks x {times} accumulated"
+        micro, ranks, times = plan["micro_batch"], plan["data_ranks"], plan["accumulation"]
+        kind = "ranks" if ranks == plan["ranks"] else "data-parallel ranks"
+        batch = f"{micro} x {ranks} {kind} x {times} accumulated"
         for label, value in (
             ("model", f"{plan['model']}, {plan['parameters']:,} parameters ({plan['trained']:,} trained)"),
             ("data", f"{plan['data']}: {plan['samples']:,} sequences of up to {plan['seq']} tokens, {plan['held_out']:,} held out"),
+            ("axes", plan["axes"]),
             ("ranks", f"{plan['ranks']} on {plan['device']} over {plan['backend']}, {plan['threads']} threads each"),
             ("batch", f"{plan['global_batch']} sequences a step = {batch}"),
             ("length", f"{plan['steps']} steps, {plan['epochs']:.2f} epochs, {plan['schedule']}"),
@@ -294,6 +296,8 @@ def describe(run: Run) -> dict[str, Any]:
         "samples": len(run.data.train),
         "held_out": len(run.data.held_out),
         "ranks": ranks.world_size,
+        "data_ranks": run.part.count,
+        "axes": str(choice.mesh.degrees) if choice.mesh is not None else "",
         "device": str(ranks.device.type),
         "backend": ranks.backend,
         "threads": torch.get_num_threads(),
@@ -302,6 +306,7 @@ def describe(run: Run) -> dict[str, Any]:
         "needed": {str(stage): size for stage, size in choice.needed.items()},
         "available": choice.available,
         "predicted": choice.predicted.to_json() if choice.predicted else None,
+        "over_axes": choice.mesh.to_json() if choice.mesh is not None else None,
         "notes": list(choice.notes),
         "recipe": run.recipe.describe(),
         "tiers": {row: getattr(run.recipe, row).tier.value for row in rows},

@@ -1,7 +1,7 @@
 """The parts of one step: gradients, their norm, the update; and the loss on held-out samples.
 
-The engine averages gradients over ranks, as DDP does. Each rank therefore multiplies its loss by
-the number of ranks. The result is the gradient of the mean over all counted tokens of the global
+The engine averages gradients over the data-parallel ranks, as DDP does. Each rank therefore
+multiplies its loss by their number. The result is the gradient of the mean over all counted tokens of the global
 batch, however the batch is cut into micro-batches and ranks.
 """
 
@@ -29,8 +29,8 @@ def forward_backward(
     Returns (this rank's part of the loss, in fp32 on the device; tokens of the whole global batch).
     `each` is called after every micro-batch.
     """
-    samples, ranks = run.data.train, run.ranks
-    cut = (ranks.rank, ranks.world_size, run.choice.micro_batch)
+    samples, place = run.data.train, run.part
+    cut = (place.number, place.count, run.choice.micro_batch)
     mine = run.order.micro_batches(step, *cut)
     counted = samples.counts(run.order.at(step))
     tokens = 0
@@ -44,14 +44,14 @@ def forward_backward(
         elif feed.is_ahead and step + 1 < run.steps:
             feed.send_ahead(run.order.micro_batches(step + 1, *cut)[0])
         with contextlib.nullcontext() if last else onefold.no_sync(run.model):
-            loss = loss_of(run.model, batch, ranks.device)
+            loss = loss_of(run.model, batch, run.ranks.device)
             part = loss * (samples.counts(chosen) / counted)
-            scaled = part * ranks.world_size
+            scaled = part * place.count
             (scaled if run.scaler is None else run.scaler.scale(scaled)).backward()
         loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
         each()
     assert loss_sum is not None
-    return loss_sum, tokens * ranks.world_size
+    return loss_sum, tokens * place.count
 
 
 def measure_gradients(run: Run) -> torch.Tensor:
@@ -124,7 +124,7 @@ def held_out_loss(run: Run) -> float:
     """
     total = counted = 0.0
     samples, ranks = run.data.held_out, run.ranks
-    cut = (ranks.rank, ranks.world_size, run.choice.micro_batch)
+    cut = (run.part.number, run.part.count, run.choice.micro_batch)
     run.model.eval()
     try:
         with torch.no_grad():

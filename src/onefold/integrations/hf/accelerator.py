@@ -7,10 +7,11 @@ a Trainer only evaluates, such as DPO's reference model or a reward model.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 import onefold
@@ -25,9 +26,12 @@ class ShardingAccelerator(Accelerator):
 
     Attributes:
         onefold_recipe: the recipe of the model that is trained.
+        onefold_model: a weak reference to it, once it is sharded.
     """
 
     onefold_recipe: Recipe
+    onefold_model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
+    _onefold_once = False
 
     def prepare_model(
         self,
@@ -51,6 +55,40 @@ class ShardingAccelerator(Accelerator):
         """Inside, gradients stay local if the recipe reduces them at the boundary."""
         with onefold.no_sync(model) if is_sharded(model) else super().no_sync(model):
             yield
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather as accelerate does, but rows of ranks that compute with the same data once.
+
+        accelerate would count each of them, and cut a last batch at the wrong place.
+        """
+        self._onefold_once = True
+        try:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        finally:
+            self._onefold_once = False
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather a tensor, or tensors, from all ranks. Collective."""
+        gathered = super().gather(tensor)
+        firsts = self._first_of_each_data_rank() if self._onefold_once else []
+        if not firsts:
+            return gathered
+
+        def once(t: Tensor) -> Tensor:
+            return t.view(self.num_processes, -1, *t.shape[1:])[firsts].flatten(0, 1)
+
+        return recursively_apply(once, gathered)
+
+    def _first_of_each_data_rank(self) -> list[int]:
+        """Return the first of the ranks that compute with each part of the data; [] if each has a
+        part of its own.
+        """
+        model = self.onefold_model()
+        mesh = onefold.engine_of(model).mesh if model is not None else None
+        if mesh is None or not mesh.several or len(mesh.ranks) != self.num_processes:
+            return []
+        data = [mesh.data_of[rank] for rank in range(self.num_processes)]
+        return [data.index(at) for at in sorted(set(data))]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the state dict. Collective.

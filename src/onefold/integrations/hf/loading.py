@@ -42,16 +42,17 @@ def from_pretrained(
         name: a folder, or a model of the hub, which is taken from the cache or downloaded.
         kind: a class of transformers; None for AutoModelForCausalLM.
         dtype: of the parameters; None for the one in config.json, as in transformers.
-        distributed_config: transformers' DistributedConfig, for tensor and expert parallelism. Each
-            rank then reads its part of the weights at once. transformers' own FSDP is left out.
+        distributed_config: transformers' DistributedConfig, for tensor and expert parallelism, and
+            dp_replicate_size for hybrid sharding. With tensor parallelism each rank reads its part
+            of the weights at once. transformers' own FSDP is left out.
         options: values that override config.json, such as attn_implementation="eager".
 
     Raises:
         CheckpointError: there is no configuration that transformers knows, or the weights are of
             another model.
         FileNotFoundError: there is no such folder, and no such model in the hub or its cache.
-        ValueError: `distributed_config` has a pipeline, experts without tensor parallelism, or a
-            name that transformers does not know.
+        ValueError: `distributed_config` has a pipeline, a name that transformers does not know, or
+            weights that must be read whole.
     """
     folder = Path(name) if Path(name).is_dir() else _of_hub(str(name))
     if distributed_config is not None:
@@ -89,11 +90,8 @@ def _parallelized(
             f"pp_size={config.pp_size}: transformers' pipelines do not train. Leave pp_size out, or"
             " shard the stages of your own pipeline with onefold.shard()."
         )
-    if config.ep_size > 1 and config.tp_size == 1:
-        raise ValueError(
-            f"ep_size={config.ep_size} without tp_size: onefold.hf parallelizes experts beside tensor"
-            " parallelism. Set tp_size, or apply the plan to the model and call onefold.shard()."
-        )
+    if config.tp_size == 1:
+        return _on_data_axes(folder, kind, dtype, config, options)
 
     class WithoutFSDP(DistributedConfig):
         """transformers calls its FSDP where the data axes have more than one rank."""
@@ -107,6 +105,38 @@ def _parallelized(
     )
     model.config.distributed_config = config
     trained: nn.Module = model.train()
+    return trained
+
+
+def _on_data_axes(
+    folder: Path, kind: Any, dtype: Any, config: Any, options: dict[str, Any]
+) -> nn.Module:
+    """Return a model on the meta device with its meshes, and its experts divided by transformers'
+    plan. transformers makes no mesh of such sizes without its FSDP.
+    """
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.distributed.utils import initialize_distributed_mesh
+
+    model: Any = on_meta(folder, kind, dtype, **options)
+    if reason := read_whole(folder, model):
+        raise ValueError(f"distributed_config= reads weights in parts, and {reason}")
+    meshes: Any = initialize_distributed_mesh(config)[1]  # None: every size is 1
+    if meshes is not None:
+        model.config.distributed_config, model._mesh_manager = config, meshes
+        # Trainer then neither moves nor wraps the model
+        model._is_distributed_loading_by_transformers = True
+        model._tp_size, model._fsdp_size = 1, config.fsdp_size
+    if meshes is not None and config.ep_size > 1:
+        _, plan, _ = model._resolve_parallel_plans(config)
+        apply_expert_parallelism(
+            model,
+            meshes.get_mesh("ep"),
+            meshes.get_mesh("tp"),
+            plan,
+            ep_implementation=config.ep_implementation,
+        )
+    setattr(model, _WEIGHTS, str(folder))
+    trained: nn.Module = model
     return trained
 
 

@@ -11,8 +11,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -101,13 +103,26 @@ class TrainerMixin(_Host):
         self._onefold_given: Any = recipe
         self._onefold_figures: Figures | None = None
         self._onefold_parameters: int | None = None
+        self._onefold_made = False
         super().__init__(*args, **kwargs)
+        self._onefold_made = True
         if hasattr(self, "_dist"):  # TRL's, where it generates
             self._dist = WholeWeights(self.model)
         if getattr(self.args, "use_vllm", False):
             vllm.connect(self, self.vllm_bucket)
 
     # -- before the first batch --------------------------------------------------------------------
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether transformers has parallelized the model while it was loaded. False in `__init__`,
+        where Trainer would refuse to save such a model's optimizer, which Onefold does.
+        """
+        return self._onefold_made and self._onefold_parallelized
+
+    @is_distributed_loading_by_transformers.setter
+    def is_distributed_loading_by_transformers(self, value: bool) -> None:
+        self._onefold_parallelized = value
 
     def create_accelerator_and_postprocess(self) -> None:
         recipe = recipe_of(self._onefold_given, self.args)
@@ -116,6 +131,10 @@ class TrainerMixin(_Host):
         refuse_accelerator(self.accelerator)
         self.recipe = in_precision(recipe, str(self.accelerator.mixed_precision))
         adopt(self.accelerator, self.recipe)
+        # Trainer took it from the accelerator as it was before
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Do nothing: `onefold.shard` moves the model."""
@@ -131,6 +150,7 @@ class TrainerMixin(_Host):
             if self.args.torch_compile:
                 compile_blocks(model, self.args)
             loading.shard(model, self.recipe, self.args.device)
+        self.accelerator.onefold_model = weakref.ref(model)
         self.model_wrapped = self.accelerator.prepare_model(model)
 
     def get_train_dataloader(self) -> Any:

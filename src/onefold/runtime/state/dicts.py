@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.runtime.boxes import local_of
 from onefold.runtime.buffers import refuse_parts
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
@@ -186,7 +187,7 @@ def beside_parameters(
         if _is_extra(name):
             extra[name] = value
         elif isinstance(value, torch.Tensor) and entry is None:
-            buffers[name] = value
+            buffers[name] = local_of(value)  # a DTensor among buffers is replicated
     return buffers, extra
 
 
@@ -447,7 +448,8 @@ def _load_masters(
 def _load_buffers(
     engine: Engine, buffers: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
 ) -> None:
-    for name, buffer in buffers.items():
+    found = {name: local_of(buffer) for name, buffer in buffers.items()}
+    for name, buffer in found.items():
         if engine.rank == 0 and name in state:
             buffer.copy_(state[name])
-    engine.group.broadcast(list(buffers.values()), state_context(engine.resources, "buffers"))
+    engine.group.broadcast(list(found.values()), state_context(engine.resources, "buffers"))
