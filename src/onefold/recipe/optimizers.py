@@ -58,6 +58,7 @@ class KnownOptimizer:
         trained: whether `onefold train --optimizer` offers it.
         options: the names that `--optimizer-options` may set.
         planned: the name of the row whose states the plan counts; "": the plan does not know it.
+        rest: the row that steps what this one does not take: all but the matrices of the body.
         simulated: whether the simulation runs it.
         betas: whether `--beta1` and `--beta2` are its betas.
         fused: where torch has a fused kernel for it: nowhere, on the CPU alone, or on any device.
@@ -75,6 +76,7 @@ class KnownOptimizer:
     trained: bool = False
     options: tuple[str, ...] = ()
     planned: str = ""
+    rest: str = ""
     simulated: bool = False
     betas: bool = False
     fused: Literal["", "cpu", "any"] = ""
@@ -154,7 +156,10 @@ KNOWN: Mapping[str, KnownOptimizer] = {
     "asgd": KnownOptimizer("ASGD", deepspeed=True),
     "rprop": KnownOptimizer("Rprop", deepspeed=True),
     "adafactor": KnownOptimizer("Adafactor", update=WHOLE, refused=_MATRIX),
-    "muon": KnownOptimizer("Muon", update=WHOLE, refused=_MATRIX),
+    "muon": KnownOptimizer(
+        "Muon", update=WHOLE, states=(KeptState("momentum_buffer"),), planned="muon", rest="adamw",
+        simulated=True,
+    ),
     "lamb": KnownOptimizer("Lamb", "", update=WHOLE, refused=_MATRIX),
     "lbfgs": KnownOptimizer("LBFGS", update=REFUSED, refused=_MATRIX),
     "sparseadam": KnownOptimizer(

@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onefold.comm import MOVES
+from onefold.comm import STEP_MOVES
 from onefold.device import clocked, simulated
 from onefold.device.copies import WINDOW
 from onefold.memory import nbytes_of
@@ -387,7 +387,7 @@ def _steps(
         ]
     rest = left | {MOMENTS: sum(map(nbytes_of, held))}
     # Leave out broadcasts of rank 0's buffers: they do not depend on the recipe
-    sent = {move: nbytes for move, nbytes in engine.traffic.by_move().items() if move in MOVES}
+    sent = {move: nbytes for move, nbytes in engine.traffic.by_move().items() if move in STEP_MOVES}
     # Activations move as the model has them, which closed forms do not say
     moved = Counter[str]()
     for unit, moves in engine.transfers.moved.by_unit().items():
