@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 #: Elements of the matrices that one owner gets in one round, unless one matrix has more.
@@ -43,11 +44,11 @@ class Matrix:
     shape: tuple[int, ...]
     pieces: tuple[tuple[int, int, int], ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def work(self) -> int:
         """FLOPs of its update."""
         return update_flops(self.shape)
