@@ -179,9 +179,12 @@ def test_fewer_matrices_than_ranks_are_divided_as_evenly_as_can_be(
     found = owners_of(name, 1024).balance
     assert found.matrices == matrices < found.ranks == 1024
     assert found.busiest == found.least == pytest.approx(least, abs=0.005)
-    said = str(plan(name, gpus=1024, optimizer="muon", stage=3, largest=False))
-    assert f"{least:.2f} (least {least:.2f})" in said
-    assert f"{matrices} matrices among 1,024 owners" in said and "shard_group=" in said
+
+
+def test_a_plan_says_that_owners_are_too_many_and_what_would_help() -> None:
+    said = str(plan("llama-3-8b", gpus=1024, optimizer="muon", stage=3, largest=False))
+    assert "8.46 (least 8.46)" in said
+    assert "224 matrices among 1,024 owners" in said and "shard_group=" in said
 
 
 def test_all_ranks_together_send_each_cut_element_twice_or_three_times() -> None:
@@ -238,6 +241,24 @@ def test_a_plan_with_muon_has_its_states_bytes_and_seconds() -> None:
     lines = [line.split() for line in str(with_muon).splitlines()]
     assert ["busiest", "owner", "over", "the", "mean", "–", "1.06", "1.06", "1.06"] in lines
     assert ["to", "and", "from", "owners"] in [line[:4] for line in lines]
+
+
+def test_pieces_travel_behind_the_products_of_the_update() -> None:
+    from onefold.plan.hardware import machine
+    from onefold.plan.times import Work, exposed_seconds
+    from onefold.plan.traffic import Software, traffic_over
+    from onefold.plan.wire import Leg
+
+    there, software = machine(8, 8), Software()
+    moves = traffic_over([Leg("owners", False, "all", 10**9, 10, "boundary")], there)
+    work = Work(flops=0.0, traffic=moves)
+    alone, every, _ = exposed_seconds(work, 1.0, there, software)
+    assert alone == pytest.approx(every)  # the passes are over
+    beside, _, _ = exposed_seconds(work, 1.0, there, software, products=1.0)
+    assert beside == pytest.approx(every * 2 / 10)  # the first and the last
+    some = 0.3 * every
+    part, _, _ = exposed_seconds(work, 1.0, there, software, products=some)
+    assert part == pytest.approx(every - software.overlap * some)
 
 
 def test_stacks_of_experts_are_adamws_and_the_plan_says_so() -> None:

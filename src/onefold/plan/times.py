@@ -154,13 +154,14 @@ def compute_seconds(work: Work, machine: Machine, software: Software) -> float:
 
 
 def exposed_seconds(
-    work: Work, compute: float, machine: Machine, software: Software
+    work: Work, compute: float, machine: Machine, software: Software, products: float = 0.0
 ) -> tuple[float, float, dict[str, float]]:
     """Return the (exposed, all) seconds of communication, and the seconds of "forward" and
     "backward" that remain to hide something else.
 
     `overlap` × a phase's compute hides the phase's moves. Each hidden second costs computing the
-    share `contention` of a second.
+    share `contention` of a second. Moves to and from owners (phase "boundary") hide behind the
+    `products` of the update, but for the first and the last.
     """
     room = software.overlap * (1 - machine.contention) * compute
     left = {"forward": room * work.forward_share, "backward": room * (1 - work.forward_share)}
@@ -174,6 +175,8 @@ def exposed_seconds(
         passes, divided = (1, work.micro_batches) if once else (work.micro_batches, 1)
         hideable, ends = _hideable(by_phase.get(phase, ()), passes, machine, software)
         hidden = 0.0
+        if phase == "boundary":
+            hidden = min(hideable, software.overlap * (1 - machine.contention) * products)
         for part in left:
             if phase == "both" or phase.endswith(part):
                 taken = min(hideable - hidden, left[part] / divided)
@@ -213,12 +216,12 @@ def step_times(work: Work, machine: Machine, software: Software | None = None) -
     compute = compute_seconds(work, machine, soft)
     if machine.measured is None:  # reference steps include them
         compute += (work.handled_bytes + work.summed_bytes / SUMMING_ON_A_GPU) / memory
-    exposed, communication, left = exposed_seconds(work, compute, machine, soft)
+    products = work.update_flops / machine.matrix_rate("bf16") if work.update_flops else 0.0
+    exposed, communication, left = exposed_seconds(work, compute, machine, soft, products)
     compute += work.coded_bytes / (
         memory * (CODING_ON_A_CPU if machine.shared else CODING_ON_A_GPU)
     )
     io, update, tiers = tier_times(work, machine, left)
-    products = work.update_flops / machine.matrix_rate("bf16") if work.update_flops else 0.0
     optimizer = update_seconds(work, machine, on_host=False) + products + update
     step = compute + exposed + optimizer + io
     seconds = dict(zip(SECONDS, (compute, exposed, optimizer, io, step), strict=True))

@@ -438,7 +438,8 @@ def _steps(
         ]
     rest = left | {MOMENTS: sum(map(nbytes_of, held))}
     # Leave out broadcasts of rank 0's buffers: they do not depend on the recipe
-    sent = {move: nbytes for move, nbytes in engine.traffic.by_move().items() if move in STEP_MOVES}
+    by_move = engine.traffic.by_move()
+    sent = {move: by_move[move] for move in STEP_MOVES if by_move.get(move)}
     # Activations move as the model has them, which closed forms do not say
     moved = Counter[str]()
     for unit, moves in engine.transfers.moved.by_unit().items():
