@@ -17,7 +17,7 @@ import torch.distributed as dist
 import states
 from onefold.plan.api import plan
 from onefold.plan.modules import model_shape
-from onefold.plan.owned import OwnedMatrices, owned_matrices, place_of, steps_whole, stepped_whole
+from onefold.plan.owned import OwnedMatrices, owned_matrices, place_of, stepped_whole, steps_whole
 from onefold.plan.shapes import ModelShape, Parameter, architecture
 from onefold.plan.states import units_of
 from onefold.recipe import Recipe
@@ -222,10 +222,7 @@ def test_a_plan_with_muon_has_its_states_bytes_and_seconds() -> None:
     muon, adamw = (found.stages[3].account for found in (with_muon, with_adamw))
     model = with_muon.model
     matrices = sum(
-        p.numel
-        for u in model.units
-        for p in u.parameters
-        if p.name in stepped_whole(model, "muon")
+        p.numel for u in model.units for p in u.parameters if p.name in stepped_whole(model, "muon")
     )
     # One state for matrices and two for the rest, and at most a tenth more than the mean
     mean = (4 * matrices + 8 * (model.numel - matrices)) / 64

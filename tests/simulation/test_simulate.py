@@ -119,7 +119,12 @@ def test_the_engine_and_the_closed_forms_agree_to_the_byte(
 @pytest.mark.parametrize("ranks", [1, 2, 64])
 def test_owners_of_whole_matrices_hold_and_send_what_the_closed_forms_say(ranks: int) -> None:
     in_groups = {"shard_group": 2}
-    settings = ((0, "bf16", 1, {}), (1, "fp32", 2, {}), (3, "bf16", 1, {}), (3, "bf16", 2, in_groups))
+    settings = (
+        (0, "bf16", 1, {}),
+        (1, "fp32", 2, {}),
+        (3, "bf16", 1, {}),
+        (3, "bf16", 2, in_groups),
+    )
     for stage, precision, micro_batches, options in settings:
         if ranks == 1 and (stage == 1 or options):
             continue

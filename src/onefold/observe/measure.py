@@ -86,7 +86,11 @@ def measured(
     full = recording.sent() if recording is not None else engine.traffic.by_move_in_full()
     over = recording.steps if recording is not None else steps
     wire = (
-        {move: sent.nbytes // over for move, sent in full.items() if move in STEP_MOVES and sent.nbytes}
+        {
+            move: sent.nbytes // over
+            for move, sent in full.items()
+            if move in STEP_MOVES and sent.nbytes
+        }
         if over
         else {}
     )

@@ -139,7 +139,9 @@ class Recording:
     def wire(self) -> dict[str, int]:
         """Return the payload bytes sent in the window, by move (`STEP_MOVES`)."""
         return {
-            move: n for move in STEP_MOVES if (n := sum(m.nbytes for m in self.moves if m.move == move))
+            move: n
+            for move in STEP_MOVES
+            if (n := sum(m.nbytes for m in self.moves if m.move == move))
         }
 
     def sent(self) -> dict[str, Sent]:

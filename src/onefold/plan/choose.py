@@ -79,7 +79,9 @@ def rungs(
     """
     out = []
     whole = PLANNED[job.optimizer].update == WHOLE  # its states cannot be on a disk
-    possible_places = [n for n, way in OFFLOAD.items() if n in places and not (whole and way.on_disk)]
+    possible_places = [
+        n for n, way in OFFLOAD.items() if n in places and not (whole and way.on_disk)
+    ]
     for offload in (job.offload,) if job.offload else possible_places:
         possible: tuple[int, ...] = (3,)
         if offload == "none":

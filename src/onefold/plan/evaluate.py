@@ -320,7 +320,8 @@ def _engine(
             stepped=most.host_numel if most else None,
         ),
         legs=(*legs, *(owned.legs() if owned else ())),
-        wire=wire(units, recipe, micro_batches) | ({OWNERS: most.sent} if most and most.sent else {}),
+        wire=wire(units, recipe, micro_batches)
+        | ({OWNERS: most.sent} if most and most.sent else {}),
         coded=coded_bytes(units, recipe, micro_batches),
         handled=handled_bytes(units, recipe, micro_batches),
         summed=summed_bytes(units, recipe, micro_batches),
@@ -366,7 +367,8 @@ def peak_of(
         }
         rows.append((held.held if held is not None else {}) | mine)
     rows += [
-        {**m.held, MOMENTS: states} | ({TEMPORARY: updating} if m.phase == "step" and updating else {})
+        {**m.held, MOMENTS: states}
+        | ({TEMPORARY: updating} if m.phase == "step" and updating else {})
         for m in moments
         if m.phase in ("step", "backward")
     ]

@@ -6,9 +6,12 @@ so every figure here is one for each rank. A plan shows the largest of all ranks
 | figure    | what it counts, of one rank                                                               |
 |-----------|-------------------------------------------------------------------------------------------|
 | `states`  | the states of its matrices, whole, and those of its intervals of all other parameters     |
-| `sent`    | pieces of gradients to owners (and of masters, unless every rank has them whole), and new pieces back: 2 Ψ / N or 3 Ψ / N elements for Ψ that are cut |
-| `buffers` | whole masters and gradients of a round, and the pieces of this round and the next, as the ledger counts them at most |
-| `beside`  | what the ledger does not count then: pieces that are being put together, or the temporaries of one update |
+| `sent`    | pieces of gradients to owners (and of masters, unless every rank has them whole), and new |
+|           | pieces back: 2 Ψ / N or 3 Ψ / N elements for Ψ that are cut                               |
+| `buffers` | whole masters and gradients of a round, and the pieces of this round and the next, as the |
+|           | ledger counts them at most                                                                |
+| `beside`  | what the ledger does not count then: pieces that are being put together, or the           |
+|           | temporaries of one update                                                                 |
 | `flops`   | the matrix products of its updates                                                        |
 
 Which parameters are stepped whole (`steps_whole`): two-dimensional ones of the body. Embeddings, the
@@ -188,9 +191,7 @@ def owned_matrices(
                 continue
             for place, start, stop in pieces:
                 held = stop - start
-                out[place][states] += (
-                    other.elementwise_states * held * item + other.number_bytes
-                )
+                out[place][states] += other.elementwise_states * held * item + other.number_bytes
                 out[place][numel] += held
                 out[place]["touched"] += 0 if host else _touched(other.elementwise_states) * held
     owners = assign(matrices, ranks)

@@ -36,7 +36,7 @@ from onefold.plan.choose import (
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Machine
 from onefold.plan.job import COMMUNICATION, SOMEWHERE, Job, Scheme, as_recipe
-from onefold.plan.owned import steps_whole, stepped_whole
+from onefold.plan.owned import stepped_whole, steps_whole
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import MOMENTS_OF, topology_of, units_of
 from onefold.plan.subject import is_in_tiles, subject_of

@@ -34,7 +34,8 @@ FRAGMENTATION = "fragmentation"
 
 #: Every category of memory, in the order in which tables list them.
 CATEGORIES = (
-    PARAMETERS, MASTERS, GRADIENTS, LEAVING, MOMENTS, RESIDUALS, GATHERED, REDUCTION, IDLE, OWNED, ACTIVATIONS, LOGITS, TEMPORARY, FRAGMENTATION,
+    PARAMETERS, MASTERS, GRADIENTS, LEAVING, MOMENTS, RESIDUALS, GATHERED, REDUCTION, IDLE, OWNED,
+    ACTIVATIONS, LOGITS, TEMPORARY, FRAGMENTATION,
 )  # fmt: skip
 #: What the engine allocates and enters in its ledger. The optimizer holds the moments, autograd and
 #: the model the rest.

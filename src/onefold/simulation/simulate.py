@@ -383,7 +383,10 @@ def _optimizers(
     apart = {id(p) for p in matrices}
     parts = [(known, matrices or every)]
     if known.rest:
-        parts = [(known, matrices), (SIMULATED[known.rest], [p for p in every if id(p) not in apart])]
+        parts = [
+            (known, matrices),
+            (SIMULATED[known.rest], [p for p in every if id(p) not in apart]),
+        ]
     out = []
     for row, params in ((row, params) for row, params in parts if params):
         options = {**row.arguments, **({"fused": True} if row.can_fuse("cpu") else {})}
