@@ -68,10 +68,14 @@ def observed(kind: str, cases: list[tuple[int, str, dict[str, Any]]]) -> list[di
         out.append(
             {
                 "case": f"stage {stage}, {precision}, {options}, rank {engine.rank}",
-                "rest": rest | {"moments": sum(map(states.nbytes, optimizers))},
+                "rest": rest,
+                "states": sum(map(states.nbytes, optimizers)),
                 "sent": engine.traffic.by_move(),
                 "peak": engine.memory.peak(),
-                "planned rest": at_rest(units, "muon", mine.states),
+                "planned rest": at_rest(units, "muon", 0),
+                "planned states": mine.host_states
+                if "offload_optimizer" in options
+                else mine.states,
                 "planned sent": wire(units, recipe) | {"owners": mine.sent},
                 "planned peak": replay.peak,
                 "buffers": max(itertools.accumulate(whole)),
@@ -92,9 +96,10 @@ GROUPS: list[tuple[int, str, dict[str, Any]]] = [
     (3, "bf16", {"shard_group": 2}),
     (3, "fp32", {"shard_group": 2, "optimizer_over": "all"}),
 ]
+HOST: list[tuple[int, str, dict[str, Any]]] = [(2, "bf16", {"offload_optimizer": "cpu"})]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES), (4, [*CASES, *GROUPS])])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, [*CASES, *HOST]), (4, [*CASES, *GROUPS])])
 def test_states_bytes_and_buffers_of_owners_are_those_of_the_ledgers(
     ranks: int, cases: list[Any]
 ) -> None:
@@ -103,6 +108,7 @@ def test_states_bytes_and_buffers_of_owners_are_those_of_the_ledgers(
         for seen in of_ranks:
             told = json.dumps(seen, indent=1)
             assert seen["rest"] == seen["planned rest"], told
+            assert seen["states"] == seen["planned states"] > 0, told
             assert seen["sent"] == seen["planned sent"], told
             assert seen["sent"]["owners"] > 0, told
             assert sum(seen["peak"].values()) == sum(seen["planned peak"].values()), told
@@ -111,7 +117,7 @@ def test_states_bytes_and_buffers_of_owners_are_those_of_the_ledgers(
             assert sum(seen["peak"].values()) <= seen["bound"], told
             assert all(seen["mine"][name] <= most for name, most in seen["most"].items()), told
         # Owners differ: the figures are of ranks, not one for all
-        assert len({seen["mine"]["states"] for seen in of_ranks}) > 1
+        assert len({seen["states"] for seen in of_ranks}) > 1
 
 
 # -- balance ---------------------------------------------------------------------------------------
@@ -284,3 +290,23 @@ def test_a_plan_with_muon_never_puts_states_on_nvme() -> None:
     schemes = [c.scheme.offload for c in (*found.next_steps, found.shown)]
     assert "optimizer" in schemes or "parameters" in schemes, schemes
     assert not [name for name in schemes if "nvme" in name], schemes
+
+
+def test_states_of_owners_wait_on_the_host_and_go_up_for_the_step() -> None:
+    device, host = (
+        plan("llama-3-8b", gpus=8, optimizer="muon", stage=3, offload=where, largest=False)
+        for where in ("none", "optimizer")
+    )
+    here, there = device.stages[3].account, host.stages[3].account
+    assert "moments" not in there.rest
+    assert there.offloaded["host"]["moments"] == here.rest["moments"]
+    # The update itself stays on the device
+    assert 0.5 * here.seconds["optimizer"] < there.seconds["optimizer"]
+    assert there.seconds["io"] > 0 == here.seconds["io"]
+
+
+def test_other_axes_are_refused_beside_muon() -> None:
+    from onefold.plan.api import over_axes
+
+    with pytest.raises(ValueError, match="--optimizer muon: a plan over axes"):
+        over_axes("llama-3-8b", gpus=16, tp=2, optimizer="muon")
