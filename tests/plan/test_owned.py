@@ -17,8 +17,8 @@ import torch.distributed as dist
 import states
 from onefold.plan.api import plan
 from onefold.plan.modules import model_shape
-from onefold.plan.owned import OwnedMatrices, owned_matrices, place_of, stepped_whole, steps_whole
-from onefold.plan.shapes import ModelShape, Parameter, architecture
+from onefold.plan.owned import OwnedMatrices, owned_matrices, place_of, stepped_whole
+from onefold.plan.shapes import ModelShape, Parameter, UnitShape, architecture
 from onefold.plan.states import units_of
 from onefold.recipe import Recipe
 from ranks import run_ranks
@@ -215,9 +215,19 @@ def test_matrices_of_the_body_are_stepped_whole_and_nothing_else() -> None:
     assert len(names) == 7 * 32
     assert all(".layers." in name and "norm" not in name for name in names)
     assert stepped_whole(model, "adamw") == frozenset()
-    stack = Parameter("model.layers.0.mlp.experts.down_proj", (8, 32, 64))
-    assert not steps_whole(stack) and steps_whole(stack, stacks=True)
-    assert not steps_whole(replace(stack, shape=(32, 64), trainable=False))
+    frozen = replace(model.units[5].parameters[0], trainable=False)
+    shape = replace(model, units=(*model.units[:5], UnitShape("5", (frozen,)), *model.units[6:]))
+    assert len(names - stepped_whole(shape, "muon")) == 7
+    # Experts in a stack, for optimizers that take three dimensions
+    mixture = architecture("mixtral-8x7b")
+    stacks = stepped_whole(mixture, "muon", stacks=True) - stepped_whole(mixture, "muon")
+    assert len(stacks) == 2 * 32 and all(".experts." in name for name in stacks)
+
+
+def test_a_plan_of_a_number_of_parameters_says_that_it_knows_no_matrices() -> None:
+    said = str(plan(1e8, gpus=8, optimizer="muon", largest=False))
+    assert "has no matrices that muon would step: adamw steps everything" in said
+    assert "busiest owner" not in said
 
 
 def test_a_plan_with_muon_has_its_states_bytes_and_seconds() -> None:

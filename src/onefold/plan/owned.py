@@ -14,13 +14,12 @@ so every figure here is one for each rank. A plan shows the largest of all ranks
 |           | temporaries of one update                                                                 |
 | `flops`   | the matrix products of its updates                                                        |
 
-Which parameters are stepped whole (`steps_whole`): two-dimensional ones of the body. Embeddings, the
-head, norms and biases are stepped by another optimizer, the row's `rest`.
+Which parameters are stepped whole (`stepped_whole`): matrices of the body. Embeddings, the head, norms
+and biases are stepped by another optimizer, the row's `rest`.
 """  # fmt: skip
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,7 +31,7 @@ from onefold.comm import OWNERS
 from onefold.layout import Level, ShardSpec, Slot
 from onefold.layout.owners import Matrix, assign, balance, product_flops, rounds, traffic
 from onefold.plan.offloaded import Carried
-from onefold.plan.shapes import ModelShape, Parameter
+from onefold.plan.shapes import ModelShape
 from onefold.plan.states import UnitPlan
 from onefold.plan.wire import Leg
 from onefold.recipe.optimizers import PLANNED, WHOLE
@@ -44,24 +43,24 @@ _PRODUCTS = torch.bfloat16
 # -- which parameters ------------------------------------------------------------------------------
 
 
-def steps_whole(p: Parameter, stacks: bool = False) -> bool:
-    """Return whether an optimizer of matrices steps a parameter: it has two dimensions, and lies in
-    the body, whose modules are numbered (`model.layers.3.mlp.up_proj.weight`). So embeddings and the
-    head are not among them.
+def stepped_whole(model: ModelShape, optimizer: str, stacks: bool = False) -> frozenset[str]:
+    """Return the names of the parameters that `optimizer` steps whole, none if it is element-wise:
+    trained matrices, but no embedding, and nothing of the largest embedding's shape, which is the
+    head. `onefold train` gives the same ones to Muon.
 
     Args:
-        stacks: the optimizer takes stacks of matrices, in three dimensions.
+        stacks: the optimizer takes stacks of matrices too, in three dimensions.
     """
-    dims = (2, 3) if stacks else (2,)
-    in_body = re.search(r"(^|\.)\d+\.", p.name) is not None
-    return p.trainable and len(p.shape) in dims and not p.looked_up and in_body
-
-
-def stepped_whole(model: ModelShape, optimizer: str, stacks: bool = False) -> frozenset[str]:
-    """Return the names of the parameters that `optimizer` steps whole; none if it is element-wise."""
     if PLANNED[optimizer].update != WHOLE:
         return frozenset()
-    return frozenset(p.name for u in model.units for p in u.parameters if steps_whole(p, stacks))
+    every = [p for u in model.units for p in u.parameters]
+    head = max((p.shape for p in every if p.looked_up), default=())
+    dims = (2, 3) if stacks else (2,)
+    return frozenset(
+        p.name
+        for p in every
+        if p.trainable and len(p.shape) in dims and not p.looked_up and p.shape != head
+    )
 
 
 # -- the figures -----------------------------------------------------------------------------------

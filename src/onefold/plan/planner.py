@@ -36,7 +36,7 @@ from onefold.plan.choose import (
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Machine
 from onefold.plan.job import COMMUNICATION, SOMEWHERE, Job, Scheme, as_recipe
-from onefold.plan.owned import stepped_whole, steps_whole
+from onefold.plan.owned import stepped_whole
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import MOMENTS_OF, topology_of, units_of
 from onefold.plan.subject import is_in_tiles, subject_of
@@ -293,12 +293,16 @@ def _of_whole_matrices(job: Job, model: ModelShape, shown: Candidate) -> Iterato
     trained = [p for u in model.units for p in u.parameters if p.trainable]
     names = stepped_whole(model, job.optimizer)
     share = sum(p.numel for p in trained if p.name in names) / max(model.trainable, 1)
+    if not names:
+        yield f"{model.name} has no matrices that {job.optimizer} would step: {rest} steps everything"
+        return
     yield (
         f"{job.optimizer} steps the {len(names):,} matrices of the body, {share:.0%} of the trained"
         f" parameters; {rest} steps the others, with {MOMENTS_OF[rest]} states each. States, bytes"
         " and seconds of owners are those of the rank that has most"
     )
-    stacked = sum(p.numel for p in trained if steps_whole(p, stacks=True) and p.name not in names)
+    stacks = stepped_whole(model, job.optimizer, stacks=True) - names
+    stacked = sum(p.numel for p in trained if p.name in stacks)
     if stacked:
         yield (
             f"stacks of matrices in three dimensions ({stacked / max(model.trainable, 1):.0%} of the"
