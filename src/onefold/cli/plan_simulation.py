@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onefold.cli.tables import plain_table
-from onefold.comm import MOVES
+from onefold.comm import STEP_MOVES
 from onefold.plan.divided import stages_of
 from onefold.plan.evaluate import Candidate
 from onefold.plan.job import Scheme
@@ -152,7 +152,7 @@ def show_simulation(found: Simulation, scheme: Scheme) -> None:
     table = plain_table("bytes of a rank in one step", "", " closed form", " engine", "")
     for title, names, part in (
         ("at rest", CATEGORIES, "rest"),
-        ("sent", MOVES, "wire"),
+        ("sent", STEP_MOVES, "wire"),
         ("copied", MOVED, "moved"),
         ("engine's peak", CATEGORIES, "ledger"),
     ):

@@ -14,11 +14,13 @@ optimizers.
 """
 
 from onefold.comm.group import Group
-from onefold.comm.ledger import MOVES, Sent, TrafficEvent, TrafficLedger
+from onefold.comm.ledger import MOVES, OWNERS, STEP_MOVES, Sent, TrafficEvent, TrafficLedger
 from onefold.comm.pending import Chain, CollectiveContext, Pending, StallError
 
 __all__ = [
     "MOVES",
+    "OWNERS",
+    "STEP_MOVES",
     "Chain",
     "CollectiveContext",
     "Group",

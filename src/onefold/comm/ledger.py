@@ -16,6 +16,10 @@ from typing import Any
 
 #: The moves of a step that are counted on the wire.
 MOVES = ("all-gather", "reduce-scatter", "all-reduce")
+#: Pieces of matrices that one rank steps whole, to it and back (optim/whole_step.py).
+OWNERS = "owners"
+#: All moves that a step may have.
+STEP_MOVES = (*MOVES, OWNERS)
 #: Events kept: some steps of a large model.
 WINDOW = 8192
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 #: Elements of the matrices that one owner gets in one round, unless one matrix has more.
@@ -43,11 +44,11 @@ class Matrix:
     shape: tuple[int, ...]
     pieces: tuple[tuple[int, int, int], ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def work(self) -> int:
         """FLOPs of its update."""
         return update_flops(self.shape)
@@ -57,15 +58,19 @@ def update_flops(shape: Sequence[int]) -> int:
     """Return the FLOPs of the update of a matrix. Of three dimensions, the first counts the matrices
     of a stack; of more (convolutions), all but the first are one.
     """
+    return product_flops(shape) + _PER_ELEMENT * prod(shape)
+
+
+def product_flops(shape: Sequence[int]) -> int:
+    """Return those of its FLOPs that are matrix products."""
     numel = prod(shape)
-    rest = _PER_ELEMENT * numel
     if len(shape) < 2 or not numel:
-        return rest
+        return 0
     stack, rows, columns = (
         (shape[0], shape[1], shape[2]) if len(shape) == 3 else (1, shape[0], numel // shape[0])
     )
     m, n = sorted((rows, columns))
-    return rest + stack * _ITERATIONS * (4 * m * m * n + 2 * m**3)
+    return stack * _ITERATIONS * (4 * m * m * n + 2 * m**3)
 
 
 #: How far the busiest owner may be above the mean of all ranks, if fewer bytes travel so.

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from onefold.comm import MOVES
+from onefold.comm import STEP_MOVES
 from onefold.observe.memory import (
     DEVICE,
     HOST,
@@ -86,14 +86,18 @@ def measured(
     full = recording.sent() if recording is not None else engine.traffic.by_move_in_full()
     over = recording.steps if recording is not None else steps
     wire = (
-        {move: sent.nbytes // over for move, sent in full.items() if move in MOVES and sent.nbytes}
+        {
+            move: sent.nbytes // over
+            for move, sent in full.items()
+            if move in STEP_MOVES and sent.nbytes
+        }
         if over
         else {}
     )
     # Bytes between the recipe's groups are not bytes between nodes
     of_nodes = engine.group.borders.endswith("nodes")
     between = (
-        sum(sent.between for move, sent in full.items() if move in MOVES) // over
+        sum(sent.between for move, sent in full.items() if move in STEP_MOVES) // over
         if over and of_nodes
         else 0
     )

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from onefold.comm import MOVES, Sent
+from onefold.comm import STEP_MOVES, Sent
 from onefold.observe.activations import watch_activations
 from onefold.observe.memory import DEVICE, MOVED, ledgers_of, moments_by_tier
 from onefold.plan.schema import CATEGORIES, MOMENTS
@@ -137,16 +137,18 @@ class Recording:
         return [(m.landed - m.exposed, m.landed) for m in self.moves if m.exposed > 0]
 
     def wire(self) -> dict[str, int]:
-        """Return the payload bytes sent in the window, by move (`MOVES`)."""
+        """Return the payload bytes sent in the window, by move (`STEP_MOVES`)."""
         return {
-            move: n for move in MOVES if (n := sum(m.nbytes for m in self.moves if m.move == move))
+            move: n
+            for move in STEP_MOVES
+            if (n := sum(m.nbytes for m in self.moves if m.move == move))
         }
 
     def sent(self) -> dict[str, Sent]:
         """Return the bytes sent by move, with those between nodes and those without codecs."""
         return {
             move: sum(found, Sent())
-            for move in MOVES
+            for move in STEP_MOVES
             if (found := [Sent.of(m) for m in self.moves if m.move == move and m.nbytes])
         }
 
@@ -160,7 +162,7 @@ class Recording:
         """Return the bytes sent, by unit, then by move."""
         out: dict[str, Counter[str]] = {}
         for m in self.moves:
-            if m.move in MOVES:
+            if m.move in STEP_MOVES:
                 out.setdefault(m.unit, Counter())[m.move] += m.nbytes
         return {unit: dict(moves) for unit, moves in out.items()}
 

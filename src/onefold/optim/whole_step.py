@@ -36,11 +36,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from onefold.comm import CollectiveContext, Group
+from onefold.comm import OWNERS, CollectiveContext, Group
 from onefold.comm.peers import alike, both
 from onefold.comm.pending import Pending
 from onefold.layout.owners import Matrix, assign, rounds
-from onefold.memory import nbytes_of
+from onefold.memory import OWNED, nbytes_of
 from onefold.optim.verdict import takes_stacks, verdict_for
 from onefold.quant.moments import moment_policy, torchao_format
 from onefold.recipe.optimizers import WHOLE
@@ -59,9 +59,7 @@ from onefold.runtime.stepper import (
 )
 from onefold.runtime.unit import State
 
-#: The category of the ledger for matrices and gradients that are whole for a step.
-OWNED = "whole matrices of a step"
-_MOVE, _WHERE = "owners", "(whole matrices)"
+_WHERE = "(whole matrices)"
 
 
 # -- owners ----------------------------------------------------------------------------------------
@@ -612,8 +610,8 @@ class _Rounds:
     def _exchange(
         self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]
     ) -> Pending:
-        context = CollectiveContext(_MOVE, _WHERE, self.engine.step_count, "optimizer")
-        return self.group.exchange(sends, recvs, context, self.number, move=_MOVE)
+        context = CollectiveContext(OWNERS, _WHERE, self.engine.step_count, "optimizer")
+        return self.group.exchange(sends, recvs, context, self.number, move=OWNERS)
 
     def _empty(self, numel: int) -> torch.Tensor:
         return torch.empty(numel, dtype=self.dtype, device=self.device)

@@ -4,7 +4,7 @@
 |-----------------------------------------------|--------------------------------------------|
 | What is asked, on which machine?              | `job`, `hardware`, `api`                   |
 | What is the model?                            | `shapes`, `modules`, `subject`             |
-| What does a rank hold, at most?               | `states`, `replay`, `offloaded`, `reserve` |
+| What does a rank hold, at most?               | `states`, `replay`, `offloaded`, `owned`, `reserve` |
 | What do a micro-batch's activations hold?     | `activity`, `formulas`                     |
 | What does a rank send and copy?               | `wire`, `traffic`                          |
 | How long does a step take?                    | `times`, `efficiency`                      |

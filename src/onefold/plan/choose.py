@@ -32,6 +32,7 @@ from onefold.plan.job import (
     Scheme,
 )
 from onefold.plan.shapes import ModelShape
+from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.tiers import disks
 
 #: Where the searches end: samples of a micro-batch, blocks of a model, devices.
@@ -77,7 +78,11 @@ def rungs(
         ValueError: no asked stage can store states where the job says.
     """
     out = []
-    for offload in (job.offload,) if job.offload else [name for name in OFFLOAD if name in places]:
+    whole = PLANNED[job.optimizer].update == WHOLE  # its states cannot be on a disk
+    possible_places = [
+        n for n, way in OFFLOAD.items() if n in places and not (whole and way.on_disk)
+    ]
+    for offload in (job.offload,) if job.offload else possible_places:
         possible: tuple[int, ...] = (3,)
         if offload == "none":
             possible = tuple(

@@ -13,15 +13,16 @@ The same layouts say what is stored off the device and moves between tiers (plan
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from onefold.comm import OWNERS
 from onefold.device.copies import WINDOW
-from onefold.memory import GATHERED, IDLE, LEAVING, MOMENTS, REDUCTION
+from onefold.memory import GATHERED, IDLE, LEAVING, MOMENTS, OWNED, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
 from onefold.plan.efficiency import measured_software
-from onefold.plan.formulas import states_by_kind
+from onefold.plan.formulas import Convention, states_by_kind
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.offloaded import (
@@ -34,6 +35,7 @@ from onefold.plan.offloaded import (
     offloaded_bytes,
     on_host,
 )
+from onefold.plan.owned import Balance, OwnedMatrices, owned_matrices, stepped_whole
 from onefold.plan.replay import Moment, Replay
 from onefold.plan.reserve import Reserve, reserve_of
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, TEMPORARY, Account
@@ -43,6 +45,7 @@ from onefold.plan.times import Work, step_times
 from onefold.plan.traffic import Software, node_links, traffic_over
 from onefold.plan.wire import Leg, coded_bytes, handled_bytes, legs_of, summed_bytes, wire
 from onefold.recipe import Recipe
+from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.rows import GROUP
 from onefold.recipe.tiers import Tier
 
@@ -51,7 +54,7 @@ from onefold.recipe.tiers import Tier
 #: their states allowed.
 FRAGMENTED = 0.10
 #: The categories that come and go in a step.
-_MOVING = (GATHERED, REDUCTION, IDLE, LEAVING, ACTIVATIONS, LOGITS, TEMPORARY)
+_MOVING = (GATHERED, REDUCTION, IDLE, OWNED, LEAVING, ACTIVATIONS, LOGITS, TEMPORARY)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Candidate:
             within a node's. If the device is a CPU, `usable` has to hold the peak and the host's.
         usable: bytes of the device that training may take.
         reserve: the device's other bytes, on a GPU of the table.
+        balance: how evenly owners divide the updates of whole matrices; None if none is stepped so.
         accumulation: micro-batches of a rank in a step.
         states: bytes of a rank's share of all states on all tiers, as the papers count them
             (`formulas.states_by_kind`): gradients beside the rest, a 16-bit copy of the parameters
@@ -79,6 +83,7 @@ class Candidate:
     notes: tuple[str, ...] = field(default=(), compare=False)
     shared: bool = False
     reserve: Reserve = field(default_factory=Reserve)
+    balance: Balance | None = None
 
     @property
     def needed(self) -> int:
@@ -119,8 +124,9 @@ def evaluate(
     tokens = micro_tokens * accumulation
     per_token = flops_per_token(model, model.transformer, job.seq)
     stepped, host_stepped, kernels = engine.stepped, engine.offloaded.stepped, activity.kernels
-    # An update reads gradient and parameter and writes the parameter; it reads and writes moments
-    touched = 4 * (3 + 2 * MOMENTS_OF[job.optimizer])
+    owned = engine.owned
+    # What Adam steps beside matrices has more states than they have
+    beside = PLANNED[job.optimizer].rest or job.optimizer
     work = Work(
         flops=activity.flops * accumulation or per_token * tokens,
         traffic=tuple(traffic_over(engine.legs, machine, topology, nccl=nccl)),
@@ -130,10 +136,11 @@ def evaluate(
         micro_batches=accumulation,
         forward_share=activity.forward_flops / activity.flops if activity.flops else 1 / 3,
         optimizer_numel=stepped,
-        optimizer_bytes=touched * stepped,
+        optimizer_bytes=owned.most.touched if owned else touched(job.optimizer) * stepped,
+        update_flops=owned.most.flops if owned else 0,
         host_optimizer_numel=host_stepped,
-        host_optimizer_bytes=touched * host_stepped + engine.offloaded.cast,
-        carried=carried,
+        host_optimizer_bytes=touched(beside) * host_stepped + engine.offloaded.cast,
+        carried=(*carried, *(owned.carried() if owned else ())),
         disk=recipe.disk or Tier.NVME,
         in_backward=recipe.step_in_backward,
         hidden=model.transformer.hidden if model.transformer else 0,
@@ -153,7 +160,7 @@ def evaluate(
         links={k: round(v / machine.local) for k, v in links.items()},
         node_links=links if machine.nodes > 1 else {},
         seconds=times.seconds,
-        tiers=times.tiers if carried else {},
+        tiers=times.tiers if work.carried else {},
         tokens_per_s=times.tokens_per_s,
         mfu=times.mfu,
     )
@@ -176,7 +183,15 @@ def evaluate(
         notes=(*activity.notes, *times.notes),
         shared=machine.shared,
         reserve=reserve,
+        balance=owned.balance if owned and owned.balance.matrices else None,
     )
+
+
+def touched(optimizer: str) -> int:
+    """Return the bytes that an update moves for one element: it reads gradient and parameter and
+    writes the parameter; it reads and writes moments.
+    """
+    return 4 * (3 + 2 * MOMENTS_OF[optimizer])
 
 
 def _memory(engine: _Engine, offloading: OnHost, machine: Machine) -> dict[str, Any]:
@@ -186,8 +201,9 @@ def _memory(engine: _Engine, offloading: OnHost, machine: Machine) -> dict[str, 
     states = engine.rest.get(MOMENTS, 0)
     slots = offloading.activity.slots
     fragmented = 0.0 if machine.is_here else FRAGMENTED
-    peak = peak_of(engine.moments, offloading.activity, states, fragmented)
-    bound = engine.bound + states + max((s.peak for s in slots), default=0)
+    beside = engine.owned.most.beside if engine.owned else 0
+    peak = peak_of(engine.moments, offloading.activity, states, fragmented, beside)
+    bound = engine.bound + states + max(beside, *(s.peak for s in slots), 0)
     held = {tier: dict(by) for tier, by in engine.offloaded.peak.items()}
     if offloading.nbytes:
         held[HOST][ACTIVATIONS] = offloading.nbytes
@@ -218,7 +234,7 @@ def states_of(
     The recipe says which kinds are divided among the `group` ranks of a group only. If those are
     the parameters alone, the group's copy of them comes on top.
     """
-    convention = job.convention
+    convention = _average(job, model)
     over_all, over_group = (
         states_by_kind(model.trainable, convention, stage, n) for n in (ranks, group)
     )
@@ -232,10 +248,26 @@ def states_of(
     return round(sum(parts) + frozen + copy)
 
 
+def _average(job: Job, model: ModelShape) -> Convention:
+    """Return the job's bytes per parameter. If other parameters than matrices have more states, an
+    average over all.
+    """
+    found, rest = job.convention, PLANNED[job.optimizer].rest
+    if not rest:
+        return found
+    more = (MOMENTS_OF[rest] - MOMENTS_OF[job.optimizer]) * job.recipe(3).master_dtype.itemsize
+    names = stepped_whole(model, job.optimizer)
+    others = sum(
+        p.numel for u in model.units for p in u.parameters if p.trainable and p.name not in names
+    )
+    return replace(found, optimizer=found.optimizer + more * others / max(model.trainable, 1))
+
+
 @dataclass(frozen=True)
 class _Engine:
     """What depends on the recipe and not on checkpointing. `stepped`: elements that this rank's
-    update steps on the device. `coded`, `handled`, `summed`: as plan/wire.py counts them.
+    update steps on the device. `owned`: of matrices that are stepped whole; of each figure the
+    largest of all ranks counts. `coded`, `handled`, `summed`: as plan/wire.py counts them.
     """
 
     moments: tuple[Moment, ...]
@@ -249,6 +281,7 @@ class _Engine:
     coded: float
     handled: float
     summed: float
+    owned: OwnedMatrices | None = None
 
 
 @lru_cache(maxsize=256)
@@ -264,20 +297,35 @@ def _engine(
 ) -> _Engine:
     units = units_of(model, recipe, ranks, per_node=per_node, nccl=nccl)
     few = min(micro_batches, 3)  # further ones take the same buffers
-    replay = Replay(units, recipe, window).run(few)
+    owned = None
+    if PLANNED[optimizer].update == WHOLE:
+        owned = owned_matrices(units, stepped_whole(model, optimizer), optimizer)
+    most, legs = owned.most if owned else None, legs_of(units, recipe, micro_batches)
+    buffers = most.buffers if most else 0
+    replay = Replay(units, recipe, window).run(few, buffers)
     here = (f for u in units for f in u.flats if f.trainable and f.tiers is None)
     return _Engine(
         moments=tuple(replay.moments),
         ledger=replay.peak,
-        rest=at_rest(units, optimizer),
-        bound=bound_of(units, recipe, few, window),
-        stepped=sum(f.local(slot) for f in here for slot in f.layout.slots),
-        offloaded=offloaded_bytes(units, recipe, micro_batches, optimizer, streams=window > 0),
-        legs=tuple(legs_of(units, recipe, micro_batches)),
-        wire=wire(units, recipe, micro_batches),
+        rest=at_rest(units, optimizer, most.states if most else None),
+        bound=bound_of(units, recipe, few, window) + buffers,
+        stepped=most.numel if most else sum(f.local(s) for f in here for s in f.layout.slots),
+        offloaded=offloaded_bytes(
+            units,
+            recipe,
+            micro_batches,
+            optimizer,
+            streams=window > 0,
+            held=most.host_states if most else None,
+            stepped=most.host_numel if most else None,
+        ),
+        legs=(*legs, *(owned.legs() if owned else ())),
+        wire=wire(units, recipe, micro_batches)
+        | ({OWNERS: most.sent} if most and most.sent else {}),
         coded=coded_bytes(units, recipe, micro_batches),
         handled=handled_bytes(units, recipe, micro_batches),
         summed=summed_bytes(units, recipe, micro_batches),
+        owned=owned,
     )
 
 
@@ -287,9 +335,15 @@ def _higher(a: Moment | None, b: Moment) -> Moment:
 
 
 def peak_of(
-    moments: Sequence[Moment], activity: Activity, states: int, fragmented: float
+    moments: Sequence[Moment],
+    activity: Activity,
+    states: int,
+    fragmented: float,
+    updating: int = 0,
 ) -> dict[str, int]:
-    """Return the categories of the slot that is largest with fragmentation."""
+    """Return the categories of the slot that is largest with fragmentation. `updating`: temporary
+    bytes of the update.
+    """
     engine: dict[tuple[str, str], Moment] = {}
     last: dict[str, Moment] = {}
     for m in moments:
@@ -312,7 +366,12 @@ def peak_of(
             MOMENTS: states,
         }
         rows.append((held.held if held is not None else {}) | mine)
-    rows += [{**m.held, MOMENTS: states} for m in moments if m.phase in ("step", "backward")]
+    rows += [
+        {**m.held, MOMENTS: states}
+        | ({TEMPORARY: updating} if m.phase == "step" and updating else {})
+        for m in moments
+        if m.phase in ("step", "backward")
+    ]
     for row in rows:
         row[FRAGMENTATION] = int(fragmented * sum(v for k, v in row.items() if k in _MOVING))
     return max(rows, key=lambda row: sum(row.values()))

@@ -28,6 +28,7 @@ from typing import Any
 from onefold.plan.formulas import RECOMPUTE, Convention
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
 from onefold.recipe.moments import bytes_an_element
+from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.options import NODES, OPTIONS, Dtype, Precision, refuse_unknown
 from onefold.recipe.tiers import Tier, disks
 
@@ -53,6 +54,11 @@ class Way:
     lossy: bool = False
     from_stage: int = 3
     in_part: bool = False
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether optimizer states go to a disk."""
+        return self.options.get("offload_optimizer") == "nvme"
 
 
 COMMUNICATION: Mapping[str, Way] = {
@@ -178,6 +184,25 @@ class Job:
                 f"moments={found.moments!r} is about Adam's moments, and"
                 f" optimizer={self.optimizer!r} keeps others: leave it out."
             )
+        self._refuse_with_whole_matrices(found)
+
+    def _refuse_with_whole_matrices(self, recipe: Recipe) -> None:
+        """Raise ValueError for what steps pieces of matrices, if the optimizer steps them whole."""
+        if PLANNED[self.optimizer].update != WHOLE:
+            return
+        on_disk = recipe.optimizer.tier.on_disk or OFFLOAD[self.offload or "none"].on_disk
+        low = recipe.stochastic_rounding and recipe.master_dtype.itemsize < 4
+        for refused, what in (
+            (on_disk, "states on NVMe are stepped chunk by chunk"),
+            (recipe.tile is not None, "tile= cuts matrices into parameters of their own"),
+            (recipe.step_in_backward, "step_in_backward=True steps pieces in the backward pass"),
+            (low, "stochastic_rounding=True rounds element by element"),
+        ):
+            if refused:
+                raise ValueError(
+                    f"optimizer={self.optimizer!r} steps whole matrices, and {what}: leave one of the"
+                    " two out."
+                )
 
     @classmethod
     def of(cls, given: Mapping[str, Any], asker: str) -> Job:

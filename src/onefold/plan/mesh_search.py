@@ -33,6 +33,7 @@ from onefold.plan.shapes import find, known
 from onefold.plan.subject import Subject, subject_of
 from onefold.plan.traffic import Software
 from onefold.recipe import Recipe
+from onefold.recipe.optimizers import PLANNED, WHOLE
 
 AUTO = "auto"
 #: A stage may have this many times as many blocks as the mean.
@@ -183,6 +184,7 @@ def _refuse(job: Job, machine: Machine) -> None:
     given = [n for n in _NOT_COUNTED if dict(job.options).get(n) not in (None, False)]
     given += ["offload"] if job.offload not in ("", "none") else []
     given += ["lora"] if job.lora_rank else []
+    given += [f"optimizer {job.optimizer}"] if PLANNED[job.optimizer].update == WHOLE else []
     if given:
         flags = ", ".join(f"--{n.replace('_', '-')}" for n in given)
         raise ValueError(

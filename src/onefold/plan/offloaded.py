@@ -108,6 +108,8 @@ def offloaded_bytes(
     micro_batches: int = 1,
     optimizer: str = "adamw",
     streams: bool = False,
+    held: int | None = None,
+    stepped: int | None = None,
 ) -> OffloadedBytes:
     """Return what the recipe keeps off the device, in steps of `micro_batches`.
 
@@ -115,6 +117,8 @@ def offloaded_bytes(
         streams: the device has streams. Then gradients come down in the masters' dtype, and the
             device adds those of later micro-batches ([Note: the device adds] in
             offload/storage.py). Else the host casts and adds.
+        held, stepped: a rank's bytes of states on the host, and the elements that it steps there, if
+            it steps matrices whole (`onefold.plan.owned`).
     """
     pairs = [(u, f) for u in units for f in u.flats if f.tiers is not None]
     flats = [f for _, f in pairs]
@@ -122,8 +126,10 @@ def offloaded_bytes(
     # With several reductions gradients wait for those of the last micro-batch
     in_backward = recipe.step_in_backward and reductions == 1
     rest = {tier.value: Counter[str]() for tier in off_device()}
-    for tier, category, nbytes in (row for f in flats for row in _resting(f, optimizer)):
-        rest[tier][category] += nbytes
+    for f in flats:
+        for tier, category, nbytes in _resting(f, optimizer if held is None else None):
+            rest[tier][category] += nbytes
+    rest[HOST][MOMENTS] += held or 0
     again = reductions > 1
     passing = Counter(_passing(flats, recipe, optimizer, again, in_backward, streams))
     peak = rest | {HOST: rest[HOST] + passing}
@@ -133,7 +139,9 @@ def offloaded_bytes(
         {tier: filled(held) for tier, held in rest.items()},
         {tier: filled(held) for tier, held in peak.items()},
         _carried(pairs, recipe, micro_batches, optimizer, streams),
-        stepped=sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots),
+        stepped=sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots)
+        if stepped is None
+        else stepped,
         cast=sum(_cast(f, streams) for f in flats if f.trainable),
     )
 
@@ -146,12 +154,12 @@ def filled(held: Mapping[str, int]) -> dict[str, int]:
 # -- at rest ---------------------------------------------------------------------------------------
 
 
-def _resting(flat: ShardSpec, optimizer: str) -> Iterable[tuple[str, str, int]]:
-    """Yield (tier, category, bytes) of one flat buffer, with its moments."""
+def _resting(flat: ShardSpec, optimizer: str | None) -> Iterable[tuple[str, str, int]]:
+    """Yield (tier, category, bytes) of one flat buffer, with its moments if `optimizer` says which."""
     assert flat.tiers is not None
     for tier, kind, nbytes in flat.offloaded:
         yield tier.value, _CATEGORIES[kind], nbytes
-    if not flat.trainable:
+    if not flat.trainable or optimizer is None:
         return
     # In files moments have room for padding too. Memory keeps Adam's counts, and moments that are
     # too small to be packed

@@ -36,10 +36,12 @@ from onefold.plan.choose import (
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Machine
 from onefold.plan.job import COMMUNICATION, SOMEWHERE, Job, Scheme, as_recipe
+from onefold.plan.owned import stepped_whole
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import topology_of, units_of
+from onefold.plan.states import MOMENTS_OF, topology_of, units_of
 from onefold.plan.subject import is_in_tiles, subject_of
 from onefold.recipe import COMPUTE_DTYPES, Recipe
+from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.rows import FLAT
 from onefold.recipe.tiers import Tier, disks
 from onefold.runtime.units import offload_notes
@@ -192,6 +194,7 @@ def _candidate_json(c: Candidate) -> dict[str, Any]:
         "states": c.states,
         "usable": c.usable,
         "reserve": {**vars(c.reserve), "nbytes": c.reserve.nbytes},
+        "owners": vars(c.balance) if c.balance is not None else None,
         "account": c.account.to_json(),
     }
 
@@ -237,6 +240,7 @@ def plan(
     chosen = {best.scheme.micro_batch} if best is not None and not job.micro_batch else set()
     notes = (
         *_of_job(job, machine),
+        *_of_whole_matrices(job, shape, best or _last_asked(shown, stages)),
         *subject.notes,
         *_of_recipe(question, best or _last_asked(shown, stages)),
         *shown[0].notes,
@@ -277,6 +281,45 @@ def _of_job(job: Job, machine: Machine) -> Iterator[str]:
             f"{gpu.title or gpu.name} has no {job.computes}: seconds are at its fp32 rate"
             f"{'; --precision fp16 would run at its own rate' if other else ''}"
         )
+
+
+def _of_whole_matrices(job: Job, model: ModelShape, shown: Candidate) -> Iterator[str]:
+    """Yield notes on what an optimizer of whole matrices steps, and on a division among owners that
+    cannot be even.
+    """
+    rest = PLANNED[job.optimizer].rest
+    if PLANNED[job.optimizer].update != WHOLE:
+        return
+    trained = [p for u in model.units for p in u.parameters if p.trainable]
+    names = stepped_whole(model, job.optimizer)
+    share = sum(p.numel for p in trained if p.name in names) / max(model.trainable, 1)
+    if not names:
+        yield f"{model.name} has no matrices that {job.optimizer} would step: {rest} steps everything"
+        return
+    yield (
+        f"{job.optimizer} steps the {len(names):,} matrices of the body, {share:.0%} of the trained"
+        f" parameters; {rest} steps the others, with {MOMENTS_OF[rest]} states each. States, bytes"
+        " and seconds of owners are those of the rank that has most"
+    )
+    stacks = stepped_whole(model, job.optimizer, stacks=True) - names
+    stacked = sum(p.numel for p in trained if p.name in stacks)
+    if stacked:
+        yield (
+            f"stacks of matrices in three dimensions ({stacked / max(model.trainable, 1):.0%} of the"
+            f" trained parameters, such as experts) are stepped by {rest}: torch's"
+            f" {PLANNED[job.optimizer].name} takes two dimensions only"
+        )
+    found = shown.balance
+    if found is not None and found.least > _UNEVEN:
+        yield (
+            f"{found.matrices:,} matrices among {found.ranks:,} owners: the largest alone is"
+            f" {found.least:.2f} times the mean of all ranks. With shard_group= a group of fewer ranks"
+            " has owners for all matrices, and each does as much as the others"
+        )
+
+
+#: A division among owners above this is told of.
+_UNEVEN = 1.1
 
 
 def _of_recipe(question: Question, shown: Candidate) -> Iterator[str]:

@@ -27,7 +27,7 @@ import torch
 
 from onefold.device import within
 from onefold.layout import Hop, ShardSpec
-from onefold.memory import GATHERED, GRADIENTS, LEAVING, REDUCTION, MemoryLedger, Pool
+from onefold.memory import GATHERED, GRADIENTS, LEAVING, OWNED, REDUCTION, MemoryLedger, Pool
 from onefold.plan.states import (
     UnitPlan,
     adds_on_device,
@@ -171,8 +171,12 @@ class Replay:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def run(self, micro_batches: int = 1) -> Replay:
-        """Replay one optimizer step, from the state between steps to the same state."""
+    def run(self, micro_batches: int = 1, whole: int = 0) -> Replay:
+        """Replay one optimizer step, from the state between steps to the same state.
+
+        Args:
+            whole: bytes of matrices that are whole for the step, at most (`onefold.plan.owned`).
+        """
         self.ledger.reset_peak()
         for k in range(micro_batches):
             last = k + 1 == micro_batches
@@ -180,7 +184,9 @@ class Replay:
             deferring = not last and self.recipe.reduce_at == "boundary"
             self.holding = not last and not deferring and self.recipe.gradients.over == GROUP
             self._backward(k, deferring)
+        self.ledger.add(OWNED, whole)
         self._moment(micro_batches - 1, "step", "(optimizer)")
+        self.ledger.add(OWNED, -whole)
         self.ledger.set(GRADIENTS, 0)
         self.has_grad.clear()
         self.has_gone.clear()

@@ -20,6 +20,7 @@ from onefold.memory import (
     LEAVING,
     MASTERS,
     MOMENTS,
+    OWNED,
     PARAMETERS,
     REDUCTION,
     RESIDUALS,
@@ -33,11 +34,12 @@ FRAGMENTATION = "fragmentation"
 
 #: Every category of memory, in the order in which tables list them.
 CATEGORIES = (
-    PARAMETERS, MASTERS, GRADIENTS, LEAVING, MOMENTS, RESIDUALS, GATHERED, REDUCTION, IDLE, ACTIVATIONS, LOGITS, TEMPORARY, FRAGMENTATION,
+    PARAMETERS, MASTERS, GRADIENTS, LEAVING, MOMENTS, RESIDUALS, GATHERED, REDUCTION, IDLE, OWNED,
+    ACTIVATIONS, LOGITS, TEMPORARY, FRAGMENTATION,
 )  # fmt: skip
 #: What the engine allocates and enters in its ledger. The optimizer holds the moments, autograd and
 #: the model the rest.
-ENGINE = (PARAMETERS, MASTERS, GRADIENTS, LEAVING, RESIDUALS, GATHERED, REDUCTION, IDLE)
+ENGINE = (PARAMETERS, MASTERS, GRADIENTS, LEAVING, RESIDUALS, GATHERED, REDUCTION, IDLE, OWNED)
 #: The moves between tiers: to the device and from it, from NVMe and to it.
 MOVED = ("up", "down", "read", "written")
 #: The parts of a step's seconds, and their sum. What overlaps counts once.

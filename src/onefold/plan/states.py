@@ -57,7 +57,7 @@ from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
 from onefold.recipe import Recipe
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
-from onefold.recipe.optimizers import PLANNED
+from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.rows import GROUP
 from onefold.runtime.units import offloaded_of_sizes
 
@@ -209,15 +209,25 @@ def units_ahead(units: Sequence[UnitPlan], recipe: Recipe) -> int:
 # -- at rest ---------------------------------------------------------------------------------------
 
 
-def at_rest(units: Sequence[UnitPlan], optimizer: str = "adamw") -> dict[str, int]:
+def at_rest(
+    units: Sequence[UnitPlan], optimizer: str = "adamw", held: int | None = None
+) -> dict[str, int]:
     """Return the bytes that a rank holds on its device between steps, by category, after gradients
-    are dropped. Raises ValueError: the optimizer is not in `MOMENTS_OF`.
+    are dropped.
+
+    Args:
+        held: its bytes of moments, if it steps matrices whole (`onefold.plan.owned`).
+
+    Raises:
+        ValueError: the optimizer is not in `MOMENTS_OF`, or steps matrices whole and `held` is not
+            given.
     """
     out = dict.fromkeys((PARAMETERS, MASTERS, RESIDUALS, MOMENTS), 0)
     for flat in (f for u in units for f in u.flats):
         for category, nbytes in resting(flat).items():
             out[category] += nbytes
-        out[MOMENTS] += moments(flat, optimizer) if flat.tiers is None else 0
+        out[MOMENTS] += moments(flat, optimizer) if flat.tiers is None and held is None else 0
+    out[MOMENTS] += held or 0
     return {k: v for k, v in out.items() if v}
 
 
@@ -238,9 +248,11 @@ def moments(flat: ShardSpec, optimizer: str) -> int:
     """
     if optimizer not in MOMENTS_OF:
         raise ValueError(f"optimizer {optimizer!r}: expected one of {', '.join(MOMENTS_OF)}.")
+    kept = PLANNED[optimizer]
+    if kept.update == WHOLE:
+        raise ValueError(f"{optimizer}: states of whole matrices are their owners'.")
     if not flat.trainable:
         return 0
-    kept = PLANNED[optimizer]
     return sum(
         flat.moment_bytes(slot, kept.elementwise_states) + kept.number_bytes
         for slot in flat.layout.slots

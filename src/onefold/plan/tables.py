@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from onefold.comm import OWNERS
 from onefold.plan.alternatives import SlowLinks, Sums
 from onefold.plan.evaluate import Candidate
+from onefold.plan.owned import Balance
 from onefold.plan.schema import CATEGORIES, MOVED, SECONDS, TIER_SECONDS, Account
 from onefold.recipe.tiers import Tier, disks, off_device
 
@@ -35,6 +37,16 @@ def in_seconds(seconds: float) -> str:
     if not seconds:
         return "–"
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+def balance_said(balance: Balance | None) -> str:
+    """Return the work of the busiest owner over the mean, and the least that is possible where that
+    is more than a hundredth above it; a dash if nothing is divided.
+    """
+    if balance is None or balance.ranks == 1:
+        return "–"
+    least = f" (least {balance.least:.2f})" if balance.least >= 1.01 else ""
+    return f"{balance.busiest:.2f}{least}"
 
 
 def count(number: float) -> str:
@@ -151,6 +163,9 @@ def _stages(plan: Plan) -> Table:
     row("  within a node", lambda a: a.links.get("inside", 0), always=False)
     row("  between nodes", lambda a: a.links.get("between", 0), always=False)
     row("  of a node, to others", lambda a: a.sent_between, always=False)
+    row("  to and from owners", lambda a: a.wire.get(OWNERS, 0), always=False)
+    if any(c.balance is not None for c in columns):
+        table.add_row("busiest owner over the mean", *(balance_said(c.balance) for c in columns))
     row("[bold]a step takes[/bold]", lambda a: a.seconds.get("step", 0), in_seconds)
     for part in SECONDS[:-1]:
         row(f"  {part}", lambda a, p=part: a.seconds.get(p, 0), in_seconds, always=False)  # type: ignore[misc]

@@ -8,7 +8,8 @@
     exposed        the communication that is left when it has used up `overlap` of the compute beside it, but at least the ends:
                    the first gather and the last reduction of a micro-batch have nothing to hide behind. Moves of several units
                    are in flight at once, so moves inside nodes and between them together take as long as the slower link
-    optimizer      bytes that the update moves ÷ memory bandwidth
+    optimizer      bytes that the update moves ÷ memory bandwidth; if it has matrix products (Muon), also their FLOPs ÷ rate of large
+                   products, of the rank that owns most
     io             host link and NVMe, as far as compute leaves no room to hide them
 
         compute  │██ fwd ████████████│████████ bwd ████████████████████│
@@ -66,6 +67,7 @@ class Work:
         forward_share: the forward passes' share of the compute: 1/3, or 1/4 under full recompute.
         optimizer_numel, optimizer_bytes: elements that this rank's update steps on the device, and
             bytes that it moves (28 an element: Adam in fp32 reads p, g, m, v and writes p, m, v).
+        update_flops: matrix products of the update, in bf16: those of the rank that owns most.
         host_optimizer_numel, host_optimizer_bytes: the same on the host, with its casts of masters.
         carried: bytes between tiers, by the phase behind which they can hide.
         disk: the disk that they are read from and written to.
@@ -90,6 +92,7 @@ class Work:
     forward_share: float = 1 / 3
     optimizer_numel: float = 0.0
     optimizer_bytes: float = 0.0
+    update_flops: float = 0.0
     host_optimizer_numel: float = 0.0
     host_optimizer_bytes: float = 0.0
     carried: Sequence[Carried] = ()
@@ -151,13 +154,14 @@ def compute_seconds(work: Work, machine: Machine, software: Software) -> float:
 
 
 def exposed_seconds(
-    work: Work, compute: float, machine: Machine, software: Software
+    work: Work, compute: float, machine: Machine, software: Software, products: float = 0.0
 ) -> tuple[float, float, dict[str, float]]:
     """Return the (exposed, all) seconds of communication, and the seconds of "forward" and
     "backward" that remain to hide something else.
 
     `overlap` × a phase's compute hides the phase's moves. Each hidden second costs computing the
-    share `contention` of a second.
+    share `contention` of a second. Moves to and from owners (phase "boundary") hide behind the
+    `products` of the update, but for the first and the last.
     """
     room = software.overlap * (1 - machine.contention) * compute
     left = {"forward": room * work.forward_share, "backward": room * (1 - work.forward_share)}
@@ -171,6 +175,8 @@ def exposed_seconds(
         passes, divided = (1, work.micro_batches) if once else (work.micro_batches, 1)
         hideable, ends = _hideable(by_phase.get(phase, ()), passes, machine, software)
         hidden = 0.0
+        if phase == "boundary":
+            hidden = min(hideable, software.overlap * (1 - machine.contention) * products)
         for part in left:
             if phase == "both" or phase.endswith(part):
                 taken = min(hideable - hidden, left[part] / divided)
@@ -210,12 +216,13 @@ def step_times(work: Work, machine: Machine, software: Software | None = None) -
     compute = compute_seconds(work, machine, soft)
     if machine.measured is None:  # reference steps include them
         compute += (work.handled_bytes + work.summed_bytes / SUMMING_ON_A_GPU) / memory
-    exposed, communication, left = exposed_seconds(work, compute, machine, soft)
+    products = work.update_flops / machine.matrix_rate("bf16") if work.update_flops else 0.0
+    exposed, communication, left = exposed_seconds(work, compute, machine, soft, products)
     compute += work.coded_bytes / (
         memory * (CODING_ON_A_CPU if machine.shared else CODING_ON_A_GPU)
     )
     io, update, tiers = tier_times(work, machine, left)
-    optimizer = update_seconds(work, machine, on_host=False) + update
+    optimizer = update_seconds(work, machine, on_host=False) + products + update
     step = compute + exposed + optimizer + io
     seconds = dict(zip(SECONDS, (compute, exposed, optimizer, io, step), strict=True))
     model = work.flops if work.model_flops is None else work.model_flops

@@ -58,6 +58,7 @@ class KnownOptimizer:
         trained: whether `onefold train --optimizer` offers it.
         options: the names that `--optimizer-options` may set.
         planned: the name of the row whose states the plan counts; "": the plan does not know it.
+        rest: the row that steps what this one does not take: all but the matrices of the body.
         simulated: whether the simulation runs it.
         betas: whether `--beta1` and `--beta2` are its betas.
         fused: where torch has a fused kernel for it: nowhere, on the CPU alone, or on any device.
@@ -77,6 +78,7 @@ class KnownOptimizer:
     trained: bool = False
     options: tuple[str, ...] = ()
     planned: str = ""
+    rest: str = ""
     simulated: bool = False
     betas: bool = False
     fused: Literal["", "cpu", "any"] = ""
@@ -153,13 +155,14 @@ KNOWN: Mapping[str, KnownOptimizer] = {
     ),
     "asgd": KnownOptimizer("ASGD", deepspeed=True),
     "rprop": KnownOptimizer("Rprop", deepspeed=True),
-    # Adafactor and Muon are planned as optimizers that keep more than they do
+    # Adafactor is planned as an optimizer that keeps more than it does
     "adafactor": KnownOptimizer(
         "Adafactor", update=WHOLE, trained=True, options=("beta2_decay", "d"), planned="sgd-momentum", deepspeed=True,
     ),
     "muon": KnownOptimizer(
         "Muon", update=WHOLE, trained=True, options=("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
-        planned="adamw", betas=True, deepspeed=True, matrices=True,
+        states=(KeptState("momentum_buffer"),), planned="muon", rest="adamw", simulated=True, betas=True, deepspeed=True,
+        matrices=True,
     ),
     "lamb": KnownOptimizer(
         "Lamb", "", update=WHOLE,

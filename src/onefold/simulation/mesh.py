@@ -43,7 +43,7 @@ from onefold.recipe import Recipe
 from onefold.recipe.rows import FLAT
 from onefold.runtime.state.checks import with_replicas
 from onefold.simulation.refusals import check, check_mesh
-from onefold.simulation.simulate import engine_on, one_of, steps_of
+from onefold.simulation.simulate import engine_on, one_of, optimizers_of, steps_of
 from onefold.simulation.stand_in import stand_in
 from onefold.tracing.fake import passing_as_real
 
@@ -171,7 +171,9 @@ def simulate_mesh(
                 counted if degrees.pp > 1 else contextlib.nullcontext(),
             ):
                 step = _step(module, stage, degrees, root, micro_batches, handed, dtype)
-                account = steps_of(module, engine, step, optimizer, None, counted.reset)
+                account = steps_of(
+                    engine, step, optimizers_of(module, optimizer), None, counted.reset
+                )
                 along = {
                     g.name: _along(g.ranks, degrees, replicas, first)
                     for unit in engine.units

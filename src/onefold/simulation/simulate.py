@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onefold.comm import MOVES
+from onefold.comm import OWNERS, STEP_MOVES
 from onefold.device import clocked, simulated
 from onefold.device.copies import WINDOW
 from onefold.memory import nbytes_of
@@ -40,6 +40,7 @@ from onefold.offload.nvme import stores_from
 from onefold.plan.hardware import Machine
 from onefold.plan.modules import model_shape, module_of, quietly
 from onefold.plan.offloaded import offloaded_bytes
+from onefold.plan.owned import owned_matrices, place_of, stepped_whole
 from onefold.plan.replay import Replay
 from onefold.plan.schema import ACTIVATIONS, MOMENTS, Account
 from onefold.plan.shapes import ModelShape, architecture, known
@@ -47,7 +48,7 @@ from onefold.plan.states import UnitPlan, at_rest, decided, units_of
 from onefold.plan.subject import dtype_of, in_tiles, shape_in_tiles, tokens
 from onefold.plan.wire import wire
 from onefold.recipe import COMPUTE_DTYPES, Recipe
-from onefold.recipe.optimizers import SIMULATED
+from onefold.recipe.optimizers import SIMULATED, WHOLE
 from onefold.recipe.rows import FLAT, NODE
 from onefold.recipe.tiers import Tier
 from onefold.runtime.parameters.interval import disable_torch_function
@@ -116,6 +117,7 @@ def simulate(
         clock = _clock(machine, recipe, module, shape, rank, samples * seq)
     if clock is None:
         check_untimed(recipe)
+    plans = units_of(shape, recipe, ranks, rank, nccl=clock is not None)
     with (
         in_tiles(module, recipe),
         _world(ranks, rank) as mode,
@@ -132,12 +134,23 @@ def simulate(
         ):
             answers = _Answers(integers) if own_code else nullcontext()
             passes = _passes(twin, given, answers, loss or loss_of, micro_batches, clock)
-            account = steps_of(twin, engine, passes, optimizer, clock)
+            names = stepped_whole(shape, optimizer)
+            # A stand-in has other names: units, buffers and parameters are in the plan's order
+            matrices = [
+                entry.param
+                for unit, planned in zip(engine.units, plans, strict=True)
+                for flat, spec in zip(unit.flats, planned.flats, strict=True)
+                for entry, slot in zip(flat.entries, spec.layout.slots, strict=True)
+                if slot.name in names
+            ]
+            optimizers = optimizers_of(twin, optimizer, matrices)
+            account = steps_of(engine, passes, optimizers, clock)
             timeline = clock.timeline() if clock is not None else None
             events, summaries = events_of(engine), summaries_of(engine)
             del twin, given
-    plans = units_of(shape, recipe, ranks, rank, nccl=clock is not None)
-    predicted = _predicted(plans, recipe, micro_batches, optimizer, streams=clock is not None)
+    predicted = _predicted(
+        shape, plans, recipe, micro_batches, optimizer, streams=clock is not None
+    )
     seconds = time.perf_counter() - begun
     return Simulation(
         shape.name, shape.numel, rank, ranks, micro_batches, account, predicted, events, summaries, source, seconds, tuple(integers.notes),
@@ -180,16 +193,31 @@ _MODULE, _CODE, _STAND_IN = "the module", "transformers' code", "a stand-in of t
 
 
 def _predicted(
-    plans: Sequence[UnitPlan], recipe: Recipe, micro_batches: int, optimizer: str, streams: bool
+    shape: ModelShape,
+    plans: Sequence[UnitPlan],
+    recipe: Recipe,
+    micro_batches: int,
+    optimizer: str,
+    streams: bool,
 ) -> Account:
-    """Return the closed forms' and the replay's account of the same step. `streams`: copies to the
-    host run beside the passes.
+    """Return the closed forms' and the replay's account of the same step, on this rank. `streams`:
+    copies to the host run beside the passes.
     """
+    mine = None
+    if SIMULATED[optimizer].update == WHOLE:
+        owned = owned_matrices(plans, stepped_whole(shape, optimizer), optimizer)
+        flats = [flat for unit in plans for flat in unit.flats]
+        mine = owned.at(place_of(flats[0])) if owned is not None else None
+    replay = Replay(plans, recipe, WINDOW if streams else 0)
+    sent = {OWNERS: mine.sent} if mine is not None and mine.sent else {}
+    held, stepped = (mine.host_states, mine.host_numel) if mine is not None else (None, None)
     return Account(
-        rest=at_rest(plans, optimizer),
-        ledger=Replay(plans, recipe, WINDOW if streams else 0).run(micro_batches).peak,
-        wire=wire(plans, recipe, micro_batches),
-        moved=offloaded_bytes(plans, recipe, micro_batches, optimizer, streams).moved,
+        rest=at_rest(plans, optimizer, mine.states if mine is not None else None),
+        ledger=replay.run(micro_batches, mine.buffers if mine is not None else 0).peak,
+        wire=wire(plans, recipe, micro_batches) | sent,
+        moved=offloaded_bytes(
+            plans, recipe, micro_batches, optimizer, streams, held, stepped
+        ).moved,
     )
 
 
@@ -355,11 +383,31 @@ def _passes(
     return passes
 
 
+def optimizers_of(
+    twin: nn.Module, optimizer: str, matrices: Sequence[nn.Parameter] = ()
+) -> list[torch.optim.Optimizer]:
+    """Make the optimizer; if it takes matrices alone, one for `matrices` and one for the rest."""
+    from onefold.optim.verdict import tell_verdict
+    from onefold.runtime.stepper import GroupVerdict
+
+    known, every = SIMULATED[optimizer], list(twin.parameters())
+    parts = [(known, every)]
+    if known.rest:
+        apart = {id(p) for p in matrices}
+        rest = [p for p in every if id(p) not in apart]
+        parts = [(known, list(matrices)), (SIMULATED[known.rest], rest)]
+    out = []
+    for row, params in ((row, params) for row, params in parts if params):
+        options = {**row.arguments, **({"fused": True} if row.can_fuse("cpu") else {})}
+        out.append(row.load()(params, lr=1e-3, **options))
+        tell_verdict(out[-1], GroupVerdict(row.update))  # fake tensors have no values to try it on
+    return out
+
+
 def steps_of(
-    twin: nn.Module,
     engine: Any,
     passes: Callable[[], None],
-    optimizer: str,
+    optimizers: Sequence[torch.optim.Optimizer],
     clock: Clock | None,
     begin: Callable[[], object] = lambda: None,
 ) -> Account:
@@ -369,13 +417,6 @@ def steps_of(
         passes: runs the passes of one step.
         begin: called before the last step.
     """
-    from onefold.optim.verdict import tell_verdict
-    from onefold.runtime.stepper import GroupVerdict
-
-    known = SIMULATED[optimizer]
-    options = {**known.arguments, **({"fused": True} if known.can_fuse("cpu") else {})}
-    stepper = known.load()(twin.parameters(), lr=1e-3, **options)
-    tell_verdict(stepper, GroupVerdict(known.update))  # fake tensors have no values to try it on
     steps = STEPS_IN_BACKWARD if engine.recipe.step_in_backward else STEPS
     for step in range(steps):
         if step + 1 == steps:
@@ -390,21 +431,25 @@ def steps_of(
         passes()
         engine.memory.now()  # a single rank has no hooks: this call counts its gradients
         with clock.updating() if clock is not None else nullcontext():
-            stepper.step()
-        stepper.zero_grad()
+            for stepper in optimizers:
+                stepper.step()
+        for stepper in optimizers:
+            stepper.zero_grad()
     left = engine.memory.now()
     engine.memory.record = False
     with disable_torch_function():
         elsewhere = {id(e.param) for flat in engine.offloaded_flats for e in flat.entries}
         held = [
             t
+            for stepper in optimizers
             for param, state in stepper.state.items()
             for t in state.values()
             if isinstance(t, torch.Tensor) and id(param) not in elsewhere
         ]
     rest = left | {MOMENTS: sum(map(nbytes_of, held))}
     # Leave out broadcasts of rank 0's buffers: they do not depend on the recipe
-    sent = {move: nbytes for move, nbytes in engine.traffic.by_move().items() if move in MOVES}
+    by_move = engine.traffic.by_move()
+    sent = {move: by_move[move] for move in STEP_MOVES if by_move.get(move)}
     # Activations move as the model has them, which closed forms do not say
     moved = Counter[str]()
     for unit, moves in engine.transfers.moved.by_unit().items():

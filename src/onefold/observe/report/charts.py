@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onefold.comm import MOVES
+from onefold.comm import STEP_MOVES
 from onefold.observe.chrome import lanes
 from onefold.observe.memory import DEVICE, MOVED
 from onefold.observe.report.figures import (
@@ -116,7 +116,7 @@ def traffic(by_unit: Mapping[str, Mapping[str, int]]) -> Figure | None:
         return None
     units = list(by_unit)
     unit, size = byte_unit([sum(moves.values()) for moves in by_unit.values()])
-    present = [m for m in MOVES if any(by_unit[u].get(m) for u in units)]
+    present = [m for m in STEP_MOVES if any(by_unit[u].get(m) for u in units)]
     traces = [
         go.Bar(
             orientation="h", y=units, x=[by_unit[u].get(m, 0) / size for u in units], name=m, marker={"color": COLOURS[m]},

@@ -1,0 +1,322 @@
+"""What a plan says of optimizers that step whole matrices: states, bytes and buffers are those of the
+ledgers, and owners have about as much to do as the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import states
+from onefold.plan.api import plan
+from onefold.plan.modules import model_shape
+from onefold.plan.owned import OwnedMatrices, owned_matrices, place_of, stepped_whole
+from onefold.plan.shapes import ModelShape, Parameter, UnitShape, architecture
+from onefold.plan.states import units_of
+from onefold.recipe import Recipe
+from ranks import run_ranks
+from replayed import batch_of, model_of
+
+# -- against the ledgers ---------------------------------------------------------------------------
+
+
+def observed(kind: str, cases: list[tuple[int, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What the ledgers of a real engine say of a step with Muon and AdamW in the steady state, and
+    what the plan says of this rank, and of the largest of all ranks.
+    """
+    import onefold
+    from onefold.memory import OWNED
+    from onefold.plan.replay import Replay
+    from onefold.plan.states import at_rest, bound_of
+    from onefold.plan.wire import wire
+
+    out = []
+    for stage, precision, options in cases:
+        recipe = Recipe.zero(stage, precision=precision, stall_timeout=60.0, **options)
+        shape = model_shape(model_of(kind))
+        model = onefold.shard(model_of(kind), recipe)
+        engine, names = onefold.engine_of(model), stepped_whole(shape, "muon")
+        named = dict(model.named_parameters())
+        optimizers = (
+            torch.optim.Muon([named[n] for n in sorted(names)], lr=1e-3),
+            torch.optim.AdamW([p for n, p in named.items() if n not in names], lr=1e-3, fused=True),
+        )
+        for step in range(3):  # the order of units is learned in the first
+            if step == 2:
+                rest = engine.memory.now()
+                engine.memory.reset_peak()
+                engine.traffic.reset()
+            output = model(batch_of(kind, 10 * step + dist.get_rank()))
+            output.float().square().mean().backward()
+            engine.memory.record = step == 2
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        whole = [n for _, category, _, n in engine.memory.timeline if category == OWNED]
+        units = units_of(shape, recipe, engine.world_size, engine.rank)
+        owned = owned_matrices(units, names, "muon")
+        assert owned is not None
+        mine = owned.at(place_of(units[0].flats[0]))
+        replay = Replay(units, recipe).run(1, mine.buffers)
+        out.append(
+            {
+                "case": f"stage {stage}, {precision}, {options}, rank {engine.rank}",
+                "rest": rest,
+                "states": sum(map(states.nbytes, optimizers)),
+                "sent": engine.traffic.by_move(),
+                "peak": engine.memory.peak(),
+                "planned rest": at_rest(units, "muon", 0),
+                "planned states": mine.host_states
+                if "offload_optimizer" in options
+                else mine.states,
+                "planned sent": wire(units, recipe) | {"owners": mine.sent},
+                "planned peak": replay.peak,
+                "buffers": max(itertools.accumulate(whole)),
+                "left": sum(whole),
+                "bound": bound_of(units, recipe) + owned.most.buffers,
+                "most": vars(owned.most),
+                "mine": vars(mine),
+            }
+        )
+        engine.close()
+    return out
+
+
+CASES: list[tuple[int, str, dict[str, Any]]] = [
+    (stage, precision, {}) for stage in (1, 2, 3) for precision in ("fp32", "bf16")
+]
+GROUPS: list[tuple[int, str, dict[str, Any]]] = [
+    (3, "bf16", {"shard_group": 2}),
+    (3, "fp32", {"shard_group": 2, "optimizer_over": "all"}),
+]
+HOST: list[tuple[int, str, dict[str, Any]]] = [(2, "bf16", {"offload_optimizer": "cpu"})]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, [*CASES, *HOST]), (4, [*CASES, *GROUPS])])
+def test_states_bytes_and_buffers_of_owners_are_those_of_the_ledgers(
+    ranks: int, cases: list[Any]
+) -> None:
+    every = run_ranks(ranks, observed, "gpt", cases, timeout=240.0)
+    for of_ranks in zip(*every, strict=True):
+        for seen in of_ranks:
+            told = json.dumps(seen, indent=1)
+            assert seen["rest"] == seen["planned rest"], told
+            assert seen["states"] == seen["planned states"] > 0, told
+            assert seen["sent"] == seen["planned sent"], told
+            assert seen["sent"]["owners"] > 0, told
+            assert sum(seen["peak"].values()) == sum(seen["planned peak"].values()), told
+            assert seen["buffers"] == seen["mine"]["buffers"] and seen["left"] == 0, told
+            # A plan shows the largest of each
+            assert sum(seen["peak"].values()) <= seen["bound"], told
+            assert all(seen["mine"][name] <= most for name, most in seen["most"].items()), told
+        # Owners differ: the figures are of ranks, not one for all
+        assert len({seen["states"] for seen in of_ranks}) > 1
+
+
+# -- balance ---------------------------------------------------------------------------------------
+
+
+def in_matrices(model: ModelShape) -> ModelShape:
+    """The same model with experts that are matrices of their own, as in code with a module each."""
+
+    def cut(p: Parameter) -> list[Parameter]:
+        if len(p.shape) != 3:
+            return [p]
+        experts, rows, columns = p.shape
+        name = p.name.replace("experts.", "experts.{}.")
+        halves = 2 if "gate_up" in p.name else 1
+        return [
+            Parameter(f"{name.format(e)}.{half}", (rows // halves, columns))
+            for e in range(experts)
+            for half in range(halves)
+        ]
+
+    units = tuple(
+        replace(u, parameters=tuple(part for p in u.parameters for part in cut(p)))
+        for u in model.units
+    )
+    return replace(model, units=units)
+
+
+@cache
+def owners_of(name: str, ranks: int, group: int = 0, form: str = "matrices") -> OwnedMatrices:
+    model = architecture(name)
+    model = in_matrices(model) if form == "matrices" else model
+    recipe = Recipe.zero(3, **({"shard_group": group} if group else {}))
+    names = stepped_whole(model, "muon", stacks=form == "stacks")
+    found = owned_matrices(units_of(model, recipe, ranks), names, "muon")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "group", "form"),
+    [
+        ("llama-3-8b", 64, 0, "matrices"),
+        ("llama-3-70b", 64, 0, "matrices"),
+        ("deepseek-v3", 64, 0, "matrices"),
+        ("deepseek-v3", 64, 0, "stacks"),
+        ("deepseek-v3", 1024, 0, "matrices"),
+        ("llama-3-8b", 1024, 64, "matrices"),
+        ("llama-3-70b", 1024, 64, "matrices"),
+    ],
+)
+def test_the_busiest_owner_does_at_most_a_tenth_more_than_the_mean(
+    name: str, ranks: int, group: int, form: str
+) -> None:
+    found = owners_of(name, ranks, group, form).balance
+    assert found.ranks == (group or ranks)
+    assert 1 <= found.least <= found.busiest <= 1.1, found
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices", "least"), [("llama-3-8b", 224, 8.46), ("llama-3-70b", 560, 3.41)]
+)
+def test_fewer_matrices_than_ranks_are_divided_as_evenly_as_can_be(
+    name: str, matrices: int, least: float
+) -> None:
+    found = owners_of(name, 1024).balance
+    assert found.matrices == matrices < found.ranks == 1024
+    assert found.busiest == found.least == pytest.approx(least, abs=0.005)
+
+
+def test_a_plan_says_that_owners_are_too_many_and_what_would_help() -> None:
+    said = str(plan("llama-3-8b", gpus=1024, optimizer="muon", stage=3, largest=False))
+    assert "8.46 (least 8.46)" in said
+    assert "224 matrices among 1,024 owners" in said and "shard_group=" in said
+
+
+def test_all_ranks_together_send_each_cut_element_twice_or_three_times() -> None:
+    model, ranks = architecture("llama-3-8b"), 64
+    names = stepped_whole(model, "muon")
+    psi = sum(p.numel for u in model.units for p in u.parameters if p.name in names)
+    for precision, times in (("fp32", 2), ("bf16", 3)):
+        recipe = Recipe.zero(1, precision=precision)
+        found = owned_matrices(units_of(model, recipe, ranks), names, "muon")
+        assert found is not None
+        total = sum(rank.sent for rank in found.by_place)
+        # What an owner has of its own matrices does not travel
+        assert (times - 0.2) * psi * 4 < total < times * psi * 4, (precision, total / psi / 4)
+
+
+# -- what a plan says ------------------------------------------------------------------------------
+
+
+def test_matrices_of_the_body_are_stepped_whole_and_nothing_else() -> None:
+    model = architecture("llama-3-8b")
+    names = stepped_whole(model, "muon")
+    assert len(names) == 7 * 32
+    assert all(".layers." in name and "norm" not in name for name in names)
+    assert stepped_whole(model, "adamw") == frozenset()
+    frozen = replace(model.units[5].parameters[0], trainable=False)
+    shape = replace(model, units=(*model.units[:5], UnitShape("5", (frozen,)), *model.units[6:]))
+    assert len(names - stepped_whole(shape, "muon")) == 7
+    # Experts in a stack, for optimizers that take three dimensions
+    mixture = architecture("mixtral-8x7b")
+    stacks = stepped_whole(mixture, "muon", stacks=True) - stepped_whole(mixture, "muon")
+    assert len(stacks) == 2 * 32 and all(".experts." in name for name in stacks)
+
+
+def test_a_plan_of_a_number_of_parameters_says_that_it_knows_no_matrices() -> None:
+    said = str(plan(1e8, gpus=8, optimizer="muon", largest=False))
+    assert "has no matrices that muon would step: adamw steps everything" in said
+    assert "busiest owner" not in said
+
+
+def test_a_plan_with_muon_has_its_states_bytes_and_seconds() -> None:
+    with_muon, with_adamw = (
+        plan("llama-3-8b", gpus=64, optimizer=name, stage=3, largest=False)
+        for name in ("muon", "adamw")
+    )
+    muon, adamw = (found.stages[3].account for found in (with_muon, with_adamw))
+    model = with_muon.model
+    matrices = sum(
+        p.numel for u in model.units for p in u.parameters if p.name in stepped_whole(model, "muon")
+    )
+    # One state for matrices and two for the rest, and at most a tenth more than the mean
+    mean = (4 * matrices + 8 * (model.numel - matrices)) / 64
+    assert mean < muon.rest["moments"] < 1.1 * mean < adamw.rest["moments"]
+    assert set(muon.wire) - set(adamw.wire) == {"owners"}
+    assert muon.seconds["optimizer"] > adamw.seconds["optimizer"]
+    assert muon.seconds["exposed communication"] > adamw.seconds["exposed communication"]
+    assert muon.links["inside"] + muon.links["between"] == pytest.approx(muon.wire_bytes, rel=0.01)
+    shown = with_muon.to_json()["stages"]
+    assert shown[0]["owners"]["ranks"] == 1  # at stage 0 every rank steps all
+    assert shown[3]["owners"]["matrices"] == 224 and 1 <= shown[3]["owners"]["busiest"] <= 1.1
+    assert with_adamw.to_json()["stages"][3]["owners"] is None
+    lines = [line.split() for line in str(with_muon).splitlines()]
+    assert ["busiest", "owner", "over", "the", "mean", "–", "1.06", "1.06", "1.06"] in lines
+    assert ["to", "and", "from", "owners"] in [line[:4] for line in lines]
+
+
+def test_pieces_travel_behind_the_products_of_the_update() -> None:
+    from onefold.plan.hardware import machine
+    from onefold.plan.times import Work, exposed_seconds
+    from onefold.plan.traffic import Software, traffic_over
+    from onefold.plan.wire import Leg
+
+    there, software = machine(8, 8), Software()
+    moves = traffic_over([Leg("owners", False, "all", 10**9, 10, "boundary")], there)
+    work = Work(flops=0.0, traffic=moves)
+    alone, every, _ = exposed_seconds(work, 1.0, there, software)
+    assert alone == pytest.approx(every)  # the passes are over
+    beside, _, _ = exposed_seconds(work, 1.0, there, software, products=1.0)
+    assert beside == pytest.approx(every * 2 / 10)  # the first and the last
+    some = 0.3 * every
+    part, _, _ = exposed_seconds(work, 1.0, there, software, products=some)
+    assert part == pytest.approx(every - software.overlap * some)
+
+
+def test_stacks_of_experts_are_adamws_and_the_plan_says_so() -> None:
+    said = str(plan("mixtral-8x7b", gpus=64, optimizer="muon", stage=3, largest=False))
+    assert "stacks of matrices in three dimensions (97% of the trained parameters" in said
+    assert "stepped by adamw" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"offload": "nvme"}, "NVMe"),
+        ({"offload_optimizer": "nvme", "nvme": "/tmp"}, "NVMe"),
+        ({"tile": "64MB"}, "tile="),
+        ({"step_in_backward": True}, "step_in_backward"),
+        ({"moments": "int8"}, "moments="),
+    ],
+)
+def test_what_steps_pieces_is_refused_beside_muon(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        plan("gpt2", gpus=8, optimizer="muon", largest=False, **options)
+
+
+def test_a_plan_with_muon_never_puts_states_on_nvme() -> None:
+    found = plan("llama-3-70b", gpus=8, gpu="a100-40", optimizer="muon", largest=False)
+    schemes = [c.scheme.offload for c in (*found.next_steps, found.shown)]
+    assert "optimizer" in schemes or "parameters" in schemes, schemes
+    assert not [name for name in schemes if "nvme" in name], schemes
+
+
+def test_states_of_owners_wait_on_the_host_and_go_up_for_the_step() -> None:
+    device, host = (
+        plan("llama-3-8b", gpus=8, optimizer="muon", stage=3, offload=where, largest=False)
+        for where in ("none", "optimizer")
+    )
+    here, there = device.stages[3].account, host.stages[3].account
+    assert "moments" not in there.rest
+    assert there.offloaded["host"]["moments"] == here.rest["moments"]
+    # The update itself stays on the device
+    assert 0.5 * here.seconds["optimizer"] < there.seconds["optimizer"]
+    assert there.seconds["io"] > 0 == here.seconds["io"]
+
+
+def test_other_axes_are_refused_beside_muon() -> None:
+    from onefold.plan.api import over_axes
+
+    with pytest.raises(ValueError, match="--optimizer muon: a plan over axes"):
+        over_axes("llama-3-8b", gpus=16, tp=2, optimizer="muon")
