@@ -64,9 +64,46 @@ def test_a_group_that_looks_at_the_others_refuses_them_all_also_when_it_comes_la
     assert {verdict_of(optimizer, number).update for number in range(3)} == {REFUSED}
 
 
-def test_an_option_that_no_trial_can_be_told_leaves_the_verdict_on_the_defaults() -> None:
-    group = {"params": [matrix()], "looks_at": "element", "with": object()}
-    assert verdict_of(Looking([group], looks_at="parameter"), 0).update == WHOLE
+def test_options_that_a_constructor_cannot_be_told_are_tried_by_a_twin_with_the_group() -> None:
+    for own, default in (("element", "parameter"), ("parameter", "element"), ("all", "element")):
+        group = {"params": [matrix()], "looks_at": own, "with": object()}
+        optimizer = Looking([group], looks_at=default)
+        assert verdict_of(optimizer, 0).update == UPDATES[own], (own, default)
+        assert not optimizer.state and optimizer.param_groups[0]["params"][0].grad is None
+
+
+class Strict(Looking):
+    """Its groups must have exactly these keys when it is made."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        assert all(set(group) == {"params", "looks_at"} for group in groups)
+        super().__init__(groups)
+
+
+def test_an_optimizer_whose_constructor_is_strict_is_tried_by_a_twin() -> None:
+    names = ("element", "parameter")
+    optimizer = Strict([{"params": [matrix()], "looks_at": name} for name in names])
+    assert [verdict_of(optimizer, n).update for n in range(2)] == [UPDATES[n] for n in names]
+
+
+class Reducing(Looking):
+    """It adds the gradients of all ranks up by itself."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                torch.distributed.all_reduce(p.grad)
+        return super().step(closure)
+
+
+def reduces_in_its_step() -> tuple[str, str]:
+    verdict = verdict_of(Reducing([matrix()], looks_at="parameter"), 0)
+    return verdict.update, verdict.reason
+
+
+def test_a_step_that_communicates_is_refused_and_sends_nothing_in_its_trial() -> None:
+    for update, reason in run_ranks(2, reduces_in_its_step):
+        assert update == REFUSED and "communicates by itself" in reason
 
 
 def test_a_group_that_cannot_be_tried_has_the_verdict_on_the_defaults() -> None:

@@ -161,6 +161,8 @@ class _Trials:
                 return twin
         by_default = self._worst(shapes, _How({}))
         assert by_default is not None
+        if not options and by_default.update == REFUSED:  # its constructor may want groups
+            return self._worst(shapes, _How({}, group)) or by_default
         # Without a trial: these options may make sense for the group's own parameters only
         if own is None or own.update == ELEMENTWISE:
             return by_default
@@ -335,7 +337,7 @@ def _try(
             " Use its version for one device.",
         )
     except Exception as error:
-        if how.options:
+        if how.options or how.group is not None:
             return None
         return GroupVerdict(
             REFUSED,
