@@ -23,7 +23,7 @@ from functools import cached_property
 from math import prod
 
 #: Elements of the matrices that one owner gets in one round, unless one matrix has more.
-ROUND = 32 << 20
+ROUND = 8 << 20
 _ITERATIONS = 5
 #: Reads and writes of the rest of an update (momentum, decay), in FLOPs for each element: what an
 #: accelerator multiplies while it moves some forty bytes.

@@ -30,7 +30,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -318,13 +318,14 @@ class WholeStep(Stepper):
         here = self._agree(optimizer, ready)
         error: Exception | None = None
         groups = groups_of(optimizer)
-        by_kind: dict[tuple[Group, torch.dtype, bool], list[Owned]] = {}
+        by_kind: dict[_Kind, list[Owned]] = {}
         for each in ready:
             flat = each.entry.flat
-            whole = here and _has_whole(flat)
-            by_kind.setdefault((each.group, flat.dtypes.master, whole), []).append(each)
-        for number, ((group, dtype, whole), some) in enumerate(by_kind.items()):
-            run = _Rounds(self.engine, optimizer, groups, group, dtype, whole, number)
+            whole, away = here and _has_whole(flat), flat.storage.offloaded
+            kind = _Kind(each.group, flat.dtypes.master, whole, away)
+            by_kind.setdefault(kind, []).append(each)
+        for number, (kind, some) in enumerate(by_kind.items()):
+            run = _Rounds(self.engine, optimizer, groups, kind, number)
             error = run.run(some) or error
         self._written(ready)
         for each in ready:
@@ -400,42 +401,118 @@ def _has_whole(flat: Flat) -> bool:
     return flat.full is not None and flat.resident and not flat.storage.copies
 
 
-@dataclass
-class _Round:
-    """Matrices that travel together, and their messages.
+class _Kind(NamedTuple):
+    """What matrices have in common that travel in the same rounds.
 
     Attributes:
-        out: (place, message) of the pieces that this rank sends to owners. into: of those that it
-            gets, as an owner.
+        group: the ranks that exchange their pieces. dtype: of masters and gradients.
+        whole: every rank has the whole masters.
+        away: masters and states are on the host.
+    """
+
+    group: Group
+    dtype: torch.dtype
+    whole: bool
+    away: bool
+
+
+class _Mail:
+    """One exchange of pieces. A piece that is alone on its way between two ranks is sent from where it
+    lies, and received where it belongs; several, or those on the host, go in a buffer together.
+    """
+
+    def __init__(self, rounds: _Rounds) -> None:
+        self._rounds = rounds
+        self._out: dict[int, list[torch.Tensor]] = {}
+        self._into: dict[int, list[torch.Tensor]] = {}
+        self._landed: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._pending: Pending | None = None
+        self.buffers = 0  # bytes
+
+    def send(self, peer: int, piece: torch.Tensor) -> None:
+        self._out.setdefault(peer, []).append(piece)
+
+    def receive(self, peer: int, place: torch.Tensor) -> None:
+        """`place`: in memory, [numel] or of any shape; filled by `land`."""
+        self._into.setdefault(peer, []).append(place)
+
+    def launch(self, number: int) -> None:
+        """Every rank calls it, in the same order, also without pieces."""
+        sends, recvs = [], []
+        for peer, parts in sorted(self._out.items()):
+            sends.append(
+                (peer, self._alone(parts) if self._is_alone(parts) else self._together(parts))
+            )
+        for peer, parts in sorted(self._into.items()):
+            if self._is_alone(parts):
+                recvs.append((peer, self._alone(parts)))
+                continue
+            into = self._rounds.empty(sum(t.numel() for t in parts))
+            self.buffers += nbytes_of(into)
+            self._landed.append((into, parts))
+            recvs.append((peer, into))
+        self._rounds.count(self.buffers)
+        self._pending = self._rounds.exchange(sends, recvs, number)
+
+    def _is_alone(self, parts: list[torch.Tensor]) -> bool:
+        return len(parts) == 1 and not self._rounds.away and parts[0].is_contiguous()
+
+    @staticmethod
+    def _alone(parts: list[torch.Tensor]) -> torch.Tensor:
+        return parts[0].view(-1)
+
+    def _together(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        sent = torch.cat([t.reshape(-1).to(self._rounds.device) for t in parts])
+        self.buffers += nbytes_of(sent)
+        return sent
+
+    def land(self) -> None:
+        """Wait, and bring what came together to its places."""
+        assert self._pending is not None
+        self._pending.wait()
+        for into, places in self._landed:
+            at = 0
+            for place in places:
+                place.copy_(into[at : at + place.numel()].view(place.shape))
+                at += place.numel()
+        self._rounds.count(-self.buffers)
+        self._pending = None
+        self._landed, self._out, self._into = [], {}, {}
+
+
+@dataclass
+class _Round:
+    """Matrices that travel together. `whole`: (gradient, master), [numel] each, by the entry's number,
+    of those that this rank owns.
     """
 
     owned: list[Owned]
-    out: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    into: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    pending: Pending | None = None
+    gradients: _Mail
+    masters: _Mail
+    back: _Mail
+    whole: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def mine(self) -> list[Owned]:
+        return [each for each in self.owned if each.mine]
 
 
 class _Rounds:
-    """The rounds of one step, over matrices of one dtype whose pieces the same ranks exchange."""
+    """The rounds of one step, over matrices whose pieces the same ranks exchange in the same way."""
 
     def __init__(
         self,
         engine: Engine,
         optimizer: Optimizer,
         groups: dict[int, int],
-        group: Group,
-        dtype: torch.dtype,
-        whole: bool,
+        kind: _Kind,
         number: int,
     ) -> None:
-        """`whole`: every rank has the whole masters. `number`: tells the messages from others."""
+        """`number`: tells the messages from those of other kinds."""
         self.engine, self.optimizer, self.groups = engine, optimizer, groups
-        self.group, self.dtype, self.whole, self.number = group, dtype, whole, number
-        self.device = engine.device
+        self.group, self.dtype, self.whole, self.away = kind
+        self.number, self.device = number, engine.device
         self.error: Exception | None = None
-        #: Elements of a piece in a message: its gradient's, and its master's
-        self.times = 1 if whole else 2
-        self.taken = 0  # bytes of the ledger
 
     def run(self, owned: Sequence[Owned]) -> Exception | None:
         """Step all of `owned`. Returns the first error of the optimizer's own step."""
@@ -444,115 +521,92 @@ class _Rounds:
             Matrix(each.entry.number, each.matrix.shape, each.matrix.pieces) for each in owned
         ]
         owners = {each.entry.number: each.owner for each in owned}
-        todo = [_Round([of_key[m.key] for m in some]) for some in rounds(matrices, owners)]
-        back: _Round | None = None
+        todo = [
+            _Round([of_key[m.key] for m in some], _Mail(self), _Mail(self), _Mail(self))
+            for some in rounds(matrices, owners)
+        ]
+        self._send_pieces(todo[0])
         for at, now in enumerate(todo):
-            if not at:
-                self._send_pieces(now)
             if at + 1 < len(todo):
                 self._send_pieces(todo[at + 1])
-            returned = self._step(now)
-            if back is not None:
-                self._take_back(back)
-            back = self._send_back(now, returned)
-        if back is not None:
-            self._take_back(back)
+            self._step(now)
+            if at:
+                self._take_back(todo[at - 1])
+            self._send_back(now)
+        self._take_back(todo[-1])
         return self.error
 
     # -- pieces to owners --------------------------------------------------------------------------
 
     def _send_pieces(self, now: _Round) -> None:
         mine = self.group.rank
-        sends: dict[int, list[torch.Tensor]] = {}
-        sizes: dict[int, int] = {}
+        for each in now.mine:
+            numel = each.matrix.numel
+            now.whole[each.entry.number] = self.empty(numel), self.empty(numel)
+            self.count(2 * numel * self.dtype.itemsize)
         for each in now.owned:
             for place, start, stop in each.matrix.pieces:
-                if place == each.owner:
-                    continue
                 if each.owner == mine:
-                    sizes[place] = sizes.get(place, 0) + self.times * (stop - start)
-                elif place == mine:
-                    parts = sends.setdefault(each.owner, [])
-                    parts.append(self._gradient(each.entry))
+                    grad, master = now.whole[each.entry.number]
+                    if place == mine:
+                        grad[start:stop] = self._gradient(each.entry).reshape(-1)
+                        if not self.whole:
+                            master[start:stop] = each.entry.param.detach().reshape(-1)
+                        continue
+                    now.gradients.receive(place, grad[start:stop])
                     if not self.whole:
-                        parts.append(self._master(each.entry))
-        now.out = [(peer, torch.cat(parts)) for peer, parts in sorted(sends.items())]
-        now.into = [(peer, self._empty(numel)) for peer, numel in sorted(sizes.items())]
-        self._count(nbytes_of(t) for _, t in [*now.out, *now.into])
-        now.pending = self._exchange(now.out, now.into)
+                        now.masters.receive(place, master[start:stop])
+                elif place == mine:
+                    now.gradients.send(each.owner, self._gradient(each.entry))
+                    if not self.whole:
+                        now.masters.send(each.owner, each.entry.param.detach())
+        now.gradients.launch(0)
+        if not self.whole:
+            now.masters.launch(1)
 
     def _gradient(self, entry: Entry) -> torch.Tensor:
-        """This rank's piece of a gradient, [held], on the device."""
-        grad = entry.param.grad
-        assert grad is not None
-        return grad.detach().reshape(-1).to(self.device, self.dtype)
-
-    def _master(self, entry: Entry) -> torch.Tensor:
-        return entry.param.detach().reshape(-1).to(self.device)
+        """This rank's piece of a gradient."""
+        assert entry.param.grad is not None
+        return entry.param.grad.detach().to(self.dtype)
 
     # -- an owner's step ---------------------------------------------------------------------------
 
-    def _step(self, now: _Round) -> dict[int, torch.Tensor]:
-        """Step this rank's matrices. Returns their new values, [numel], by the entry's number."""
-        assert now.pending is not None
-        now.pending.wait()
-        arrived = dict(now.into)
-        at = dict.fromkeys(arrived, 0)
-        mine = [each for each in now.owned if each.mine]
+    def _step(self, now: _Round) -> None:
+        """Step this rank's matrices: the masters of `now.whole` get their new values."""
+        now.gradients.land()
+        if not self.whole:
+            now.masters.land()
         stand_ins: list[nn.Parameter] = []
-        for each in mine:
-            master, grad = self._whole_of(each, arrived, at)
+        for each in now.mine:
+            grad, master = now.whole[each.entry.number]
+            flat = each.entry.flat
+            if self.whole:
+                assert flat.full is not None
+                master.copy_(flat.view(flat.full, each.entry).detach().reshape(-1))
             stand_in = nn.Parameter(master.view(each.matrix.shape))
             stand_in.grad = grad.view(each.matrix.shape)
             stand_ins.append(stand_in)
-        held = sum(2 * nbytes_of(t) for t in stand_ins)
-        self._count([held, *(-nbytes_of(t) for _, t in [*now.out, *now.into])])
-        now.out, now.into, now.pending = [], [], None
-        if mine:
+            del grad, master
+        if stand_ins:
             try:
-                self._own_step(mine, stand_ins)
+                self._own_step(now.mine, stand_ins)
             except Exception as error:
                 # The others wait for their pieces: they are told at the end
                 self.error = self.error or error
-        out = {
-            each.entry.number: t.detach().reshape(-1)
-            for each, t in zip(mine, stand_ins, strict=True)
-        }
-        for t in stand_ins:
+        for each, t in zip(now.mine, stand_ins, strict=True):
             t.grad = None
-        self._count([-(held // 2)])
-        return out
-
-    def _whole_of(
-        self, each: Owned, arrived: dict[int, torch.Tensor], at: dict[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the whole master and gradient, [numel] each, new."""
-        entry, numel = each.entry, each.matrix.numel
-        grad, master = self._empty(numel), self._empty(numel)
-        if self.whole:
-            assert entry.flat.full is not None
-            master.copy_(entry.flat.view(entry.flat.full, entry).detach().reshape(-1))
-        for place, start, stop in each.matrix.pieces:
-            if place == each.owner:
-                grad[start:stop] = self._gradient(entry)
-                if not self.whole:
-                    master[start:stop] = self._master(entry)
-                continue
-            for into in (grad,) if self.whole else (grad, master):
-                first = at[place]
-                into[start:stop] = arrived[place][first : first + stop - start]
-                at[place] = first + stop - start
-        return master, grad
+            # The optimizer may have given the parameter other memory
+            now.whole[each.entry.number] = self.empty(0), t.detach().reshape(-1)
+            self.count(-each.matrix.numel * self.dtype.itemsize)
 
     def _own_step(self, mine: Sequence[Owned], stand_ins: Sequence[nn.Parameter]) -> None:
         state = self.optimizer.state
         real = [each.entry.param for each in mine]
-        offloaded = [each.entry.flat.storage.offloaded for each in mine]
-        for param, stand_in, away in zip(real, stand_ins, offloaded, strict=True):
+        for param, stand_in in zip(real, stand_ins, strict=True):
             if known := state.get(param):
                 state[stand_in] = {
                     key: value.to(self.device, non_blocking=True)
-                    if away and _is_large(value)
+                    if self.away and _is_large(value)
                     else value
                     for key, value in known.items()
                 }
@@ -560,64 +614,50 @@ class _Rounds:
             with only(self.optimizer, self.groups, real, stand_ins, self.device):
                 raw_step(self.optimizer)
         finally:
-            for param, stand_in, away in zip(real, stand_ins, offloaded, strict=True):
+            for param, stand_in in zip(real, stand_ins, strict=True):
                 new = state.pop(stand_in, None)
                 if new is not None:
-                    state[param] = _brought_down(new, state.get(param) or {}) if away else new
+                    state[param] = _brought_down(new, state.get(param) or {}) if self.away else new
 
     # -- new pieces back ---------------------------------------------------------------------------
 
-    def _send_back(self, now: _Round, returned: dict[int, torch.Tensor]) -> _Round:
-        mine, back = self.group.rank, _Round(now.owned)
-        sends: dict[int, list[torch.Tensor]] = {}
-        sizes: dict[int, int] = {}
+    def _send_back(self, now: _Round) -> None:
+        mine = self.group.rank
         for each in now.owned:
             for place, start, stop in each.matrix.pieces:
                 if each.owner != mine:
                     if place == mine:
-                        sizes[each.owner] = sizes.get(each.owner, 0) + stop - start
-                elif place == mine:
-                    self._put(each.entry, returned[each.entry.number][start:stop])
+                        now.back.receive(each.owner, each.entry.param.detach())
+                    continue
+                piece = now.whole[each.entry.number][1][start:stop]
+                if place == mine:
+                    param = each.entry.param.detach()
+                    param.copy_(piece.view(param.shape))
                 else:
-                    sends.setdefault(place, []).append(returned[each.entry.number][start:stop])
-        back.out = [(peer, torch.cat(parts)) for peer, parts in sorted(sends.items())]
-        back.into = [(peer, self._empty(numel)) for peer, numel in sorted(sizes.items())]
-        self._count(nbytes_of(t) for _, t in [*back.out, *back.into])
-        self._count([-sum(nbytes_of(t) for t in returned.values())])
-        back.pending = self._exchange(back.out, back.into)
-        return back
+                    now.back.send(place, piece)
+        now.back.launch(2)
 
-    def _take_back(self, back: _Round) -> None:
-        assert back.pending is not None
-        back.pending.wait()
-        arrived, at = dict(back.into), dict.fromkeys(dict(back.into), 0)
-        mine = self.group.rank
-        for each in back.owned:
-            for place, start, stop in each.matrix.pieces:
-                if place == mine and each.owner != mine:
-                    first = at[each.owner]
-                    self._put(each.entry, arrived[each.owner][first : first + stop - start])
-                    at[each.owner] = first + stop - start
-        self._count(-nbytes_of(t) for _, t in [*back.out, *back.into])
+    def _take_back(self, now: _Round) -> None:
+        now.back.land()
+        self.count(-sum(each.matrix.numel for each in now.mine) * self.dtype.itemsize)
+        now.whole.clear()
 
-    @staticmethod
-    def _put(entry: Entry, values: torch.Tensor) -> None:
-        param = entry.param.detach()
-        param.copy_(values.view(param.shape))
+    # -- for mail ----------------------------------------------------------------------------------
 
-    # -- both --------------------------------------------------------------------------------------
-
-    def _exchange(
-        self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        recvs: Sequence[tuple[int, torch.Tensor]],
+        number: int,
     ) -> Pending:
         context = CollectiveContext(OWNERS, _WHERE, self.engine.step_count, "optimizer")
-        return self.group.exchange(sends, recvs, context, self.number, move=OWNERS)
+        return self.group.exchange(sends, recvs, context, 3 * self.number + number, move=OWNERS)
 
-    def _empty(self, numel: int) -> torch.Tensor:
+    def empty(self, numel: int) -> torch.Tensor:
         return torch.empty(numel, dtype=self.dtype, device=self.device)
 
-    def _count(self, changes: Iterable[int]) -> None:
-        self.engine.memory.add(OWNED, sum(changes))
+    def count(self, nbytes: int) -> None:
+        self.engine.memory.add(OWNED, nbytes)
 
 
 def _is_large(value: Any) -> bool:

@@ -8,10 +8,9 @@ so every figure here is one for each rank. A plan shows the largest of all ranks
 | `states`  | the states of its matrices, whole, and those of its intervals of all other parameters     |
 | `sent`    | pieces of gradients to owners (and of masters, unless every rank has them whole), and new |
 |           | pieces back: 2 Ψ / N or 3 Ψ / N elements for Ψ that are cut                               |
-| `buffers` | whole masters and gradients of a round, and the pieces of this round and the next, as the |
-|           | ledger counts them at most                                                                |
-| `beside`  | what the ledger does not count then: pieces that are being put together, or the           |
-|           | temporaries of one update                                                                 |
+| `buffers` | whole masters and gradients of a round and of the next, and pieces that travel together,  |
+|           | as the ledger counts them at most                                                         |
+| `beside`  | what the ledger does not count then: the temporaries of one update                        |
 | `flops`   | the matrix products of its updates                                                        |
 
 Which parameters are stepped whole (`stepped_whole`): matrices of the body. Embeddings, the head, norms
@@ -20,6 +19,7 @@ and biases are stepped by another optimizer, the row's `rest`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -143,10 +143,13 @@ class OwnedMatrices:
 
 @dataclass
 class _Kind:
-    """Matrices that travel in the same rounds: of one dtype, with or without their masters."""
+    """Matrices that travel in the same rounds: of one dtype, with or without their masters, on the
+    device or from the host.
+    """
 
     itemsize: int
     masters: bool
+    host: bool
     matrices: list[Matrix] = field(default_factory=list)
 
 
@@ -173,7 +176,7 @@ def owned_matrices(
     out = [dict.fromkeys(_Rank.__dataclass_fields__, 0) for _ in range(ranks)]
     matrices: list[Matrix] = []
     of: dict[int, ShardSpec] = {}
-    kinds: dict[tuple[int, bool], _Kind] = {}
+    kinds: dict[tuple[int, bool, bool], _Kind] = {}
     for flat in flats:
         item, host = flat.dtypes.master.itemsize, flat.tiers is not None
         states, numel = ("host_states", "host_numel") if host else ("states", "numel")
@@ -185,7 +188,9 @@ def owned_matrices(
                 matrix = Matrix(len(matrices), slot.shape, pieces)
                 matrices.append(matrix)
                 of[matrix.key] = flat
-                known = kinds.setdefault((item, flat.shares_memory), _Kind(item, not flat.shares_memory))  # fmt: skip
+                known = kinds.setdefault(
+                    (item, flat.shares_memory, host), _Kind(item, not flat.shares_memory, host)
+                )
                 known.matrices.append(matrix)
                 continue
             for place, start, stop in pieces:
@@ -210,7 +215,7 @@ def owned_matrices(
     for kind in kinds.values():
         some = traffic(kind.matrices, owners, ranks)
         todo = rounds(kind.matrices, owners)
-        messages += 2 * len(todo)
+        messages += (2 + kind.masters) * len(todo)
         for place, (buffers, beside) in enumerate(_buffers(todo, owners, ranks, kind)):
             out[place]["sent"] += some.sent(place, kind.masters) * kind.itemsize
             out[place]["buffers"] = max(out[place]["buffers"], buffers)
@@ -261,38 +266,36 @@ def _buffers(
     if ranks == 1:  # each is stepped where it lies
         return [(0, max(_temporaries(m, kind.itemsize) for some in todo for m in some))]
     times = 1 + kind.masters
-    out, into, own, temporaries = (
-        [[0] * ranks for _ in todo] for _ in range(4)
-    )  # by round, then by place
+    own, temporaries = ([[0] * ranks for _ in todo] for _ in range(2))  # by round, then by place
+    there, back = ([[0] * ranks for _ in todo] for _ in range(2))  # buffers, the same
     for at, some in enumerate(todo):
+        between: dict[tuple[int, int], list[int]] = {}
         for m in some:
             owner = owners[m.key]
             own[at][owner] += m.numel
             temporaries[at][owner] = max(temporaries[at][owner], _temporaries(m, kind.itemsize))
             for place, start, stop in m.pieces:
                 if place != owner:
-                    out[at][place] += stop - start
-                    into[at][owner] += stop - start
+                    between.setdefault((place, owner), []).append(stop - start)
+        for ends, sizes in between.items():
+            # One piece alone is sent from where it lies, to where it belongs
+            if len(sizes) > 1 or kind.host:
+                for place in ends:
+                    there[at][place] += times * sum(sizes)
+                    back[at][place] += sum(sizes)
     found = []
     for place in range(ranks):
-        held = peak = beside = 0
-
-        def add(elements: int) -> None:
-            nonlocal held, peak
-            held += elements
-            peak = max(peak, held)
-
-        there = [times * (a[place] + b[place]) for a, b in zip(out, into, strict=True)]
-        back = [a[place] + b[place] for a, b in zip(out, into, strict=True)]
-        add(there[0])
+        # In elements, as the ledger is told of them
+        begin = [[2 * a[place], b[place]] for a, b in zip(own, there, strict=True)]
+        end = [[-b[place], -a[place]] for a, b in zip(own, back, strict=True)]
+        changes = [*begin[0]]
         for at in range(len(todo)):
-            add(there[at + 1] if at + 1 < len(todo) else 0)
-            add(2 * own[at][place] - there[at])
-            add(-own[at][place])
-            add(-back[at - 1] if at else 0)
-            add(back[at])
-            add(-own[at][place])
-            beside = max(beside, there[at] * kind.itemsize, temporaries[at][place])
+            changes += begin[at + 1] if at + 1 < len(todo) else []
+            changes += [-there[at][place], -own[at][place]]
+            changes += end[at - 1] if at else []
+            changes += [back[at][place]]
+        peak = max(itertools.accumulate(changes))
+        beside = max(each[place] for each in temporaries)
         found.append((peak * kind.itemsize, beside))
     return found
 
