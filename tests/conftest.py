@@ -458,6 +458,7 @@ ONLY_WITH_ALL = {
     "train/test_machines.py::test_a_run_loses_a_machine_goes_on_alone_takes_it_back_and_lets_it_leave",
     "train/test_run.py::test_compiled_blocks_give_the_same_losses",
     "train/test_starts.py::test_commands_say_nothing_on_their_standard_error_when_all_is_well",
+    "parallel/test_context_parallel.py::test_trainer_takes_a_model_that_was_sharded_over_context",
     "train/test_axes_of_a_run.py::test_runs_with_divided_experts_have_the_losses_of_data_parallel_ones",
 }
 
