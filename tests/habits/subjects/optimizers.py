@@ -215,7 +215,7 @@ for _title, _class in {
         lambda s, c=_class: c(s.model.parameters())
     )
 
-habit("a written optimizer: LARS (a norm for each layer)", "optimizer", sharded=REFUSED)(
+habit("a written optimizer: LARS (a norm for each layer)", "optimizer")(
     lambda s: LARS(s.model.parameters())
 )
 
