@@ -70,7 +70,7 @@ class ShardingAccelerator(Accelerator):
     def gather(self, tensor: Any) -> Any:
         """Gather a tensor, or tensors, from all ranks. Collective."""
         gathered = super().gather(tensor)
-        firsts = self._first_of_each_data_rank() if self._onefold_once else []
+        firsts = _first_of_each_data_rank(self) if self._onefold_once else []
         if not firsts:
             return gathered
 
@@ -78,17 +78,6 @@ class ShardingAccelerator(Accelerator):
             return t.view(self.num_processes, -1, *t.shape[1:])[firsts].flatten(0, 1)
 
         return recursively_apply(once, gathered)
-
-    def _first_of_each_data_rank(self) -> list[int]:
-        """Return the first of the ranks that compute with each part of the data; [] if each has a
-        part of its own.
-        """
-        model = self.onefold_model()
-        mesh = onefold.engine_of(model).mesh if model is not None else None
-        if mesh is None or not mesh.several or len(mesh.ranks) != self.num_processes:
-            return []
-        data = [mesh.data_of[rank] for rank in range(self.num_processes)]
-        return [data.index(at) for at in sorted(set(data))]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the state dict. Collective.
@@ -110,3 +99,15 @@ def shard_frozen(model: nn.Module, recipe: Recipe, device: Any) -> None:
     """Shard a model that is only evaluated. Its weights are not quantized. Collective."""
     model.requires_grad_(False)
     loading.shard(model.eval(), recipe.replace(frozen=None), device)
+
+
+def _first_of_each_data_rank(accelerator: ShardingAccelerator) -> list[int]:
+    """Return the first of the ranks that compute with each part of the data; [] if each has a part
+    of its own.
+    """
+    model = accelerator.onefold_model()
+    mesh = onefold.engine_of(model).mesh if model is not None else None
+    if mesh is None or not mesh.several or len(mesh.ranks) != accelerator.num_processes:
+        return []
+    data = [mesh.data_of[rank] for rank in range(accelerator.num_processes)]
+    return [data.index(at) for at in sorted(set(data))]
