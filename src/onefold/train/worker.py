@@ -387,6 +387,10 @@ def _exit_code(run: Run, me: Rank) -> int:
 
 
 def _show_sample(run: Run, say: Reporter, when: str) -> None:
+    if run.pipeline is not None:
+        if run.config.sample_tokens and when == "before":
+            say.note(f"no samples of its text: --pp {run.config.pp} has its layers in stages")
+        return
     try:
         text = sample(run)
     except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
