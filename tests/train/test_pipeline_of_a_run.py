@@ -29,7 +29,7 @@ SERVER = "libraries"
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
 STEPS = 4
-SHAPE: dict[str, Any] = {"vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
+SHAPE: dict[str, Any] = {"vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 24, "max_position_embeddings": 64,
         "tie_word_embeddings": False}  # fmt: skip
 
@@ -124,3 +124,54 @@ def test_a_pipeline_has_the_losses_of_one_stage_and_resumes_at_any_number_of_the
             same(ranks[name], ranks["plain"], 2)
         assert ranks["pp as pp"]["losses"] == ranks["pp"]["losses"][2:]
     same_model(tmp_path / "plain/model", tmp_path / "pp/model")
+
+
+def test_stages_of_divided_layers_have_the_losses_of_whole_ones(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    given = {"model": saved_model(tmp_path, "Llama"), "stage": "3"}
+    at = f"{tmp_path}/both/checkpoints/step-00000002"
+    runs: dict[str, dict[str, Any]] = {
+        "plain": {**given, "stage": "2"},
+        "both": {
+            **given,
+            "pp": 2,
+            "tp": 2,
+            "save_every": 2,
+            "keep": 9,
+            "async_save": False,
+            "activation_checkpointing": "full",
+        },
+        "both as tp": {**given, "tp": 2, "resume": at},
+        "both as four": {**given, "pp": 4, "resume": at, "micro_batch": 2},
+    }
+    every = run_ranks(4, several, str(tmp_path), runs)
+    for ranks in every:
+        same(ranks["both"], ranks["plain"])
+        same(ranks["both as tp"], ranks["plain"], 2)
+        same(ranks["both as four"], ranks["plain"], 2)
+    same_model(tmp_path / "plain/model", tmp_path / "both/model")
+    same_model(tmp_path / "plain/model", tmp_path / "both as four/model")
+    plan = every[0]["both"]["plan"]
+    assert (plan["axes"], plan["data_ranks"]) == ("dp 1 × tp 2 × pp 2", 1)
+    assert plan["over_axes"]["micro_batches"] == 8
+    assert "the ranks wait 11% of a step for the pipeline" in plan["reason"]
+
+
+def test_stages_of_mixtures_have_the_losses_of_whole_ones(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    given = {"model": saved_model(tmp_path, "Qwen3Moe", **more), "stage": "3"}
+    runs: dict[str, dict[str, Any]] = {
+        "plain": given,
+        "both": {**given, "pp": 2, "ep": 2, "save_every": 2, "keep": 9},
+        "both as plain": {
+            **given,
+            "resume": f"{tmp_path}/both/checkpoints/step-00000002",
+        },
+    }
+    every = run_ranks(4, several, str(tmp_path), runs)
+    for ranks in every:
+        same(ranks["both"], ranks["plain"])
+        same(ranks["both as plain"], ranks["plain"], 2)
+    same_model(tmp_path / "plain/model", tmp_path / "both/model")
+    assert every[0]["both"]["plan"]["axes"] == "dp 2 × pp 2 × ep 2"
