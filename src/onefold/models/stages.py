@@ -16,6 +16,7 @@ model with all of its parts passed over: the output must equal the input.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -90,15 +91,18 @@ def cut(model: Any, stage: int, layers: Sequence[int]) -> None:
     assert inner is not None
     first, last = stage == 0, stage == len(layers) - 1
     start = sum(layers[:stage])
-    blocks = getattr(inner, LAYERS)
-    for number in range(len(blocks)):
-        if not start <= number < start + layers[stage]:
-            blocks[number] = PassedOver(blocks[number])
-    if not first:
-        setattr(inner, EMBEDDING, PassedOver(getattr(inner, EMBEDDING)))
-    if not last:
-        setattr(inner, NORM, PassedOver(getattr(inner, NORM)))
-        model.set_output_embeddings(PassedOver(model.get_output_embeddings()))
+    blocks, head = getattr(inner, LAYERS), model.get_output_embeddings()
+    absent = [block for n, block in enumerate(blocks) if not start <= n < start + layers[stage]]
+    absent += [] if first else [getattr(inner, EMBEDDING)]
+    absent += [] if last else [getattr(inner, NORM), head]
+    names = [name for name, module in model.named_modules() if module in absent]
+    for name in names:
+        model.set_submodule(name, PassedOver(model.get_submodule(name)))
+    # A folder has the whole model, and what other stages read is nothing to warn of
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    prefix = f"{model.base_model_prefix}."
+    elsewhere = [rf"^({re.escape(prefix)})?{re.escape(n.removeprefix(prefix))}\." for n in names]
+    model._keys_to_ignore_on_load_unexpected = [*ignored, *elsewhere]
     key = "input_ids" if first else "inputs_embeds"
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -278,6 +278,10 @@ def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: dic
     after = capture()
     weights = bad_parameters(engine, gradients=False)
     run.optimizer.zero_grad()
+    if run.pipeline is not None:
+        # The first call of a schedule infers shapes on arbitrary values, which are not to be judged
+        repeat(lambda: None)
+        run.optimizer.zero_grad()
     restore(before, 0, 1)
     with NonFiniteHooks(engine, ranks.rank, run.part.stage) as hooks:
         repeat(hooks.next_micro_batch)
