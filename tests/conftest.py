@@ -264,6 +264,7 @@ SLOW_FILES = {
         "test_examples.py",
         "test_machines.py",
         "test_optimizers.py",
+        "test_pipeline_of_a_run.py",
         "test_recipes.py",
         "test_run.py",
         "test_starts.py",
@@ -457,6 +458,8 @@ ONLY_WITH_ALL = {
     "train/test_run.py::test_compiled_blocks_give_the_same_losses",
     "train/test_starts.py::test_commands_say_nothing_on_their_standard_error_when_all_is_well",
     "train/test_axes_of_a_run.py::test_runs_with_divided_experts_have_the_losses_of_data_parallel_ones",
+    "train/test_pipeline_of_a_run.py::test_stages_of_mixtures_have_the_losses_of_whole_ones",
+    "train/test_pipeline_of_a_run.py::test_stages_have_the_losses_of_whole_models_with_every_option",
 }
 
 

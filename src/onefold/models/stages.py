@@ -118,7 +118,7 @@ def cut(model: Any, stage: int, layers: Sequence[int]) -> None:
 
 def _inner(model: Any) -> Any:
     """Return the model inside a causal language model; None if it is not built as expected."""
-    inner = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
+    inner: Any = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     parts = {EMBEDDING: nn.Module, LAYERS: nn.ModuleList, NORM: nn.Module}
     if head is None or not all(isinstance(getattr(inner, n, None), k) for n, k in parts.items()):
