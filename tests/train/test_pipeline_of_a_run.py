@@ -45,12 +45,12 @@ def saved_model(folder: Path, kind: str, **options: Any) -> str:
     return str(folder / kind)
 
 
-def break_block(run: Run, number: int, what: str, micro_batch: int) -> None:
-    """Let the output of a layer of the last stage, or its gradient, go wrong in one micro-batch of the
-    first step.
+def break_block(run: Run, number: int, what: str, micro_batch: int, step: int = 0) -> None:
+    """Let the output of a layer of the last stage, or its gradient, go wrong in one micro-batch of
+    step `step`, from 0.
     """
     model: Any = run.model
-    chosen = run.order.micro_batches(0, 0, 1, run.choice.micro_batch)[micro_batch]
+    chosen = run.order.micro_batches(step, 0, 1, run.choice.micro_batch)[micro_batch]
     labels = run.data.train.batch(chosen)["labels"]
     seen: list[bool] = [False]
 
@@ -218,6 +218,46 @@ def test_stages_of_mixtures_have_the_losses_of_whole_ones(tmp_path: Path) -> Non
     assert every[0]["both"]["plan"]["axes"] == "dp 2 × pp 2 × ep 2"
 
 
+def unsaved(folder: str, model: str) -> dict[str, Any]:
+    """A run whose last stage cannot save."""
+    import torch.distributed as dist
+
+    from onefold.checkpoint.errors import CheckpointError
+    from onefold.train import stage_checkpoints
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise CheckpointError("no space for the test.")
+
+    said = ""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(stage_checkpoints, "save", fails)
+        try:
+            started(folder, "unsaved", model=model, pp=2, save_every=2, async_save=False)
+        except CheckpointError as error:
+            said = str(error)
+    dist.barrier()  # the first rank has removed what was written
+    return {"said": said, "left": sorted(p.name for p in Path(folder, "unsaved").rglob("*"))}
+
+
+def test_a_stage_that_fails_to_save_or_was_damaged_concerns_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    model = saved_model(tmp_path, "Llama")
+    for seen in run_ranks(2, unsaved, str(tmp_path), model):
+        assert seen["said"] == "no space for the test. (rank 1)"
+        assert not [name for name in seen["left"] if "step" in name], seen["left"]
+    given = {"model": model, "pp": 2, "save_every": 2}
+    (whole, _) = run_ranks(2, several, str(tmp_path), {"run": given})
+    file = tmp_path / "run/checkpoints/step-00000004/stage-1/rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-8] ^= 1
+    file.write_bytes(data)
+    again = {"run": {**given, "resume": "auto"}}
+    for ranks in run_ranks(2, several, str(tmp_path), again):
+        assert ranks["run"]["losses"] == whole["run"]["losses"][2:]
+        assert "Going on from the one before" in ranks["run"]["notes"][0]
+
+
 TALKS = [
     {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ab" * n}]}
     for n in (3, 9, 5, 1, 12, 7, 2, 10, 4, 6, 8, 11)
@@ -256,11 +296,12 @@ def test_stages_have_the_losses_of_whole_models_with_every_option(tmp_path: Path
             assert ranks[name]["scales"] == ranks[f"{name}, whole"]["scales"], name
 
 
-def faulty(folder: str, model: str, faults: list[Any]) -> list[str]:
-    found = []
-    for number, fault in enumerate(faults):
+def faulty(folder: str, model: str, faults: list[tuple[Any, ...]]) -> list[Any]:
+    found: list[Any] = []
+    for number, (fault, options) in enumerate(faults):
+        given = {"model": model, "pp": 2, "stage": "1", **options}
         try:
-            started(folder, f"faulty-{number}", fault, model=model, pp=2, stage="1")
+            found.append(started(folder, f"faulty-{number}", fault, **given)["losses"])
         except TrainError as error:
             found.append(str(error))
     return found
@@ -269,11 +310,16 @@ def faulty(folder: str, model: str, faults: list[Any]) -> list[str]:
 def test_numbers_that_are_not_finite_are_found_in_their_stage(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     model = saved_model(tmp_path, "Llama")
-    faults = [(2, "output", 2), (3, "gradient", 5)]
-    for said in run_ranks(2, faulty, str(tmp_path), model, faults):
-        assert len(said) == 2
+    back = {"save_every": 1, "on_nonfinite": "rollback"}
+    faults = [
+        ((2, "output", 2), {}),
+        ((3, "gradient", 5), {}),
+        ((3, "output", 5, 2), back),
+    ]
+    for *said, losses in run_ranks(2, faulty, str(tmp_path), model, faults):
         assert "the output of unit 'model.layers.2', on rank 1 in micro-batch 3" in said[0]
         assert "unit 'model.layers.3', on rank 1 in micro-batch 6" in said[1]
+        assert len(losses) == STEPS, losses
 
 
 def uncut(models: dict[str, tuple[str, dict[str, Any], int]]) -> dict[str, str]:

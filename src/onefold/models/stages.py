@@ -23,6 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.plan.degrees import Degrees
+from onefold.plan.divided import stages_of
+from onefold.plan.modules import model_shape
 from onefold.wording import TrainError
 
 #: Of the inner model: what a stage may have beside its layers. The first is the first stage's, the
@@ -75,6 +78,19 @@ def refuse_uncut(model: nn.Module, stages: int) -> None:
             f"--pp {stages}: a {type(model).__name__} cannot be cut into stages: {reason}. For any"
             " other model write a loop with onefold.parallel.PipelineStage, as docs/pipelines.md shows."
         )
+
+
+def layers_of_stages(model: nn.Module, stages: int) -> tuple[int, ...]:
+    """Return how many layers each stage gets, as the plan counts: the largest stage, with embedding or
+    head, has as few parameters as possible.
+    """
+    depth = len(getattr(_inner(model), LAYERS))
+    found = stages_of(model_shape(model), Degrees(pp=stages))
+    counts = tuple(stage.blocks for stage in found)
+    if sum(counts) == depth:
+        return counts
+    # Other blocks than layers repeat more often (experts)
+    return tuple(depth * (n + 1) // stages - depth * n // stages for n in range(stages))
 
 
 def cut(model: Any, stage: int, layers: Sequence[int]) -> None:
@@ -143,7 +159,7 @@ def _passes_over(model: Any, inner: Any) -> bool:
     with _all_passed_over(inner), torch.no_grad():
         try:
             found = inner(inputs_embeds=given, use_cache=False).last_hidden_state
-        except (RuntimeError, TypeError, AttributeError, KeyError, ValueError, NotImplementedError):
+        except (RuntimeError, TypeError, AttributeError, LookupError, ValueError):
             return False
     return torch.equal(found, given)
 

@@ -25,13 +25,10 @@ from onefold.models.adapters import refuse_unmergeable, with_adapters
 from onefold.models.build import Loaded, checkpoint_activations, compile_blocks, load_on_first_rank
 from onefold.models.names import kind_of
 from onefold.models.parallel import AXES, DATA, STAGES, parallelize
-from onefold.models.stages import refuse_uncut
+from onefold.models.stages import layers_of_stages, refuse_uncut
 from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
-from onefold.plan.degrees import Degrees
-from onefold.plan.divided import stages_of
 from onefold.plan.job import Job
-from onefold.plan.modules import model_shape
 from onefold.plan.schema import Account
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
@@ -319,7 +316,10 @@ def prepare(
     scaler = None
     if config.precision == "fp16":
         scaler = onefold.GradScaler(model if pipeline is None else [model])
-        scaler.scale(torch.zeros((), device=ranks.device))  # only the last stage has losses
+        if (
+            pipeline is not None
+        ):  # torch makes the scale with the first loss, of the last stage alone
+            scaler.scale(torch.zeros((), device=ranks.device))
     # Everything drawn before this line is the same on all ranks; from here on dropout differs, but
     # between ranks that compute with the same samples
     torch.manual_seed(config.seed + 1_000_003 * (part.number + 1) + 7_368_787 * part.stage)
@@ -345,7 +345,7 @@ def _sharded(
         if loaded.weights is None and kind_of(config.model) != "factory" and ranks.world_size > 1:
             whole = dict(model.state_dict()) if ranks.is_first else {}
             _to_meta(model)
-        layers = layers_of_stages(model, config)
+        layers = layers_of_stages(model, config.pp) if config.pp > 1 else ()
         _, mesh = parallelize(
             model, device, ranks.world_size, tp=config.tp, ep=config.ep, layers=layers
         )
@@ -363,16 +363,6 @@ def _sharded(
     if whole is not None:
         onefold.load_full_state_dict(model, whole)
     return model, mesh
-
-
-def layers_of_stages(model: nn.Module, config: TrainConfig) -> tuple[int, ...]:
-    """Return how many layers each stage of the pipeline has, as the plan counts them: the largest
-    stage has as few parameters as possible. () if there is no pipeline.
-    """
-    if config.pp == 1:
-        return ()
-    shape = model_shape(model, config.units, seq=config.seq)
-    return tuple(stage.blocks for stage in stages_of(shape, Degrees(pp=config.pp)))
 
 
 def of_stage(
