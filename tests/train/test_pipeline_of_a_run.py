@@ -103,9 +103,20 @@ def started(folder: str, output: str, fault: Any = None, **options: Any) -> dict
     }
 
 
+def untied(**options: Any) -> Any:
+    import transformers
+
+    return transformers.models.llama.LlamaConfig(**{**options, "tie_word_embeddings": False})
+
+
 def several(folder: str, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Several runs, one after the other in the same processes."""
-    return {name: started(folder, name, **options) for name, options in runs.items()}
+    import transformers
+
+    with pytest.MonkeyPatch.context() as patch:
+        # A model of a size has tied embeddings, which are refused
+        patch.setattr(transformers, "LlamaConfig", untied)
+        return {name: started(folder, name, **options) for name, options in runs.items()}
 
 
 def same(seen: dict[str, Any], expected: dict[str, Any], last: int = STEPS) -> None:
@@ -262,6 +273,8 @@ TALKS = [
     {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ab" * n}]}
     for n in (3, 9, 5, 1, 12, 7, 2, 10, 4, 6, 8, 11)
 ]
+#: A model whose values the first rank has, and sends to the stages.
+DRAWN = "llama:430k"
 #: Options of both runs.
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16"},
@@ -269,6 +282,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "conversations": {"data": "talks.jsonl"},
     "documents apart": {"pack": "documents"},
     "fewer micro-batches than stages": {"global_batch": 1, "eval_every": 2},
+    "values of the first rank": {"model": DRAWN, "stage": "3"},
     "moments on the host": {"offload_optimizer": "cpu", "stage": "3"},
 }
 
