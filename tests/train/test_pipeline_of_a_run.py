@@ -8,7 +8,8 @@ import json
 import random
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import Reporter, describe
 from onefold.train.results import export
+from onefold.train.worker import Rank
 from onefold.wording import TrainError
 from ranks import run_ranks
 
@@ -98,6 +100,7 @@ def started(folder: str, output: str, fault: Any = None, **options: Any) -> dict
         "notes": notes,
         "plan": describe(run),
         "random": torch.rand(1).item(),
+        "place": Rank.place(cast(Rank, SimpleNamespace(run=run, doing="training"))),
         "left": [name for name in left if name != ".lock"],
         "names": [name for name, _ in run.model.named_parameters()],
     }
@@ -163,6 +166,10 @@ def test_a_pipeline_has_the_losses_of_one_stage_and_resumes_at_any_number_of_the
             same(ranks[name], ranks["plain"], 2)
         assert ranks["pp as pp"]["losses"] == ranks["pp"]["losses"][2:]
         assert ranks["pp"]["left"] == []
+    assert [ranks["pp"]["place"].partition(", ")[2] for ranks in every] == [
+        "in stage 0 of 2",
+        "in stage 1 of 2",
+    ]
     same_model(tmp_path / "plain/model", tmp_path / "pp/model")
     names = [ranks["pp"]["names"] for ranks in every]
     assert names[0][0] == "model.embed_tokens.weight" and names[1][-1] == "lm_head.weight"
