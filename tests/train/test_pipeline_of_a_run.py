@@ -200,13 +200,11 @@ def test_stages_of_divided_layers_have_the_losses_of_whole_ones(tmp_path: Path) 
             "async_save": False,
             "activation_checkpointing": "full",
         },
-        "both as tp": {**given, "tp": 2, "resume": at},
         "both as four": {**given, "pp": 4, "resume": at, "micro_batch": 2},
     }
     every = run_ranks(4, several, str(tmp_path), runs)
     for ranks in every:
         same(ranks["both"], ranks["plain"])
-        same(ranks["both as tp"], ranks["plain"], 2)
         same(ranks["both as four"], ranks["plain"], 2)
     same_model(tmp_path / "plain/model", tmp_path / "both/model")
     same_model(tmp_path / "plain/model", tmp_path / "both as four/model")
