@@ -265,6 +265,7 @@ SLOW_FILES = {
         "test_examples.py",
         "test_machines.py",
         "test_optimizers.py",
+        "test_pipeline_of_a_run.py",
         "test_recipes.py",
         "test_run.py",
         "test_starts.py",
@@ -460,6 +461,10 @@ ONLY_WITH_ALL = {
     "train/test_starts.py::test_commands_say_nothing_on_their_standard_error_when_all_is_well",
     "parallel/test_context_parallel.py::test_trainer_takes_a_model_that_was_sharded_over_context",
     "train/test_axes_of_a_run.py::test_runs_with_divided_experts_have_the_losses_of_data_parallel_ones",
+    "train/test_pipeline_of_a_run.py::test_stages_of_mixtures_have_the_losses_of_whole_ones",
+    "train/test_pipeline_of_a_run.py::test_a_stage_that_fails_to_save_or_was_damaged_concerns_all_of_them",
+    "train/test_pipeline_of_a_run.py::test_numbers_that_are_not_finite_are_found_in_their_stage",
+    "train/test_pipeline_of_a_run.py::test_stages_have_the_losses_of_whole_models_with_every_option",
 }
 
 

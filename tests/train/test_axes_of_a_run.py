@@ -160,7 +160,6 @@ def test_runs_with_divided_experts_have_the_losses_of_data_parallel_ones(tmp_pat
 
 
 REFUSED = {
-    "pipeline": ({"pp": 2}, r"--pp 2: onefold train runs no pipeline.*docs/pipelines\.md"),
     "adapters": ({"tp": 2, "lora": 4}, r"--tp 2 beside --lora 4"),
     "compiled": ({"ep": 2, "compile": True}, r"--ep 2 beside --compile"),
     "ranks": ({"tp": 3}, r"--tp 3 does not divide 4 ranks: use 1, 2 or 4"),

@@ -3,6 +3,7 @@
     step-00000100/
       stage-0/ ...              a checkpoint of the first stage's module, as `save` writes it
       stage-1/ ...
+      config.json ...           the first stage's files beside its tensors: configuration, tokenizer
       manifest.json             written by `join_stages`: all tensors, in the files of the stages
       manifest.sha256
       state.json                the stages' parameter groups and step counts together
@@ -19,6 +20,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ from onefold.checkpoint.manifest import (
 )
 from onefold.checkpoint.source import Item
 
+#: Of `Manifest.saved_by`: how many stages have been joined.
+STAGES_JOINED = "stages of a pipeline"
 #: Tensors that belong to ranks, or to the values beside the model: the first stage's are kept.
 _OF_FIRST = ("rng", "extra")
 
@@ -72,12 +76,19 @@ def join_stages(path: str | Path) -> Path:
     for name, source in zip(names, sources, strict=True):
         files |= {f"{name}/{file}": known for file, known in source.manifest.files.items()}
     first = sources[0].manifest
+    for file, known in first.files.items():
+        # Configuration and tokenizer, which exports read at the top of a checkpoint
+        if file != STATE and not known.head_only:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / names[0] / file, folder / file)
+            flush(folder / file)
+            files[file] = known
     manifest = Manifest(
         tuple(_records(folder, names, sources)),
         files,
         first.step,
         first.created,
-        {**first.saved_by, "stages of a pipeline": len(names)},
+        {**first.saved_by, STAGES_JOINED: len(names)},
     )
     body = manifest.to_text().encode()
     # The checksum last: without it the folder is no whole checkpoint

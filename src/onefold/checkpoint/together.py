@@ -16,7 +16,7 @@ import torch
 from onefold.checkpoint.background import settle
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import in_words
-from onefold.comm import CollectiveContext
+from onefold.comm import CollectiveContext, Group
 from onefold.runtime.engine import Engine
 from onefold.runtime.uninitialized import UninitializedError
 
@@ -27,6 +27,7 @@ PATIENCE = 4 * 3600.0
 _T = TypeVar("_T")
 
 _known: weakref.WeakKeyDictionary[Engine, Together] = weakref.WeakKeyDictionary()
+_across: weakref.WeakKeyDictionary[Group, Together] = weakref.WeakKeyDictionary()
 
 
 CALLS = ("save", "save_async", "load", "load_async", "Checkpointer(...)", "Checkpointer.load",
@@ -58,13 +59,18 @@ def meet(engine: Engine, call: str) -> None:
 
 
 class Together:
-    """The ranks of one engine, for messages about checkpoints."""
+    """The ranks of one engine, for messages about checkpoints.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        across: the ranks of all stages of a pipeline, in place of those of the engine.
+    """
+
+    def __init__(self, engine: Engine, across: Group | None = None) -> None:
         self._engine = weakref.ref(engine)
-        self.rank, self.size = engine.group.number, engine.group.size
-        self.ranks = sorted(engine.group.ranks)
-        data = [engine.mesh.data_of[rank] for rank in self.ranks]
+        group = across or engine.group
+        self.rank, self.size = group.number, group.size
+        self.ranks = sorted(group.ranks)
+        data = [engine.mesh.data_of.get(rank, (rank,)) for rank in self.ranks]
         #: The number of each rank's data coordinate. Ranks with the same compute with the same data
         self.data_of = [sorted(set(data)).index(at) for at in data]
         if engine.group.stands_for_all:
@@ -72,7 +78,7 @@ class Together:
                 "this model is sharded over a process group of the fake backend, whose other ranks do"
                 " not exist: there is nothing to save or load."
             )
-        self._group: Any = engine.group.communicator(PATIENCE) if self.size > 1 else None
+        self._group: Any = group.communicator(PATIENCE) if self.size > 1 else None
 
     @property
     def data_ranks(self) -> int:
@@ -85,6 +91,15 @@ class Together:
         if engine not in _known:
             _known[engine] = cls(engine)
         return _known[engine]
+
+    @classmethod
+    def across(cls, engine: Engine, group: Group) -> Together:
+        """Return the ranks of all stages of a pipeline (`optim.clip.across_stages`). The first call
+        is collective over them.
+        """
+        if group not in _across:
+            _across[group] = cls(engine, group)
+        return _across[group]
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""

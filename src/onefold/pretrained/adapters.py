@@ -111,8 +111,9 @@ def save_adapters(
         for key, tensor in prompts.items() if engine.rank == 0 else ():
             yield key, 0, tensor.reshape(-1)
 
+    together = Together.of(engine)
     return stream(
-        engine, model, Path(folder), sheet, beside, progress, overwrite, change=with_prompts
+        [model], together, Path(folder), sheet, beside, progress, overwrite, change=with_prompts
     )
 
 

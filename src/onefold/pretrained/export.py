@@ -29,6 +29,7 @@ from onefold.checkpoint.saving import check_moment
 from onefold.checkpoint.tensorfile import CHUNK
 from onefold.checkpoint.together import Together, meet
 from onefold.layout.regions import BoxInterval, runs
+from onefold.optim.clip import across_stages
 from onefold.pretrained.fitted import Outline
 from onefold.pretrained.hf_names import Layout, is_transformers, writing
 from onefold.pretrained.streams import Pieces, Progress, Sheet
@@ -51,7 +52,7 @@ TOKENIZER = (
 
 
 def export(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     folder: str | os.PathLike[str],
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -67,7 +68,8 @@ def export(
     holds more than its shard and a few MiB. All ranks must share the file system of `folder`.
 
     Args:
-        model: the return value of `onefold.shard`.
+        model: the return value of `onefold.shard`, or a list of those of this rank's stages of a
+            pipeline, whose names are those of the whole model. All ranks of all stages call it.
         folder: the folder to create, with its parents.
         dtype: dtype of floating-point parameters in the files. None: each parameter's compute dtype
             (bf16 under bf16). "master": the master weights' dtype (fp32 under bf16).
@@ -85,13 +87,25 @@ def export(
         CheckpointError: on every rank: `folder` exists, or the disk has no space or gives no
             permission.
     """
-    engine = engine_of(model)
-    engine.uninitialized.look()
-    engine.uninitialized.refuse("export() would write")
-    outline = Outline.of(model)
-    if dtype == "master":
-        outline.dtypes |= masters(engine)
+    stages = [model] if isinstance(model, nn.Module) else list(model)
+    if not stages:
+        raise ValueError("export was given no stage: give the modules of this rank's stages.")
+    engines = [engine_of(each) for each in stages]
+    outline = Outline()
+    for each, engine in zip(stages, engines, strict=True):
+        engine.uninitialized.look()
+        engine.uninitialized.refuse("export() would write")
+        outline.add(Outline.of(each))
+        if dtype == "master":
+            outline.dtypes |= masters(engine)
+    together = Together.of(engines[0])
+    if stages[0] is not model:
+        together = Together.across(engines[0], across_stages(engines))
+        own, outline = outline, Outline()
+        for said in together.all_gather(own):
+            outline.add(said)
     asked: Any = None if dtype == "master" else dtype
+    model = stages[0]
 
     def sheet() -> Sheet:
         check_arguments(asked, max_shard_bytes)
@@ -113,12 +127,12 @@ def export(
                 Path(str(getattr(model.config, "_name_or_path", "") or "/")), TOKENIZER, there
             )
 
-    return stream(engine, model, Path(folder), sheet, beside, progress, overwrite)
+    return stream(stages, together, Path(folder), sheet, beside, progress, overwrite)
 
 
 def stream(
-    engine: Engine,
-    model: nn.Module,
+    models: Sequence[nn.Module],
+    together: Together,
     target: Path,
     sheet: Callable[[], Sheet],
     beside: Callable[[Path], None],
@@ -127,9 +141,11 @@ def stream(
     change: Callable[[Pieces], Pieces] | None = None,
     renamed: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the tensors of a sharded model that a `Sheet` places into a new folder. Collective.
+    """Write the tensors of sharded models that a `Sheet` places into a new folder. Collective.
 
     Args:
+        models: one, or this rank's stages of a pipeline.
+        together: the ranks of all of them.
         sheet: makes the sheet. It depends on shapes only, so every rank makes the same.
         beside: adds small files to the folder. Called on the first rank.
         change: converts this rank's pieces, which have the sheet's names, to the pieces to write.
@@ -138,15 +154,16 @@ def stream(
     Raises:
         CheckpointError: on every rank; the unfinished folder is removed.
     """
-    meet(engine, "export")
-    check_moment(engine, "export", None)
-    together = Together.of(engine)
+    engines = [engine_of(model) for model in models]
+    for engine in engines:
+        meet(engine, "export")
+        check_moment(engine, "export", None)
     made: Export | None = None
     planned: Sheet | None = None
     with contextlib.ExitStack() as unless_whole:  # a failure removes the folder
         with together.each_rank():
             planned = sheet()
-            if engine.rank == 0:
+            if together.rank == 0:
                 made = unless_whole.enter_context(Export(target, overwrite))
                 planned.files.create(made.folder)
                 beside(made.folder)
@@ -161,10 +178,13 @@ def stream(
             names = renamed or {}
             total = planned.nbytes_of(
                 (names.get(name, name), start, stop)
+                for engine, model in zip(engines, models, strict=True)
                 for name, start, stop in _intervals(engine, model)
             )
             mine: Pieces = (
-                (names.get(name, name), start, data) for name, start, data in _own(engine, model)
+                (names.get(name, name), start, data)
+                for engine, model in zip(engines, models, strict=True)
+                for name, start, data in _own(engine, model)
             )
             planned.write(there, mine if change is None else change(mine), total, progress)
         with together.each_rank():

@@ -67,6 +67,12 @@ class Outline:
                     out.ties.append(ties[id(value)])
         return out
 
+    def add(self, other: Outline) -> None:
+        """Add the tensors of another stage, which may have buffers of the same names."""
+        self.ties += [names for names in other.ties if names[0] not in self.tensors]
+        self.tensors |= {n: what for n, what in other.tensors.items() if n not in self.tensors}
+        self.dtypes |= other.dtypes
+
 
 def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str, str]]:
     """Return the model inside peft's wrappers, and {name in `module`: name in the inner model}."""

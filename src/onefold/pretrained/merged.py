@@ -23,6 +23,7 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import Item, closed_on_error
 from onefold.checkpoint.tensorfile import CHUNK
+from onefold.checkpoint.together import Together
 from onefold.pretrained.adapters import FILES, adapter_names
 from onefold.pretrained.export import (
     MAX_SHARD_BYTES,
@@ -71,7 +72,7 @@ def export_merged(
         CheckpointError: on every rank: the adapters do more than add B·A to weights of linear
             layers (DoRA, embeddings), `folder` exists, or the disk has no space.
     """
-    engine = engine_of(model)
+    together = Together.of(engine_of(model))
     base, names, inside = _base_of(model)
     layers: dict[str, Layer] = {}
 
@@ -98,8 +99,8 @@ def export_merged(
             source.close()
 
     return stream(
-        engine, model, Path(folder), sheet, beside, progress, overwrite, change=added, renamed=names
-    )
+        [model], together, Path(folder), sheet, beside, progress, overwrite, change=added, renamed=names
+    )  # fmt: skip
 
 
 def _base_of(model: nn.Module) -> tuple[nn.Module, dict[str, str], Outline]:

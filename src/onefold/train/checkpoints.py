@@ -25,11 +25,13 @@ from onefold.checkpoint.folder import OF_RUN, newest_first
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import load as load_checkpoint
 from onefold.checkpoint.manifest import MANIFEST
+from onefold.checkpoint.stages import STAGES_JOINED
 from onefold.models.names import weights_digest
 from onefold.recipe.optimizers import TRAINED
 from onefold.recipe.options import NODES
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.train.config import TrainConfig
+from onefold.train.stage_checkpoints import load_stage
 from onefold.wording import TrainError
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ OPTIONS = tuple(name for name, option in RECIPE_OPTIONS.items() if option.panel 
 #: Options that may differ between two starts of a run, although they change its numbers.
 FREE = (
     "lr", "muon_lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "beta1", "beta2", "optimizer_options", "steps", "precision",
-    "micro_batch", "tp", "ep", *OPTIONS,
+    "micro_batch", "tp", "ep", "pp", *OPTIONS,
 )  # fmt: skip
 
 
@@ -191,8 +193,13 @@ def take_over(run: Run, point: Point) -> list[str]:
             f"{point.path} holds adapters alone, around other weights than those of --model"
             f" {run.config.model} with --lora. Name the model that the run began with."
         )
-    # strict=False allows missing frozen weights only: the optimizer's groups name the trained ones
-    loaded = load_checkpoint(point.path, **states, data=run.order, strict=base is None, rng=True)
+    if run.pipeline is not None:
+        loaded = load_stage(run, point.path, {**states, "data": run.order})
+    else:
+        # strict=False allows missing frozen weights only: the optimizer's groups name the trained ones
+        loaded = load_checkpoint(
+            point.path, **states, data=run.order, strict=base is None, rng=True
+        )
     for group, options in zip(run.optimizer.param_groups, given, strict=True):
         # The command line's values win over the checkpoint's; each step sets the learning rate
         group.update(options)
@@ -219,6 +226,8 @@ def differences(run: Run, point: Point) -> list[str]:
     """Return, for people, how this start differs from the run that saved."""
     said = [f"going on from {point.path}, step {point.step} of {run.steps}"]
     ranks, stage = point.saved_by.get("world_size"), point.saved_by.get("stage")
+    if ranks is not None:
+        ranks *= point.saved_by.get(STAGES_JOINED, 1)
     if (ranks, stage) != (run.ranks.world_size, run.choice.stage):
         said.append(
             f"it was saved by {ranks} ranks at stage {stage}, and goes on with"

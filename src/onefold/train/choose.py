@@ -5,7 +5,7 @@ The first rank traces the model and asks the plan (`onefold.plan`); the others t
 rank uses stage 0, because there is nothing to divide. A model whose code cannot be traced is judged
 by its states alone. The plan accounts for offloaded state (plan/offloaded.py).
 
-With tensor or expert parallelism the plan counts over axes, from the model's dimensions.
+With tensor, expert or pipeline parallelism the plan counts over axes, from the model's dimensions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Choice:
             its states alone.
         available: bytes that the run may use on the rank that has the least.
         predicted: the account of the chosen stage, None if the model could not be traced.
-        mesh: the same over axes, if tensor or expert parallelism divides the model too.
+        mesh: the same over axes, if other axes than data divide the model too.
         flops_per_token: model FLOPs. peak_flops: measured FLOP/s of a rank's hardware, None if
             nobody measured it.
         notes: assumptions of the plan.
@@ -69,7 +69,8 @@ class Asked:
         job: what is trained, with all arguments of `Recipe.zero` except the stage.
         ranks, local_ranks: in all, and on this machine. free: bytes on the rank that has the least.
         device: the device's type.
-        tp, ep: tensor-parallel ranks; data-parallel ranks with different experts.
+        tp, ep, pp: tensor-parallel ranks; data-parallel ranks with different experts; stages of the
+            pipeline.
     """
 
     stage: str
@@ -80,6 +81,7 @@ class Asked:
     device: str
     tp: int = 1
     ep: int = 1
+    pp: int = 1
 
     def says(self, *panels: str) -> bool:
         """Whether an option of these panels is given. Not every stage supports those options."""
@@ -109,7 +111,7 @@ def choose(model: nn.Module, asked: Asked) -> Choice:
     Raises TrainError for a batch that does not divide, units that do not exist, or state that no
     stage can store on the tier that was asked for.
     """
-    if asked.tp > 1 or asked.ep > 1:
+    if max(asked.tp, asked.ep, asked.pp) > 1:
         try:
             return _over_axes(model, asked)
         except ValueError as error:
@@ -173,17 +175,18 @@ _SIZES = tuple(2**n for n in range(8))
 def _over_axes(model: nn.Module, asked: Asked) -> Choice:
     """Choose by the account over axes. Raises ValueError: these axes are not possible for it."""
     job, stages = asked.job, tuple(asked.stages())
-    count = asked.ranks // asked.tp
+    count = asked.ranks // (asked.tp * asked.pp)
+    axes = {"tp": asked.tp, "ep": asked.ep, "pp": asked.pp}
 
     def rows(samples: int) -> tuple[MeshAccount, ...]:
-        batch = job.global_batch or samples * count
+        batch = job.global_batch or samples * count * asked.pp
         return mesh_here(
-            model, replace(job, micro_batch=samples, global_batch=batch), tp=asked.tp, ep=asked.ep,
+            model, replace(job, micro_batch=samples, global_batch=batch), **axes,
             ranks=asked.ranks, local_ranks=asked.local_ranks, free=asked.free, device=asked.device, stages=stages,
         )[1]  # fmt: skip
 
     shape, _ = mesh_here(
-        model, replace(job, micro_batch=1, global_batch=count), tp=asked.tp, ep=asked.ep, ranks=asked.ranks,
+        model, replace(job, micro_batch=1, global_batch=count), **axes, ranks=asked.ranks,
         local_ranks=asked.local_ranks, free=asked.free, device=asked.device, stages=stages[:1],
     )  # fmt: skip
     each = job.global_batch // count if job.global_batch else 0
@@ -205,6 +208,8 @@ def _over_axes(model: nn.Module, asked: Asked) -> Choice:
         reason = (
             f"stage {chosen.zero}, the lowest that fits on {chosen.degrees}: its peak takes {peak}"
         )
+    if asked.pp > 1:
+        reason += f"; the ranks wait {chosen.bubble:.0%} of a step for the pipeline"
     notes = ["over axes activations are counted from dimensions, as fused kernels keep them"]
     if asked.says(TIERS, NODES):
         notes.append("over axes the plan does not count groups, codecs and state off the device")

@@ -207,7 +207,7 @@ class TrainConfig(_RecipeOptions):
     ep: Count = 1
     """Data-parallel ranks with different experts; each expert is whole on a rank."""
     pp: Count = 1
-    """Stages of a pipeline. Only 1: see docs/pipelines.md for a loop of your own."""
+    """Stages of a pipeline, each with a part of the layers."""
 
     # memory and speed of the computation
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -327,22 +327,25 @@ class TrainConfig(_RecipeOptions):
 
     def _refuse_axes(self) -> None:
         """Raise ValueError for options that do not go with other axes than data."""
-        if self.pp > 1:
-            raise ValueError(
-                f"--pp {self.pp}: onefold train runs no pipeline. Cut the model into stages in a loop"
-                " of your own, with onefold.parallel.PipelineStage, as docs/pipelines.md shows; here"
-                " use --tp, --ep or a higher --stage."
-            )
-        axes = " ".join(
-            f"--{name} {size}" for name, size in (("tp", self.tp), ("ep", self.ep)) if size > 1
-        )
+        axes = self.axes
         given = (
             (self.lora is not None, f"--lora {self.lora}", "adapters need whole layers"),
             (self.compile, "--compile", "torch's compiler fails on redistributed inputs"),
+            (
+                self.pp > 1 and self.step_in_backward,
+                "--step-in-backward",
+                "a stage reduces gradients after the backward passes of all micro-batches",
+            ),
         )
         for there, option, why in given:
             if axes and there:
                 raise ValueError(f"{axes} beside {option}: {why}; leave one of the two out.")
+
+    @property
+    def axes(self) -> str:
+        """The axes beside data, as on the command line; "" if there are none."""
+        sizes = {name: getattr(self, name) for name in ("tp", "ep", "pp")}
+        return " ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
 
     def recipe(self, stage: int) -> Recipe:
         """Return the recipe of the run at `stage`. Raises ValueError if there is no such recipe."""

@@ -153,13 +153,14 @@ class Location:
     """Where a number first was not finite. Locations sort by time.
 
     Attributes:
-        micro_batch: from 0. backward: in the backward pass. turn: how many units' inputs and
-            outputs were checked before.
+        micro_batch: from 0. backward: in the backward pass. stage: of a pipeline, in the order of
+            the pass. turn: how many units' inputs and outputs were checked before.
         what: "the output", "a gradient in the backward pass", ...
     """
 
     micro_batch: int
     backward: bool
+    stage: int
     turn: int
     rank: int
     unit: str
@@ -178,6 +179,7 @@ class NonFiniteHooks:
 
     engine: Engine
     rank: int
+    stage: int = 0
     found: Location | None = None
     micro_batch: int = 0
     turn: int = 0
@@ -205,7 +207,11 @@ class NonFiniteHooks:
 
     def _bad(self, unit: str, what: str, backward: bool) -> None:
         if self.found is None:
-            self.found = Location(self.micro_batch, backward, self.turn, self.rank, unit, what)
+            # A backward pass comes to the last stage first
+            stage = -self.stage if backward else self.stage
+            self.found = Location(
+                self.micro_batch, backward, stage, self.turn, self.rank, unit, what
+            )
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_autograd():
@@ -272,17 +278,22 @@ def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: dic
     after = capture()
     weights = bad_parameters(engine, gradients=False)
     run.optimizer.zero_grad()
+    if run.pipeline is not None:
+        # The first call of a schedule infers shapes on arbitrary values, which are not to be judged
+        repeat(lambda: None)
+        run.optimizer.zero_grad()
     restore(before, 0, 1)
-    with NonFiniteHooks(engine, ranks.rank) as hooks:
+    with NonFiniteHooks(engine, ranks.rank, run.part.stage) as hooks:
         repeat(hooks.next_micro_batch)
     gradients = bad_parameters(engine, gradients=True)
     run.optimizer.zero_grad()
     restore(after, 0, 1)
-    places, *bad = zip(*ranks.gather((hooks.found, weights, gradients)), strict=True)
-    # Units that are bad on any rank, in forward order
+    names = [unit.name for unit in engine.units]
+    places, units, *bad = zip(*ranks.gather((hooks.found, names, weights, gradients)), strict=True)
+    # Units that are bad on any rank, in forward order; those of later stages come on later ranks
+    order = dict.fromkeys(name for names in units for name in names)
     weights, gradients = (
-        [unit.name for unit in engine.units if any(unit.name in names for names in of_ranks)]
-        for of_ranks in bad
+        [name for name in order if any(name in names for names in of_ranks)] for of_ranks in bad
     )
     if weights:
         return (

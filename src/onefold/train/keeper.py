@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onefold
 from onefold.checkpoint.background import Background, running
@@ -26,6 +26,7 @@ from onefold.train.checkpoints import (
     take_over,
 )
 from onefold.train.report import totals
+from onefold.train.stage_checkpoints import SavingStages, StageCheckpointer
 from onefold.wording import TrainError, seconds_of, worded
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Keeper:
         self.limit = seconds_of(config.save_before) if config.save_before else None
         self.on = bool(config.save_every) or config.resume != "none" or self.limit is not None
         self._checkpointer: Checkpointer | None = None
-        self._saving: Background | None = None
+        self._saving: Background | SavingStages | None = None
         self._steps: deque[float] = deque(maxlen=50)
         self._last = time.perf_counter()
         self._save_s: float | None = None
@@ -125,15 +126,18 @@ class Keeper:
 
     def _open(self) -> Checkpointer:
         if self._checkpointer is None:
-            config = self.run.config
-            self._checkpointer = Checkpointer(
-                self.root, model=self.run.model, keep=config.keep, asynchronous=config.async_save
+            run, config = self.run, self.run.config
+            how: dict[str, Any] = {"keep": config.keep, "asynchronous": config.async_save}
+            self._checkpointer = (
+                Checkpointer(self.root, model=run.model, **how)
+                if run.pipeline is None
+                else StageCheckpointer(self.root, run.ranks, run.part.stage, run.model, **how)
             )
         return self._checkpointer
 
     def _save(self, step: int, skipped: int) -> None:
-        run, begun = self.run, time.perf_counter()
-        path = self._open().save(
+        run, begun, checkpointer = self.run, time.perf_counter(), self._open()
+        path = checkpointer.save(
             step,
             optimizer=run.optimizer,
             scaler=run.scaler,
@@ -144,7 +148,11 @@ class Keeper:
         )
         assert path is not None  # a save waits for the previous one, so none is dropped
         self.saved = step
-        self._saving = running(onefold.engine_of(run.model))
+        self._saving = (
+            checkpointer.saving
+            if isinstance(checkpointer, StageCheckpointer)
+            else running(onefold.engine_of(run.model))
+        )
         if self._saving is None:
             self.wait()  # the save is over; this raises if it failed
             seconds = time.perf_counter() - begun

@@ -88,7 +88,8 @@ def train(
         TrainError: loss or gradients are not finite, and the run must end (see
             `onefold.train.faults`).
     """
-    late = skips_on_device(run.optimizer, onefold.engine_of(run.model))
+    # In a pipeline the host waits for other stages anyway, and all of them judge a step together
+    late = run.pipeline is None and skips_on_device(run.optimizer, onefold.engine_of(run.model))
     loop = (_StepLate if late else _InTime)(
         run, stop_requested, report, window or Window(run), keeper, alert, forget
     )
@@ -128,7 +129,8 @@ class _Loop:
         self.engine = onefold.engine_of(run.model)
         flops = run.choice.flops_per_token, run.choice.peak_flops
         self.meter = Meter(run.model, run.optimizer, *flops)
-        self.pace = Pace(run.config.slow_factor)
+        # In a pipeline a rank also waits inside torch's schedule, which is not counted as waiting
+        self.pace = Pace(run.config.slow_factor if run.pipeline is None else 0.0)
         self.nonfinite = NonFinite(run, self.alert)
         self.feed = Feed(run.data.train, run.ranks.device)
         self.skipped_before = int(run.earlier.get("skipped", 0))
@@ -223,7 +225,7 @@ class _Loop:
         row["skipped"] = self.skipped
         if not applied:
             row["left_out"] = True
-        if self.run.ranks.world_size > 1:
+        if self.run.ranks.world_size > 1 and self.run.pipeline is None:
             row["own_ms"] = [1000 * seconds for seconds in told.own]
             said = self.pace.look(told.own)
             if self.pace.slow is not None:

@@ -34,7 +34,12 @@ def sample(run: Run) -> str | None:
     """Return the model's continuation of the prompt; None if it cannot generate. Collective."""
     model: Any = run.model
     words, most = run.loaded.tokenizer, run.config.sample_tokens
-    if not most or words is None or not callable(getattr(model, "generate", None)):
+    if (
+        run.pipeline is not None
+        or not most
+        or words is None
+        or not callable(getattr(model, "generate", None))
+    ):
         return None
     prompt = words.encode(prompt_of(run), add_special_tokens=False)
     ids = torch.tensor([prompt], device=run.ranks.device)
@@ -92,7 +97,11 @@ def export(run: Run, folder: Path) -> str:
         model.config.use_cache = True
     with contextlib.nullcontext() if ours else quiet_transformers():
         export_model(
-            run.model, folder, dtype or "master", tokenizer=run.loaded.tokenizer, overwrite=True
+            run.model if run.pipeline is None else [run.model],
+            folder,
+            dtype or "master",
+            tokenizer=run.loaded.tokenizer,
+            overwrite=True,
         )
     return "safetensors" if ours else "Hugging Face model"
 

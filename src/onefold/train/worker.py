@@ -90,6 +90,9 @@ class Rank:
         engine = onefold.engine_of(self.run.model)
         unit = next((unit.name for unit, *_ in reversed(engine.stack)), None)
         where = f" of unit {unit!r}" if unit is not None else ""
+        part = self.run.part
+        if part.stages > 1:  # a stage on one rank reduces nothing, by which an engine counts steps
+            return f"in the {engine.phase} pass{where}, in stage {part.stage} of {part.stages}"
         return f"in the {engine.phase} pass{where}, step {engine.step_count + 1}"
 
     def fail(self, error: BaseException) -> None:
@@ -387,6 +390,10 @@ def _exit_code(run: Run, me: Rank) -> int:
 
 
 def _show_sample(run: Run, say: Reporter, when: str) -> None:
+    if run.pipeline is not None:
+        if run.config.sample_tokens and when == "before":
+            say.note(f"no samples of its text: --pp {run.config.pp} has its layers in stages")
+        return
     try:
         text = sample(run)
     except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
