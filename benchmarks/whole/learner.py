@@ -16,7 +16,14 @@ from torch import nn
 
 import onefold
 from benchmarks.convergence import settings as convergence
-from benchmarks.convergence.worker import CLIP, DECAY, HELD_OUT_SHARE, LAST_LR, WARMUP, held_out_loss
+from benchmarks.convergence.worker import (
+    CLIP,
+    DECAY,
+    HELD_OUT_SHARE,
+    LAST_LR,
+    WARMUP,
+    held_out_loss,
+)
 from benchmarks.launch import join as meet
 from benchmarks.whole.newton_schulz import Spent
 from onefold.data.order import DataOrder

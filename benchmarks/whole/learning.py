@@ -115,7 +115,7 @@ def setting(case: Case) -> str:
 
 RESULTS = "whole_learning"
 PAGE = harness.ROOT / "docs" / "whole-matrices.md"
-HEADING = "## Learning curves"
+HEADING = "## See how it learns"
 SAID = {
     "alone": "Muon, one process",
     "sharded": f"Muon, stage {STAGE}, two ranks",
