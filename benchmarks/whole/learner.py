@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import onefold
 from benchmarks.convergence import settings as convergence
 from benchmarks.convergence.worker import (
-    CLIP,
     DECAY,
     HELD_OUT_SHARE,
     LAST_LR,
@@ -43,10 +41,11 @@ STAGE = 3
 
 @dataclass(frozen=True)
 class Case(convergence.Case):
-    """`by_muon`: patterns of names of the hidden matrices that Muon steps; AdamW steps the rest. Both
-    have the rate `lr`: Muon's updates are made as large as AdamW's.
+    """`by_muon`: patterns of names of the hidden matrices that Muon steps, at the rate `muon_lr`; AdamW
+    steps the rest, at `lr`.
     """
 
+    muon_lr: float = 0.02
     by_muon: tuple[str, ...] = ("*",)
 
     @classmethod
@@ -59,14 +58,15 @@ def optimizer_of(groups: list[dict[str, Any]], case: Case, *, muon: bool) -> tor
     if not muon:
         return torch.optim.AdamW(groups, lr=case.lr, fused=True)
     options: dict[bool, dict[str, Any]] = {
-        True: {"adjust_lr_fn": "match_rms_adamw"},
+        True: {"lr": case.muon_lr},
         False: {"fused": True},
     }
     return MuonWithAdamW([{**options[g["use_muon"]], **g} for g in groups], lr=case.lr)
 
 
 def train(case: Case, side: str, ranks: Ranks, patience: float) -> dict[str, Any]:
-    """Train one side of a case. Collective. One process computes what all ranks would.
+    """Train one side of a case. Collective. One process computes what all ranks would: it adds up the
+    same gradients in the same order. Nothing is clipped, since the norm's sum has another order.
 
     Args:
         patience: seconds that a rank waits for the others.
@@ -107,10 +107,6 @@ def train(case: Case, side: str, ranks: Ranks, patience: float) -> dict[str, Any
             loss = model(**batch, use_cache=False).loss / len(mine)
             loss.backward()
             total += loss.item()
-        if alone:
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        else:
-            onefold.clip_grad_norm_(model, CLIP)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

@@ -101,7 +101,7 @@ def test_two_ranks_learn_by_muon_as_one_process_does(
     assert learning.main(asked) == 0, (tmp_path / "tiny.md").read_text()
     found = json.loads((tmp_path / "tiny.json").read_text())["cases"]["scratch"]
     alone, sharded, adamw = found["rows"]
-    assert sharded["difference"] < 1e-5, sharded
+    assert sharded["difference"] == 0.0, "another bit than one process has"
     assert adamw["difference"] > 1e-3, "AdamW has another curve"
     assert (alone["calls"], sharded["calls"], adamw["calls"]) == (14, 14, 0), "two blocks of seven"
     assert sharded["final"] < sharded["first"], sharded
