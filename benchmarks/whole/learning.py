@@ -44,7 +44,7 @@ _SAME: dict[str, Any] = {
 CASES: dict[str, Case] = {
     "scratch": Case(
         "a Llama of 20M parameters, from scratch", "llama:20m", "bytes", seq=64, micro_batch=2, lr=3e-4,
-        held_out=64, eval_batch=16, every=20, **_SAME,
+        held_out=32, eval_batch=16, every=40, **_SAME,
     ),
     # All 210 matrices would take 28 s of Newton-Schulz a step on one core
     "smollm2": Case(
