@@ -77,7 +77,7 @@ def parser(
     """
     name, _, file = module.partition(".")
     p = argparse.ArgumentParser(
-        prog=f"python benchmarks/{module}" if file else f"python -m benchmarks.{module}",
+        prog=f"python benchmarks/{module}" if file == "py" else f"python -m benchmarks.{module}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -27,6 +27,7 @@ from benchmarks.offload import disk, sides
 from benchmarks.offload.planned import planned
 from benchmarks.peers import adapters, model
 from benchmarks.peers.settings import Setting
+from benchmarks.whole import sides as of_matrices
 from benchmarks.wires import sides as in_groups
 
 
@@ -158,6 +159,8 @@ def build(job: dict[str, Any], setting: Setting, whole: nn.Module) -> Any:
     if "ranks_a_node" in job:
         changes = job.get("changes", {})
         return in_groups.build(job["side"], setting, whole, job["ranks_a_node"], **changes)
+    if isinstance(setting, of_matrices.Setting):
+        return of_matrices.build(job["side"], setting, whole)
     return sides.build(job["side"], setting, whole, job.get("disk"), job.get("own_adam", False))
 
 
@@ -177,7 +180,10 @@ def batches(job: dict[str, Any], setting: Setting, step: int) -> list[adapters.B
 
 
 def setting_of(job: dict[str, Any]) -> Setting:
-    return (in_axes.Setting if "axes" in job["setting"] else Setting)(**job["setting"])
+    given = job["setting"]
+    if "axes" in given:
+        return in_axes.Setting(**given)
+    return (of_matrices.Setting if "iterations" in given else Setting)(**given)
 
 
 def trainer_of(job: dict[str, Any], setting: Setting) -> tuple[Any, int]:
@@ -294,6 +300,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "page_cache_growth": probes.page_cache_bytes() - files if on_disk else None,
         "numel": numel,
         **sent,
+        **(trainer.counted() if hasattr(trainer, "counted") else {}),
     }
     memory.settle()
     result["rest_mib"] = probes.difference(memory.now(), baseline)

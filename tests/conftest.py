@@ -60,6 +60,7 @@ SLOW_FILES = {
         "test_offload_benchmark.py",
         "test_peers.py",
         "test_validation.py",
+        "test_whole_benchmark.py",
         "test_wires.py",
     ],
     "checkpoint": [
@@ -420,6 +421,7 @@ ONLY_WITH_ALL = {
     "benchmarks/test_ledgers_benchmark.py::test_an_answer_is_timed_with_the_memory_it_took",
     "benchmarks/test_trainer_benchmark.py::test_loops_and_trainers_are_measured_in_turns",
     "benchmarks/test_validation.py::test_every_published_table_is_compared_or_said_not_to_be",
+    "benchmarks/test_whole_benchmark.py::test_owners_orthogonalize_each_matrix_once_and_gathering_everywhere_on_each_rank",
     "benchmarks/test_wires.py::test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_is_left",
     "cli/test_doctor_check_whole.py",
     "doctor/test_checks_under_torchrun.py",

@@ -208,9 +208,12 @@ class DeepSpeed:
             how = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "adamw_mode": True}
             optimizer = made(model.parameters(), **how)
         else:
-            optimizer = adamw(model.parameters())
+            optimizer = self.make_optimizer(model)
         config = deepspeed_config(setting, **zero)
         self.engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def make_optimizer(self, model: nn.Module) -> Any:
+        return adamw(model.parameters())
 
     def ledger_bytes(self) -> int | None:
         return None
