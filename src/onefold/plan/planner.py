@@ -194,7 +194,7 @@ def _candidate_json(c: Candidate) -> dict[str, Any]:
         "states": c.states,
         "usable": c.usable,
         "reserve": {**vars(c.reserve), "nbytes": c.reserve.nbytes},
-        "owners": vars(c.balance) if c.balance is not None else None,
+        **({"owners": vars(c.balance)} if c.balance is not None else {}),
         "account": c.account.to_json(),
     }
 
