@@ -265,6 +265,12 @@ def test_what_cannot_be_stepped_whole_is_told_on_every_rank(make: str, said: str
         assert len(found) == 1 and said in found[0], found
 
 
+def test_a_step_that_fails_on_one_rank_is_told_with_its_number_on_the_others() -> None:
+    found = [each for (each,) in run_ranks(2, told, "failure")]
+    (failed,) = [rank for rank, each in enumerate(found) if "FloatingPointError" in each]
+    assert f"failed on rank {failed}, which steps some of the matrices" in found[1 - failed], found
+
+
 def words_of_the_recipe() -> list[str]:
     """What the recipe's words make of an optimizer that looks at matrices."""
     out = []

@@ -273,13 +273,14 @@ class WholeStep(Stepper):
             return False  # it is Adam; with whole= the next stepper says what is wrong
         if verdict().update != WHOLE:
             return False
-        if (what := self._cannot(optimizer, flat)) is not None:
+        if (what := self._cannot(flat)) is not None:
             raise ValueError(
                 f"{type(optimizer).__name__} steps whole matrices, and {what} ({verdict().reason})"
             )
         return True
 
-    def _cannot(self, optimizer: Optimizer, flat: Flat) -> str | None:
+    def _cannot(self, flat: Flat) -> str | None:
+        """Return why the matrices of `flat` cannot be stepped whole, as the end of a sentence."""
         recipe, name = self.engine.recipe, flat.entries[0].part.names[0]
         if flat.storage.on_disk:
             return (
@@ -367,20 +368,25 @@ class WholeStep(Stepper):
 
     def _agree_on_failure(self, optimizer: Optimizer, error: Exception | None) -> None:
         group, name = self.engine.group, type(optimizer).__name__
-        found = bytes([error is not None])
-        if not group.alone:
-            found = group.any_of(found, self._context("control"))
-        if not found[0]:
+        bits = bytearray(-(-group.size // 8))
+        if error is not None:
+            bits[group.rank // 8] |= 1 << group.rank % 8
+        found = group.any_of(bytes(bits), self._context("control"))
+        failed = sorted(rank for p, rank in enumerate(group.ranks) if found[p // 8] >> p % 8 & 1)
+        if not failed:
             return
         self.engine.transfers.broken = (
             f"{name}'s step failed half way, so that some matrices are of two steps. Start again"
             " from the last checkpoint."
         )
+        if error is not None:
+            raise RuntimeError(
+                f"{name}.step() failed on this rank ({type(error).__name__}: {error})."
+            ) from error
         raise RuntimeError(
-            f"{name}.step() failed on this rank ({type(error).__name__}: {error})."
-            if error is not None
-            else f"{name}.step() failed on another rank, which steps some of the matrices."
-        ) from error
+            f"{name}.step() failed on rank {', '.join(map(str, failed))}, which steps some of the"
+            " matrices for all: look at the error there."
+        )
 
     def _context(self, move: str) -> CollectiveContext:
         return CollectiveContext(move, _WHERE, self.engine.step_count, "optimizer")
