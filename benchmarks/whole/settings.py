@@ -33,7 +33,10 @@ NOTES: dict[str, str] = {
         " and biases"
     ),
     "-adamw": "AdamW for all: what Muon's step is compared with",
-    "onefold-N": "onefold.shard with Recipe.zero(N); onefold.optim.muon.MuonWithAdamW",
+    "onefold-N": (
+        "onefold.shard with Recipe.zero(N), for Muon with borders=True as in `onefold train`;"
+        " onefold.optim.muon.MuonWithAdamW"
+    ),
     "fsdp2-muon": (
         "gathering everywhere: fully_shard of each block and the root; each rank gathers every"
         " whole gradient, orthogonalizes it, and keeps its part of the update"

@@ -58,7 +58,7 @@ class Counted:
 
 class Onefold(Counted, adapters.Onefold):
     def __init__(self, setting: Setting, model: nn.Module, stage: int, *, muon: bool) -> None:
-        super().__init__(setting, model, stage)
+        super().__init__(setting, model, stage, borders=muon)
         if muon:
             self.spent.watch_torch(setting.iterations)
             made = importlib.import_module("onefold.optim.muon").MuonWithAdamW

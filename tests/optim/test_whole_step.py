@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
+from benchmarks import probes
 from onefold.layout.owners import traffic
 from onefold.optim.whole_step import StateElsewhere, owned_by
 from ranks import run_ranks
@@ -106,6 +107,8 @@ def _different(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
     return bool(a == b)
 
 
@@ -128,6 +131,7 @@ RUN = (
     (5, {"stage": 2}),
     (4, {"stage": 3, "shard_group": 2}),
     (2, {"stage": 0}),
+    (3, {"stage": 3, "borders": True}),
     (2, {"stage": 3, "offload_optimizer": "cpu"}),
 )
 
@@ -158,6 +162,9 @@ def test_recipes_that_change_how_shards_lie_change_no_bit() -> None:
         {"stage": 1, "offload_optimizer": "cpu"},
         {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
         {"stage": 2, "group": 2},
+        {"stage": 1, "borders": True},
+        {"stage": 3, "borders": True, "shard_group": 2},
+        {"stage": 3, "borders": True, "offload_optimizer": "cpu"},
     ]
     assert run_ranks(4, in_many_ways, ways) == [[]] * 4
 
@@ -184,13 +191,18 @@ def orthogonalized() -> tuple[int, int, int]:
     before = _sent(twins.model)
     twins.step(3)
     sent = _sent(twins.model) - before
-    matrices = owned_by(twins.optimizers[0]).values()
+    return calls, sent, _formula(twins.optimizers[0], masters=True)
+
+
+def _formula(optimizer: torch.optim.Optimizer, masters: bool) -> int:
+    """Bytes that this rank should send in a step."""
+    matrices = owned_by(optimizer).values()
     told = traffic(
         [each.matrix for each in matrices],
         {each.matrix.key: each.owner for each in matrices},
         dist.get_world_size(),
     )
-    return calls, sent, 4 * told.sent(dist.get_rank(), masters=True)
+    return 4 * told.sent(dist.get_rank(), masters)
 
 
 def _sent(model: nn.Module) -> int:
@@ -206,6 +218,59 @@ def test_each_matrix_is_orthogonalized_once_in_a_step_and_bytes_equal_the_formul
     for _, sent, formula in found:
         assert sent == formula
     assert sum(sent for _, sent, _ in found) > 0
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(512, 768, bias=False),
+                nn.Linear(768, 640, bias=False),
+                nn.Linear(640, 512, bias=False),
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def seen_by_the_kernel(ways: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    """(what sockets sent in a step of Muon, what the ledger has of it, what the formula says)."""
+    out = []
+    for options in ways:
+        recipe = onefold.Recipe.zero(**options, stall_timeout=60.0)
+        model = onefold.shard(Layers(), recipe)
+        muon = torch.optim.Muon(model.parameters(), lr=0.01, ns_steps=1)
+        for step in range(2):  # the first one also tries the optimizer
+            model(torch.randn(4, 512)).square().mean().backward()
+            dist.barrier()
+            before, told = probes.socket_bytes_sent(), _sent(model)
+            muon.step()
+            dist.barrier()
+            seen = probes.difference(probes.socket_bytes_sent(), before)
+            if step:
+                formula = _formula(muon, masters=options["stage"] == 3)
+                out.append((seen or 0, _sent(model) - told, formula))
+            muon.zero_grad()
+    return out
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_kernel_sees_the_bytes_that_the_formula_says(ranks: int) -> None:
+    if probes.socket_bytes_sent() is None:
+        pytest.skip("this system does not count what sockets send")
+    ways: list[dict[str, Any]] = [{"stage": 1}, {"stage": 3, "precision": "bf16"}]
+    every = run_ranks(ranks, seen_by_the_kernel, ways)
+    for of_ranks in zip(*every, strict=True):
+        for seen, told, formula in of_ranks:
+            assert told == formula, of_ranks
+            assert told <= seen < 1.02 * told + 4096, of_ranks  # and headers, and the barriers
+        assert sum(told for _, told, _ in of_ranks) > 1 << 20
 
 
 class Raising(PerTensor):

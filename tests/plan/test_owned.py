@@ -96,26 +96,37 @@ GROUPS: list[tuple[int, str, dict[str, Any]]] = [
     (3, "bf16", {"shard_group": 2}),
     (3, "fp32", {"shard_group": 2, "optimizer_over": "all"}),
 ]
+BORDERS: list[tuple[int, str, dict[str, Any]]] = [
+    (1, "fp32", {"borders": True}),
+    (3, "bf16", {"borders": True}),
+]
 HOST: list[tuple[int, str, dict[str, Any]]] = [(2, "bf16", {"offload_optimizer": "cpu"})]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, [*CASES, *HOST]), (4, [*CASES, *GROUPS])])
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(2, [*CASES, *HOST, *BORDERS]), (4, [*CASES, *GROUPS, *BORDERS])]
+)
 def test_states_bytes_and_buffers_of_owners_are_those_of_the_ledgers(
     ranks: int, cases: list[Any]
 ) -> None:
     every = run_ranks(ranks, observed, "gpt", cases, timeout=240.0)
+    travels: dict[str, int] = {}
     for of_ranks in zip(*every, strict=True):
         for seen in of_ranks:
             told = json.dumps(seen, indent=1)
             assert seen["rest"] == seen["planned rest"], told
             assert seen["states"] == seen["planned states"] > 0, told
             assert seen["sent"] == seen["planned sent"], told
-            assert seen["sent"]["owners"] > 0, told
+            assert seen["sent"]["owners"] > 0 or "borders" in seen["case"], told
             assert sum(seen["peak"].values()) == sum(seen["planned peak"].values()), told
             assert seen["buffers"] == seen["mine"]["buffers"] and seen["left"] == 0, told
             # A plan shows the largest of each
             assert sum(seen["peak"].values()) <= seen["bound"], told
             assert all(seen["mine"][name] <= most for name, most in seen["most"].items()), told
+        # With borders less travels, down to nothing on some ranks
+        case = of_ranks[0]["case"]
+        travels[case] = sum(seen["sent"]["owners"] for seen in of_ranks)
+        assert "borders" not in case or travels[case] < travels[case.replace("'borders': True", "")]
         # Owners differ: the figures are of ranks, not one for all
         assert len({seen["states"] for seen in of_ranks}) > 1
 
@@ -146,10 +157,12 @@ def in_matrices(model: ModelShape) -> ModelShape:
 
 
 @cache
-def owners_of(name: str, ranks: int, group: int = 0, form: str = "matrices") -> OwnedMatrices:
+def owners_of(
+    name: str, ranks: int, group: int = 0, form: str = "matrices", borders: bool = False
+) -> OwnedMatrices:
     model = architecture(name)
     model = in_matrices(model) if form == "matrices" else model
-    recipe = Recipe.zero(3, **({"shard_group": group} if group else {}))
+    recipe = Recipe.zero(3, borders=borders, **({"shard_group": group} if group else {}))
     names = stepped_whole(model, "muon", stacks=form == "stacks")
     found = owned_matrices(units_of(model, recipe, ranks), names, "muon")
     assert found is not None
@@ -174,6 +187,28 @@ def test_the_busiest_owner_does_at_most_a_tenth_more_than_the_mean(
     found = owners_of(name, ranks, group, form).balance
     assert found.ranks == (group or ranks)
     assert 1 <= found.least <= found.busiest <= 1.1, found
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "matrices", "in_order", "with_borders"),
+    [
+        ("gpt2", 4, 48, 19, 23),
+        ("llama-3-8b", 8, 224, 96, 128),
+        ("llama-3-8b", 64, 224, 0, 0),
+        ("llama-3-70b", 8, 560, 240, 320),
+        ("llama-3-70b", 64, 560, 80, 160),
+        ("deepseek-v3", 64, 45090, 41415, 41415),
+    ],
+)
+def test_borders_let_more_matrices_stay_with_one_rank(
+    name: str, ranks: int, matrices: int, in_order: int, with_borders: int
+) -> None:
+    plain, found = (owners_of(name, ranks, borders=b) for b in (False, True))
+    staying = plain.balance.staying, found.balance.staying
+    assert (found.balance.matrices, *staying) == (matrices, in_order, with_borders)
+    sent = [sum(rank.sent for rank in each.by_place) for each in (plain, found)]
+    assert (sent[1] < sent[0]) == (with_borders > in_order)
+    assert found.balance.busiest <= 1.1
 
 
 @pytest.mark.parametrize(

@@ -83,25 +83,49 @@ def assign(
     """Return the owner of each matrix, by its key.
 
     A rank that holds most of a matrix becomes its owner, as long as it has no more than `SLACK` of
-    its share to do; else the rank that has the least. No rank can do less than the longest update
-    takes.
+    its share to do; else the rank that has the least. The longest updates are given first; or those
+    of matrices that lie on one rank before them, if all are divided about as evenly so. No rank can
+    do less than the longest update takes.
 
     Args:
         ranks: their number.
         known: owners that were chosen before, and stay. Their keys may be among `matrices` or not.
     """
-    every = list(matrices)
-    out = dict(known or {})
+    every, known = list(matrices), known or {}
     loads = [0] * ranks
     for matrix in every:
-        if matrix.key in out:
-            loads[out[matrix.key]] += matrix.work
-    new = sorted((m for m in every if m.key not in out), key=lambda m: (-m.work, m.key))
+        if matrix.key in known:
+            loads[known[matrix.key]] += matrix.work
+    new = sorted((m for m in every if m.key not in known), key=lambda m: (-m.work, m.key))
     total = sum(matrix.work for matrix in every)
     share = max(total / ranks, new[0].work if new else 0) * SLACK
+    longest, busiest = _given(new, loads, share)
+    stay, rest = {}, []
+    for matrix in new:
+        rank = matrix.pieces[0][0] if len(matrix.pieces) == 1 else None
+        if rank is not None and loads[rank] + matrix.work <= share:
+            stay[matrix.key] = rank
+            loads[rank] += matrix.work
+        else:
+            rest.append(matrix)
+    others, with_them = _given(rest, loads, share)
+    return {**known, **(stay | others if with_them <= max(share, busiest) else longest)}
+
+
+def _given(
+    matrices: Sequence[Matrix], loads: Sequence[int], share: float
+) -> tuple[dict[int, int], int]:
+    """Return (the owners of matrices that are given away in this order, what the busiest has to do).
+
+    Args:
+        loads: what each rank has to do before.
+        share: what a rank should have to do at most.
+    """
+    out: dict[int, int] = {}
+    loads = list(loads)
     least = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(least)
-    for matrix in new:
+    for matrix in matrices:
         held: dict[int, int] = {}
         for rank, start, stop in matrix.pieces:
             held[rank] = held.get(rank, 0) + stop - start
@@ -114,7 +138,7 @@ def assign(
             owner = least[0][1]
         out[matrix.key] = owner
         loads[owner] += matrix.work
-    return out
+    return out, max(loads)
 
 
 def rounds(
@@ -143,7 +167,7 @@ class Traffic:
     Attributes:
         gradients: pieces of gradients that the rank sends to owners.
         back: new pieces that it sends as an owner.
-        matrices: their number. staying: those that lie on one rank, and travel nowhere.
+        matrices: their number. staying: those that lie with their owner, and travel nowhere.
     """
 
     gradients: tuple[int, ...]
@@ -166,7 +190,7 @@ def traffic(matrices: Iterable[Matrix], owners: Mapping[int, int], ranks: int) -
     for matrix in matrices:
         owner = owners[matrix.key]
         count += 1
-        staying += len({rank for rank, _, _ in matrix.pieces}) == 1
+        staying += {rank for rank, _, _ in matrix.pieces} == {owner}
         for rank, start, stop in matrix.pieces:
             if rank != owner:
                 gradients[rank] += stop - start

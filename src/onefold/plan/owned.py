@@ -73,7 +73,7 @@ class Balance:
     Attributes:
         matrices: their number. elements: of all of them.
         ranks: that own them.
-        staying: matrices that lie on one rank, and travel nowhere.
+        staying: matrices that lie with their owner, and travel nowhere.
         busiest: the work of the busiest owner over the mean of all ranks.
         least: the least that any division of whole matrices among these ranks can reach.
     """
@@ -221,7 +221,7 @@ def owned_matrices(
             out[place]["buffers"] = max(out[place]["buffers"], buffers)
             out[place]["beside"] = max(out[place]["beside"], beside)
     busiest, least = balance(matrices, owners, ranks)
-    staying = sum(len(matrix.pieces) == 1 for matrix in matrices)
+    staying = traffic(matrices, owners, ranks).staying
     elements = sum(matrix.numel for matrix in matrices)
     return OwnedMatrices(
         tuple(_Rank(**each) for each in out),

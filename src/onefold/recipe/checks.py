@@ -278,6 +278,8 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
                 "where optimizer states are replicated (stage 0): every optimizer sees whole"
                 " parameters"
             )
+    if given.get("borders") and recipe.optimizer.placement is Placement.REPLICATED:
+        said["borders"] = "where optimizer states are replicated (stage 0): no parameter is cut"
     if (
         given.get("stochastic_rounding")
         and recipe.moments != "bf16"

@@ -494,6 +494,8 @@ class EngineOptions:
         "Which parameter groups are stepped as whole matrices, each by one owner: True for all, False for none, or patterns of"
         " names for the groups of such parameters (default: those whose update looks at whole matrices, as a trial shows).",
         (), _whole_groups)
+    borders: bool = _engine(False,
+        "Order parameters so that few matrices are cut between ranks, within 1 % of padding: fewer travel to be stepped whole.", ())
     stall_timeout: float = _engine(300.0, "Seconds a rank waits for the others before every rank gets an error.", _TRAIN, _seconds)
 
 

@@ -280,9 +280,9 @@ class Flat:
         # With one rank and one dtype there is nothing to divide, gather or cast: the parameters
         # stay where they are.
         self.unsharded = spec.unsharded
+        by_name = {f.names[0]: f for f in found}  # a layout has an order of its own
         self.entries = [
-            Entry(f, s, i, self, engine)
-            for i, (f, s) in enumerate(zip(found, self.layout.slots, strict=True))
+            Entry(by_name[s.name], s, i, self, engine) for i, s in enumerate(self.layout.slots)
         ]
         self.tiled = any(f.part.numel != f.local.numel() for f in found)
         self.boxed = any(f.box is not None for f in found)
