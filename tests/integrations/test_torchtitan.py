@@ -19,7 +19,7 @@ from ranks import absolute_path, run_ranks
 CPU = Path(__file__).parent / "titan_cpu"
 
 sys.path.append(str(Path(__file__).parent))
-from torchtitan_trials import AXES, STEPS, by_torchtitan, over_axes, resumed
+from torchtitan_trials import AXES, STEPS, by_muon, by_torchtitan, over_axes, resumed
 
 missing = importlib.util.find_spec("torchtitan") is None
 pytestmark = pytest.mark.skipif(missing, reason="torchtitan is not installed")
@@ -55,6 +55,18 @@ def test_torchtitans_degrees_have_the_losses_and_norms_of_its_fsdp2(
         # A token between two experts goes to one or the other; FSDP2's replicas on gloo are 4e-5 apart
         assert our_norms == pytest.approx(norms, rel=1e-3), stage
     assert seen["stage 1"] == seen["stage 3"]
+
+
+def test_torchtitans_muon_is_torchs_on_whole_matrices(tmp_path: Path) -> None:
+    seen: dict[str, Any] = run_ranks(2, by_muon, str(tmp_path), fresh=True)[0]
+    for name, kinds in (("muon", ["Muon", "AdamW"]), ("adafactor", ["Adafactor"])):
+        (_, plain), *others = seen[name]
+        assert [made for made, _ in seen[name]] == [kinds] * len(seen[name])
+        assert len(set(plain)) == STEPS
+        for _, found in others:
+            assert flat(found) == pytest.approx(flat(plain), rel=1e-6), name
+    assert "layers.0.attention.wo.weight, in blocks of rows" in seen["blocks"]
+    assert "DistMuon was given" in seen["all"] and "of shape (256,)" in seen["all"]
 
 
 def test_torchtitans_run_resumes_at_another_stage(tmp_path: Path) -> None:

@@ -208,6 +208,54 @@ def over_axes(folder: str, names: list[str]) -> dict[str, dict[str, list[tuple[f
     return out
 
 
+MATRICES = r"layers\..*\.(wqkv|wq|wk|wv|wo|w1|w2|w3|w13)\.weight$"
+
+
+def by_muon(folder: str) -> dict[str, Any]:
+    """Losses and norms with torchtitan's DistMuon in the configuration, which is torch's Muon here;
+    of Adafactor; and what is said of matrices in blocks, and of stacks.
+    """
+    start()
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+    from torchtitan.distributed.flex_shard.optimizer_reshard import BlockShard, ComputeLayout
+
+    import onefold
+    from onefold.integrations.torchtitan import by_onefold
+
+    def run(stage: int, *names: str, **options: Any) -> Any:
+        made = by_onefold(config(folder), f'{{"stage": {stage}}}')
+        groups = [ParamGroupConfig(MATRICES, names[0], {"lr": 0.02})]
+        groups += [ParamGroupConfig(".*", name, {"lr": 1e-3}) for name in names[1:]]
+        if len(names) == 1:
+            groups = [ParamGroupConfig(".*", names[0], {"lr": 0.02})]
+        made.optimizer = OptimizersContainer.Config(
+            param_groups=groups, implementation="for-loop",
+            optimizer_factory_kwargs_by_name={names[0]: options} if options else {},
+        )  # fmt: skip
+        try:
+            trainer = made.build()
+        except ValueError as error:
+            return str(error)
+        (model,) = trainer.model_parts
+        kinds = [type(each).__name__ for each in trainer.optimizers.optimizers]
+        with torch.no_grad(), onefold.full_params(model, write=True):
+            for number, p in enumerate(model.parameters()):
+                torch.manual_seed(number)
+                p.copy_(torch.randn(p.shape) * 0.02 if p.ndim > 1 else torch.ones_like(p))
+        return kinds, watched(trainer)
+
+    blocks = ComputeLayout(shardings_by_mesh_axis={"dp_shard": BlockShard(dim=0, block_size=32)})
+    name = "layers.0.attention.wo.weight"
+    return {
+        "muon": [run(stage, "DistMuon", "AdamW") for stage in (0, 1, 3)],
+        "adafactor": [run(stage, "Adafactor") for stage in (0, 3)],
+        "blocks": run(
+            3, "DistMuon", "AdamW", compute_sharding_by_fqn={name: blocks}, bucket_configs=()
+        ),
+        "all": run(3, "DistMuon"),
+    }
+
+
 def resumed(folder: str) -> dict[str, Any]:
     """A run of torchtitan's command, broken off and resumed at another stage, beside a whole one."""
     start()

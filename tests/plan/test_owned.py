@@ -27,9 +27,14 @@ from replayed import batch_of, model_of
 # -- against the ledgers ---------------------------------------------------------------------------
 
 
-def observed(kind: str, cases: list[tuple[int, str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What the ledgers of a real engine say of a step with Muon and AdamW in the steady state, and
-    what the plan says of this rank, and of the largest of all ranks.
+WHOLE_ONES: dict[str, Any] = {"muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor}
+
+
+def observed(
+    kind: str, cases: list[tuple[int, str, dict[str, Any]]], optimizer: str = "muon"
+) -> list[dict[str, Any]]:
+    """What the ledgers of a real engine say of a step with Muon and AdamW, or with Adafactor, in the
+    steady state, and what the plan says of this rank, and of the largest of all ranks.
     """
     import onefold
     from onefold.memory import OWNED
@@ -42,37 +47,39 @@ def observed(kind: str, cases: list[tuple[int, str, dict[str, Any]]]) -> list[di
         recipe = Recipe.zero(stage, precision=precision, stall_timeout=60.0, **options)
         shape = model_shape(model_of(kind))
         model = onefold.shard(model_of(kind), recipe)
-        engine, names = onefold.engine_of(model), stepped_whole(shape, "muon")
+        engine, names = onefold.engine_of(model), stepped_whole(shape, optimizer)
         named = dict(model.named_parameters())
-        optimizers = (
-            torch.optim.Muon([named[n] for n in sorted(names)], lr=1e-3),
-            torch.optim.AdamW([p for n, p in named.items() if n not in names], lr=1e-3, fused=True),
-        )
+        optimizers = [
+            WHOLE_ONES[optimizer]([named[n] for n in sorted(names)], lr=1e-3),
+        ]
+        if len(names) < len(named):
+            rest = [p for n, p in named.items() if n not in names]
+            optimizers.append(torch.optim.AdamW(rest, lr=1e-3, fused=True))
         for step in range(3):  # the order of units is learned in the first
             if step == 2:
-                rest = engine.memory.now()
+                at_rest_now = engine.memory.now()
                 engine.memory.reset_peak()
                 engine.traffic.reset()
             output = model(batch_of(kind, 10 * step + dist.get_rank()))
             output.float().square().mean().backward()
             engine.memory.record = step == 2
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
         whole = [n for _, category, _, n in engine.memory.timeline if category == OWNED]
         units = units_of(shape, recipe, engine.world_size, engine.rank)
-        owned = owned_matrices(units, names, "muon")
+        owned = owned_matrices(units, names, optimizer)
         assert owned is not None
         mine = owned.at(place_of(units[0].flats[0]))
         replay = Replay(units, recipe).run(1, mine.buffers)
         out.append(
             {
                 "case": f"stage {stage}, {precision}, {options}, rank {engine.rank}",
-                "rest": rest,
+                "rest": at_rest_now,
                 "states": sum(map(states.nbytes, optimizers)),
                 "sent": engine.traffic.by_move(),
                 "peak": engine.memory.peak(),
-                "planned rest": at_rest(units, "muon", 0),
+                "planned rest": at_rest(units, optimizer, 0),
                 "planned states": mine.host_states
                 if "offload_optimizer" in options
                 else mine.states,
@@ -104,12 +111,18 @@ HOST: list[tuple[int, str, dict[str, Any]]] = [(2, "bf16", {"offload_optimizer":
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(2, [*CASES, *HOST, *BORDERS]), (4, [*CASES, *GROUPS, *BORDERS])]
+    ("ranks", "optimizer", "cases"),
+    [
+        (2, "muon", [*CASES, *HOST, *BORDERS]),
+        (4, "muon", [*CASES, *GROUPS, *BORDERS]),
+        (2, "adafactor", [*CASES[-2:], *HOST, BORDERS[-1]]),
+        (3, "adafactor", [CASES[0], CASES[-1]]),
+    ],
 )
 def test_states_bytes_and_buffers_of_owners_are_those_of_the_ledgers(
-    ranks: int, cases: list[Any]
+    ranks: int, optimizer: str, cases: list[Any]
 ) -> None:
-    every = run_ranks(ranks, observed, "gpt", cases, timeout=240.0)
+    every = run_ranks(ranks, observed, "gpt", cases, optimizer, timeout=240.0)
     travels: dict[str, int] = {}
     for of_ranks in zip(*every, strict=True):
         for seen in of_ranks:
@@ -307,6 +320,23 @@ def test_pieces_travel_behind_the_products_of_the_update() -> None:
     some = 0.3 * every
     part, _, _ = exposed_seconds(work, 1.0, there, software, products=some)
     assert part == pytest.approx(every - software.overlap * some)
+
+
+def test_a_plan_with_adafactor_counts_rows_and_columns() -> None:
+    found = plan("llama-3-8b", gpus=8, optimizer="adafactor", stage=3, largest=False)
+    (states,) = (
+        sum(
+            sum(p.numel // n for n in p.shape[-2:]) if len(p.shape) > 1 else p.numel
+            for u in found.model.units
+            for p in u.parameters
+        ),
+    )
+    mean = (4 * states + 4 * sum(len(u.parameters) for u in found.model.units)) / 8
+    moments = found.stages[3].account.rest["moments"]
+    assert mean <= moments < 4 * mean  # owners are chosen by work, and not by states
+    assert moments < 1e-3 * 4 * found.model.numel / 8
+    assert "adafactor steps all 291 parameters whole" in str(found)
+    assert not found.stages[3].account.seconds.get("products")
 
 
 def test_stacks_of_experts_are_adamws_and_the_plan_says_so() -> None:

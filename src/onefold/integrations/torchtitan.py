@@ -20,7 +20,7 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.models import _supported_models
@@ -159,7 +160,8 @@ class Trainer(torchtitan.trainer.Trainer):  # type: ignore[misc, unused-ignore]
             return _shard(model, recipe, parallel_dims)
 
         config.model_spec = dataclasses.replace(spec, parallelize_fn=parallelize)
-        super().__init__(config)
+        with _optimizers_of_torch():
+            super().__init__(config)
         optimizers = self.optimizers
 
         def step(*_: Any) -> None:
@@ -284,6 +286,58 @@ def _divide(model: Any, dims: Any) -> None:
         apply_cp_to_forward(attention, dims.get_mesh("cp"))
     if dims.tp_enabled or dims.ep_enabled:
         model.parallelize(dims)
+
+
+@contextlib.contextmanager
+def _optimizers_of_torch() -> Iterator[None]:
+    """Inside, names of optimizers are also those of torch.optim, and "DistMuon" is torch's Muon:
+    torchtitan's own moves FSDP's shards by itself, on CUDA. Onefold gives each matrix to one rank.
+    """
+    known = OptimizersContainer._resolve_optimizer_factory
+
+    def factory(name: str) -> Callable[..., torch.optim.Optimizer]:
+        if name in ("DistMuon", "Muon"):
+            return _muon
+        kind = getattr(torch.optim, name, None)
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+            return kind
+        return known(name)
+
+    OptimizersContainer._resolve_optimizer_factory = staticmethod(factory)
+    try:
+        yield
+    finally:
+        OptimizersContainer._resolve_optimizer_factory = staticmethod(known)
+
+
+def _muon(
+    groups: list[dict[str, Any]],
+    *,
+    compute_sharding_by_fqn: Mapping[str, Any] | None = None,
+    bucket_configs: Any = None,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """Make torch's Muon from the arguments of torchtitan's. Those on how shards travel say nothing
+    here, but for blocks of rows, which are matrices of their own.
+
+    Raises:
+        ValueError: a parameter that torch's Muon does not take, or would step otherwise.
+    """
+    in_blocks = {
+        name
+        for name, layout in (compute_sharding_by_fqn or {}).items()
+        if any(hasattr(each, "block_size") for each in layout.shardings_by_mesh_axis.values())
+    }
+    for group in groups:
+        for name, p in zip(group["param_names"], group["params"], strict=True):
+            what = f"of shape {tuple(p.shape)}" if p.ndim != 2 else "in blocks of rows"
+            if p.ndim != 2 or name in in_blocks:
+                raise ValueError(
+                    f"DistMuon was given {name}, {what}. Onefold steps it by torch.optim.Muon, which"
+                    " takes each parameter as one matrix of two dimensions: give it to AdamW by a"
+                    " param_group before this one."
+                )
+    return torch.optim.Muon(groups, **options)
 
 
 @contextlib.contextmanager

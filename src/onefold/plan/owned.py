@@ -13,8 +13,8 @@ so every figure here is one for each rank. A plan shows the largest of all ranks
 | `beside`  | what the ledger does not count then: the temporaries of one update                        |
 | `flops`   | the matrix products of its updates                                                        |
 
-Which parameters are stepped whole (`stepped_whole`): matrices of the body. Embeddings, the head, norms
-and biases are stepped by another optimizer, the row's `rest`.
+Which parameters are stepped whole (`stepped_whole`): all, or matrices of the body if the optimizer
+takes no others. Embeddings, the head, norms and biases are then stepped by the row's `rest`.
 """  # fmt: skip
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _PRODUCTS = torch.bfloat16
 
 
 def stepped_whole(model: ModelShape, optimizer: str, stacks: bool = False) -> frozenset[str]:
-    """Return the names of the parameters that `optimizer` steps whole, none if it is element-wise:
-    trained matrices, but no embedding, and nothing of the largest embedding's shape, which is the
-    head. `onefold train` gives the same ones to Muon.
+    """Return the names of the parameters that `optimizer` steps whole, none if it is element-wise.
+    If it takes matrices alone, these are trained matrices, but no embedding, and nothing of the
+    largest embedding's shape, which is the head. `onefold train` gives the same ones to Muon.
 
     Args:
         stacks: the optimizer takes stacks of matrices too, in three dimensions.
@@ -54,6 +54,8 @@ def stepped_whole(model: ModelShape, optimizer: str, stacks: bool = False) -> fr
     if PLANNED[optimizer].update != WHOLE:
         return frozenset()
     every = [p for u in model.units for p in u.parameters]
+    if not PLANNED[optimizer].matrices:
+        return frozenset(p.name for p in every if p.trainable)
     head = max((p.shape for p in every if p.looked_up), default=())
     dims = (2, 3) if stacks else (2,)
     return frozenset(
@@ -144,12 +146,13 @@ class OwnedMatrices:
 @dataclass
 class _Kind:
     """Matrices that travel in the same rounds: of one dtype, with or without their masters, on the
-    device or from the host.
+    device or from the host. `products`: their update multiplies matrices.
     """
 
     itemsize: int
     masters: bool
     host: bool
+    products: bool
     matrices: list[Matrix] = field(default_factory=list)
 
 
@@ -189,7 +192,8 @@ def owned_matrices(
                 matrices.append(matrix)
                 of[matrix.key] = flat
                 known = kinds.setdefault(
-                    (item, flat.shares_memory, host), _Kind(item, not flat.shares_memory, host)
+                    (item, flat.shares_memory, host),
+                    _Kind(item, not flat.shares_memory, host, row.matrices),
                 )
                 known.matrices.append(matrix)
                 continue
@@ -202,9 +206,9 @@ def owned_matrices(
     for matrix in matrices:
         flat, mine = of[matrix.key], out[owners[matrix.key]]
         item, host = flat.dtypes.master.itemsize, flat.tiers is not None
-        kept = row.elementwise_states * matrix.numel * item
+        kept = row.tensor_bytes(matrix.shape, item)
         mine["host_states" if host else "states"] += kept + row.number_bytes
-        mine["flops"] += product_flops(matrix.shape)
+        mine["flops"] += product_flops(matrix.shape) if row.matrices else 0
         mine["numel"] += matrix.numel
         mine["touched"] += _touched(row.elementwise_states) * matrix.numel
         if host:
@@ -264,7 +268,7 @@ def _buffers(
     (optim/whole_step.py).
     """
     if ranks == 1:  # each is stepped where it lies
-        return [(0, max(_temporaries(m, kind.itemsize) for some in todo for m in some))]
+        return [(0, max(_temporaries(m, kind) for some in todo for m in some))]
     times = 1 + kind.masters
     own, temporaries = ([[0] * ranks for _ in todo] for _ in range(2))  # by round, then by place
     there, back = ([[0] * ranks for _ in todo] for _ in range(2))  # buffers, the same
@@ -273,7 +277,7 @@ def _buffers(
         for m in some:
             owner = owners[m.key]
             own[at][owner] += m.numel
-            temporaries[at][owner] = max(temporaries[at][owner], _temporaries(m, kind.itemsize))
+            temporaries[at][owner] = max(temporaries[at][owner], _temporaries(m, kind))
             for place, start, stop in m.pieces:
                 if place != owner:
                     between.setdefault((place, owner), []).append(stop - start)
@@ -300,13 +304,19 @@ def _buffers(
     return found
 
 
-def _temporaries(matrix: Matrix, itemsize: int) -> int:
-    """Return the bytes of tensors that one update makes: the momentum's step in the masters' dtype,
-    two copies of it in the dtype of the products, and two products of it with itself.
+def _temporaries(matrix: Matrix, kind: _Kind) -> int:
+    """Return the bytes of tensors that one update makes. With products: the momentum's step in the
+    masters' dtype, two copies of it in the dtype of the products, and two products of it with
+    itself. Else a root of second moments, and the step.
     """
+    if not kind.products:
+        return 2 * matrix.numel * kind.itemsize
     if len(matrix.shape) < 2 or not matrix.numel:
         return 0
     rows, columns = matrix.shape[-2:]
     least = min(rows, columns)
     stack = prod(matrix.shape[:-2])
-    return matrix.numel * (itemsize + 2 * _PRODUCTS.itemsize) + 2 * stack * least**2 * 2
+    return (
+        matrix.numel * (kind.itemsize + 2 * _PRODUCTS.itemsize)
+        + 2 * stack * least**2 * _PRODUCTS.itemsize
+    )

@@ -292,6 +292,12 @@ def _of_whole_matrices(job: Job, model: ModelShape, shown: Candidate) -> Iterato
         return
     trained = [p for u in model.units for p in u.parameters if p.trainable]
     names = stepped_whole(model, job.optimizer)
+    if not rest:
+        yield (
+            f"{job.optimizer} steps all {len(names):,} parameters whole. States, bytes and seconds of"
+            " owners are those of the rank that has most"
+        )
+        return
     share = sum(p.numel for p in trained if p.name in names) / max(model.trainable, 1)
     if not names:
         yield f"{model.name} has no matrices that {job.optimizer} would step: {rest} steps everything"

@@ -16,8 +16,9 @@ update.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
 #: What the update of one element looks at:
@@ -32,14 +33,27 @@ REFUSED: Update = "refused"
 
 @dataclass(frozen=True)
 class KeptState:
-    """A tensor that an optimizer keeps for each parameter, by its key in `optimizer.state`.
+    """A tensor that an optimizer keeps for each parameter, by its key in `optimizer.state`: of the
+    parameter's shape, in the dtype of the master weights, unless it says otherwise.
 
-    `number`: it is one fp32 number. Else it has the parameter's shape, in the dtype of the master
-    weights.
+    Attributes:
+        number: it is one fp32 number.
+        without: it has the parameter's shape without this dimension, of parameters of two or more.
+        vectors: only parameters of less than two dimensions have it.
     """
 
     key: str
     number: bool = False
+    without: int = 0
+    vectors: bool = False
+
+    def numel(self, shape: Sequence[int]) -> int:
+        """Return its elements for a parameter of a shape."""
+        if self.number:
+            return 1
+        if self.without:
+            return prod(shape) // max(shape[self.without], 1) if len(shape) > 1 else 0
+        return 0 if self.vectors and len(shape) > 1 else prod(shape)
 
 
 @dataclass(frozen=True)
@@ -87,13 +101,19 @@ class KnownOptimizer:
 
     @property
     def elementwise_states(self) -> int:
-        """The states of the parameter's shape."""
-        return sum(not state.number for state in self.states)
+        """The states of the parameter's shape, whatever that is."""
+        return sum(not (s.number or s.without or s.vectors) for s in self.states)
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of the other states of one parameter."""
+        """Bytes of the numbers of one parameter."""
         return 4 * sum(state.number for state in self.states)
+
+    def tensor_bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        """Return the bytes of the other states of a parameter of a shape, each in `itemsize` bytes an
+        element.
+        """
+        return itemsize * sum(s.numel(shape) for s in self.states if not s.number)
 
     def load(self, package: bool = True) -> Any:
         """Import the class. `package`: from `module`, else from `builtin` if there is one."""
@@ -155,9 +175,10 @@ KNOWN: Mapping[str, KnownOptimizer] = {
     ),
     "asgd": KnownOptimizer("ASGD", deepspeed=True),
     "rprop": KnownOptimizer("Rprop", deepspeed=True),
-    # Adafactor is planned as an optimizer that keeps more than it does
     "adafactor": KnownOptimizer(
-        "Adafactor", update=WHOLE, trained=True, options=("beta2_decay", "d"), planned="sgd-momentum", deepspeed=True,
+        "Adafactor", update=WHOLE, trained=True, options=("beta2_decay", "d"),
+        states=(KeptState("row_var", without=-1), KeptState("col_var", without=-2), KeptState("variance", vectors=True), _STEP),
+        planned="adafactor", deepspeed=True,
     ),
     "muon": KnownOptimizer(
         "Muon", update=WHOLE, trained=True, options=("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
