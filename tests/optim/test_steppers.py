@@ -106,6 +106,70 @@ def test_a_step_that_communicates_is_refused_and_sends_nothing_in_its_trial() ->
         assert update == REFUSED and "communicates by itself" in reason
 
 
+class Drawing(torch.optim.SGD):
+    """SGD in a direction that it draws for each matrix in its first step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if "direction" not in state:
+                    state["direction"] = torch.randn(p.shape[-1])
+                state["direction"] = p.grad @ state["direction"] @ p.grad
+                p.sub_(state["direction"], alpha=1e-6)
+        return None
+
+
+def test_random_numbers_of_an_update_do_not_make_matrices_look_at_one_another() -> None:
+    before = torch.random.get_rng_state()
+    verdict = verdict_of(Drawing([matrix()]), 0)
+    assert verdict.update == WHOLE, verdict
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def compiled_step() -> tuple[list[str], list[float]]:
+    """Verdicts and losses of an optimizer whose updates are compiled as one graph each, which is an
+    error where the compiler passes them over.
+    """
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def normed(p: torch.Tensor, grad: torch.Tensor) -> None:
+        p.sub_(grad / grad.norm(), alpha=0.01)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def plain(p: torch.Tensor, grad: torch.Tensor) -> None:
+        p.sub_(grad, alpha=0.01)
+
+    class Compiled(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        (normed if group["nesterov"] else plain)(p, p.grad)
+            return None
+
+    torch.manual_seed(0)
+    model = onefold.shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)), onefold.Recipe.zero(3))
+    first, last = ([*model[n].parameters()] for n in (0, 1))
+    groups = [{"params": first, "nesterov": True, "momentum": 0.9}, {"params": last}]
+    optimizer, losses = Compiled(groups, lr=0.1), []
+    for _ in range(3):
+        loss = model(torch.ones(2, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return [verdict_of(optimizer, number).update for number in range(2)], losses
+
+
+def test_compiled_updates_are_tried_and_stay_compiled() -> None:
+    for updates, losses in run_ranks(2, compiled_step):
+        assert updates == [WHOLE, ELEMENTWISE]
+        assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+
+
 def test_a_group_that_cannot_be_tried_has_the_verdict_on_the_defaults() -> None:
     class Picky(Looking):
         def step(self, closure: Any = None) -> Any:

@@ -22,11 +22,13 @@ can be tried, the verdict on the optimizer's defaults stands.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import inspect
+import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -170,6 +172,18 @@ class _Trials:
             own if by_default.update == ELEMENTWISE else GroupVerdict(own.update, by_default.reason)
         )
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        apart = [self.device] if self.device.type != "cpu" else []
+        kind = {"device_type": self.device.type} if apart else {}
+        with (
+            torch.random.fork_rng(devices=apart, **kind),
+            torch.enable_grad(),
+            _uncompiled(),
+            _Alone(self.device),
+        ):
+            yield
+
     def takes_stacks(self) -> bool:
         generator = torch.Generator().manual_seed(0)
 
@@ -179,7 +193,7 @@ class _Trials:
         start, grads, how = drawn(), [drawn() for _ in range(_TRIED)], _How({})
         halves = [(start[i : i + 2], [g[i : i + 2] for g in grads]) for i in (0, 2)]
         try:
-            with torch.enable_grad(), _Alone():
+            with self._alone():
                 (whole,) = _run(self.optimizer, [(start, grads)], how)
                 parts = [run for half in halves for run in _run(self.optimizer, [half], how)]
         except Exception:
@@ -216,9 +230,7 @@ class _Trials:
     def _one(self, shape: tuple[int, ...], how: _How, known: str) -> GroupVerdict | None:
         depends = (*self._depends, shape, how.key, known)
         if depends not in self._known:
-            apart = [self.device] if self.device.type != "cpu" else []
-            kind = {"device_type": self.device.type} if apart else {}
-            with torch.random.fork_rng(devices=apart, **kind), torch.enable_grad(), _Alone():
+            with self._alone():
                 found = _try(self.optimizer, shape, how, self.device, known)
             if how.key is None:
                 return found
@@ -277,12 +289,33 @@ class _Communicates(RuntimeError):
 
 
 class _Alone(TorchDispatchMode):
-    """Refuses collectives: another rank may make this trial at another time, or not at all."""
+    """Refuses collectives: another rank may make this trial at another time, or not at all. Random
+    numbers are the same in every call, so that an update that draws some (a first basis) comes out
+    alike beside another one. Leave the generators as they were around it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise _Communicates(f"it calls {func.name()}")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.default_generator.manual_seed(0)
+            if self.device.type != "cpu":
+                torch.get_device_module(self.device).manual_seed(0)
         return func(*args, **(kwargs or {}))
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Inside, compiled functions run as they are written. Under a dispatch mode the compiler would
+    pass them over, and never compile them again.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes a second
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _is_plain(value: Any) -> bool:
