@@ -224,10 +224,11 @@ def by_muon(folder: str) -> dict[str, Any]:
 
     def run(stage: int, *names: str, **options: Any) -> Any:
         made = by_onefold(config(folder), f'{{"stage": {stage}}}')
-        groups = [ParamGroupConfig(MATRICES, names[0], {"lr": 0.02})]
-        groups += [ParamGroupConfig(".*", name, {"lr": 1e-3}) for name in names[1:]]
-        if len(names) == 1:
-            groups = [ParamGroupConfig(".*", names[0], {"lr": 0.02})]
+        patterns = [".*"] if len(names) == 1 else [MATRICES, ".*"]
+        groups = [
+            ParamGroupConfig(pattern=each, optimizer_name=name, optimizer_kwargs={"lr": rate})
+            for each, name, rate in zip(patterns, names, (0.02, 1e-3), strict=False)
+        ]
         made.optimizer = OptimizersContainer.Config(
             param_groups=groups, implementation="for-loop",
             optimizer_factory_kwargs_by_name={names[0]: options} if options else {},
