@@ -26,6 +26,7 @@ verdicts, and so different steppers.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, Update
@@ -416,6 +418,71 @@ def raw_step(optimizer: Optimizer) -> None:
     function(optimizer)
 
 
+#: Attributes that torch gives every optimizer, and replaces or hooks by itself.
+_TORCHS = ("state", "param_groups", "defaults")
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes that the optimizer's class has put into it, and torch has not."""
+    return {
+        name: value
+        for name, value in optimizer.__dict__.items()
+        if name not in _TORCHS and not name.startswith("_optimizer_")
+    }
+
+
+def own_numbers(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return copies of what an optimizer counts with among `values` (its attributes, or a group):
+    numbers, tensors of one element, and lists and dicts of such.
+    """
+    return copy.deepcopy({key: value for key, value in values.items() if _counts(value)})
+
+
+def _counts(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.is_leaf and not isinstance(value, nn.Parameter)
+    if isinstance(value, (list, tuple)):
+        return all(map(_counts, value))
+    if isinstance(value, dict):
+        return all(map(_counts, value.values()))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+@contextlib.contextmanager
+def _counting_apart(optimizer: Optimizer) -> Iterator[None]:
+    """Inside this context the optimizer counts with copies: in its attributes, and in states that
+    are no parameter's. At the end it has the numbers that it had before.
+    """
+    attributes, state = optimizer.__dict__, optimizer.state
+    own, others = own_attributes(optimizer), _states_of_its_own(state)
+    attributes.update(own_numbers(own))
+    for key, value in own_numbers(others).items():
+        dict.__setitem__(state, key, value)
+    try:
+        yield
+    finally:
+        for name, value in own_attributes(optimizer).items():
+            if not _counts(value):
+                continue  # it keeps more than numbers there by now
+            if name in own:
+                attributes[name] = own[name]
+            else:
+                del attributes[name]
+        for key, value in _states_of_its_own(state).items():
+            if not _counts(value):
+                continue
+            if key in others:
+                dict.__setitem__(state, key, others[key])
+            else:
+                dict.__delitem__(state, key)
+
+
+def _states_of_its_own(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the states that are no parameter's."""
+    some: Any = state  # without what shows states to the user's code
+    return {k: v for k, v in dict.items(some) if not isinstance(k, torch.Tensor)}
+
+
 @contextlib.contextmanager
 def only(
     optimizer: Optimizer,
@@ -427,8 +494,8 @@ def only(
     """Inside this context, the optimizer knows only `stand_ins`, each in the group of its `real`
     parameter.
 
-    Groups are copies, and the optimizer's own counters are put back at the end: a step in pieces
-    counts as one step, which the outer step() makes.
+    Groups are copies, and so is what the optimizer counts with: a step in pieces counts as one step,
+    which the outer step() makes.
 
     Args:
         device: that of the model. It decides on the implementation of the step
@@ -437,17 +504,15 @@ def only(
     wanted: dict[int, list[torch.Tensor]] = {}
     for param, stand_in in zip(real, stand_ins, strict=True):
         wanted.setdefault(groups[id(param)], []).append(stand_in)
-    before, counters = (
-        optimizer.param_groups,
-        {k: v for k, v in optimizer.__dict__.items() if isinstance(v, (int, float))},
-    )
+    before = optimizer.param_groups
     optimizer.param_groups = [
-        {**before[i], "params": params} for i, params in sorted(wanted.items())
+        {**before[i], **own_numbers(before[i]), "params": params}
+        for i, params in sorted(wanted.items())
     ]
     if device is not None:
         Chosen(optimizer, optimizer.param_groups, device)  # they are copies: nothing to undo
     try:
-        yield
+        with _counting_apart(optimizer):
+            yield
     finally:
         optimizer.param_groups = before
-        optimizer.__dict__.update(counters)
