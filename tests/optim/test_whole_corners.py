@@ -212,11 +212,6 @@ class ByNumber(ByAttribute):
         return self.momenta.setdefault(number, torch.zeros_like(p))
 
 
-class ById(Momentum):
-    def momentum_of(self, p: torch.Tensor, number: int) -> torch.Tensor:
-        return self.state[id(p)].setdefault("momentum", torch.zeros_like(p))  # type: ignore[no-any-return]
-
-
 class OfTheFirst(PerTensor):
     """Fails for a group without parameters."""
 
@@ -228,7 +223,7 @@ class OfTheFirst(PerTensor):
                 p.sub_(p.grad.to(like.device) / p.grad.norm(), alpha=group["lr"])
 
 
-@pytest.mark.parametrize("kind", [ByAttribute, ByNumber, ById, OfTheFirst])
+@pytest.mark.parametrize("kind", [ByAttribute, ByNumber, OfTheFirst])
 def test_what_owners_could_not_step_is_refused_with_its_reason(kind: type[PerTensor]) -> None:
     verdict = verdict_of(kind([nn.Parameter(torch.zeros(8, 8))]), 0)
     assert verdict.update == REFUSED
@@ -269,6 +264,8 @@ def given_others(how: str) -> list[str]:
         else:
             optimizer.param_groups.clear()
             optimizer.add_param_group({"params": model.weights((2, 3))})
+        for p in model.weights((0, 1)):
+            optimizer.state.pop(p)
     for _ in range(2):
         pair.step()
     names = [f"layers.{n}.weight" for n in range(5)]
@@ -305,17 +302,17 @@ def grown(optimizer: Optimizer, model: Layers, groups: tuple[tuple[int, ...], ..
         optimizer.add_param_group({"params": model.weights(numbers)})
 
 
-def parts_of_ranks(borders: bool) -> Any:
+def parts_of_ranks(**others: Any) -> Any:
     """Parts of an optimizer whose groups came one by one, loaded by one that has them at once."""
     groups = ((1,), (2,), (3, 4))
-    pair = Pair(lambda model: Lamb(model.weights((0,))), stage=3)
+    pair = Pair(lambda model: Lamb(model.weights((0,))), stage=3, units=["Layers"])
     for numbers in ((), *groups):
         for model, optimizer in pair.both:
             grown(optimizer, model, (numbers,) if numbers else ())
         pair.step()
     owners = [each.owner for each in owned_by(pair.optimizer).values()]
     part = copy.deepcopy(onefold.optim.local_state_dict(pair.optimizer))
-    again = Pair(lambda model: Lamb(model.weights((0,))), stage=3, borders=borders)
+    again = Pair(lambda model: Lamb(model.weights((0,))), stage=3, units=["Layers"], **others)
     grown(again.optimizer, again.model, groups)
     anew = [each.owner for each in owned_by(again.optimizer).values()]
     try:
@@ -332,11 +329,11 @@ def parts_of_ranks(borders: bool) -> Any:
 
 
 def test_a_ranks_part_of_the_states_is_loaded_with_its_owners() -> None:
-    assert run_ranks(2, parts_of_ranks, False) == [(True, True)] * 2
+    assert run_ranks(2, parts_of_ranks) == [(True, True)] * 2
 
 
 def test_a_ranks_part_of_parameters_in_another_order_is_refused() -> None:
-    for said in run_ranks(2, parts_of_ranks, True):
+    for said in run_ranks(2, parts_of_ranks, borders=True):
         assert "divided otherwise" in said, said
 
 
