@@ -34,8 +34,8 @@ class Layers(nn.Module):
             nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False)
         )
 
-    def forward(self, x: torch.Tensor, first: int = 0, last: int = 5) -> torch.Tensor:
-        for layer in self.layers[first:last]:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
 
@@ -56,21 +56,21 @@ class Pair:
         self.optimizer = self.both[0][1]
         self.steps = 0
 
-    def backward(self, **which: int) -> None:
+    def backward(self) -> None:
         generator = torch.Generator().manual_seed(100 * self.steps + dist.get_rank())
         x = torch.randn(4, 12, generator=generator, device="cpu")
-        self.model(x, **which).square().mean().backward()
+        self.model(x).square().mean().backward()
         self.steps += 1
         given = dict(self.model.named_parameters())
         for name, p in self.plain.named_parameters():
             grad = given[name].grad
             p.grad = None if grad is None else torch.tensor(grad.tolist())
 
-    def step(self, set_to_none: bool = True, **which: int) -> None:
-        self.backward(**which)
+    def step(self) -> None:
+        self.backward()
         for _, optimizer in self.both:
             optimizer.step()
-            optimizer.zero_grad(set_to_none)
+            optimizer.zero_grad()
 
     def differences(self) -> list[str]:
         """The weights and momenta that differ, on the first rank."""
@@ -198,6 +198,28 @@ class Momentum(PerTensor):
         return self.state[p].setdefault("momentum", torch.zeros_like(p))  # type: ignore[no-any-return]
 
 
+class MadeInTheConstructor(Momentum):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+
+
+def with_states_before_the_first_step() -> list[str]:
+    out = []
+    for options in ({"stage": 1}, {"stage": 3}, {"stage": 3, "offload_optimizer": "cpu"}):
+        pair = Pair(lambda model: MadeInTheConstructor(model.parameters()), **options)
+        for _ in range(2):
+            pair.step()
+        out += [f"{options}: {each}" for each in pair.differences()]
+    return out
+
+
+def test_states_that_a_constructor_makes_like_sharded_parameters_are_their_owners() -> None:
+    assert run_ranks(2, with_states_before_the_first_step) == [[]] * 2
+
+
 class ByAttribute(Momentum):
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -302,17 +324,17 @@ def grown(optimizer: Optimizer, model: Layers, groups: tuple[tuple[int, ...], ..
         optimizer.add_param_group({"params": model.weights(numbers)})
 
 
-def parts_of_ranks(**others: Any) -> Any:
+def parts_of_ranks(units: list[str] | None, **others: Any) -> Any:
     """Parts of an optimizer whose groups came one by one, loaded by one that has them at once."""
     groups = ((1,), (2,), (3, 4))
-    pair = Pair(lambda model: Lamb(model.weights((0,))), stage=3, units=["Layers"])
+    pair = Pair(lambda model: Lamb(model.weights((0,))), stage=3, units=units)
     for numbers in ((), *groups):
         for model, optimizer in pair.both:
             grown(optimizer, model, (numbers,) if numbers else ())
         pair.step()
     owners = [each.owner for each in owned_by(pair.optimizer).values()]
     part = copy.deepcopy(onefold.optim.local_state_dict(pair.optimizer))
-    again = Pair(lambda model: Lamb(model.weights((0,))), stage=3, units=["Layers"], **others)
+    again = Pair(lambda model: Lamb(model.weights((0,))), stage=3, units=units, **others)
     grown(again.optimizer, again.model, groups)
     anew = [each.owner for each in owned_by(again.optimizer).values()]
     try:
@@ -329,28 +351,15 @@ def parts_of_ranks(**others: Any) -> Any:
 
 
 def test_a_ranks_part_of_the_states_is_loaded_with_its_owners() -> None:
-    assert run_ranks(2, parts_of_ranks) == [(True, True)] * 2
+    assert run_ranks(2, parts_of_ranks, None) == [(True, True)] * 2
 
 
 def test_a_ranks_part_of_parameters_in_another_order_is_refused() -> None:
-    for said in run_ranks(2, parts_of_ranks, borders=True):
+    for said in run_ranks(2, parts_of_ranks, ["Layers"], borders=True):
         assert "divided otherwise" in said, said
 
 
 # -- steps -----------------------------------------------------------------------------------------
-
-
-def not_used_by_the_pass(stage: int) -> list[str]:
-    """Gradients that stay at zero, of layers that the last pass has not used: momenta move them."""
-    pair = Pair(lambda model: Momentum(model.parameters()), stage=stage)
-    for last in (5, 2, 2, 3, 1):
-        pair.step(set_to_none=False, last=last)
-    return pair.differences()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_matrices_that_the_last_pass_has_not_used_are_stepped_with_their_values(stage: int) -> None:
-    assert run_ranks(2, not_used_by_the_pass, stage) == [[]] * 2
 
 
 class Scaled(PerTensor):

@@ -137,6 +137,8 @@ def meet_at_step(optimizer: Optimizer) -> None:
     if optimizer not in _stepped:
         _stepped.add(optimizer)
         faced_states.make_all_plain(optimizer)
+        faced_states.make_owned_whole(optimizer)
+        put_elsewhere(optimizer)
     faced_states.hide(optimizer)
 
 

@@ -383,9 +383,6 @@ class WholeStep(Stepper):
         Raises:
             RuntimeError: on every rank, if the ranks have gradients of different parameters.
         """
-        for entry in (each.entry for each in ready if _has_whole(each.entry.flat)):
-            # A pass that has not used it leaves its refresh under way
-            self.engine.gather.wait(self.engine.unit_of[entry.number])
         current = all(self._is_current(each.entry) for each in ready)
         if self.engine.group.alone:
             return current
