@@ -14,7 +14,7 @@ same. Otherwise error feedback begins anew and `Loaded.notes` says so: the resid
 divided among ranks with other shards.
 
     item    kind "residual", name: the rank, state: flat buffer.first address.hop
-    value   "wire": {"feedback": true, "ranks": 4, "inner": 2, "borders": false, "drawn": 17}; drawn: position in the random numbers of rounding;
+    value   "wire": {"feedback": true, "ranks": 4, "inner": 2, "borders": false, "drawn": 17}; drawn: position in the numbers of rounding;
             "mesh": the axes, if ranks along some axis compute with the same data
 """
 
