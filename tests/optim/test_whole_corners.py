@@ -384,3 +384,44 @@ def test_an_argument_of_step_is_refused_before_anything_is_stepped() -> None:
     for said, bad in run_ranks(2, with_an_argument):
         assert "Scaled.step() was called with scale=0.5" in said
         assert not bad
+
+
+# -- switches --------------------------------------------------------------------------------------
+
+
+class Switched(PerTensor):
+    """Momentum, and scaled by a norm where a group says so."""
+
+    def __init__(self, params: Any, normed: bool = False) -> None:
+        super().__init__(params, normed=normed)
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+        scale = momentum.norm() if group["normed"] else 1.0
+        p.sub_(momentum / scale, alpha=group["lr"])
+
+
+def switched(how: str) -> tuple[str, list[str]]:
+    pair = Pair(lambda model: Switched(model.parameters()), stage=3)
+    pair.step()
+    for _, optimizer in pair.both:
+        if how == "loaded":
+            state = pair.both[1][1].state_dict()
+            groups = [{**group, "normed": True} for group in state["param_groups"]]
+            optimizer.load_state_dict({**state, "param_groups": groups})
+        optimizer.param_groups[0]["normed"] = True
+        if how == "cleared":
+            optimizer.state.clear()
+    try:
+        for _ in range(2):
+            pair.step()
+    except ValueError as error:
+        return str(error), []
+    return "", pair.differences()
+
+
+def test_a_switch_that_changes_the_kind_of_update_takes_effect_or_is_refused() -> None:
+    assert run_ranks(2, switched, "cleared") == [("", [])] * 2
+    for how in ("set", "loaded"):
+        for said, _ in run_ranks(2, switched, how):
+            assert "was element-wise and is whole since its options have changed" in said

@@ -53,6 +53,7 @@ from onefold.runtime.stepper import (
     own_attributes,
     own_numbers,
     raw_step,
+    switches_of,
 )
 
 _ELEMENTWISE = GroupVerdict(ELEMENTWISE)
@@ -60,6 +61,8 @@ _ELEMENTWISE = GroupVerdict(ELEMENTWISE)
 _ORDER = (ELEMENTWISE, WHOLE, REFUSED)
 #: In the order of the groups.
 _verdicts: weakref.WeakKeyDictionary[Optimizer, list[GroupVerdict]] = weakref.WeakKeyDictionary()
+#: The switches of the groups that these verdicts are of.
+_switches: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 #: {class: {everything that a trial depends on: its verdict}}. A second optimizer of the same kind
 #: in this process needs no trial.
 _tried: weakref.WeakKeyDictionary[type, dict[Any, GroupVerdict | None]] = (
@@ -98,18 +101,39 @@ def _named(patterns: Sequence[str], optimizer: Optimizer, group: int) -> bool:
 
 
 def verdict_of(optimizer: Optimizer, group: int) -> GroupVerdict:
-    """Return what the update of a parameter group looks at. Verdicts are cached.
+    """Return what the update of a parameter group looks at. Verdicts are cached, until switches of a
+    group change.
 
     If one group is refused, all are: its update may look at the parameters of the others.
+
+    Raises:
+        ValueError: a group that has states is stepped in another way since its switches have changed.
     """
-    known = _verdicts.get(optimizer)
-    if known is None or len(known) < len(optimizer.param_groups):
+    known, now = _verdicts.get(optimizer), [switches_of(g) for g in optimizer.param_groups]
+    if known is None or _switches.get(optimizer, now) != now or len(known) < len(now):
+        before = known or []
         trials = _Trials(optimizer)
         known = [trials.verdict_of(each) for each in optimizer.param_groups]
         refused = next((v for v in known if v.update == REFUSED), None)
         known = known if refused is None else [refused] * len(known)
-        _verdicts[optimizer] = known
+        for number, (old, new) in enumerate(zip(before, known, strict=False)):
+            if old.update != new.update and REFUSED not in (old.update, new.update):
+                _refuse_states(optimizer, number, old, new)
+        _verdicts[optimizer], _switches[optimizer] = known, now
     return known[group]
+
+
+def _refuse_states(optimizer: Optimizer, number: int, old: GroupVerdict, new: GroupVerdict) -> None:
+    """Raise ValueError if a group has states, which lie as its update needed them before."""
+    params = optimizer.param_groups[number]["params"]
+    # On every rank a parameter with states has a key
+    if any(dict.__contains__(optimizer.state, p) for p in params):
+        raise ValueError(
+            f"the update of group {number} of {type(optimizer).__name__} was {old.update} and is"
+            f" {new.update} since its options have changed, and its states are divided as before. Give"
+            " the optimizer these options when it is made, or clear its states first"
+            " (optimizer.state.clear())."
+        )
 
 
 def takes_stacks(optimizer: Optimizer) -> bool:

@@ -51,6 +51,7 @@ from onefold.runtime.parameters.values import written
 from onefold.runtime.stepper import (
     GroupVerdict,
     Stepper,
+    groups_now,
     groups_of,
     held_inside,
     is_cut,
@@ -123,11 +124,11 @@ class _Known:
         looked_at: what the answer depends on.
         chosen: {entry: owner}, which stays: of matrices that may have states.
         kept: the result whose owners are in `chosen`.
-        stepped: the parameters in the groups at the last step, by id.
+        stepped: the parameters and switches of the groups at the last step.
     """
 
     looked_at: Any = None
-    stepped: list[list[int]] | None = None
+    stepped: list[Any] | None = None
     owned: dict[int, Owned] = field(default_factory=dict)
     kept: dict[int, Owned] | None = None
     chosen: weakref.WeakKeyDictionary[Entry, int] = field(default_factory=weakref.WeakKeyDictionary)
@@ -159,9 +160,9 @@ def _owned_in_step(optimizer: Optimizer) -> dict[int, Owned]:
     place of those at the last step.
     """
     known = _known.setdefault(optimizer, _Known())
-    params = [list(map(id, group["params"])) for group in optimizer.param_groups]
-    if params != known.stepped:
-        known.looked_at, known.stepped = None, params
+    groups = groups_now(optimizer)
+    if groups != known.stepped:
+        known.looked_at, known.stepped = None, groups
     return _keep_owners(optimizer)
 
 

@@ -132,9 +132,11 @@ class OwnStep(Stepper):
 
 @dataclass(frozen=True)
 class _Choice:
-    """What `Steppers.choose` has returned for these entries, in groups of these parameters (ids)."""
+    """What `Steppers.choose` has returned for these entries, in groups with these parameters (ids) and
+    switches.
+    """
 
-    groups: list[list[int]]
+    groups: list[Any]
     entries: list[Entry]
     chosen: dict[Stepper, list[Entry]]
 
@@ -172,7 +174,7 @@ class Steppers:
         Raises:
             ValueError: the stepper of some of the shards cannot take the optimizer, or a group.
         """
-        groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        groups = groups_now(optimizer)
         last = self._chosen.get(optimizer)
         if last is not None and last.groups == groups and last.entries == entries:
             return last.chosen
@@ -391,6 +393,18 @@ def _bring_steps(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
 def groups_of(optimizer: Optimizer) -> dict[int, int]:
     """Return the index of each parameter's group, by the parameter's id."""
     return {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def switches_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a group's options that may decide on the kind of its update, and are not rates
+    or counts.
+    """
+    return {k: v for k, v in group.items() if v is None or isinstance(v, (bool, str))}
+
+
+def groups_now(optimizer: Optimizer) -> list[Any]:
+    """Return what tells whether the groups are still the same: their parameters and switches."""
+    return [(list(map(id, g["params"])), switches_of(g)) for g in optimizer.param_groups]
 
 
 def held_inside(optimizer: Optimizer) -> dict[int, Optimizer]:
