@@ -149,6 +149,7 @@ def resumed(folder: str) -> list[str]:
 
     for options, over, note in (
         ({**LOSSY, "group": 4}, None, "kept by 4 ranks in groups of 2"),
+        ({**LOSSY, "borders": True}, None, "with another borders="),
         (LOSSY, pairs[rank // 2], "cannot be divided anew among 2 in groups of 2"),
         ({**LOSSY, "error_feedback": False}, None, "left out: this recipe has no error_feedback"),
     ):

@@ -130,3 +130,11 @@ def test_frozen_parameters_and_stage_0_stay_in_order() -> None:
 
 def test_borders_are_said_to_do_nothing_at_stage_0() -> None:
     assert any("borders" in note for note in Recipe.zero(0, borders=True).notes)
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 0, 0), (0, 96, 0)])
+def test_parameters_without_elements_have_a_place(sizes: tuple[int, ...]) -> None:
+    named = [(f"{i}", (n, 64)) for i, n in enumerate(sizes)]
+    layout = FlatLayout.of(named, ranks=2, borders=2)
+    assert sorted(s.name for s in layout.slots) == [name for name, _ in named]
+    assert layout.content == 64 * sum(sizes) <= layout.numel

@@ -56,6 +56,8 @@ def bordered(sizes: tuple[int, ...], cuts: int, unit: int, quantum: int) -> Bord
     total = sum(lengths)
     least = -(-total // (cuts * quantum)) * quantum
     starts = [sum(lengths[:i]) for i in range(len(sizes))]
+    if not total:  # parameters without elements
+        return Bordered(tuple(range(len(sizes))), tuple(starts), room=0, cut=0, travels=0)
     in_order = _scored(range(len(sizes)), starts, sizes, least)
     found = []
     for share in _TRIED:

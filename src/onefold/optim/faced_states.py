@@ -337,6 +337,17 @@ def make_all_plain(optimizer: Optimizer) -> None:
         make_plain(spec, state, elementwise)
 
 
+def make_owned_whole(optimizer: Optimizer) -> None:
+    """Make intervals among the states of parameters that are stepped whole into whole tensors: the
+    constructor has made them like the parameters. Collective, if there are any.
+    """
+    whole = owned_by(optimizer) if optimizer.state else {}
+    for param, state in dict.items(optimizer.state):
+        for key, value in state.items() if id(param) in whole and isinstance(state, dict) else ():
+            if isinstance(value, Interval) and (spec := spec_of(value)) is not None:
+                state[key] = spec.gather(value.detach(), f"the state {key!r}")
+
+
 def make_plain(
     spec: IntervalSpec | None, state: Any, elementwise: frozenset[str] = frozenset()
 ) -> None:

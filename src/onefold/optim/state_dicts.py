@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ from onefold.optim.state_parts import (
     own_shape,
     sort_of,
 )
-from onefold.optim.whole_step import put_elsewhere
+from onefold.optim.whole_step import give_owners, owners_of, put_elsewhere
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import from_first, from_own, tell_all, to_first
@@ -136,6 +137,8 @@ def meet_at_step(optimizer: Optimizer) -> None:
     if optimizer not in _stepped:
         _stepped.add(optimizer)
         faced_states.make_all_plain(optimizer)
+        faced_states.make_owned_whole(optimizer)
+        put_elsewhere(optimizer)
     faced_states.hide(optimizer)
 
 
@@ -482,14 +485,15 @@ def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     with disable_torch_function(), _only_local(optimizer):
         faced_states.make_all_plain(optimizer)
         state = optimizer.state_dict()
-    return {**state, LOCAL: _rank_and_size(optimizer)}
+    return {**state, LOCAL: {**_rank_and_size(optimizer), **_division(optimizer)}}
 
 
 def load_local_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load what `local_state_dict` returned on this rank. Local.
 
     Raises:
-        ValueError: it is not such a part, or is that of another rank or number of ranks.
+        ValueError: it is not such a part, is that of another rank or number of ranks, or of parameters
+            that were divided otherwise.
     """
     if LOCAL not in state_dict:
         raise ValueError(
@@ -497,12 +501,19 @@ def load_local_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
             " optimizer.load_state_dict()."
         )
     said, here = state_dict[LOCAL], _rank_and_size(optimizer)
-    if said != here:
+    if (said["rank"], said["ranks"]) != (here["rank"], here["ranks"]):
         raise ValueError(
             f"load_local_state_dict was given the part of rank {said['rank']} of {said['ranks']} on"
             f" rank {here['rank']} of {here['ranks']}. What optimizer.state_dict() returns loads on"
             " any number of ranks."
         )
+    if "intervals" in said and said["intervals"] != _division(optimizer)["intervals"]:
+        raise ValueError(
+            "load_local_state_dict was given a part of parameters that were divided otherwise: by other"
+            " units, another stage, shard_group= or borders=. What optimizer.state_dict() returns loads"
+            " at any of them."
+        )
+    give_owners(optimizer, said.get("owners", {}))
     with _only_local(optimizer):
         optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != LOCAL})
 
@@ -523,6 +534,16 @@ def _rank_and_size(optimizer: Optimizer) -> dict[str, int]:
         return {"rank": 0, "ranks": 1}
     group = engine.group
     return {"rank": group.ranks[group.rank], "ranks": group.size}
+
+
+def _division(optimizer: Optimizer) -> dict[str, Any]:
+    """Return how the parameters are divided: a number made of this rank's intervals, and the owners of
+    those that are stepped whole.
+    """
+    with disable_torch_function():
+        params = Outline.of(optimizer).params
+        intervals = [[entry.owned() for entry in param.entries] for param in params]
+        return {"intervals": zlib.crc32(repr(intervals).encode()), "owners": owners_of(optimizer)}
 
 
 # -- both ------------------------------------------------------------------------------------------

@@ -239,6 +239,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             )
             for engine, entries in _with_unsharded(optimizer, found).items()
         }
+    if any(entries for by_stepper in apart.values() for entries in by_stepper.values()):
+        _refuse_arguments(optimizer, args, kwargs)
     changed = (
         _after_closure(args, kwargs)
         if any(apart.values())
@@ -260,6 +262,21 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             chosen = Chosen(optimizer, optimizer.param_groups, next(iter(found)).device)
             step.make_bare([e.param for entries in found.values() for e in entries], chosen)
     return changed
+
+
+def _refuse_arguments(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise ValueError if a step that is made in parts was given more than a closure."""
+    closure, *more = args[1:] or (kwargs.get("closure"),)
+    given = [repr(each) for each in more if each is not None]
+    given += [f"{k}={v!r}" for k, v in kwargs.items() if k != "closure" and v is not None]
+    if closure is not None and not callable(closure):
+        given.insert(0, repr(closure))
+    if given:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() was called with {', '.join(given)}, on parameters that are"
+            " stepped in parts (whole matrices, or states off the device). Each part is stepped without"
+            " arguments: keep such a value in the parameter groups."
+        )
 
 
 def _after_closure(args: Any, kwargs: Any) -> Any:

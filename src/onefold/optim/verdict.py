@@ -11,6 +11,9 @@ factored second moment, or with a norm of a matrix or a layer, are "whole". Opti
 all their parameters are "refused", and those whose step communicates: only one rank makes it. With
 intervals all of them would silently compute something else.
 
+"whole" is tried as owners step (optim/whole_step.py): one matrix at a time, through a stand-in, and then
+the groups without them. What an optimizer remembers outside of `self.state[p]` would be lost there.
+
 A group is tried with its own options, since they may decide what is done with its parameters: by an
 optimizer that is made with them, or by a twin of the given one, with a copy of the group. If neither
 can be tried, the verdict on the optimizer's defaults stands.
@@ -41,13 +44,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onefold.recipe import Recipe
 from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, WHOLE
 from onefold.runtime.parameters.interval import spec_of
-from onefold.runtime.stepper import GroupVerdict, not_elementwise
+from onefold.runtime.stepper import (
+    GroupVerdict,
+    groups_of,
+    held_inside,
+    not_elementwise,
+    only,
+    own_attributes,
+    own_numbers,
+    raw_step,
+    switches_of,
+)
 
 _ELEMENTWISE = GroupVerdict(ELEMENTWISE)
 #: From the best to the worst.
 _ORDER = (ELEMENTWISE, WHOLE, REFUSED)
 #: In the order of the groups.
 _verdicts: weakref.WeakKeyDictionary[Optimizer, list[GroupVerdict]] = weakref.WeakKeyDictionary()
+#: The switches of the groups that these verdicts are of.
+_switches: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 #: {class: {everything that a trial depends on: its verdict}}. A second optimizer of the same kind
 #: in this process needs no trial.
 _tried: weakref.WeakKeyDictionary[type, dict[Any, GroupVerdict | None]] = (
@@ -86,18 +101,39 @@ def _named(patterns: Sequence[str], optimizer: Optimizer, group: int) -> bool:
 
 
 def verdict_of(optimizer: Optimizer, group: int) -> GroupVerdict:
-    """Return what the update of a parameter group looks at. Verdicts are cached.
+    """Return what the update of a parameter group looks at. Verdicts are cached, until switches of a
+    group change.
 
     If one group is refused, all are: its update may look at the parameters of the others.
+
+    Raises:
+        ValueError: a group that has states is stepped in another way since its switches have changed.
     """
-    known = _verdicts.get(optimizer)
-    if known is None or len(known) < len(optimizer.param_groups):
+    known, now = _verdicts.get(optimizer), [switches_of(g) for g in optimizer.param_groups]
+    if known is None or _switches.get(optimizer, now) != now or len(known) < len(now):
+        before = known or []
         trials = _Trials(optimizer)
         known = [trials.verdict_of(each) for each in optimizer.param_groups]
         refused = next((v for v in known if v.update == REFUSED), None)
         known = known if refused is None else [refused] * len(known)
-        _verdicts[optimizer] = known
+        for number, (old, new) in enumerate(zip(before, known, strict=False)):
+            if old.update != new.update and REFUSED not in (old.update, new.update):
+                _refuse_states(optimizer, number, old, new)
+        _verdicts[optimizer], _switches[optimizer] = known, now
     return known[group]
+
+
+def _refuse_states(optimizer: Optimizer, number: int, old: GroupVerdict, new: GroupVerdict) -> None:
+    """Raise ValueError if a group has states, which lie as its update needed them before."""
+    params = optimizer.param_groups[number]["params"]
+    # On every rank a parameter with states has a key
+    if any(dict.__contains__(optimizer.state, p) for p in params):
+        raise ValueError(
+            f"the update of group {number} of {type(optimizer).__name__} was {old.update} and is"
+            f" {new.update} since its options have changed, and its states are divided as before. Give"
+            " the optimizer these options when it is made, or clear its states first"
+            " (optimizer.state.clear())."
+        )
 
 
 def takes_stacks(optimizer: Optimizer) -> bool:
@@ -268,8 +304,10 @@ class _How:
         twin = object.__new__(type(optimizer))
         # Schedulers replace `step` in the instance by one that counts
         twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
+        twin.__dict__.update(own_numbers(own_attributes(optimizer)))  # it counts apart
         twin.state = defaultdict(dict)
-        group = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.group.items()}
+        tensors = {k: v.clone() for k, v in self.group.items() if isinstance(v, torch.Tensor)}
+        group = {**self.group, **tensors, **own_numbers(self.group)}
         twin.param_groups = [{**group, "params": params} | ({"lr": _RATE} if "lr" in group else {})]
         twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = (
             OrderedDict(),
@@ -282,6 +320,10 @@ class _How:
 _OF_THE_USER = ("params", "param_names", "lr", "initial_lr")
 #: The learning rate of a trial: far from 0, so that the update shows.
 _RATE = 0.05
+
+
+class _LeftOut(RuntimeError):
+    """A step fails over groups without parameters."""
 
 
 class _Communicates(RuntimeError):
@@ -389,9 +431,34 @@ def _try(
         alone = [whole, *_run(optimizer, [other], how)]
     except Exception:
         return GroupVerdict(REFUSED, reason)
-    return GroupVerdict(
-        WHOLE if all(map(_equal, together, alone)) else REFUSED,
-        reason,
+    if not all(map(_equal, together, alone)):
+        return GroupVerdict(REFUSED, reason)
+    if not known and (why := _why_not_apart(optimizer, [(start, grads), other], how, together)):
+        return GroupVerdict(REFUSED, f"{reason} {why}")
+    return GroupVerdict(WHOLE, reason)
+
+
+def _why_not_apart(
+    optimizer: Optimizer, starts: Sequence[_Start], how: _How, together: Sequence[_Trial]
+) -> str | None:
+    """Return why owners cannot step these parameters with the optimizer, as a sentence; None if they
+    can: then they come out as in `together`.
+    """
+    try:
+        apart = _run(optimizer, starts, how, by_owners=True)
+    except _LeftOut as error:
+        cause = error.__cause__
+        return (
+            "Its step fails for a group whose parameters have all been stepped by their owners"
+            f" ({type(cause).__name__}: {cause}): let it pass over a group without parameters."
+        )
+    except Exception as error:
+        return f"Its step of one matrix at a time fails ({type(error).__name__}: {error})."
+    if all(map(_equal, apart, together)):
+        return None
+    return (
+        "It remembers more than numbers outside of `self.state[p]`, which is all that the owner of p"
+        " has of it: keep states of a parameter there."
     )
 
 
@@ -446,8 +513,10 @@ def _split(t: torch.Tensor, cut: tuple[int, int]) -> tuple[torch.Tensor, ...]:
     return t.reshape(-1).tensor_split(cut)
 
 
-def _run(optimizer: Optimizer, starts: Sequence[_Start], how: _How) -> list[_Trial]:
-    """Step these parameters with one new optimizer."""
+def _run(
+    optimizer: Optimizer, starts: Sequence[_Start], how: _How, by_owners: bool = False
+) -> list[_Trial]:
+    """Step these parameters with one new optimizer. `by_owners`: as their owners step them."""
     params = [nn.Parameter(start.clone()) for start, _ in starts]
     trial = how.make(optimizer, params)
     if callable(getattr(trial, "train", None)):  # schedule-free optimizers have two modes
@@ -455,9 +524,37 @@ def _run(optimizer: Optimizer, starts: Sequence[_Start], how: _How) -> list[_Tri
     for grads in zip(*(grads for _, grads in starts), strict=True):
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
-        trial.step()
+        if by_owners and not held_inside(trial):
+            _step_by_owners(trial, params)
+        else:
+            trial.step()
     group = {f"{key!r} of its groups": value for key, value in trial.param_groups[0].items()}
     return [_trial(param, group, trial.state[param]) for param in params]
+
+
+def _step_by_owners(trial: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    """Step each of `params` by itself, as `WholeStep` does, and then what is left of the groups."""
+    groups = groups_of(trial)
+    for param in params:
+        stand_in = nn.Parameter(param.detach().clone())
+        stand_in.grad = param.grad
+        if known := trial.state.pop(param, None):
+            trial.state[stand_in] = known
+        with only(trial, groups, [param], [stand_in]):
+            raw_step(trial)
+        if (state := trial.state.pop(stand_in, None)) is not None:
+            trial.state[param] = state
+        param.data.copy_(stand_in.detach())
+    every = [group["params"] for group in trial.param_groups]
+    for group in trial.param_groups:
+        group["params"] = []
+    try:
+        trial.step()
+    except Exception as error:
+        raise _LeftOut from error
+    finally:
+        for group, mine in zip(trial.param_groups, every, strict=True):
+            group["params"] = mine
 
 
 def _trial(param: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> _Trial:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ from onefold.runtime.parameters.values import written
 from onefold.runtime.stepper import (
     GroupVerdict,
     Stepper,
+    groups_now,
     groups_of,
     held_inside,
     is_cut,
@@ -120,11 +121,16 @@ class _Known:
     """The owners of an optimizer's matrices, at the last look.
 
     Attributes:
-        looked_at: what the answer depends on. chosen: {entry: owner}, which stays.
+        looked_at: what the answer depends on.
+        chosen: {entry: owner}, which stays: of matrices that may have states.
+        kept: the result whose owners are in `chosen`.
+        stepped: the parameters and switches of the groups at the last step.
     """
 
     looked_at: Any = None
+    stepped: list[Any] | None = None
     owned: dict[int, Owned] = field(default_factory=dict)
+    kept: dict[int, Owned] | None = None
     chosen: weakref.WeakKeyDictionary[Entry, int] = field(default_factory=weakref.WeakKeyDictionary)
 
 
@@ -138,8 +144,8 @@ def engines_changed() -> None:
 
 
 def owned_by(optimizer: Optimizer) -> dict[int, Owned]:
-    """Return the parameters that `optimizer` steps whole, by id. Local, and the same on every rank.
-    Owners stay as they are when groups are added.
+    """Return the parameters that `optimizer` steps whole, by id. Local, and the same on every rank,
+    whenever it asks. Once stepped, they keep their owners when groups are added.
     """
     known = _known.setdefault(optimizer, _Known())
     groups = [(id(group), len(group["params"])) for group in optimizer.param_groups]
@@ -149,12 +155,51 @@ def owned_by(optimizer: Optimizer) -> dict[int, Owned]:
     return known.owned
 
 
+def _owned_in_step(optimizer: Optimizer) -> dict[int, Owned]:
+    """Return `owned_by` for a step; these owners stay. The groups may have other parameters in the
+    place of those at the last step.
+    """
+    known = _known.setdefault(optimizer, _Known())
+    groups = groups_now(optimizer)
+    if groups != known.stepped:
+        known.looked_at, known.stepped = None, groups
+    return _keep_owners(optimizer)
+
+
+def _keep_owners(optimizer: Optimizer) -> dict[int, Owned]:
+    """Return `owned_by`; these owners stay. Called where states are made, by all ranks alike."""
+    found, known = owned_by(optimizer), _known[optimizer]
+    if known.kept is not found:
+        known.chosen.update({each.entry: each.owner for each in found.values()})
+        known.kept = found
+    return found
+
+
+def owners_of(optimizer: Optimizer) -> dict[int, int]:
+    """Return the owners of the parameters that are stepped whole: {the parameter's number: owner}."""
+    found = owned_by(optimizer)
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    return {n: found[id(p)].owner for n, p in enumerate(params) if id(p) in found}
+
+
+def give_owners(optimizer: Optimizer, owners: Mapping[int, int]) -> None:
+    """Let the parameters have these owners, the result of `owners_of` of ranks whose parts of the
+    states are about to be loaded. They must be divided alike.
+    """
+    found, known = owned_by(optimizer), _known[optimizer]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, owner in owners.items():
+        if number < len(params) and (each := found.get(id(params[number]))) is not None:
+            known.chosen[each.entry] = owner
+    known.looked_at = None
+
+
 def owned(optimizer: Optimizer, param: Any) -> Owned | None:
     """Return how `param` is stepped whole; None if it is not."""
     return owned_by(optimizer).get(id(param))
 
 
-def _find(optimizer: Optimizer, chosen: weakref.WeakKeyDictionary[Entry, int]) -> dict[int, Owned]:
+def _find(optimizer: Optimizer, chosen: Mapping[Entry, int]) -> dict[int, Owned]:
     wanted: dict[Group, list[tuple[Entry, tuple[tuple[int, int, int], ...]]]] = {}
     accepted: dict[tuple[int, int], bool] = {}
     group_of, inside = groups_of(optimizer), held_inside(optimizer)
@@ -185,7 +230,6 @@ def _find(optimizer: Optimizer, chosen: weakref.WeakKeyDictionary[Entry, int]) -
             kept = dict.fromkeys(range(len(found)), places.pop())
         owners = assign(matrices, among.size, kept)
         for matrix, (entry, _) in zip(matrices, found, strict=True):
-            chosen[entry] = owners[matrix.key]
             out[id(entry.param)] = Owned(entry, among, owners[matrix.key], matrix)
     return out
 
@@ -215,7 +259,7 @@ def put_elsewhere(optimizer: Optimizer) -> None:
     """
     if not optimizer.state:
         return
-    for each in owned_by(optimizer).values():
+    for each in _keep_owners(optimizer).values():
         param = each.entry.param
         if not each.mine and dict.get(optimizer.state, param) is not None:
             dict.__setitem__(optimizer.state, param, StateElsewhere(each))
@@ -312,7 +356,7 @@ class WholeStep(Stepper):
                 have gradients of different parameters.
             ValueError: a matrix is divided over another axis.
         """
-        known = owned_by(optimizer)
+        known = _owned_in_step(optimizer)
         for entry in entries:
             refuse_parts(optimizer, entry)
         ready = [known[id(e.param)] for e in entries if id(e.param) in known and _has_gradient(e)]

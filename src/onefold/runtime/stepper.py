@@ -26,6 +26,7 @@ verdicts, and so different steppers.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, Update
@@ -130,9 +132,11 @@ class OwnStep(Stepper):
 
 @dataclass(frozen=True)
 class _Choice:
-    """What `Steppers.choose` has returned for these entries, in groups of these parameters (ids)."""
+    """What `Steppers.choose` has returned for these entries, in groups with these parameters (ids) and
+    switches.
+    """
 
-    groups: list[list[int]]
+    groups: list[Any]
     entries: list[Entry]
     chosen: dict[Stepper, list[Entry]]
 
@@ -170,7 +174,7 @@ class Steppers:
         Raises:
             ValueError: the stepper of some of the shards cannot take the optimizer, or a group.
         """
-        groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        groups = groups_now(optimizer)
         last = self._chosen.get(optimizer)
         if last is not None and last.groups == groups and last.entries == entries:
             return last.chosen
@@ -391,6 +395,18 @@ def groups_of(optimizer: Optimizer) -> dict[int, int]:
     return {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
+def switches_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a group's options that may decide on the kind of its update, and are not rates
+    or counts.
+    """
+    return {k: v for k, v in group.items() if v is None or isinstance(v, (bool, str))}
+
+
+def groups_now(optimizer: Optimizer) -> list[Any]:
+    """Return what tells whether the groups are still the same: their parameters and switches."""
+    return [(list(map(id, g["params"])), switches_of(g)) for g in optimizer.param_groups]
+
+
 def held_inside(optimizer: Optimizer) -> dict[int, Optimizer]:
     """Return the parameters that optimizers inside of this one step: {id: the optimizer inside}. An
     optimizer may keep others as attributes, alone or in a list, tuple or dict, and call their
@@ -416,6 +432,71 @@ def raw_step(optimizer: Optimizer) -> None:
     function(optimizer)
 
 
+#: Attributes that torch gives every optimizer, and replaces or hooks by itself.
+_TORCHS = ("state", "param_groups", "defaults")
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes that the optimizer's class has put into it, and torch has not."""
+    return {
+        name: value
+        for name, value in optimizer.__dict__.items()
+        if name not in _TORCHS and not name.startswith("_optimizer_")
+    }
+
+
+def own_numbers(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return copies of what an optimizer counts with among `values` (its attributes, or a group):
+    numbers, tensors of one element, and lists and dicts of such.
+    """
+    return copy.deepcopy({key: value for key, value in values.items() if _counts(value)})
+
+
+def _counts(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.is_leaf and not isinstance(value, nn.Parameter)
+    if isinstance(value, (list, tuple)):
+        return all(map(_counts, value))
+    if isinstance(value, dict):
+        return all(map(_counts, value.values()))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+@contextlib.contextmanager
+def _counting_apart(optimizer: Optimizer) -> Iterator[None]:
+    """Inside this context the optimizer counts with copies: in its attributes, and in states that
+    are no parameter's. At the end it has the numbers that it had before.
+    """
+    attributes, state = optimizer.__dict__, optimizer.state
+    own, others = own_attributes(optimizer), _states_of_its_own(state)
+    attributes.update(own_numbers(own))
+    for key, value in own_numbers(others).items():
+        dict.__setitem__(state, key, value)
+    try:
+        yield
+    finally:
+        for name, value in own_attributes(optimizer).items():
+            if not _counts(value):
+                continue  # it keeps more than numbers there by now
+            if name in own:
+                attributes[name] = own[name]
+            else:
+                del attributes[name]
+        for key, value in _states_of_its_own(state).items():
+            if not _counts(value):
+                continue
+            if key in others:
+                dict.__setitem__(state, key, others[key])
+            else:
+                dict.__delitem__(state, key)
+
+
+def _states_of_its_own(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the states that are no parameter's."""
+    some: Any = state  # without what shows states to the user's code
+    return {k: v for k, v in dict.items(some) if not isinstance(k, torch.Tensor)}
+
+
 @contextlib.contextmanager
 def only(
     optimizer: Optimizer,
@@ -427,8 +508,8 @@ def only(
     """Inside this context, the optimizer knows only `stand_ins`, each in the group of its `real`
     parameter.
 
-    Groups are copies, and the optimizer's own counters are put back at the end: a step in pieces
-    counts as one step, which the outer step() makes.
+    Groups are copies, and so is what the optimizer counts with: a step in pieces counts as one step,
+    which the outer step() makes.
 
     Args:
         device: that of the model. It decides on the implementation of the step
@@ -437,17 +518,15 @@ def only(
     wanted: dict[int, list[torch.Tensor]] = {}
     for param, stand_in in zip(real, stand_ins, strict=True):
         wanted.setdefault(groups[id(param)], []).append(stand_in)
-    before, counters = (
-        optimizer.param_groups,
-        {k: v for k, v in optimizer.__dict__.items() if isinstance(v, (int, float))},
-    )
+    before = optimizer.param_groups
     optimizer.param_groups = [
-        {**before[i], "params": params} for i, params in sorted(wanted.items())
+        {**before[i], **own_numbers(before[i]), "params": params}
+        for i, params in sorted(wanted.items())
     ]
     if device is not None:
         Chosen(optimizer, optimizer.param_groups, device)  # they are copies: nothing to undo
     try:
-        yield
+        with _counting_apart(optimizer):
+            yield
     finally:
         optimizer.param_groups = before
-        optimizer.__dict__.update(counters)

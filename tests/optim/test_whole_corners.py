@@ -1,0 +1,427 @@
+"""Optimizers of whole matrices as people misuse and stretch them: states and counts kept in odd
+places, groups that change, steps that some ranks make otherwise. Each is equal to one process, or a
+sentence.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import onefold
+from onefold.optim.verdict import verdict_of
+from onefold.optim.whole_step import owned_by
+from onefold.recipe.optimizers import REFUSED, WHOLE
+from ranks import run_ranks
+from whole_optimizers import Lamb, PerTensor
+
+
+class Layers(nn.Module):
+    """Matrices of several sizes, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = (12, 12, 40, 12, 24, 12)
+        self.layers = nn.ModuleList(
+            nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    def weights(self, numbers: tuple[int, ...]) -> list[nn.Parameter]:
+        return [self.layers[n].weight for n in numbers]
+
+
+Make = Callable[[Layers], Optimizer]
+
+
+class Pair:
+    """A sharded model beside a plain one on every rank, which is given the same gradients."""
+
+    def __init__(self, make: Make, **options: Any) -> None:
+        self.model = onefold.shard(Layers(), onefold.Recipe.zero(**options, stall_timeout=60.0))
+        self.plain = Layers()
+        self.both = [(self.model, make(self.model)), (self.plain, make(self.plain))]
+        self.optimizer = self.both[0][1]
+        self.steps = 0
+
+    def backward(self) -> None:
+        generator = torch.Generator().manual_seed(100 * self.steps + dist.get_rank())
+        x = torch.randn(4, 12, generator=generator, device="cpu")
+        self.model(x).square().mean().backward()
+        self.steps += 1
+        given = dict(self.model.named_parameters())
+        for name, p in self.plain.named_parameters():
+            grad = given[name].grad
+            p.grad = None if grad is None else torch.tensor(grad.tolist())
+
+    def step(self) -> None:
+        self.backward()
+        for _, optimizer in self.both:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def differences(self) -> list[str]:
+        """The weights and momenta that differ, on the first rank."""
+        weights, states = onefold.full_state_dict(self.model), self.optimizer.state_dict()["state"]
+        if dist.get_rank():
+            return []
+        bad = [n for n, v in self.plain.state_dict().items() if not torch.equal(weights[n], v)]
+        for number, state in self.both[1][1].state_dict()["state"].items():
+            for key, value in state.items() if isinstance(number, int) else ():
+                if not torch.equal(states[number][key], value):
+                    bad.append(f"{key} of {number}")
+        return bad
+
+
+# -- what optimizers count with --------------------------------------------------------------------
+
+
+class Decaying(PerTensor):
+    """Scales by a norm, at a rate of the number of its steps, which `count` counts."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        count = self.count()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / p.grad.norm() / count, alpha=group["lr"])
+
+    def count(self) -> Any:
+        raise NotImplementedError
+
+
+class InAState(Decaying):
+    def count(self) -> int:
+        state = self.state["all"]
+        state["steps"] = state.get("steps", 0) + 1
+        return int(state["steps"])
+
+
+class InATensor(Decaying):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.steps = torch.zeros(())
+
+    def count(self) -> torch.Tensor:
+        self.steps += 1
+        return self.steps
+
+
+class InATensorOfAGroup(Decaying):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.param_groups[0]["steps"] = torch.zeros(())
+
+    def count(self) -> torch.Tensor:
+        for group in self.param_groups:
+            group["steps"] += 1
+        return self.param_groups[0]["steps"] if self.param_groups else torch.ones(())
+
+
+class InADict(Decaying):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.counts = {"steps": 0}
+
+    def count(self) -> int:
+        self.counts["steps"] += 1
+        return self.counts["steps"]
+
+
+class InAListOfAGroup(Decaying):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.param_groups[0]["past"] = []
+
+    def count(self) -> int:
+        for group in self.param_groups:
+            group["past"].append(0.0)
+        return len(self.param_groups[0]["past"]) if self.param_groups else 1
+
+
+class MadeInTheStep(Decaying):
+    def count(self) -> int:
+        self.steps = getattr(self, "steps", 0) + 1
+        return self.steps
+
+
+COUNTING: tuple[type[Decaying], ...] = (
+    InAState,
+    InATensor,
+    InATensorOfAGroup,
+    InADict,
+    InAListOfAGroup,
+    MadeInTheStep,
+)
+
+
+def counted() -> list[str]:
+    out = []
+    for kind in COUNTING:
+        pair = Pair(lambda model, kind=kind: kind(model.parameters()), stage=3)  # type: ignore[misc]
+        for _ in range(3):
+            pair.step()
+        out += [f"{kind.__name__}: {each}" for each in pair.differences()]
+    return out
+
+
+def test_what_an_optimizer_counts_is_counted_once_wherever_it_keeps_it() -> None:
+    assert run_ranks(2, counted) == [[]] * 2
+
+
+class Momentum(PerTensor):
+    """Momentum, scaled by a norm. `momentum_of` says where it is kept."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        number = 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                number += 1
+                momentum = self.momentum_of(p, number).mul_(0.9).add_(p.grad)
+                p.sub_(momentum / momentum.norm(), alpha=group["lr"])
+
+    def momentum_of(self, p: torch.Tensor, number: int) -> torch.Tensor:
+        return self.state[p].setdefault("momentum", torch.zeros_like(p))  # type: ignore[no-any-return]
+
+
+class MadeInTheConstructor(Momentum):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+
+
+def with_states_before_the_first_step() -> list[str]:
+    out = []
+    for options in ({"stage": 1}, {"stage": 3}, {"stage": 3, "offload_optimizer": "cpu"}):
+        pair = Pair(lambda model: MadeInTheConstructor(model.parameters()), **options)
+        for _ in range(2):
+            pair.step()
+        out += [f"{options}: {each}" for each in pair.differences()]
+    return out
+
+
+def test_states_that_a_constructor_makes_like_sharded_parameters_are_their_owners() -> None:
+    assert run_ranks(2, with_states_before_the_first_step) == [[]] * 2
+
+
+class ByAttribute(Momentum):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.momenta: dict[Any, torch.Tensor] = {}
+
+    def momentum_of(self, p: torch.Tensor, number: int) -> torch.Tensor:
+        return self.momenta.setdefault(p, torch.zeros_like(p))
+
+
+class ByNumber(ByAttribute):
+    def momentum_of(self, p: torch.Tensor, number: int) -> torch.Tensor:
+        return self.momenta.setdefault(number, torch.zeros_like(p))
+
+
+class OfTheFirst(PerTensor):
+    """Fails for a group without parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            like = group["params"][0]
+            for p in group["params"]:
+                p.sub_(p.grad.to(like.device) / p.grad.norm(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("kind", [ByAttribute, ByNumber, OfTheFirst])
+def test_what_owners_could_not_step_is_refused_with_its_reason(kind: type[PerTensor]) -> None:
+    verdict = verdict_of(kind([nn.Parameter(torch.zeros(8, 8))]), 0)
+    assert verdict.update == REFUSED
+    reason = "without parameters" if kind is OfTheFirst else "keep states of a parameter there"
+    assert reason in verdict.reason
+
+
+def test_states_and_counts_where_owners_find_them_are_taken() -> None:
+    for kind in (Momentum, *COUNTING):
+        assert verdict_of(kind([nn.Parameter(torch.zeros(8, 8))]), 0).update == WHOLE, kind
+
+
+class Choosy(InATensor):
+    """Its constructor takes no list, so a trial makes a twin of it."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        assert isinstance(params[0], dict)
+        super().__init__(params, **options)
+
+
+def test_a_trial_of_a_twin_counts_apart() -> None:
+    optimizer = Choosy([{"params": [nn.Parameter(torch.zeros(8, 8))]}])
+    assert verdict_of(optimizer, 0).update == WHOLE
+    assert optimizer.steps == 0
+
+
+# -- groups that change ----------------------------------------------------------------------------
+
+
+def given_others(how: str) -> list[str]:
+    pair = Pair(lambda model: Lamb(model.weights((0, 1))), stage=3)
+    pair.step()
+    for model, optimizer in pair.both:
+        if how == "another list":
+            optimizer.param_groups[0]["params"] = model.weights((2, 3))
+        elif how == "the same list":
+            optimizer.param_groups[0]["params"][:] = model.weights((2, 3))
+        else:
+            optimizer.param_groups.clear()
+            optimizer.add_param_group({"params": model.weights((2, 3))})
+        for p in model.weights((0, 1)):
+            optimizer.state.pop(p)
+    for _ in range(2):
+        pair.step()
+    names = [f"layers.{n}.weight" for n in range(5)]
+    return [name for name in pair.differences() if name in names]
+
+
+@pytest.mark.parametrize("how", ["another list", "the same list", "a group anew"])
+def test_parameters_put_in_the_place_of_others_are_stepped(how: str) -> None:
+    assert run_ranks(2, given_others, how) == [[]] * 2
+
+
+def asked_on_one_rank() -> tuple[list[int], list[str]]:
+    pair = Pair(lambda model: Lamb(model.weights((0,))), stage=3)
+    pair.step()
+    for numbers in ((1,), (2, 3, 4)):
+        for model, optimizer in pair.both:
+            optimizer.add_param_group({"params": model.weights(numbers)})
+        if dist.get_rank() == 0:
+            list(pair.optimizer.state.items())  # such as a logger reads
+    owners = [each.owner for each in owned_by(pair.optimizer).values()]
+    for _ in range(2):
+        pair.step()
+    return owners, pair.differences()
+
+
+def test_a_rank_that_looks_at_states_alone_chooses_the_owners_of_all() -> None:
+    (first, bad), (second, _) = run_ranks(2, asked_on_one_rank)
+    assert first == second
+    assert not bad
+
+
+def grown(optimizer: Optimizer, model: Layers, groups: tuple[tuple[int, ...], ...]) -> None:
+    for numbers in groups:
+        optimizer.add_param_group({"params": model.weights(numbers)})
+
+
+def parts_of_ranks(units: list[str] | None, **others: Any) -> Any:
+    """Parts of an optimizer whose groups came one by one, loaded by one that has them at once."""
+    groups = ((1,), (2,), (3, 4))
+    pair = Pair(lambda model: Lamb(model.weights((0,))), stage=3, units=units)
+    for numbers in ((), *groups):
+        for model, optimizer in pair.both:
+            grown(optimizer, model, (numbers,) if numbers else ())
+        pair.step()
+    owners = [each.owner for each in owned_by(pair.optimizer).values()]
+    part = copy.deepcopy(onefold.optim.local_state_dict(pair.optimizer))
+    again = Pair(lambda model: Lamb(model.weights((0,))), stage=3, units=units, **others)
+    grown(again.optimizer, again.model, groups)
+    anew = [each.owner for each in owned_by(again.optimizer).values()]
+    try:
+        onefold.optim.load_local_state_dict(again.optimizer, part)
+    except ValueError as error:
+        return str(error)
+    states = again.optimizer.state_dict()["state"]
+    whole = pair.both[1][1].state_dict()["state"]
+    return (
+        owners != anew,
+        dist.get_rank() > 0
+        or all(torch.equal(states[n][k], v) for n, s in whole.items() for k, v in s.items()),
+    )
+
+
+def test_a_ranks_part_of_the_states_is_loaded_with_its_owners() -> None:
+    assert run_ranks(2, parts_of_ranks, None) == [(True, True)] * 2
+
+
+def test_a_ranks_part_of_parameters_in_another_order_is_refused() -> None:
+    for said in run_ranks(2, parts_of_ranks, ["Layers"], borders=True):
+        assert "divided otherwise" in said, said
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+class Scaled(PerTensor):
+    @torch.no_grad()
+    def step(self, closure: Any = None, scale: float = 1.0) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm(), alpha=group["lr"] * scale)
+
+
+def with_an_argument() -> tuple[str, list[str]]:
+    pair = Pair(lambda model: Scaled(model.parameters()), stage=3)
+    pair.backward()
+    try:
+        pair.optimizer.step(scale=0.5)  # type: ignore[call-arg]
+    except ValueError as error:
+        return str(error), pair.differences()
+    return "", pair.differences()
+
+
+def test_an_argument_of_step_is_refused_before_anything_is_stepped() -> None:
+    for said, bad in run_ranks(2, with_an_argument):
+        assert "Scaled.step() was called with scale=0.5" in said
+        assert not bad
+
+
+# -- switches --------------------------------------------------------------------------------------
+
+
+class Switched(PerTensor):
+    """Momentum, and scaled by a norm where a group says so."""
+
+    def __init__(self, params: Any, normed: bool = False) -> None:
+        super().__init__(params, normed=normed)
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+        scale = momentum.norm() if group["normed"] else 1.0
+        p.sub_(momentum / scale, alpha=group["lr"])
+
+
+def switched(how: str) -> tuple[str, list[str]]:
+    pair = Pair(lambda model: Switched(model.parameters()), stage=3)
+    pair.step()
+    for _, optimizer in pair.both:
+        if how == "loaded":
+            state = pair.both[1][1].state_dict()
+            groups = [{**group, "normed": True} for group in state["param_groups"]]
+            optimizer.load_state_dict({**state, "param_groups": groups})
+        optimizer.param_groups[0]["normed"] = True
+        if how == "cleared":
+            optimizer.state.clear()
+    try:
+        for _ in range(2):
+            pair.step()
+    except ValueError as error:
+        return str(error), []
+    return "", pair.differences()
+
+
+def test_a_switch_that_changes_the_kind_of_update_takes_effect_or_is_refused() -> None:
+    assert run_ranks(2, switched, "cleared") == [("", [])] * 2
+    for how in ("set", "loaded"):
+        for said, _ in run_ranks(2, switched, how):
+            assert "was element-wise and is whole since its options have changed" in said
