@@ -5,17 +5,23 @@ parts of one. `shard()` is told which (`partial=`), or a DTensor's gradient says
 would train on, with gradients that are too small or too large. So in the first backward pass the
 ranks compare what they have:
 
-| the parameter is            | the copies' gradients are | then                                           |
-|-----------------------------|---------------------------|------------------------------------------------|
-| not marked                  | equal                     | fine                                           |
-| not marked                  | unequal                   | raise: it is partial, or an axis carries data  |
-| marked partial              | unequal, or zero          | fine                                           |
-| marked partial              | equal                     | raise: leave the mark out                      |
+| the parameter is            | the copies' gradients are        | then                                           |
+|-----------------------------|----------------------------------|------------------------------------------------|
+| not marked                  | equal                            | fine                                           |
+| not marked                  | unequal, or some rank has none   | raise: it is partial, or an axis carries data  |
+| marked partial              | unequal, or zero on some         | fine                                           |
+| marked partial              | equal                            | raise: leave the mark out                      |
+| either                      | zero, or not finite, on all      | nothing is known yet: look again later         |
 
 Each rank makes three numbers of each gradient: two sums, with all signs + and with alternating signs,
 and the sum of squares. Gradients whose sums agree within `NEAR` of their norms count as equal: kernels
 that add in any order differ by less, parts of a gradient by far more. With one data axis there is
 nothing to compare, and nothing of this exists.
+
+[Note: looks at marks] The first look is at the end of the first backward pass. What it leaves open
+(the half of an adapter whose other half starts as zeros; everything, if fp16 overflows) is looked at
+again in steps 1, 2, 4, 8 and so on, until all is known: few looks, however long a parameter gets no
+gradient. Steps are counted by reductions, which all ranks have; micro-batches may be unequally many.
 """
 
 from __future__ import annotations
@@ -34,65 +40,110 @@ if TYPE_CHECKING:
 
 #: Of the norm: how much sums of gradients that count as equal differ.
 NEAR = 0.02
+#: In place of a count of gradients: a DTensor whose gradient has said that it is partial.
+SAID = -1e9
 
 
 class Marks:
     """What this rank has seen of the gradients of parameters that other ranks with the same data hold
-    too. `open`: the first backward pass has not ended.
+    too. `open`: gradients are noted in the backward pass under way.
     """
 
     def __init__(self, entries: Sequence[Entry], resources: Resources, mesh: Mesh) -> None:
         self._resources, self._mesh = resources, mesh
-        self._entries = [e for e in entries if e.flat.ranks.copies > 1]
+        self._unknown = [e for e in entries if e.flat.ranks.copies > 1]
+        self._numbers = {e.number for e in self._unknown}
         self._seen: dict[int, torch.Tensor] = {}
-        self.open = bool(self._entries)
+        self._looked = False
+        self._next = 0  # the step of the next look, counted from 0
+        self.open = bool(self._unknown)
+
+    def begin_backward(self) -> None:
+        """Open the pass if it is one of a step to look at."""
+        self.open = bool(self._unknown) and self._resources.progress.step_count >= self._next
 
     def note(self, entry: Entry, grad: torch.Tensor) -> None:
-        """Note a gradient that has come, in the first backward pass."""
-        if entry.flat.ranks.copies == 1 or (entry.box is not None and entry.box.came_partial):
+        """Note a gradient that has come, in a pass that is open."""
+        box, said = entry.box, False
+        if box is not None:
+            said, box.came_partial = box.came_partial, False
+        if entry.number not in self._numbers:
             return
-        flat = grad.reshape(-1).to(torch.float64)
-        total = flat.sum()
-        numbers = torch.stack(
-            [torch.ones_like(total), total, 2 * flat[::2].sum() - total, flat.square().sum()]
-        )
+        numbers = torch.zeros(4, dtype=torch.float64, device=grad.device)
+        if said:
+            numbers[0] = SAID
+        else:
+            flat = grad.reshape(-1).to(torch.float64)
+            total = flat.sum()
+            numbers = torch.stack(
+                [torch.ones_like(total), total, 2 * flat[::2].sum() - total, flat.square().sum()]
+            )
         known = self._seen.get(entry.number)
         self._seen[entry.number] = numbers if known is None else known + numbers
 
-    def compare(self) -> None:
-        """Compare, at the end of the first backward pass. Collective over all ranks of the mesh; the
-        host reads the numbers, this once.
+    def forget(self) -> None:
+        """Forget what a backward pass that raised has left."""
+        self._seen.clear()
+
+    def end_backward(self) -> None:
+        """At the end of a backward pass with gradients: compare, if that is due. Collective over all
+        ranks of the mesh; the host reads the numbers. See [Note: looks at marks].
 
         Raises:
             ValueError: on every rank, if a parameter's mark is wrong. It names the parameter.
         """
-        self.open = False
+        if not self.open or (self._looked and self._resources.progress.deferring):
+            return
+        self._compare()
+
+    def after_reduction(self) -> None:
+        """Do the same after a reduction that no backward pass has made."""
+        if self.open:
+            self._compare()
+
+    def _compare(self) -> None:
+        steps = self._resources.progress.step_count  # with the one that ends here, if it does
+        self.open, self._looked, self._next = False, True, max(0, 2 * steps - 1)
         nothing = torch.zeros(4, dtype=torch.float64, device=self._resources.device)
-        mine = torch.stack([self._seen.get(e.number, nothing) for e in self._entries])
+        mine = torch.stack([self._seen.get(e.number, nothing) for e in self._unknown])
         self._seen.clear()
         group = self._resources.group
         context = self._resources.progress.context("control", "(marks of parameters)")
         table = group.gather_values(mine, context).cpu()
         if group.alone:
+            self._unknown, self._numbers = [], set()
             return
         row_of = {rank: table[p] for p, rank in enumerate(group.ranks)}
         data_of = self._mesh.data_of
-        for i, entry in enumerate(self._entries):
-            for holders in entry.flat.ranks.groups:
-                for a, b in combinations(holders, 2):
-                    if data_of[a] == data_of[b]:
-                        self._judge(entry, a, b, row_of[a][i], row_of[b][i])
+        left = []
+        for i, entry in enumerate(self._unknown):
+            pairs = [
+                (a, b)
+                for holders in entry.flat.ranks.groups
+                for a, b in combinations(holders, 2)
+                if data_of[a] == data_of[b]
+            ]
+            known = [self._judge(entry, a, b, row_of[a][i], row_of[b][i]) for a, b in pairs]
+            if not any(known):
+                left.append(entry)
+        self._unknown, self._numbers = left, {e.number for e in left}
 
-    def _judge(self, entry: Entry, a: int, b: int, one: torch.Tensor, other: torch.Tensor) -> None:
+    def _judge(self, entry: Entry, a: int, b: int, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Return whether anything can be said; raise if that is not what was marked."""
+        if min(float(one[0]), float(other[0])) < 0:
+            return True
         norm = max(float(one[3]), float(other[3])) ** 0.5
-        if not (one[0] and other[0]) or norm == 0 or not torch.isfinite(one + other).all():
-            return
+        if norm == 0 or not torch.isfinite(one + other).all():
+            return False
         apart = (one - other)[1:3].abs().max()
-        equal, partial = float(apart) <= NEAR * norm, entry.parts > 1
+        missing = next((r for r, seen in ((a, one), (b, other)) if not seen[0]), None)
+        equal = missing is None and float(apart) <= NEAR * norm
+        partial = entry.parts > 1
         if equal == partial:
-            raise ValueError(self._told(entry, a, b, partial))
+            raise ValueError(self._told(entry, a, b, partial, missing))
+        return True
 
-    def _told(self, entry: Entry, a: int, b: int, partial: bool) -> str:
+    def _told(self, entry: Entry, a: int, b: int, partial: bool, missing: int | None) -> str:
         name, axes = entry.slot.name, self._mesh.axes
         at = dict(zip(self._mesh.ranks, axes.coordinates, strict=True))
         along = [n for n, x, y in zip(axes.names, at[a], at[b], strict=True) if x != y]
@@ -102,9 +153,11 @@ class Marks:
                 f"{name!r} is marked partial, and ranks {a} and {b}, apart along {shown}, have the"
                 " same gradient of it: adding both up would double it. Leave it out of partial=."
             )
+        none = "" if missing is None else f" (rank {missing} has none)"
         return (
-            f"ranks {a} and {b} have different gradients of {name!r}. They are apart along {shown}"
-            f" only, which data={axes.data} does not name, so their data is taken to be the same. If"
-            f" they compute with different samples or tokens, add {shown} to data. If they have parts"
-            f" of one gradient (as of a norm under sequence parallelism), give partial=[{name!r}]."
+            f"ranks {a} and {b} have different gradients of {name!r}{none}. They are apart along"
+            f" {shown} only, which data={axes.data} does not name, so their data is taken to be the"
+            f" same. If they compute with different samples or tokens, add {shown} to data. If they"
+            " have parts of one gradient (as of a norm under sequence parallelism), give"
+            f" partial=[{name!r}]."
         )
