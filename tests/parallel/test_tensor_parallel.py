@@ -40,6 +40,12 @@ CASES = {
     "offloaded": Case(options={"offload_optimizer": "cpu"}),
     "kept for backward": Case(options={"reshard_after_forward": False}),
     "reduced at the boundary": Case(micro_batches=2, options={"reduce_at": "boundary"}),
+    "bordered": Case(options={"borders": True}),
+    "bordered, uneven parts": Case(tp=3, hidden=41, plan="layers", options={"borders": True}),
+    "bordered, sequence parallel": Case(plan="sequence", options={"borders": True}),
+    "bordered, adapters": Case(
+        adapters=True, frozen=("tok_embeddings", "layers.0.attention"), options={"borders": True}
+    ),
 }
 
 
@@ -52,8 +58,10 @@ def test_every_stage_trains_as_one_process(name: str) -> None:
     case = CASES[name]
     expected = in_one_process(case)
     first = None
-    found = run_ranks(case.dp * case.tp, at_stages, STAGES, case)
-    for stage, ranks in zip(STAGES, zip(*found, strict=True), strict=True):
+    bordered = "borders" in case.options
+    stages = STAGES[1:] if bordered else STAGES  # nothing is cut at stage 0
+    found = run_ranks(case.dp * case.tp, at_stages, stages, case)
+    for stage, ranks in zip(stages, zip(*found, strict=True), strict=True):
         weights = ranks[0]["weights"]
         for seen in ranks:
             told = f"{name}, stage {stage}, rank {seen['rank']} at {seen['coordinate']}"
@@ -66,6 +74,7 @@ def test_every_stage_trains_as_one_process(name: str) -> None:
             assert seen["norms"] == ranks[0]["norms"], f"{told}: norms differ between ranks"
             assert seen["shapes"] == expected["shapes"], f"{told}: shapes"
             assert stage < 3 or seen["gathered"] == 0, f"{told}: units stay gathered"
+            assert seen["reordered"] == bordered, f"{told}: reordered {seen['reordered']}"
         assert weights.keys() == expected["weights"].keys()
         for key, value in expected["weights"].items():
             difference = (weights[key] - value).abs().max().item()
@@ -74,7 +83,7 @@ def test_every_stage_trains_as_one_process(name: str) -> None:
         # Stages 2 and 3 reduce in every micro-batch, and so add up in another order
         if first is None or (stage == 2 and case.micro_batches > 1):
             first = bits, weights
-        assert bits == first[0], f"{name}: stage {stage} has other bits than stage 0"
+        assert bits == first[0], f"{name}: stage {stage} has other bits than stage {stages[0]}"
         for key, value in weights.items():
             assert torch.equal(value, first[1][key]), f"{name}: {key} at stage {stage}"
 
