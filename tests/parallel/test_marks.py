@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from models import features_of
 from ranks import RankFailure, run_ranks
@@ -382,3 +384,47 @@ def test_wrong_data_is_told_under_zero_bubble_schedules() -> None:
     seen = run_ranks(4, under_zero_bubble)
     told = [said for said in seen if "apart along 'tp' only" in said and "add 'tp' to data" in said]
     assert len(told) >= 2, seen  # the other stage may have waited for this one
+
+
+# -- axes that are among data and carry none -------------------------------------------------------
+
+
+def warned(names: tuple[str, ...], data: Any, same: bool) -> list[str]:
+    """What is logged in two steps of layers that `tp` divides."""
+    import onefold
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("onefold").addHandler(handler)
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6))
+    plan = {"1": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    recipe = onefold.Recipe.zero(2, stall_timeout=20.0)
+    model = onefold.shard(model, recipe, mesh=mesh, data=data)
+    for step in range(2):
+        # Of other samples tensor parallelism makes nonsense, but it runs
+        number = 0 if same else mesh.get_local_rank("tp")
+        number += 10 * mesh.get_local_rank("dp") if "dp" in names else 0
+        model(features_of(100 * step + number, 4, 6)).square().sum().backward()
+        model.zero_grad()
+    return [words for words in said if "have the same gradients" in words]
+
+
+@pytest.mark.parametrize(
+    ("names", "data", "same", "warns"),
+    [
+        (("dp", "tp"), ("dp", "tp"), True, True),
+        (("tp",), None, True, True),
+        (("dp", "tp"), "dp", True, False),
+        (("dp", "tp"), ("dp", "tp"), False, False),
+    ],
+)
+def test_an_axis_among_data_that_carries_none_is_warned_of_once(
+    names: tuple[str, ...], data: Any, same: bool, warns: bool
+) -> None:
+    seen = run_ranks(2 ** len(names), warned, names, data, same)
+    assert [len(words) for words in seen] == [int(warns)] + [0] * (len(seen) - 1), seen
+    if warns:
+        assert "apart along 'tp'" in seen[0][0] and "leave 'tp' out of data" in seen[0][0]
