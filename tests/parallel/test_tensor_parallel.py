@@ -99,14 +99,14 @@ def test_a_narrow_wire_is_scaled_late() -> None:
             assert abs(got - wanted) < 0.03 * wanted, (ranks[0]["norms"], expected["norms"])
 
 
-def hybrid(stage: int, micro_batches: int) -> dict[str, Any]:
+def hybrid(stage: int, micro_batches: int, borders: bool) -> dict[str, Any]:
     """Two replicas of two data ranks, each of two ranks of tensor parallelism."""
     import onefold
 
     case = Case(dp=4, micro_batches=micro_batches)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     model = parallelized(case, mesh)
-    recipe = onefold.Recipe.zero(stage, stall_timeout=60.0)
+    recipe = onefold.Recipe.zero(stage, stall_timeout=60.0, borders=borders)
     model = onefold.shard(model, recipe, mesh=mesh, data=("dp_replicate", "dp_shard"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     dp = dist.get_rank() // 2
@@ -139,10 +139,14 @@ def hybrid(stage: int, micro_batches: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("stage", "micro_batches"), [(2, 1), (3, 2)])
-def test_an_axis_of_replicas_divides_state_inside_each(stage: int, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "borders"), [(2, 1, False), (3, 2, False), (3, 1, True)]
+)
+def test_an_axis_of_replicas_divides_state_inside_each(
+    stage: int, micro_batches: int, borders: bool
+) -> None:
     expected = in_one_process(Case(dp=4, micro_batches=micro_batches))
-    seen = run_ranks(8, hybrid, stage, micro_batches)
+    seen = run_ranks(8, hybrid, stage, micro_batches, borders)
     for rank, each in enumerate(seen):
         assert close(each["losses"], expected["losses"][rank // 2]), (rank, each, expected)
         assert close(each["norms"], expected["norms"]), (rank, each, expected)
