@@ -90,7 +90,7 @@ def killed(case: Case, folder: str) -> None:
 
 
 def test_a_pipeline_that_was_killed_goes_on_from_its_last_whole_checkpoint(tmp_path: Path) -> None:
-    written = Case("Schedule1F1B", steps=4, recipe={"stall_timeout": 8.0})
+    written = Case("Schedule1F1B", steps=4)
     expected = in_one_process(written)
     outcomes = outcomes_of(4, killed, written, str(tmp_path), timeout=120.0)
     said = [(o.rank, o.error, o.message[:300], o.seconds) for o in outcomes]
