@@ -41,7 +41,6 @@ CASES = {
     "kept for backward": Case(options={"reshard_after_forward": False}),
     "reduced at the boundary": Case(micro_batches=2, options={"reduce_at": "boundary"}),
     "bordered": Case(options={"borders": True}),
-    "bordered, uneven parts": Case(tp=3, hidden=41, plan="layers", options={"borders": True}),
     "bordered, sequence parallel": Case(plan="sequence", options={"borders": True}),
     "bordered, adapters": Case(
         adapters=True, frozen=("tok_embeddings", "layers.0.attention"), options={"borders": True}
