@@ -1,6 +1,6 @@
 """ZeRO beside tensor and expert parallelism, with activation checkpointing and compiled blocks.
 
-    torchrun --nproc-per-node 4 examples/several_axes.py               (2 ranks of tensor x 2 of expert parallelism)
+torchrun --nproc-per-node 4 examples/several_axes.py               (2 ranks of tensor x 2 of expert parallelism)
 """
 
 import argparse

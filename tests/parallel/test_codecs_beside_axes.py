@@ -93,10 +93,14 @@ def test_encoded_gradients_are_off_by_a_step_at_most(name: str, codec: str) -> N
         squares = room = 0.0
         for key in each[0]:
             exact = torch.stack([g[key] for g in each]).mean(0)
-            allowed = sum(g[key].abs().max().item() for g in each) / data / TOP[codec] * SLACK + 1e-6
+            allowed = (
+                sum(g[key].abs().max().item() for g in each) / data / TOP[codec] * SLACK + 1e-6
+            )
             got = start[key] - ranks[0]["weights"][key]
             apart = (got - exact).abs().max().item()
-            assert apart <= allowed, f"{name}, stage {stage}: {key} is off by {apart}, not {allowed}"
+            assert apart <= allowed, (
+                f"{name}, stage {stage}: {key} is off by {apart}, not {allowed}"
+            )
             off, squares = max(off, apart / allowed), squares + exact.square().sum().item()
             room += allowed**2 * exact.numel()
         for rank, seen in enumerate(ranks):

@@ -41,7 +41,10 @@ def clipped(
     models = [onefold.shard(stages()[i], recipe, group=pairs[rank // 2]) for i in mine]
     backward_through(models, features_of(rank % 2, 3, 6))
     of = [list(m.parameters()) for m in models]
-    optimizers = [torch.optim.SGD(p, lr=0.1) for p in (of if apart else [sum(of, [])])]
+    optimizers = [
+        torch.optim.SGD(p, lr=0.1)
+        for p in (of if apart else [[p for params in of for p in params]])
+    ]
     # No loss was scaled here, as on the ranks of all stages but the last
     scaler = onefold.GradScaler(models, init_scale=4.0)
     if spoil and rank == 3:
@@ -90,9 +93,7 @@ def test_a_list_of_stages_is_clipped_by_the_norm_over_all_ranks(
 
 
 @pytest.mark.parametrize(("held", "apart"), [(EVEN, False), (EVEN, True), (UNEVEN, False)])
-def test_an_overflow_in_one_stage_skips_the_step_of_all(
-    held: list[list[int]], apart: bool
-) -> None:
+def test_an_overflow_in_one_stage_skips_the_step_of_all(held: list[list[int]], apart: bool) -> None:
     before = [m.state_dict() for m in stages()]
     for each in run_ranks(4, clipped, 2, 2.0, True, held, apart):
         assert each["scale"] == 2.0, "the scale is halved on every rank"

@@ -18,6 +18,9 @@ from ranks import run_ranks
 #: {name: (shape, the dimension that is divided; None: it is not)}. Over 3 ranks rows are 1, 1, 0; 2, 2,
 #: 1; 3, 3, 1; and so on.
 SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
+    "short": ((2, 640), 0),  # in order, the cut between two data ranks divides what comes next
+    "long": ((4, 640), 0),
+    "third": ((3, 640), 0),
     "narrow": ((2, 40), 0),
     "rows": ((5, 33), 0),
     "columns": ((9, 7), 1),

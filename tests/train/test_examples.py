@@ -132,7 +132,13 @@ def test_ranks_of_tensor_and_expert_parallelism_learn_together(stage: int) -> No
 def test_the_example_of_several_axes_is_read_in_one_look() -> None:
     text = (ROOT / "examples" / "several_axes.py").read_text()
     assert text.count("\n") <= 80
-    order = ["parallelize_module(model", "distribute_tensor(block", "torch.compile(", "onefold.shard(", "AdamW("]
+    order = [
+        "parallelize_module(model",
+        "distribute_tensor(block",
+        "torch.compile(",
+        "onefold.shard(",
+        "AdamW(",
+    ]
     places = [text.index(words) for words in order]
     assert places == sorted(places) and "checkpoint(self.compute" in text
 

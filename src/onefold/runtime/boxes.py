@@ -305,7 +305,7 @@ def local_gradient(grad: Any, box: Box) -> torch.Tensor:
             factor *= box.kind.mesh.size(i)
         else:
             wanted.append(Replicate())
-    box.came_partial |= factor > 1  # by one of its uses; `Marks.note` takes it back
+    box.came_partial = factor > 1
     if tuple(wanted) != tuple(grad.placements):
         grad = grad.redistribute(placements=wanted)
     if torch.is_grad_enabled() and grad.requires_grad:  # create_graph=True

@@ -83,13 +83,10 @@ class Marks:
 
     def note(self, entry: Entry, grad: torch.Tensor) -> None:
         """Note a gradient that has come, in a pass that is open."""
-        box, said = entry.box, False
-        if box is not None:
-            said, box.came_partial = box.came_partial, False
         if entry.number not in self._numbers:
             return
         numbers = torch.zeros(4, dtype=torch.float64, device=grad.device)
-        if said:
+        if entry.box is not None and entry.box.came_partial:
             numbers[0] = SAID
         else:
             flat = grad.reshape(-1).to(torch.float64)
