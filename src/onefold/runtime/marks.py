@@ -147,7 +147,8 @@ class Marks:
             for a, b in combinations(holders, 2)
             if data_of[a] == data_of[b]
         ]
-        return any([self._judge(entry, a, b, row_of[a][i], row_of[b][i]) for a, b in pairs])
+        known = [self._judge(entry, a, b, row_of[a][i], row_of[b][i]) for a, b in pairs]
+        return any(known)
 
     def _is_told(
         self,
