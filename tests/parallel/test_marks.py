@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -140,11 +140,14 @@ def other_meshes(how: str) -> None:
     if how == "data" and rank:
         data = "tp"
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    if how == "order" and rank == 3:
+        mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=names, _init_backend=False)
+    given = {} if how == "none" and rank == 3 else {"mesh": mesh, "data": data}
     recipe = onefold.Recipe.zero(2, stall_timeout=10.0)
-    onefold.shard(nn.Linear(6, 2), recipe, mesh=mesh, data=data)
+    onefold.shard(nn.Linear(6, 2), recipe, **given)
 
 
-@pytest.mark.parametrize("how", ["names", "data"])
+@pytest.mark.parametrize("how", ["names", "data", "none", "order"])
 def test_ranks_with_other_meshes_are_told_so_on_every_rank(how: str) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(4, other_meshes, how)
