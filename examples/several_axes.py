@@ -1,25 +1,21 @@
 """ZeRO beside tensor and expert parallelism, with activation checkpointing and compiled blocks.
 
-    torchrun --nproc-per-node 4 examples/several_axes.py               (2 ranks of tensor x 2 of expert parallelism)
-    torchrun --nproc-per-node 8 examples/several_axes.py --tp 4 --stage 3
-
-The order is: tensor parallelism, experts, checkpointing, compile, shard, optimizer.
+torchrun --nproc-per-node 4 examples/several_axes.py               (2 ranks of tensor x 2 of expert parallelism)
 """
 
 import argparse
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import onefold
 
-WIDTH, BLOCKS, EXPERTS, STEPS = 64, 2, 4, 20
+WIDTH, EXPERTS = 64, 4
 
 
 class Block(nn.Module):
@@ -29,19 +25,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 8)
 
-    def divide_experts(self, mesh) -> None:
-        self.mesh = mesh
-        self.experts = nn.Parameter(distribute_tensor(self.experts, mesh, [Shard(0)]))
-
-    def forward(self, x):  # (tokens of this rank, width)
-        x = x + self.down(F.gelu(self.up(self.norm(x))))
+    def compute(self, x):  # (tokens of this rank, width)
+        x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
         weights = self.router(x).softmax(-1)
         weights = weights * (weights == weights.amax(-1, keepdim=True))  # one expert for each token
         # This rank computes its own experts, for the tokens of all ranks along the mesh
         tokens, weights = (
-            DTensor.from_local(t, self.mesh, [Shard(0)])
-            .redistribute(placements=[Replicate()])
-            .to_local(grad_placements=[Partial()])
+            DTensor.from_local(t, self.mesh, [Shard(0)]).full_tensor(grad_placements=[Partial()])
             for t in (x, weights)
         )
         mine = weights.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()]
@@ -49,44 +39,34 @@ class Block(nn.Module):
         y = DTensor.from_local(y, self.mesh, [Partial()]).redistribute(placements=[Shard(0)])
         return x + y.to_local()
 
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x, y):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return F.mse_loss(self.head(x).squeeze(-1), y)
+    def forward(self, x):
+        return checkpoint(self.compute, x, use_reentrant=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, default in (("--tp", 2), ("--ep", 2), ("--stage", 2)):
-        parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--compile", action="store_true")
+    for name in ("--tp", "--ep", "--stage"):
+        parser.add_argument(name, type=int, default=2)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     sizes = (dist.get_world_size() // (given.tp * given.ep), given.ep, given.tp)
     mesh = init_device_mesh(device, sizes, mesh_dim_names=("dp", "ep", "tp"))
     torch.manual_seed(0)
-    model = Model().to(device)
-    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    model = nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 1)).to(device)
+    plan = {"0.*.up": ColwiseParallel(), "0.*.down": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
-    for block in model.blocks:
-        block.divide_experts(mesh["ep"])
-        if given.compile:
-            block.compile()
+    for block in model[0]:
+        block.mesh = mesh["ep"]
+        block.experts = nn.Parameter(distribute_tensor(block.experts, mesh["ep"], [Shard(0)]))
+        block.compute = torch.compile(block.compute, backend="eager")
     model = onefold.shard(model, onefold.Recipe.zero(given.stage), mesh=mesh, data=("dp", "ep"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     # Ranks along dp and ep have different samples, those along tp the same
     generator = torch.Generator().manual_seed(dist.get_rank() // given.tp)
-    for step in range(STEPS):
+    for step in range(20):
         x = torch.randn(64, WIDTH, generator=generator).to(device)
-        loss = model(x, x.sum(-1).tanh())
+        loss = nn.functional.mse_loss(model(x).squeeze(-1), x.sum(-1).tanh())
         loss.backward()
         norm = onefold.clip_grad_norm_(model, 1.0)
         optimizer.step()

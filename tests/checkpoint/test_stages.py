@@ -98,3 +98,21 @@ def test_stages_that_do_not_belong_together_are_refused(
 def test_a_folder_without_stages_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoints of stages"):
         join_stages(tmp_path)
+
+
+def test_a_stage_whose_save_did_not_finish_is_missed(tmp_path: Path) -> None:
+    save(tmp_path / "stage-0", Stage(0))
+    with pytest.raises(CheckpointError, match=r"of 1 stages \(stage-0\), expected 2"):
+        join_stages(tmp_path, stages=2)
+    hidden = tmp_path / ".stage-1.0123abcd.unfinished"
+    hidden.mkdir()
+    with pytest.raises(CheckpointError, match="unfinished holds no whole checkpoint"):
+        join_stages(tmp_path)
+    hidden.rmdir()
+    save(tmp_path / "stage-1", Stage(1))
+    (tmp_path / "stage-1" / "manifest.json").rename(tmp_path / "taken")
+    with pytest.raises(CheckpointError, match="stage-1 holds no whole checkpoint"):
+        join_stages(tmp_path)
+    (tmp_path / "taken").rename(tmp_path / "stage-1" / "manifest.json")
+    join_stages(tmp_path, stages=2)
+    assert not examine(tmp_path).problems

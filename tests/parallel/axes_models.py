@@ -292,9 +292,23 @@ def trained(stage: int, case: Case) -> dict[str, Any]:
         "weights": onefold.full_state_dict(model),
         "shapes": {name: tuple(p.shape) for name, p in model.named_parameters()},
         "gathered": len(engine.gather.by_storage),
+        "reordered": reordered(model),
         "coordinate": mesh.get_coordinate(),
         "rank": dist.get_rank(),
     }
+
+
+def reordered(model: nn.Module) -> bool:
+    """Whether parameters of some flat buffer have another order than in the model."""
+    import onefold
+
+    place = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+    orders = [
+        [place[entry.slot.name] for entry in flat.entries]
+        for unit in onefold.engine_of(model).units
+        for flat in unit.flats
+    ]
+    return any(order != sorted(order) for order in orders)
 
 
 def at_stages(stages: list[int], case: Case) -> list[dict[str, Any]]:

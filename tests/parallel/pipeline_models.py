@@ -33,7 +33,8 @@ class Case:
         calls: of `schedule.step` in one optimizer step. under_no_sync: all but the last of them.
         registered: the schedule's actions gather and release.
         sums: the loss of a micro-batch is a sum, not a mean. static: stages are told their shapes.
-        compiled: blocks are compiled. max_norm: gradients are clipped by the norm over all stages. recipe: options of `Recipe.zero`.
+        compiled: blocks are compiled. max_norm: gradients are clipped by the norm over all stages. scale:
+            a GradScaler over all stages begins with it. recipe: options of `Recipe.zero`.
     """
 
     schedule: str = "ScheduleGPipe"
@@ -54,6 +55,7 @@ class Case:
     static: bool = False
     compiled: bool = False
     max_norm: float | None = None
+    scale: float | None = None
     frozen: tuple[str, ...] = ()
     recipe: dict[str, Any] = field(default_factory=dict)
 
@@ -141,6 +143,7 @@ class Pipeline:
     modules: list[nn.Module]
     stages: list[Any]
     schedule: Any
+    scalers: list[Any] = field(default_factory=list)  # none, or one that scales the loss
 
 
 def built(stage: int, case: Case, mesh: DeviceMesh | None = None) -> Pipeline:
@@ -167,12 +170,18 @@ def built(stage: int, case: Case, mesh: DeviceMesh | None = None) -> Pipeline:
                 group=mesh.get_group("pp"),
             )
         )
+    scalers: list[Any] = []
+
+    def loss(scores: Tensor, tokens: Tensor) -> Tensor:
+        value = (summed_loss_of if case.sums else loss_of)(scores, tokens)
+        return scalers[0].scale(value) if scalers else value
+
     make = getattr(pipelining.schedules, case.schedule)
     single = issubclass(make, pipelining.schedules.PipelineScheduleSingle)
     schedule = make(
         stages[0] if single else stages,
         n_microbatches=case.micro_batches,
-        loss_fn=summed_loss_of if case.sums else loss_of,
+        loss_fn=loss,
         scale_grads=not case.sums,
     )
     if make is pipelining.schedules.PipelineScheduleMulti:  # a schedule without such actions
@@ -180,7 +189,7 @@ def built(stage: int, case: Case, mesh: DeviceMesh | None = None) -> Pipeline:
         schedule.pipeline_order = like.pipeline_order
     if case.registered:
         register_actions(schedule)
-    return Pipeline(mesh, modules, stages, schedule)
+    return Pipeline(mesh, modules, stages, schedule, scalers)
 
 
 def called(pipeline: Pipeline, batch: Tensor) -> list[float]:
@@ -190,7 +199,8 @@ def called(pipeline: Pipeline, batch: Tensor) -> list[float]:
     last = any(stage.is_last for stage in pipeline.stages)
     given = {"target": batch, "losses": losses} if last else {}
     pipeline.schedule.step(*((batch,) if first else ()), **given)
-    return [loss.item() for loss in losses]
+    scale = pipeline.scalers[0].get_scale() if pipeline.scalers else 1.0
+    return [loss.item() / scale for loss in losses]
 
 
 def counting(stages: list[Any], engines: list[Any]) -> list[int]:
@@ -233,6 +243,8 @@ def _trained(stage: int, case: Case, mesh: DeviceMesh) -> dict[str, Any]:
     params = [p for module in pipeline.modules for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=0.01)
     engines = [onefold.engine_of(module) for module in pipeline.modules]
+    if case.scale is not None:
+        pipeline.scalers.append(onefold.GradScaler(pipeline.modules, init_scale=case.scale))
     at_once = counting(pipeline.stages, engines)
     losses, sent, norms = [], [], []
     for step in range(case.steps):
@@ -248,9 +260,15 @@ def _trained(stage: int, case: Case, mesh: DeviceMesh) -> dict[str, Any]:
             evaluated(pipeline, batch_of(case, dp, 0), params)
         sent.append([dict(engine.traffic.by_move()) for engine in engines])
         held = [len(engine.gather.by_storage) for engine in engines]
+        for scaler in pipeline.scalers:
+            scaler.unscale_(optimizer)
         if case.max_norm is not None:
             norms.append(onefold.clip_grad_norm_(pipeline.modules, case.max_norm).item())
-        optimizer.step()
+        for scaler in pipeline.scalers:
+            scaler.step(optimizer)
+            scaler.update()
+        if not pipeline.scalers:
+            optimizer.step()
         optimizer.zero_grad()
     weights = {}
     for module in pipeline.modules:

@@ -54,7 +54,7 @@ EVERYTHING = Case(
     checkpointing=True,
     scaler=True,
     lora=True,
-    options={"offload_optimizer": "cpu"},
+    options={"offload_optimizer": "cpu", "borders": True},
 )
 
 
@@ -71,6 +71,8 @@ def cases(draw: Any, rounds: Any) -> tuple[Case, str]:
     options = dict(OPTIONS.get(how, {}))
     if draw(st.booleans()):
         options["offload_optimizer"] = "cpu"
+    if draw(st.booleans()):
+        options["borders"] = True
     case = Case(
         dp=dp,
         ep=ep,

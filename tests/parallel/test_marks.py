@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 from typing import Any
 
+import pipeline_models
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from models import features_of
 from ranks import RankFailure, run_ranks
@@ -134,11 +140,14 @@ def other_meshes(how: str) -> None:
     if how == "data" and rank:
         data = "tp"
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    if how == "order" and rank == 3:
+        mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=names, _init_backend=False)
+    given = {} if how == "none" and rank == 3 else {"mesh": mesh, "data": data}
     recipe = onefold.Recipe.zero(2, stall_timeout=10.0)
-    onefold.shard(nn.Linear(6, 2), recipe, mesh=mesh, data=data)
+    onefold.shard(nn.Linear(6, 2), recipe, **given)
 
 
-@pytest.mark.parametrize("how", ["names", "data"])
+@pytest.mark.parametrize("how", ["names", "data", "none", "order"])
 def test_ranks_with_other_meshes_are_told_so_on_every_rank(how: str) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(4, other_meshes, how)
@@ -189,3 +198,231 @@ def test_mistakes_in_the_arguments_end_in_a_sentence() -> None:
     for seen in run_ranks(2, all_refused):
         for how, sentence in SENTENCES.items():
             assert sentence in seen[how], f"{how}: {seen[how]}"
+
+
+# -- marks of which the first backward pass says nothing -------------------------------------------
+
+
+class Adapted(nn.Module):
+    """Rows are divided over `tp` around an adapter, half of which starts as zeros: the other half has
+    no gradient in the first step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.a, self.b = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.zeros(2, 6))
+
+    def forward(self, x: Tensor, group: Any = None, scale: float = 1.0) -> Tensor:
+        size, at = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        rows = x.chunk(size)[at]
+        total = (rows + rows @ self.a @ self.b).pow(2).sum(0)
+        total = total if group is None else SumBackwardSame.apply(total, group)
+        return total.sum() * scale
+
+
+def adapted(stage: int, partial: list[str], scales: list[float], deferred: bool) -> list[str]:
+    """Steps until a sentence comes; of each step what was said."""
+    import onefold
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
+    model = onefold.shard(Adapted(), recipe, mesh=mesh, data="dp", partial=partial)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    said = []
+    for scale, batch in zip(scales, batches(mesh.get_local_rank("dp"), len(scales)), strict=True):
+        try:
+            with onefold.no_sync(model) if deferred else contextlib.nullcontext():
+                model(batch, mesh["tp"].get_group(), scale).backward()
+            if deferred:
+                model(batch, mesh["tp"].get_group(), scale).backward()
+        except ValueError as error:
+            return [*said, str(error)]
+        said.append("")
+        if math.isfinite(scale):
+            optimizer.step()
+        optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize(("stage", "deferred"), [(1, False), (1, True), (3, False)])
+def test_a_missing_mark_is_found_once_there_is_a_gradient(stage: int, deferred: bool) -> None:
+    for seen in run_ranks(4, adapted, stage, ["b"], [1.0] * 3, deferred):
+        assert seen[0] == "" and len(seen) == 2, seen
+        assert "have different gradients of 'a'" in seen[1], seen
+
+
+def test_a_missing_mark_is_found_after_overflows() -> None:
+    scales = [float("inf")] * 3 + [1.0] * 6
+    for seen in run_ranks(4, adapted, 2, ["a"], scales, False):
+        # Looks are in steps 1, 2, 4 and 8
+        assert len(seen) == 4 and "have different gradients of 'b'" in seen[3], seen
+
+
+def test_right_marks_are_never_complained_of() -> None:
+    for seen in run_ranks(4, adapted, 1, ["a", "b"], [1.0] * 5, False):
+        assert seen == [""] * 5, seen
+
+
+def of_some_ranks() -> str:
+    """A weight that some of the ranks with the same data use, and others do not."""
+    import onefold
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, both: bool) -> Tensor:
+            used = self.second(x).square().sum() if both else 0.0
+            return self.first(x).square().sum() + used
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    recipe = onefold.Recipe.zero(2, stall_timeout=20.0)
+    model = onefold.shard(Uneven(), recipe, mesh=mesh, data="dp")
+    try:
+        model(features_of(0, 4, 6), dist.get_rank() == 0).backward()
+    except ValueError as error:
+        return str(error)
+    return "trained on"
+
+
+def test_a_weight_that_some_copies_do_not_use_is_told() -> None:
+    for said in run_ranks(2, of_some_ranks):
+        assert "have different gradients of 'second." in said and "(rank 1 has none)" in said, said
+
+
+def marked_on_some() -> str:
+    import onefold
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    recipe = onefold.Recipe.zero(2, stall_timeout=10.0)
+    partial = ["norm.weight", "norm.bias"] if dist.get_rank() else None
+    try:
+        onefold.shard(Sequence(), recipe, mesh=mesh, data="dp", partial=partial)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_ranks_with_other_marks_are_told_so_on_every_rank() -> None:
+    for said in run_ranks(2, marked_on_some):
+        assert "was given different names as partial on rank 0 and on rank 1" in said, said
+
+
+class Twice(nn.Module):
+    """A replicated DTensor that is used for rows that `tp` divides, and for whole ones."""
+
+    def __init__(self, mesh: Any, parts_first: bool) -> None:
+        super().__init__()
+        self.mesh, self.parts_first = mesh, parts_first
+        weight = torch.randn(6, generator=torch.Generator().manual_seed(3))
+        self.weight = nn.Parameter(
+            weight if mesh is None else distribute_tensor(weight, mesh, [Replicate()])
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mesh is None:
+            return (x * self.weight).square().sum() + (x * self.weight).pow(3).sum()
+        each = distribute_tensor(x, self.mesh, [Shard(0)], src_data_rank=None)
+        every = DTensor.from_local(x, self.mesh, [Replicate()])
+
+        def parts() -> Tensor:
+            return (each * self.weight).square().sum().full_tensor()
+
+        def wholes() -> Tensor:
+            return (every * self.weight).pow(3).sum().full_tensor()
+
+        if self.parts_first:
+            return parts() + wholes()
+        return wholes() + parts()
+
+
+def used_twice(stage: int, parts_first: bool) -> list[float]:
+    import onefold
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
+    model = onefold.shard(Twice(mesh["tp"], parts_first), recipe, mesh=mesh, data="dp")
+    norms = []
+    for batch in batches(mesh.get_local_rank("dp"), 2):
+        model(batch).backward()
+        norms.append(onefold.clip_grad_norm_(model, 1e9).item())
+        model.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("parts_first", [True, False])
+def test_a_weight_may_have_parts_and_wholes_of_gradients_in_one_pass(parts_first: bool) -> None:
+    plain, norms = Twice(None, parts_first), []
+    for pair in zip(batches(0, 2), batches(1, 2), strict=True):
+        for batch in pair:
+            (plain(batch) / 2).backward()
+        norms.append(plain.weight.grad.norm().item())
+        plain.zero_grad()
+    for stage in (1, 3):
+        for seen in run_ranks(4, used_twice, stage, parts_first):
+            assert seen == pytest.approx(norms, rel=1e-5), (stage, seen, norms)
+
+
+def under_zero_bubble() -> list[bool]:
+    """Of each of this rank's stages: whether its marks are known after a step, by a schedule that
+    computes gradients of weights apart.
+    """
+    import onefold
+
+    case = pipeline_models.Case(
+        "ScheduleZBVZeroBubble", dp=1, tp=2, stages=4, v_shaped=True, registered=True
+    )
+    pipeline = pipeline_models.built(1, case)
+    pipeline_models.called(pipeline, pipeline_models.batch_of(case, 0, 0))
+    found: list[Any] = [onefold.engine_of(module).reduce.marks for module in pipeline.modules]
+    return [not marks.open for marks in found]
+
+
+def test_marks_are_known_after_a_step_of_a_zero_bubble_schedule() -> None:
+    assert run_ranks(4, under_zero_bubble) == [[True, True]] * 4
+
+
+# -- axes that are among data and carry none -------------------------------------------------------
+
+
+def warned(names: tuple[str, ...], data: Any, same: bool) -> list[str]:
+    """What is logged in two steps of layers that `tp` divides."""
+    import onefold
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("onefold").addHandler(handler)
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6))
+    plan = {"1": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    recipe = onefold.Recipe.zero(2, stall_timeout=20.0)
+    model = onefold.shard(model, recipe, mesh=mesh, data=data)
+    for step in range(2):
+        # Of other samples tensor parallelism makes nonsense, but it runs
+        number = 0 if same else mesh.get_local_rank("tp")
+        number += 10 * mesh.get_local_rank("dp") if "dp" in names else 0
+        model(features_of(100 * step + number, 4, 6)).square().sum().backward()
+        model.zero_grad()
+    return [words for words in said if "have the same gradients" in words]
+
+
+@pytest.mark.parametrize(
+    ("names", "data", "same", "warns"),
+    [
+        (("dp", "tp"), ("dp", "tp"), True, True),
+        (("tp",), None, True, True),
+        (("dp", "tp"), "dp", True, False),
+        (("dp", "tp"), ("dp", "tp"), False, False),
+    ],
+)
+def test_an_axis_among_data_that_carries_none_is_warned_of_once(
+    names: tuple[str, ...], data: Any, same: bool, warns: bool
+) -> None:
+    seen = run_ranks(2 ** len(names), warned, names, data, same)
+    assert [len(words) for words in seen] == [int(warns)] + [0] * (len(seen) - 1), seen
+    if warns:
+        assert "apart along 'tp'" in seen[0][0] and "leave 'tp' out of data" in seen[0][0]

@@ -24,25 +24,37 @@ def backward_through(found: list[nn.Module], batch: Tensor) -> None:
         stage(batch).pow(2).sum().backward()
 
 
-def clipped(stage: int, norm_type: float, spoil: bool) -> dict[str, Any]:
-    """Ranks 0 and 1 hold the first two stages, ranks 2 and 3 the others; each pair shares data."""
+#: Stages of ranks 0 and 1, and of ranks 2 and 3. Each pair shares data.
+EVEN, UNEVEN = [[0, 1], [2, 3]], [[0, 1, 2], [3]]
+
+
+def clipped(
+    stage: int, norm_type: float, spoil: bool, held: list[list[int]] = EVEN, apart: bool = False
+) -> dict[str, Any]:
+    """`spoil`: gradients of stage 3 overflow. `apart`: stages have optimizers of their own."""
     import onefold
 
     rank = dist.get_rank()
-    mine = [rank // 2 * 2, rank // 2 * 2 + 1]
+    mine = held[rank // 2]
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
     models = [onefold.shard(stages()[i], recipe, group=pairs[rank // 2]) for i in mine]
     backward_through(models, features_of(rank % 2, 3, 6))
-    optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
+    of = [list(m.parameters()) for m in models]
+    optimizers = [
+        torch.optim.SGD(p, lr=0.1)
+        for p in (of if apart else [[p for params in of for p in params]])
+    ]
+    # No loss was scaled here, as on the ranks of all stages but the last
     scaler = onefold.GradScaler(models, init_scale=4.0)
-    scaler.scale(torch.zeros(()))
     if spoil and rank == 3:
-        for param in models[1].parameters():
+        for param in models[-1].parameters():
             param.grad.mul_(float("inf"))
-    scaler.unscale_(optimizer)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
     norm = onefold.clip_grad_norm_(models, 1e-3, norm_type).item()
-    scaler.step(optimizer)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
     scaler.update()
     weights = [onefold.full_state_dict(model) for model in models]
     return {
@@ -65,12 +77,13 @@ def in_one_process(norm_type: float) -> tuple[float, list[dict[str, Tensor]]]:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("held", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_list_of_stages_is_clipped_by_the_norm_over_all_ranks(
-    stage: int, norm_type: float
+    stage: int, norm_type: float, held: list[list[int]]
 ) -> None:
     norm, weights = in_one_process(norm_type)
-    seen = run_ranks(4, clipped, stage, norm_type, False)
+    seen = run_ranks(4, clipped, stage, norm_type, False, held)
     assert len({each["norm"] for each in seen}) == 1, [each["norm"] for each in seen]
     assert seen[0]["norm"] == pytest.approx(norm, rel=1e-6)
     for each in seen:
@@ -79,9 +92,10 @@ def test_a_list_of_stages_is_clipped_by_the_norm_over_all_ranks(
                 torch.testing.assert_close(value, weights[i][name], rtol=1e-6, atol=1e-7)
 
 
-def test_an_overflow_in_one_stage_skips_the_step_of_all() -> None:
+@pytest.mark.parametrize(("held", "apart"), [(EVEN, False), (EVEN, True), (UNEVEN, False)])
+def test_an_overflow_in_one_stage_skips_the_step_of_all(held: list[list[int]], apart: bool) -> None:
     before = [m.state_dict() for m in stages()]
-    for each in run_ranks(4, clipped, 2, 2.0, True):
+    for each in run_ranks(4, clipped, 2, 2.0, True, held, apart):
         assert each["scale"] == 2.0, "the scale is halved on every rank"
         for i, found in each["weights"].items():
             for name, value in found.items():

@@ -71,6 +71,10 @@ LOOPS = {
         "Schedule1F1B", pp=1, stages=1, recipe={"offload_activations": "1GB"}
     ),
     "kept for backward": Case(pp=1, stages=1, recipe={"reshard_after_forward": False}),
+    "loss scaling, clipped": Case("Schedule1F1B", scale=2.0**12, max_norm=0.5),
+    "loss scaling, looped": Case("ScheduleInterleaved1F1B", scale=2.0**12, **LOOPED),
+    "stages of unequal depth": Case("Schedule1F1B", depth=5, max_norm=0.5),
+    "bordered": Case("Schedule1F1B", recipe={"borders": True}, max_norm=0.5),
     "at the boundary": Case(pp=1, stages=1, recipe={"reduce_at": "boundary"}),
 }
 

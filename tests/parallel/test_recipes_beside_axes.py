@@ -20,6 +20,12 @@ RIGHT: dict[str, tuple[dict[str, Any], tuple[int, ...], bool]] = {
     "activations on the host": ({"offload_activations": "cpu"}, (1, 3), True),
     # Weights that tensor parallelism divides are left whole, with a note
     "tiles": ({"tile": 512}, (1, 3), True),
+    "borders": ({"borders": True}, (1, 2, 3), True),
+    "borders, states on the host": (
+        {"borders": True, "offload_optimizer": "cpu"},
+        (1, 3),
+        True,
+    ),
     "stepping in the backward pass": (
         {"offload_optimizer": "cpu", "step_in_backward": True},
         (1, 3),

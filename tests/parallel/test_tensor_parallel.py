@@ -40,6 +40,11 @@ CASES = {
     "offloaded": Case(options={"offload_optimizer": "cpu"}),
     "kept for backward": Case(options={"reshard_after_forward": False}),
     "reduced at the boundary": Case(micro_batches=2, options={"reduce_at": "boundary"}),
+    "bordered": Case(options={"borders": True}),
+    "bordered, sequence parallel": Case(plan="sequence", options={"borders": True}),
+    "bordered, adapters": Case(
+        adapters=True, frozen=("tok_embeddings", "layers.0.attention"), options={"borders": True}
+    ),
 }
 
 
@@ -52,8 +57,10 @@ def test_every_stage_trains_as_one_process(name: str) -> None:
     case = CASES[name]
     expected = in_one_process(case)
     first = None
-    found = run_ranks(case.dp * case.tp, at_stages, STAGES, case)
-    for stage, ranks in zip(STAGES, zip(*found, strict=True), strict=True):
+    bordered = "borders" in case.options
+    stages = STAGES[1:] if bordered else STAGES  # nothing is cut at stage 0
+    found = run_ranks(case.dp * case.tp, at_stages, stages, case)
+    for stage, ranks in zip(stages, zip(*found, strict=True), strict=True):
         weights = ranks[0]["weights"]
         for seen in ranks:
             told = f"{name}, stage {stage}, rank {seen['rank']} at {seen['coordinate']}"
@@ -66,6 +73,7 @@ def test_every_stage_trains_as_one_process(name: str) -> None:
             assert seen["norms"] == ranks[0]["norms"], f"{told}: norms differ between ranks"
             assert seen["shapes"] == expected["shapes"], f"{told}: shapes"
             assert stage < 3 or seen["gathered"] == 0, f"{told}: units stay gathered"
+            assert seen["reordered"] == bordered, f"{told}: reordered {seen['reordered']}"
         assert weights.keys() == expected["weights"].keys()
         for key, value in expected["weights"].items():
             difference = (weights[key] - value).abs().max().item()
@@ -74,7 +82,7 @@ def test_every_stage_trains_as_one_process(name: str) -> None:
         # Stages 2 and 3 reduce in every micro-batch, and so add up in another order
         if first is None or (stage == 2 and case.micro_batches > 1):
             first = bits, weights
-        assert bits == first[0], f"{name}: stage {stage} has other bits than stage 0"
+        assert bits == first[0], f"{name}: stage {stage} has other bits than stage {stages[0]}"
         for key, value in weights.items():
             assert torch.equal(value, first[1][key]), f"{name}: {key} at stage {stage}"
 
@@ -90,14 +98,14 @@ def test_a_narrow_wire_is_scaled_late() -> None:
             assert abs(got - wanted) < 0.03 * wanted, (ranks[0]["norms"], expected["norms"])
 
 
-def hybrid(stage: int, micro_batches: int) -> dict[str, Any]:
+def hybrid(stage: int, micro_batches: int, borders: bool) -> dict[str, Any]:
     """Two replicas of two data ranks, each of two ranks of tensor parallelism."""
     import onefold
 
     case = Case(dp=4, micro_batches=micro_batches)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     model = parallelized(case, mesh)
-    recipe = onefold.Recipe.zero(stage, stall_timeout=60.0)
+    recipe = onefold.Recipe.zero(stage, stall_timeout=60.0, borders=borders)
     model = onefold.shard(model, recipe, mesh=mesh, data=("dp_replicate", "dp_shard"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     dp = dist.get_rank() // 2
@@ -130,10 +138,14 @@ def hybrid(stage: int, micro_batches: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("stage", "micro_batches"), [(2, 1), (3, 2)])
-def test_an_axis_of_replicas_divides_state_inside_each(stage: int, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "borders"), [(2, 1, False), (3, 2, False), (3, 1, True)]
+)
+def test_an_axis_of_replicas_divides_state_inside_each(
+    stage: int, micro_batches: int, borders: bool
+) -> None:
     expected = in_one_process(Case(dp=4, micro_batches=micro_batches))
-    seen = run_ranks(8, hybrid, stage, micro_batches)
+    seen = run_ranks(8, hybrid, stage, micro_batches, borders)
     for rank, each in enumerate(seen):
         assert close(each["losses"], expected["losses"][rank // 2]), (rank, each, expected)
         assert close(each["norms"], expected["norms"]), (rank, each, expected)

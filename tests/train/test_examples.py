@@ -129,6 +129,20 @@ def test_ranks_of_tensor_and_expert_parallelism_learn_together(stage: int) -> No
     assert len(losses) == 4 and losses[-1] < losses[0] and min(norms) > 0, lines
 
 
+def test_the_example_of_several_axes_is_read_in_one_look() -> None:
+    text = (ROOT / "examples" / "several_axes.py").read_text()
+    assert text.count("\n") <= 80
+    order = [
+        "parallelize_module(model",
+        "distribute_tensor(block",
+        "torch.compile(",
+        "onefold.shard(",
+        "AdamW(",
+    ]
+    places = [text.index(words) for words in order]
+    assert places == sorted(places) and "checkpoint(self.compute" in text
+
+
 @pytest.mark.parametrize(("cp", "attention", "stage"), [(2, "gathered", 1), (4, "ulysses", 3)])
 def test_ranks_with_parts_of_each_sample_learn_together(
     cp: int, attention: str, stage: int

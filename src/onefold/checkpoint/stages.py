@@ -45,15 +45,19 @@ STAGES_JOINED = "stages of a pipeline"
 _OF_FIRST = ("rng", "extra")
 
 
-def join_stages(path: str | Path) -> Path:
+def join_stages(path: str | Path, stages: int | None = None) -> Path:
     """Make the folder `path`, in which each stage of a pipeline has saved a checkpoint of its own, a
     checkpoint of the whole model. Call it on one rank, after all saves are done. Returns the folder.
 
     Scheduler, scaler, data position, random generators and `extra` are those of the first stage, by
     the order of the folders' names. What compressed reductions hold back is left out.
 
+    Args:
+        stages: how many there are. Without it a stage whose save left nothing behind is not missed.
+
     Raises:
-        CheckpointError: there are no checkpoints in the folder, or they do not belong together.
+        CheckpointError: there are no checkpoints in the folder, some of them are not whole, or they
+            do not belong together.
     """
     folder = Path(path)
     if (folder / MANIFEST).exists():
@@ -65,6 +69,7 @@ def join_stages(path: str | Path) -> Path:
             f"{folder} holds no checkpoints of stages: save each stage's module to a folder in it,"
             f" such as {folder / 'stage-0'}, then call join_stages."
         )
+    _refuse_missing(folder, names, stages)
     sources = [FolderSource(folder / name) for name in names]
     steps = {name: source.step for name, source in zip(names, sources, strict=True)}
     if len(set(steps.values())) > 1:
@@ -96,6 +101,26 @@ def join_stages(path: str | Path) -> Path:
     _write(folder / MANIFEST, body)
     _write(folder / CHECKSUM, checksum_line(body).encode())
     return folder
+
+
+def _refuse_missing(folder: Path, names: Sequence[str], stages: int | None) -> None:
+    broken = sorted(
+        p.name
+        for p in folder.iterdir()
+        if p.is_dir()
+        and p.name not in names
+        and (p.name.endswith(".unfinished") or (p.name[0] != "." and any(p.glob("rank-*"))))
+    )
+    if broken:
+        raise CheckpointError(
+            f"{folder}: {broken[0]} holds no whole checkpoint: the save of a stage has not finished, or"
+            " was killed. Call join_stages when all stages are saved."
+        )
+    if stages is not None and len(names) != stages:
+        raise CheckpointError(
+            f"{folder} holds checkpoints of {len(names)} stages ({', '.join(names)}), expected"
+            f" {stages}."
+        )
 
 
 def _in_order(name: str) -> list[Any]:

@@ -194,13 +194,25 @@ class Group(Moves):
     def _agreed(self, per_node: int | None) -> int | None:
         """Return `per_node` if it is the same on all ranks, else None. With unequal nodes, some
         ranks may see a number that divides the world size by chance.
+
+        Raises:
+            ValueError: on every rank, if ranks were given different meshes, or some of them none.
         """
-        said = (per_node or 0).to_bytes(8, "little")
-        return (
-            per_node
-            if alike(self.any_of(both(said), CollectiveContext("control", "(start)", 0, "state")))
-            else None
-        )
+        nodes, mesh, here = (per_node or 0).to_bytes(8, "little"), bytes(8), "none"
+        if self._mesh is not None:
+            axes = self._mesh.axes
+            given = axes.names, axes.sizes, axes.data, self._mesh.ranks
+            mesh = hashlib.sha256(repr(given).encode()).digest()[:8]
+            here = f"{self._mesh.describe()} with data={axes.data}"
+        context = CollectiveContext("control", "(start)", 0, "state")
+        found = self.any_of(both(nodes) + both(mesh), context)
+        if not alike(found[16:]):
+            self.communicators.close()
+            raise ValueError(
+                "ranks were given different meshes, or different axes as data: this one has"
+                f" {here}. Every rank must give shard() the same."
+            )
+        return per_node if alike(found[:16]) else None
 
     def _compare_places(self) -> dict[int, int]:
         """Return the host of each global rank, numbered by their first ranks. Collective.

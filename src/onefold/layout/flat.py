@@ -209,10 +209,11 @@ class FlatLayout:
             end = starts[-1] + size
         wished = [q for q in (sector, BLOCK) if q and round_up(end, ranks * q) - end <= end // 200]
         quantum = wished[0] if wished else unit
-        order, numel = range(len(named)), round_up(end, ranks * quantum)
+        order, numel = list(range(len(named))), round_up(end, ranks * quantum)
         if borders > 1:
             found = bordered(sizes, borders, unit, ranks // borders * quantum)
-            order, starts, numel = found.order, found.starts, borders * found.room
+            order, starts = list(found.order), list(found.starts)
+            numel = borders * found.room
         slots = (Slot(*named[i], start) for i, start in zip(order, starts, strict=True))
         return cls(tuple(slots), numel, ranks, quantum, block)
 

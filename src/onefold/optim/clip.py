@@ -205,7 +205,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         module: the model that `onefold.shard` returned, or a list of those of this rank's stages of
-            a pipeline.
+            a pipeline. Then the stages may have one optimizer, or one each: call `unscale_` for
+            all of them before the first `step`.
         options: those of torch.amp.GradScaler (init_scale, growth_factor, backoff_factor,
             growth_interval, enabled).
     """
@@ -216,6 +217,11 @@ class GradScaler(torch.amp.GradScaler):
         self._engines = [engine_of(each) for each in modules]
         self._across = across_stages(self._engines) if several else None
         super().__init__(self._engines[0].device.type, **options)
+        # Only ranks of the last stage scale a loss; the others unscale by the same number
+        if several and self.is_enabled():
+            self._lazy_init_scale_growth_tracker(self._engines[0].device)
+        # What was found for each optimizer since the last `update`, if stages have one each
+        self._found: list[torch.Tensor] | None = [] if several else None
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step as torch's GradScaler does. With a fused optimizer the device skips the step after
@@ -236,6 +242,11 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer)
         finally:
             del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        super().update(new_scale)
+        if self._found is not None:
+            self._found = []
 
     def _unscale_grads_(
         self,
@@ -261,8 +272,16 @@ class GradScaler(torch.amp.GradScaler):
             for storage in on_disk:
                 found += not storage.gradients_finite()
                 storage.scale_gradients(inv_scale)
-            for each in self._engines:
-                each.agree_on_overflow(found, each.group if self._across is None else self._across)
+            # One exchange, also where ranks have unequal numbers of stages
+            engine.agree_on_overflow(found, self._across)
+            for each in self._engines[1:]:
+                each.told_of_overflow(found)
+            if self._found is not None:  # an overflow in one stage skips the step of all
+                for earlier in self._found:
+                    found.copy_(torch.maximum(found, earlier))
+                self._found.append(found)
+                for earlier in self._found:
+                    earlier.copy_(found)
         return {engine.device: found}
 
 

@@ -118,8 +118,8 @@ class Backward:
             transfers.host.look()
             for unit in reduce.units:
                 unit.leases.gradients = set()
-            if used and reduce.marks is not None and reduce.marks.open:
-                reduce.marks.compare()
+            if used and reduce.marks is not None:
+                reduce.marks.end_backward()
 
     def reduce_pending(self) -> None:
         """Reduce the gradients that wait for the boundary, as the backward pass of the boundary
@@ -143,6 +143,8 @@ class Backward:
             self.resources.transfers.host.look()
             for unit in reduce.units:
                 unit.leases.gradients = set()
+            if reduce.marks is not None:
+                reduce.marks.after_reduction()
 
     def take_gradients(self) -> None:
         """Take the gradients that lie on whole parameters: those of a backward pass that was run in

@@ -398,12 +398,6 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
     if mesh.plain:
         return whole
     context = CollectiveContext("control", "(axes)", 0, "state")
-    axes = mesh.axes.names, mesh.axes.sizes, mesh.axes.data
-    if not alike(group.any_of(both(_digest(axes)), context)):
-        raise ValueError(
-            f"ranks were given different meshes, or different axes as data: this one has"
-            f" {mesh.describe()} with data={mesh.axes.data}. Every rank must give shard() the same."
-        )
     kinds: dict[Any, list[Any]] = {}
     for f in boxed:
         param: Any = f.param

@@ -188,7 +188,7 @@ class Engine:
             self.write_counters,
             self.backward_event,
         )
-        if self.mesh.several:
+        if Marks.wanted(self.entries, self.mesh):
             self.reduce.marks = Marks(self.entries, self.resources, self.mesh)
         self.copies = Copies(
             self.units, self.entries, self.progress, self.gather, self.write_counters
@@ -374,11 +374,7 @@ class Engine:
         Raises:
             ValueError: the recipe steps in the backward pass, before gradients can be checked.
         """
-        if self.recipe.step_in_backward:
-            raise ValueError(
-                "step_in_backward=True steps gradients before they can be unscaled: leave that"
-                " option out with a GradScaler."
-            )
+        self.refuse_unscaling()
         self.optimizer_is_stepping()
         values = (group or self.group).gather_values(
             found.detach().to(self.device),
@@ -386,6 +382,19 @@ class Engine:
         )
         found.fill_(values.max().to(found.device))
         self.residuals.forget_if(found)
+
+    def told_of_overflow(self, found: torch.Tensor) -> None:
+        """Take over what another stage of this rank has agreed on. Raises as `agree_on_overflow`."""
+        self.refuse_unscaling()
+        self.optimizer_is_stepping()
+        self.residuals.forget_if(found)
+
+    def refuse_unscaling(self) -> None:
+        if self.recipe.step_in_backward:
+            raise ValueError(
+                "step_in_backward=True steps gradients before they can be unscaled: leave that"
+                " option out with a GradScaler."
+            )
 
     # -- between steps -----------------------------------------------------------------------------
 

@@ -102,6 +102,8 @@ class Reducer:
         self.schedule.begin_reduces()
         self.used = set()
         self.take_multipliers_back()
+        if self.marks is not None:
+            self.marks.begin_backward()
         if self.progress.factor != 1:
             self._multiply_before_hooks()
         for unit in self.units:
@@ -615,6 +617,8 @@ class Reducer:
 
     def drop(self) -> None:
         """Drop everything that a failed backward pass left behind."""
+        if self.marks is not None:
+            self.marks.forget()
         for r in (*self.under_way, *self.on_next_hop):
             if r.sending is not None:
                 r.sending.drop(wait=self.group.broken is None)

@@ -316,10 +316,6 @@ def prepare(
     scaler = None
     if config.precision == "fp16":
         scaler = onefold.GradScaler(model if pipeline is None else [model])
-        if (
-            pipeline is not None
-        ):  # torch makes the scale with the first loss, of the last stage alone
-            scaler.scale(torch.zeros((), device=ranks.device))
     # Everything drawn before this line is the same on all ranks; from here on dropout differs, but
     # between ranks that compute with the same samples
     torch.manual_seed(config.seed + 1_000_003 * (part.number + 1) + 7_368_787 * part.stage)

@@ -216,6 +216,7 @@ def compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec], weights
         "frozen parameters": [trainable for *_, trainable in found],
         "units": [s.name for s in specs],
         "weights": weights,
+        "names as partial": [f.partial for s in specs for f in s.found],
     }
     digest = b"".join(hashlib.sha256(repr(part).encode()).digest()[:8] for part in parts.values())
     payload = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
