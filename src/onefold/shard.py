@@ -73,6 +73,7 @@ from onefold.runtime.state.start import (
     modules_of,
     precision_notes,
     tie,
+    whole_notes,
 )
 from onefold.runtime.stepper import Stepper, Steppers
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
@@ -263,6 +264,7 @@ def _notes(
     return [
         *engine.recipe.notes,
         *precision_notes(engine),
+        *whole_notes(engine),
         *cut.notes,
         *offload_notes(sizes, engine.recipe, engine.world_size),
         *flat_notes(engine),

@@ -358,6 +358,12 @@ def test_the_recipe_says_which_groups_are_stepped_whole() -> None:
         assert found == [every, "", "mid.weight"]
 
 
+def test_a_pattern_that_matches_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    onefold.shard(Words(), onefold.Recipe.zero(3, whole=["mid.*", "layers.*"]))
+    assert "whole='layers.*' matches no parameter of this model" in caplog.text
+    assert "whole='mid.*'" not in caplog.text
+
+
 def states_of_owners() -> list[Any]:
     model = onefold.shard(Words(), onefold.Recipe.zero(3, stall_timeout=60.0))
     (muon, adamw) = muon_and_adamw(trainable(model))

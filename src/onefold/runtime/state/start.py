@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -61,6 +62,24 @@ def precision_notes(engine: Engine) -> list[str]:
         f"precision=None computes as the model is, in {names}. {numel:,} weights of 16 bits are"
         f" trained, with master weights in {_short(masters)}. Give precision='fp32' to compute in"
         f" fp32{mended}."
+    ]
+
+
+def whole_notes(engine: Engine) -> list[str]:
+    """Return a sentence for each pattern of `whole=` that matches no parameter here. It may match one
+    of another stage of a pipeline.
+    """
+    patterns = engine.recipe.whole
+    if patterns is None or isinstance(patterns, bool):
+        return []
+    names = [
+        n for unit in engine.units for f in unit.flats for e in f.entries for n in e.part.names
+    ]
+    return [
+        f"whole={pattern!r} matches no parameter of this model, so no group is stepped whole by it."
+        f" Its first parameter is {names[0]!r}."
+        for pattern in patterns
+        if names and not any(fnmatch.fnmatchcase(name, pattern) for name in names)
     ]
 
 
