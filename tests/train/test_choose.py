@@ -4,6 +4,7 @@ plain case; runs take it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,21 @@ def test_whole_gradients_of_accumulation_move_the_choice_from_stage_1_to_2() -> 
         choose(Language(), asked(**several, free=int((peaks[1] + peaks[2]) / 2 / api.USABLE))).stage
         == 2
     )
+
+
+@pytest.mark.parametrize(("name", "counted"), [("muon", "adamw"), ("adafactor", "sgd-momentum")])
+def test_over_axes_optimizers_of_whole_matrices_are_counted_as_others(
+    name: str, counted: str
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
+    layers = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **layers))
+    whole = choose(model, replace(asked(optimizer=name), tp=2))
+    other = choose(model, replace(asked(optimizer=counted), tp=2))
+    assert f"over axes states of {name} are counted as {counted} has them" in whole.notes
+    assert whole.needed == other.needed and whole.stage == other.stage
 
 
 def test_what_does_not_fit_is_said_and_tried_all_the_same() -> None:

@@ -27,6 +27,7 @@ from onefold.plan.modules import model_shape
 from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.schema import Account
 from onefold.plan.states import at_rest, units_of
+from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.options import NODES, OPTIONS, TIERS
 from onefold.wording import TrainError, readable
 
@@ -175,6 +176,11 @@ _SIZES = tuple(2**n for n in range(8))
 def _over_axes(model: nn.Module, asked: Asked) -> Choice:
     """Choose by the account over axes. Raises ValueError: these axes are not possible for it."""
     job, stages = asked.job, tuple(asked.stages())
+    notes = ["over axes activations are counted from dimensions, as fused kernels keep them"]
+    if PLANNED[job.optimizer].update == WHOLE:
+        counted = PLANNED[job.optimizer].rest or "sgd-momentum"
+        notes.append(f"over axes states of {job.optimizer} are counted as {counted} has them")
+        job = replace(job, optimizer=counted)
     count = asked.ranks // (asked.tp * asked.pp)
     axes = {"tp": asked.tp, "ep": asked.ep, "pp": asked.pp}
 
@@ -210,7 +216,6 @@ def _over_axes(model: nn.Module, asked: Asked) -> Choice:
         )
     if asked.pp > 1:
         reason += f"; the ranks wait {chosen.bubble:.0%} of a step for the pipeline"
-    notes = ["over axes activations are counted from dimensions, as fused kernels keep them"]
     if asked.says(TIERS, NODES):
         notes.append("over axes the plan does not count groups, codecs and state off the device")
     flops = transformer_flops_per_token(shape.active_numel, shape.transformer, job.seq)
