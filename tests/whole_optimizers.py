@@ -124,6 +124,32 @@ class Soap(PerTensor):
         p.sub_(update.reshape(p.shape), alpha=group["lr"])
 
 
+class Dion(PerTensor):
+    """Dion (Ahn et al., 2025): momentum, of which a step takes the part of low rank that one iteration
+    finds from the last factor, a state of columns x rank. Vectors go by the sign of the momentum.
+    """
+
+    RANK = 8
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(p))
+        momentum.add_(p.grad)
+        if p.dim() < 2:
+            p.sub_(momentum.sign(), alpha=0.1 * group["lr"])
+            momentum.mul_(0.95)
+            return
+        rows, columns = p.shape
+        if "factor" not in state:
+            drawn = torch.Generator().manual_seed(p.numel())
+            shape = columns, min(self.RANK, rows, columns)
+            state["factor"] = torch.randn(shape, generator=drawn, device="cpu")
+        left = torch.linalg.qr(momentum @ state["factor"])[0]
+        right = momentum.T @ left
+        momentum.addmm_(left, right.T, alpha=-0.05)
+        state["factor"] = right / (right.norm(dim=0) + 1e-8)
+        p.addmm_(left, state["factor"].T, alpha=-group["lr"] * (rows / columns) ** 0.5)
+
+
 class MuonWithAdam(Optimizer):
     """Muon for some groups and Adam for others, in one optimizer, with a count of its own for each
     group. It steps parameters without a gradient too, as if that were zero.
@@ -202,4 +228,5 @@ MADE: dict[str, Callable[[Named], list[Optimizer]]] = {
     "LARS": one(Lars),
     "Shampoo": one(Shampoo),
     "SOAP": one(Soap),
+    "Dion": one(Dion),
 }
