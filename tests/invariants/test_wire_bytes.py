@@ -291,7 +291,7 @@ def test_the_loopback_interface_carries_the_bytes_of_the_formula(
 ) -> None:
     program = str(Path(__file__).parent / "loopback.py")
     runs = []
-    for _ in range(3):
+    for _ in range(6):
         done = own_network([sys.executable, program, str(stage), str(micro_batches)])
         assert done.returncode == 0, done.stderr[-3000:]
         runs.append(json.loads(done.stdout.splitlines()[-1]))
