@@ -324,12 +324,10 @@ def test_pieces_travel_behind_the_products_of_the_update() -> None:
 
 def test_a_plan_with_adafactor_counts_rows_and_columns() -> None:
     found = plan("llama-3-8b", gpus=8, optimizer="adafactor", stage=3, largest=False)
-    (states,) = (
-        sum(
-            sum(p.numel // n for n in p.shape[-2:]) if len(p.shape) > 1 else p.numel
-            for u in found.model.units
-            for p in u.parameters
-        ),
+    states = sum(
+        sum(p.numel // n for n in p.shape[-2:]) if len(p.shape) > 1 else p.numel
+        for u in found.model.units
+        for p in u.parameters
     )
     mean = (4 * states + 4 * sum(len(u.parameters) for u in found.model.units)) / 8
     moments = found.stages[3].account.rest["moments"]

@@ -16,6 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 #: Gaps and padding together, of all elements.
 PADDING = 0.01
@@ -55,7 +56,7 @@ def bordered(sizes: tuple[int, ...], cuts: int, unit: int, quantum: int) -> Bord
     lengths = [-(-n // unit) * unit for n in sizes]
     total = sum(lengths)
     least = -(-total // (cuts * quantum)) * quantum
-    starts = [sum(lengths[:i]) for i in range(len(sizes))]
+    starts = list(accumulate(lengths[:-1], initial=0)) if sizes else []
     if not total:  # parameters without elements
         return Bordered(tuple(range(len(sizes))), tuple(starts), room=0, cut=0, travels=0)
     in_order = _scored(range(len(sizes)), starts, sizes, least)
