@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import onefold
+from onefold.optim.owned import owned_by
 from onefold.optim.verdict import verdict_of
-from onefold.optim.whole_step import owned_by
 from onefold.recipe.optimizers import REFUSED, WHOLE
 from ranks import run_ranks
 from whole_optimizers import Lamb, PerTensor

@@ -15,7 +15,7 @@ from torch import nn
 import onefold
 from benchmarks import probes
 from onefold.layout.owners import traffic
-from onefold.optim.whole_step import StateElsewhere, owned_by
+from onefold.optim.owned import StateElsewhere, owned_by
 from ranks import run_ranks
 from whole_optimizers import MADE, PerTensor, Words, is_matrix, muon_and_adamw, words_of
 

@@ -21,9 +21,9 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Local, Recoded
+from onefold.optim.owned import StateElsewhere
 from onefold.optim.state_dicts import meet_when_asked, show_states
 from onefold.optim.state_parts import OptimizerParts, placed
-from onefold.optim.whole_step import StateElsewhere
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine

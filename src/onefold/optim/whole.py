@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from onefold.optim.owned import owned_by
 from onefold.optim.state_dicts import met
 from onefold.optim.state_parts import (
     OptimizerParts,
@@ -25,7 +26,6 @@ from onefold.optim.state_parts import (
     own_shape,
     placed,
 )
-from onefold.optim.whole_step import owned_by
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.parameter import disable_torch_function
