@@ -491,3 +491,86 @@ def shown_as_declared(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_parameter_shows_the_dtype_that_the_model_was_declared_in(stage: int) -> None:
     assert run_ranks(2, shown_as_declared, stage) == [[], []]
+
+
+class Normed(nn.Module):
+    """Batch norms whose statistics are in fp32 between layers that compute in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)
+        )
+        self.frozen = nn.BatchNorm1d(8).requires_grad_(False)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.head(self.frozen(x))
+
+
+def trained_normed(stage: int | None, precision: str) -> dict[str, Any]:
+    """Losses and weights of three steps; `stage` None: of plain PyTorch in one process, whose linear
+    layers alone are in 16 bits, and are stepped by hand in fp32.
+    """
+    import onefold
+
+    torch.manual_seed(0)
+    model: nn.Module = Normed()
+    narrow = {"bf16": BF16, "fp16": FP16}[precision]
+    masters = {}
+    if stage is None:
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                for p in layer.parameters(recurse=False):
+                    masters[p] = p.detach().clone().requires_grad_()
+                layer.to(narrow)
+        of = [masters.get(p, p) for p in model.parameters() if p.requires_grad]
+    else:
+        options = {"precision": precision, "sync_buffers": False, "stall_timeout": STALL_TIMEOUT}
+        model = onefold.shard(model, onefold.Recipe.zero(stage, **options))
+        of = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(of, lr=0.01), []
+    for step in range(3):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        loss = model(mixed_input(rank, step).to(narrow)).float().square().mean()
+        loss.backward()
+        for p, master in masters.items():
+            master.grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p, master in masters.items():
+                p.copy_(master)
+        losses.append(loss.item())
+    statistics = {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
+    assert {b.dtype for b in statistics.values()} == {FP32}
+    if stage is None:
+        return {"losses": losses, "statistics": statistics}
+    engine = onefold.engine_of(model)
+    rest = engine.memory.now() | {"moments": states.nbytes(optimizer)}
+    return {"losses": losses, "statistics": statistics, "rest": rest}
+
+
+def normed_at_all_stages(precision: str) -> dict[int | None, dict[str, Any]]:
+    return {stage: trained_normed(stage, precision) for stage in (None, 0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_batch_norms_keep_fp32_weights_and_statistics_in_16_bits(precision: str) -> None:
+    from onefold import Recipe
+    from onefold.plan.modules import model_shape
+    from onefold.plan.states import at_rest, units_of
+
+    (alone,) = run_ranks(1, normed_at_all_stages, precision)
+    for stage in (0, 1, 2, 3):
+        for what in ("losses", "statistics"):
+            assert str(alone[stage][what]) == str(alone[None][what]), f"stage {stage}: {what}"
+    for rank, seen in enumerate(run_ranks(2, normed_at_all_stages, precision)):
+        for stage in (0, 1, 2, 3):
+            assert seen[stage]["losses"] == seen[0]["losses"], f"stage {stage}, rank {rank}"
+            recipe = Recipe.zero(stage, precision=precision)  # type: ignore[arg-type]
+            planned = at_rest(units_of(model_shape(Normed()), recipe, 2, rank), "adamw")
+            rest = {k: v for k, v in seen[stage]["rest"].items() if v}
+            assert rest == planned, f"stage {stage}, rank {rank}: {rest}, planned {planned}"

@@ -22,7 +22,6 @@ from onefold.layout.spec import (
     ShardSpec,
     Tiers,
     adds_of,
-    grouped_as,
     hops_of,
 )
 
@@ -42,7 +41,6 @@ __all__ = [
     "Tiers",
     "Topology",
     "adds_of",
-    "grouped_as",
     "hops_of",
     "overlap",
     "round_up",

@@ -84,30 +84,27 @@ class Dtypes:
     wire: torch.dtype
 
     @classmethod
-    def of(cls, dtype: torch.dtype, trainable: bool, recipe: Recipe) -> Dtypes:
+    def of(
+        cls, dtype: torch.dtype, trainable: bool, recipe: Recipe, keeps_dtype: bool = False
+    ) -> Dtypes:
         """Return the recipe's dtypes for a parameter of `dtype`. Float64 and integer parameters
-        keep their own dtype throughout.
+        keep their own dtype throughout. Parameters of a unit that have equal dtypes share a flat
+        buffer.
 
-        A recipe without a compute dtype computes in the parameter's own. Gradients are sent in the
-        compute dtype unless the recipe names a wire dtype. Frozen parameters have no optimizer, so
-        they are stored in the compute dtype, without master weights.
+        A recipe without a compute dtype computes in the parameter's own, and so does a parameter
+        that `keeps_dtype`. Gradients are sent in the compute dtype unless the recipe names a wire
+        dtype. Frozen parameters have no optimizer, so they are stored in the compute dtype, without
+        master weights.
         """
         if dtype not in LOW:
             return cls(dtype, dtype, dtype, dtype)
-        compute = recipe.parameters.dtype or dtype
+        compute = dtype if keeps_dtype else recipe.parameters.dtype or dtype
         return cls(
             compute,
             recipe.master_dtype if trainable else compute,
             recipe.sums_dtype,
             recipe.gradients.wire or compute,
         )
-
-
-def grouped_as(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
-    """Return the key by which parameters of `dtype` share a flat buffer: their own dtype, or one
-    key for all dtypes that the recipe converts to its compute dtype.
-    """
-    return torch.float32 if recipe.compute_dtype is not None and dtype in LOW else dtype
 
 
 @dataclass(frozen=True)

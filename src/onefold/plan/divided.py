@@ -34,10 +34,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
 
-import torch
-
 from onefold.comm.communicators import flat_over, inner_of, nodes_of
-from onefold.layout import Dtypes, ShardSpec, Tiers, Topology, grouped_as
+from onefold.layout import Dtypes, ShardSpec, Tiers, Topology
 from onefold.layout.holders import AxisCut, region_of
 from onefold.plan.activity import blocks_of
 from onefold.plan.degrees import Degrees, dims_of
@@ -287,16 +285,16 @@ def units_over(
 def _flats(
     unit: UnitShape, degrees: Degrees, recipe: Recipe, per_node: int | None, nccl: bool, rank: int
 ) -> Iterator[ShardSpec]:
-    kinds: dict[tuple[torch.dtype, bool, bool, tuple[int, ...]], list[Parameter]] = {}
+    kinds: dict[tuple[Dtypes, bool, bool, tuple[int, ...]], list[Parameter]] = {}
     for p in unit.parameters:
-        like = grouped_as(p.torch_dtype, recipe), p.trainable, rests_encoded(p, recipe)
+        like = p.dtypes(recipe), p.trainable, rests_encoded(p, recipe)
         held = degrees.holders(divided_along(p, degrees)).group_of(rank)
         kinds.setdefault((*like, held), []).append(p)
     for (_, trainable, stored, ranks), of_kind in kinds.items():
         topology = topology_over(ranks, recipe, per_node, degrees.dp * degrees.cp)
         nodes = nodes_of(ranks, per_node)
         decided = recipe.with_sums(nccl, flat_over(nodes, topology))
-        dtypes = Dtypes.of(of_kind[0].torch_dtype, trainable, decided)
+        dtypes = of_kind[0].dtypes(decided)
         yield ShardSpec.of(
             tuple((p.name, local_shape(p, degrees, rank)) for p in of_kind),
             dtypes,

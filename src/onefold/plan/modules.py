@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
-from onefold.runtime.units import Found, find_units
+from onefold.runtime.units import Found, find_units, keeps_dtype
 from onefold.tiling.modules import EmbeddingTile
 from onefold.wording import did_you_mean
 
@@ -281,6 +281,7 @@ def _parameter(found: Found) -> Parameter:
         found.param.requires_grad,
         str(found.param.dtype).removeprefix("torch."),
         looked_up,
+        keeps_dtype(found),
     )
 
 

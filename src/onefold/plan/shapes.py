@@ -20,6 +20,9 @@ from math import prod
 
 import torch
 
+from onefold.layout import Dtypes
+from onefold.recipe import Recipe
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -30,6 +33,7 @@ class Parameter:
         trainable: its requires_grad.
         looked_up: it is an embedding's weight, possibly tied to the head. It is never stored
             encoded.
+        keeps_dtype: it computes in its own dtype under any precision (runtime/units.py).
     """
 
     name: str
@@ -37,6 +41,10 @@ class Parameter:
     trainable: bool = True
     dtype: str = "float32"
     looked_up: bool = False
+    keeps_dtype: bool = False
+
+    def dtypes(self, recipe: Recipe) -> Dtypes:
+        return Dtypes.of(self.torch_dtype, self.trainable, recipe, self.keeps_dtype)
 
     @cached_property
     def numel(self) -> int:

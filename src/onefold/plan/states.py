@@ -47,11 +47,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import torch
-
 from onefold.comm.communicators import flat_over, inner_of, nodes_of
 from onefold.device import chunk_for
-from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, Topology, grouped_as
+from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, Topology
 from onefold.memory import MASTERS, MOMENTS, PARAMETERS, RESIDUALS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
@@ -139,9 +137,10 @@ def units_of(
     topology = topology_of(recipe, ranks, per_node)
     recipe = decided(recipe, ranks, per_node, nccl)
 
-    def spec(parameters: list[Parameter], stored: bool, offloaded: bool) -> ShardSpec:
+    def spec(
+        parameters: list[Parameter], dtypes: Dtypes, stored: bool, offloaded: bool
+    ) -> ShardSpec:
         trainable = parameters[0].trainable
-        dtypes = Dtypes.of(parameters[0].torch_dtype, trainable, recipe)
         return ShardSpec.of(
             tuple((p.name, p.shape) for p in parameters),
             dtypes,
@@ -157,13 +156,13 @@ def units_of(
         )
 
     def unit_plan(unit: UnitShape, offloaded: bool) -> UnitPlan:
-        groups: dict[tuple[torch.dtype, bool, bool], list[Parameter]] = {}
+        groups: dict[tuple[Dtypes, bool, bool], list[Parameter]] = {}
         for p in unit.parameters:
-            stored = rests_encoded(p, recipe)
-            groups.setdefault((grouped_as(p.torch_dtype, recipe), p.trainable, stored), []).append(
-                p
-            )
-        flats = (spec(group, stored, offloaded) for (_, _, stored), group in groups.items())
+            kind = p.dtypes(recipe), p.trainable, rests_encoded(p, recipe)
+            groups.setdefault(kind, []).append(p)
+        flats = (
+            spec(group, dtypes, stored, offloaded) for (dtypes, _, stored), group in groups.items()
+        )
         return UnitPlan(unit.name, tuple(flats), unit.looks_up_only)
 
     units = [unit_plan(u, index in offloaded) for index, u in enumerate(model.units)]

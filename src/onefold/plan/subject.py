@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.layout import Dtypes
 from onefold.plan.activity import Activity, assumed_dims, blocks_of, frozen_active, stretched
 from onefold.plan.choose import Activities
 from onefold.plan.formulas import CODES
@@ -409,7 +408,7 @@ def shape_in_tiles(model: ModelShape, recipe: Recipe) -> ModelShape:
 
 
 def _bytes(p: Parameter, recipe: Recipe) -> int:
-    return p.numel * Dtypes.of(p.torch_dtype, p.trainable, recipe).compute.itemsize
+    return p.numel * p.dtypes(recipe).compute.itemsize
 
 
 def _tiles_of(p: Parameter, limit: int, recipe: Recipe, looks_up: bool) -> list[UnitShape]:

@@ -23,15 +23,14 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from onefold.comm import Pending
 from onefold.device import Ticket
-from onefold.layout import LOW, Dtypes, Tiers, grouped_as
+from onefold.layout import LOW, Dtypes, Tiers
 from onefold.layout.holders import Holders
 from onefold.runtime.flat import Entry, Flat, declared_dtype
-from onefold.runtime.units import Found, UnitSpec, WeightTile, rests_encoded
+from onefold.runtime.units import Found, UnitSpec, WeightTile, keeps_dtype, rests_encoded
 
 if TYPE_CHECKING:
     from onefold.runtime.parameters.parameter import OwningEngine
@@ -245,8 +244,8 @@ def bind(
     holders: Holders,
 ) -> list[Unit]:
     """Build the units of `specs`. A unit has one flat buffer for each kind of its parameters: of
-    one dtype, trained or frozen, stored encoded or not, with gradients of one dtype on the wire
-    (`_onefold_wire` of a parameter names another than the recipe's), held by the same ranks.
+    the same dtypes (`_onefold_wire` of a parameter names another for the wire, unless the recipe
+    does), trained or frozen, stored encoded or not, held by the same ranks.
 
     Each unit reserves eight numbers for its flat buffers. Further ones are numbered after those of
     all units.
@@ -258,19 +257,18 @@ def bind(
     recipe, more = resources.recipe, itertools.count(8 * len(specs) + 1)
     units = []
     for index, spec in enumerate(specs):
-        kinds: dict[tuple[torch.dtype, bool, bool, torch.dtype | None, Holders], list[Found]] = {}
+        kinds: dict[tuple[Dtypes, bool, bool, Holders], list[Found]] = {}
         for found in spec.found:
-            like = grouped_as(declared_dtype(found.param), recipe)
-            trainable = found.param.requires_grad
-            wire = found.param.__dict__.get("_onefold_wire") if trainable and like in LOW else None
+            dtype, trainable = declared_dtype(found.param), found.param.requires_grad
+            dtypes = Dtypes.of(dtype, trainable, recipe, keeps_dtype(found))
+            wire = found.param.__dict__.get("_onefold_wire")
+            if wire is not None and trainable and dtype in LOW and recipe.gradients.wire is None:
+                dtypes = dataclasses.replace(dtypes, wire=wire)
             held_by = holders if found.box is None else found.box.kind.holders
-            kind = like, trainable, rests_encoded(found, recipe), wire, held_by
+            kind = dtypes, trainable, rests_encoded(found, recipe), held_by
             kinds.setdefault(kind, []).append(found)
         flats = []
-        for i, ((_, trainable, encoded, wire, held_by), of_kind) in enumerate(kinds.items()):
-            dtypes = Dtypes.of(declared_dtype(of_kind[0].param), trainable, recipe)
-            if wire is not None and recipe.gradients.wire is None:
-                dtypes = dataclasses.replace(dtypes, wire=wire)
+        for i, ((dtypes, trainable, encoded, held_by), of_kind) in enumerate(kinds.items()):
             number = 8 * index + i if i < 8 else next(more)
             tiers = Tiers.of(trainable, recipe) if index in offloaded and not encoded else None
             name = spec.name or "(root)"

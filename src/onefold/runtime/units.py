@@ -254,6 +254,20 @@ def first_tiles() -> Iterator[None]:
         TiledModule.outlined -= 1
 
 
+# -- what keeps its dtype ---------------------------------------------------------------------------
+
+
+def keeps_dtype(found: Found) -> bool:
+    """Return whether a parameter computes in its own dtype under any precision: the weight and bias
+    of a batch norm with running statistics. As under autocast, these stay in fp32 like the
+    statistics; torch refuses 16-bit weights beside them.
+    """
+    return any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+        for module, _ in found.places
+    )
+
+
 # -- where the state of a unit is stored -----------------------------------------------------------
 #
 # A unit is offloaded as a whole. If only a share of the states leaves the device, the last units of
