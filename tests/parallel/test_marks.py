@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pipeline_models
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from models import features_of
+from onefold.runtime.marks import Marks, _equal
 from ranks import RankFailure, run_ranks
 
 
@@ -262,6 +264,65 @@ def test_a_missing_mark_is_found_after_overflows() -> None:
 def test_right_marks_are_never_complained_of() -> None:
     for seen in run_ranks(4, adapted, 1, ["a", "b"], [1.0] * 5, False):
         assert seen == [""] * 5, seen
+
+
+class Centred(Sequence):
+    """A layer norm after what `tp` divides, so the gradient of each column of `b` sums to zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Parameter(torch.randn(6, 2))
+
+    def forward(self, x: Tensor, group: Any = None) -> Tensor:
+        size, at = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        rows = self.norm(x.chunk(size)[at][:, :2] @ self.b.t())
+        total = rows.pow(3).sum(0)
+        total = total if group is None else SumBackwardSame.apply(total, group)
+        return (total * self.head).sum() / len(x)
+
+
+def centred(stage: int, partial: list[str]) -> Any:
+    import onefold
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
+    model = onefold.shard(Centred(), recipe, mesh=mesh, data="dp", partial=partial)
+    try:
+        model(features_of(0, 8, 6), mesh["tp"].get_group()).backward()
+    except ValueError as error:
+        return str(error)
+    return onefold.clip_grad_norm_(model, 1e9).item()
+
+
+def marked_and_not() -> list[Any]:
+    marks = ["norm.weight", "norm.bias", "b"]
+    return [centred(0, marks), centred(3, marks), centred(2, marks[:2])]
+
+
+def test_parts_of_a_gradient_that_sum_to_zero_are_parts() -> None:
+    plain = Centred()
+    plain(features_of(0, 8, 6)).backward()
+    assert plain.b.grad is not None and plain.b.grad.sum().abs() < 1e-4 * plain.b.grad.norm()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+    for *norms, said in run_ranks(2, marked_and_not):
+        assert norms == pytest.approx([norm, norm], rel=1e-5)
+        assert "have different gradients of 'b'" in said, said
+
+
+def test_random_parts_never_count_as_equal() -> None:
+    entry: Any = SimpleNamespace(number=0, box=None)
+
+    def seen(grad: Tensor) -> Tensor:
+        marks = Marks.__new__(Marks)
+        marks._numbers, marks._seen = {0}, {}
+        marks.note(entry, grad)
+        return marks._seen[0]
+
+    drawn = torch.randn(20_000, 6, generator=torch.Generator().manual_seed(0))
+    numbers = [seen(grad) for grad in drawn]
+    assert not any(_equal(*pair) for pair in zip(numbers, numbers[1:], strict=False))
+    # What rounding to bf16 changes does
+    assert all(_equal(seen(g), seen(g.bfloat16())) for g in drawn[:500])
 
 
 def of_some_ranks() -> str:

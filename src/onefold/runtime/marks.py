@@ -13,10 +13,11 @@ ranks compare what they have:
 | marked partial              | equal                            | raise: leave the mark out                      |
 | either                      | zero, or not finite, on all      | nothing is known yet: look again later         |
 
-Each rank makes three numbers of each gradient: two sums, with all signs + and with alternating signs,
-and the sum of squares. Gradients whose sums agree within `NEAR` of their norms count as equal: kernels
-that add in any order differ by less, parts of a gradient by far more. With one data axis there is
-nothing to compare, and nothing of this exists.
+Each rank makes a few numbers of each gradient: its sum of squares, and its products with `DRAWN` random
+matrices, which are the same on all ranks. Gradients whose products agree within `NEAR` of their norms
+count as equal: kernels that add in any order differ by less, parts of a gradient by far more. (Sums with
+fixed signs would not do: those of a gradient before a layer norm or a softmax are zero.) With one data
+axis there is nothing to compare, and nothing of this exists.
 
 [Note: looks at marks] The first look is at the end of the first backward pass. What it leaves open
 (the half of an adapter whose other half starts as zeros; everything, if fp16 overflows) is looked at
@@ -44,8 +45,10 @@ from onefold.runtime.resources import Resources
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
 
-#: Of the norm: how much sums of gradients that count as equal differ.
+#: Of the norm: how much products of gradients that count as equal differ.
 NEAR = 0.02
+#: How many products. Each takes one in 20 to 90 pairs of parts for equal.
+DRAWN = 8
 #: In place of a count of gradients: a DTensor whose gradient has said that it is partial.
 SAID = -1e9
 
@@ -85,15 +88,15 @@ class Marks:
         """Note a gradient that has come, in a pass that is open."""
         if entry.number not in self._numbers:
             return
-        numbers = torch.zeros(4, dtype=torch.float64, device=grad.device)
+        numbers = torch.zeros(2 + DRAWN, dtype=torch.float64, device=grad.device)
         if entry.box is not None and entry.box.came_partial:
             numbers[0] = SAID
         else:
-            flat = grad.reshape(-1).to(torch.float64)
-            total = flat.sum()
-            numbers = torch.stack(
-                [torch.ones_like(total), total, 2 * flat[::2].sum() - total, flat.square().sum()]
-            )
+            # A random matrix is the product of a column and a row: so it is small
+            matrix = grad.reshape(-1, max(1, grad.shape[-1] if grad.ndim else 1)).to(torch.float64)
+            columns, rows = (_drawn(n, seed, matrix) for seed, n in enumerate(matrix.shape))
+            numbers[0], numbers[1] = 1, matrix.square().sum()
+            numbers[2:] = (matrix @ rows).mul_(columns).sum(0)
         known = self._seen.get(entry.number)
         self._seen[entry.number] = numbers if known is None else known + numbers
 
@@ -120,7 +123,7 @@ class Marks:
     def _compare(self) -> None:
         steps = self._resources.progress.step_count  # with the one that ends here, if it does
         self._looked, self._next = True, max(0, 2 * steps - 1)
-        nothing = torch.zeros(4, dtype=torch.float64, device=self._resources.device)
+        nothing = torch.zeros(2 + DRAWN, dtype=torch.float64, device=self._resources.device)
         mine = torch.stack([self._seen.get(e.number, nothing) for e in self._noted])
         self._seen.clear()
         group = self._resources.group
@@ -212,11 +215,17 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool | None:
     """Return whether two ranks' gradients are the same, by their numbers; None if nothing is known."""
     if min(float(one[0]), float(other[0])) < 0:  # parts of one, see `SAID`
         return None
-    norm = max(float(one[3]), float(other[3])) ** 0.5
+    norm = max(float(one[1]), float(other[1])) ** 0.5
     if norm == 0 or not torch.isfinite(one + other).all():
         return None
-    apart = (one - other)[1:3].abs().max()
+    apart = (one - other)[2:].abs().max()
     return bool(one[0] and other[0] and float(apart) <= NEAR * norm)
+
+
+def _drawn(n: int, seed: int, like: torch.Tensor) -> torch.Tensor:
+    """Return random numbers [n, DRAWN], the same on every rank; on the device of `like`."""
+    drawn = torch.randn(n, DRAWN, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(like, non_blocking=True)
 
 
 def _doubted(
