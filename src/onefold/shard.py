@@ -29,7 +29,6 @@ from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import bytes_of
 from onefold.recipe.rows import NATIVE
-from onefold.runtime.buffers import from_rank_0
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Flat
 from onefold.runtime.gather_paths import FlatGather, Gather, LocalGather, SecondaryGather
@@ -154,8 +153,8 @@ def shard(
         engine, specs, uninitialized = _laid_out(
             module, recipe, group, ranks, partial, wanted, init, where, incoming
         )
-    from_rank_0(engine.resources, list(module.buffers()), "state")
     engine.buffers.find(module)
+    engine.buffers.start(engine.resources)
     _note_uninitialized(engine, uninitialized, specs, module)
     engine.start(_steppers(engine))
     _install_hooks(engine, specs, module)

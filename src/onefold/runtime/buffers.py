@@ -6,6 +6,10 @@
 | after a pass with gradients, outside `no_sync`     | yes, in evaluation too                        |
 | after a pass without gradients, or under `no_sync` | no                                            |
 
+On a mesh of several axes, a buffer follows the first of the ranks that share it: those apart along data
+axes alone, which hold the same of its module's parameters. Along other axes each rank has its own, as of
+its heads, columns or experts.
+
 All of them travel in one message, as bytes: buffers of any dtype, 0-dimensional ones, those that
 are not in the state dict, and those that a module has put in place of others since. Constants
 travel too, as under DDP: without a further message, no rank can know whether another rank has
@@ -16,59 +20,101 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from onefold.comm import CollectiveContext
+from onefold.comm import CollectiveContext, Group
+from onefold.comm.mesh import Mesh
+from onefold.comm.peers import alike, both
 from onefold.memory import STAGING, storage_of
 from onefold.recipe import Recipe
+from onefold.runtime.boxes import local_of
 from onefold.runtime.parameters.interval import ShardedParameterError, spec_of
 from onefold.runtime.parameters.parameter import WRAPPED
+from onefold.runtime.uninitialized import is_marked
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
     from onefold.runtime.resources import Resources
     from onefold.runtime.unit import Unit
+    from onefold.runtime.units import UnitSpec
+
+#: Ranks that share a buffer, for every rank.
+Sharing = tuple[tuple[int, ...], ...]
+
+
+_START = CollectiveContext("control", "(buffers)", 0, "state")
 
 
 class Buffers:
-    """The buffers of one engine's model that follow rank 0's. Holds the modules' tables of buffers,
-    not the modules.
+    """The buffers of one engine's model. Holds the modules' tables of buffers, not the modules.
 
     Attributes:
         due: the next pass over the model begins with a copy of rank 0's buffers.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        group: Group | None = None,
+        mesh: Mesh | None = None,
+        specs: Iterable[UnitSpec] = (),
+    ) -> None:
         self._wanted = recipe.sync_buffers
-        self._tables: list[dict[str, torch.Tensor | None]] = []
+        self._group, self._mesh = group, mesh
+        # By id of a module's table: who holds the same of its parameters, where not all ranks do
+        self._divided: dict[int, set[Sharing]] = {}
+        for found in (f for spec in specs for f in spec.found):
+            if found.box is not None and found.box.divided:
+                for module, _ in found.places:
+                    groups = found.box.kind.holders.groups
+                    self._divided.setdefault(id(module._buffers), set()).add(groups)
+        #: Each module's table, who shares what is in it, and whether it is sent before passes
+        self._tables: list[tuple[dict[str, torch.Tensor | None], Sharing, bool]] = []
         self.due = True
 
     def find(self, module: nn.Module) -> None:
-        """Follow the buffers of `module` that the recipe names."""
-        if self._wanted is False:
-            return
+        """Look at the modules of the model. Before passes go the buffers that the recipe names."""
         norms = nn.modules.batchnorm._NormBase
-        self._tables = [
-            m._buffers for m in module.modules() if self._wanted is True or isinstance(m, norms)
-        ]
+        known: dict[frozenset[Sharing], Sharing] = {}
+        self._tables = []
+        for m in module.modules():
+            divided = frozenset(self._divided.get(id(m._buffers), ()))
+            if divided not in known:
+                known[divided] = self._sharing(divided)
+            sent = self._wanted is True or (self._wanted is not False and isinstance(m, norms))
+            self._tables.append((m._buffers, known[divided], sent))
+
+    def _sharing(self, divided: Iterable[Sharing]) -> Sharing:
+        """Return who shares buffers of a module, by who holds the same of its parameters."""
+        if self._mesh is None:
+            return ()
+        axes = self._mesh.axes
+        others = axes.along([name for name in axes.names if not axes.carries(name)])
+        held = [{r: ranks for ranks in groups for r in ranks} for groups in sorted(divided)]
+        out: dict[Any, list[int]] = {}
+        for rank, at in sorted(zip(self._mesh.ranks, others, strict=True)):
+            out.setdefault((at, *(of[rank] for of in held)), []).append(rank)
+        return tuple(map(tuple, out.values()))
 
     def close(self) -> None:
         self._tables = []
 
+    def _shared(self, every: bool = False) -> dict[Sharing, list[torch.Tensor]]:
+        """Return the buffers that are sent before passes, or all, by who shares them; each once."""
+        out: dict[Sharing, dict[int, torch.Tensor]] = {}
+        for table, sharing, sent in self._tables:
+            for name, b in table.items() if table and (sent or every) else ():
+                if b is not None:
+                    out.setdefault(sharing, {})[id(b)] = local_of(refuse_parts(name, b))
+        return {sharing: [*found.values()] for sharing, found in out.items()}
+
     def tensors(self) -> list[torch.Tensor]:
-        """Return the buffers as they are now, each once."""
-        found = {
-            id(b): (name, b)
-            for table in self._tables
-            if table
-            for name, b in table.items()
-            if b is not None
-        }
-        return [refuse_parts(name, b) for name, b in found.values()]
+        """Return the buffers that are sent before passes, as they are now."""
+        return [b for found in self._shared().values() for b in found]
 
     @property
     def nbytes(self) -> int:
@@ -79,14 +125,11 @@ class Buffers:
         """Called when a pass over the model begins: send rank 0's buffers, if that is due."""
         if not self.due or resources.group.size == 1:
             return
-        tensors = self.tensors()
-        nbytes = sum(map(_nbytes, tensors))
-        if not nbytes:
-            return
-        memory = resources.memory
-        memory.add(STAGING, nbytes, "buffers")
-        from_rank_0(resources, tensors, "forward")
-        memory.add(STAGING, -nbytes, "buffers")
+        for sharing, tensors in self._shared().items():
+            nbytes = sum(map(_nbytes, tensors))
+            resources.memory.add(STAGING, nbytes, "buffers")
+            from_rank_0(resources, resources.group.part(sharing), tensors, "forward")
+            resources.memory.add(STAGING, -nbytes, "buffers")
 
     def after_pass(self, synchronized: bool) -> None:
         """Called after a pass over the model. `synchronized`: it recorded gradients that the ranks
@@ -94,11 +137,71 @@ class Buffers:
         """
         self.due = synchronized
 
+    def start(self, resources: Resources) -> None:
+        """Give every rank the values of the first that shares a buffer, or of rank 0 where that one
+        has none: its model was on the meta device. Collective.
+        """
+        group, shared = resources.group, self._shared(every=True)
+        if group.size == 1:
+            return
+        own = [b for sharing, found in shared.items() if len(sharing) > 1 for b in found]
+        if own and not group.alone:
+            without = group.any_of(bytes(map(is_marked, own)), _START)
+            from_rank_0(resources, group, [b for b, no in zip(own, without) if no], "state")
+        for sharing, tensors in shared.items():
+            from_rank_0(resources, group.part(sharing), tensors, "state")
+
+    # -- buffers of which ranks have values of their own -------------------------------------------
+
+    def place_of(self, buffer: torch.Tensor) -> tuple[Sharing, str]:
+        """Return who shares a buffer, and in words whose values this rank's are: "tp: 1 of 2"; ""
+        if all ranks share it.
+        """
+        sharing = self._sharing(())
+        for table, there, _ in self._tables:
+            if any(b is not None and local_of(b) is local_of(buffer) for b in table.values()):
+                sharing = there
+        if self._group is None or self._mesh is None or len(sharing) < 2:
+            return sharing, ""
+        me = self._group.ranks[self._group.rank]
+        at, mine = next((i, ranks) for i, ranks in enumerate(sharing) if me in ranks)
+        shared, axes = self._mesh.axes_of(mine), self._mesh.axes
+        along = [n for n, s in zip(axes.names, axes.sizes, strict=True) if s > 1 and n not in shared]
+        return sharing, f"{', '.join(along)}: {at} of {len(sharing)}"
+
+    def own(self, named: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Return those buffers of which ranks have other values than others that they do not share
+        them with, and whose this rank's are. Collective on a mesh of several axes; the host waits.
+        """
+        group, places = self._group, {name: self.place_of(b) for name, b in named.items()}
+        places = {name: (sharing, place) for name, (sharing, place) in places.items() if place}
+        if not places or group is None:
+            return {}
+        said = [group.part(sharing).rank == 0 for sharing, _ in places.values()]
+        apart = unlike(group, [named[n] if s else None for n, s in zip(places, said, strict=True)])
+        return {n: place for (n, (_, place)), other in zip(places.items(), apart, strict=True) if other}
+
+
+def unlike(group: Group, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
+    """Return of each tensor whether ranks have other bytes of it, None aside. Collective; the host
+    waits.
+    """
+    mine = [
+        bytes(8) if t is None else both(zlib.crc32(_as_bytes(t).cpu().numpy()).to_bytes(4, "little"))
+        for t in tensors
+    ]
+    found = group.any_of(b"".join(mine), _START)
+    return [not alike(found[i : i + 8]) for i in range(0, len(found), 8)]
+
 
 @torch.no_grad()
-def from_rank_0(resources: Resources, tensors: list[torch.Tensor], phase: str) -> None:
-    """Copy rank 0's values into `tensors` on every rank, in one message. Collective; waits."""
-    group, device, sizes = resources.group, resources.device, list(map(_nbytes, tensors))
+def from_rank_0(
+    resources: Resources, group: Group, tensors: Sequence[torch.Tensor], phase: str
+) -> None:
+    """Copy the values of the first rank of `group` into `tensors` on all of its ranks, in one message.
+    Collective; waits.
+    """
+    device, sizes = resources.device, list(map(_nbytes, tensors))
     if group.size == 1 or not sum(sizes):
         return
     # A number made of shapes and dtypes: messages of ranks whose buffers differ in these, or in

@@ -151,7 +151,7 @@ class Engine:
         self.started = False
         self.full_params_depth = 0
         self.full_params_write = False
-        self.buffers = Buffers(recipe)
+        self.buffers = Buffers(recipe, self.group, mesh, specs)
         # What was on the meta device and has no value yet; empty once everything is loaded
         self.uninitialized = Uninitialized(self.group, self.progress)
         # For onefold.unsharded: the hooks on modules, the other arguments of shard(), and the
