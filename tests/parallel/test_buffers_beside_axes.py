@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from models import features_of
+from onefold.checkpoint.loading import source_of
+from onefold.checkpoint.manifest import read_manifest
+from onefold.pretrained.export_folder import export_folder
 from ranks import run_ranks
 
 
@@ -110,3 +115,95 @@ def test_buffers_of_columns_are_each_ranks_own() -> None:
                 for name, whole in buffers.items():
                     mine = whole.chunk(2)[tp] if whole.ndim else whole
                     torch.testing.assert_close(held[name], mine)
+
+
+def saved_and_loaded(folder: str) -> list[Any]:
+    import onefold
+
+    model, mesh = on_a_mesh(3)
+    dp, tp = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    steps_of(model, dp, 2)
+    onefold.save(folder, model=model)
+    losses = steps_of(model, dp, 2, 2)
+    again, _ = on_a_mesh(1)
+    again.running.slopes.zero_()
+    onefold.load(folder, model=again)
+    assert steps_of(again, dp, 2, 2) == losses
+    said = []
+    for call in (onefold.full_state_dict, lambda m: list(onefold.stream_params(m))):
+        try:
+            call(model)
+        except ValueError as error:
+            said.append(str(error))
+    # One value for all: what is not among it stays each rank's own
+    onefold.load_full_state_dict(model, {"steps": torch.tensor(40)}, strict=False)
+    assert model.steps == 40 and model.running.slopes[0] == 1 + 4 * tp
+    model.running.slopes, model.running.mean = torch.zeros(2, 4)
+    assert "running.mean" in onefold.full_state_dict(model) or dist.get_rank()
+    return said
+
+
+def test_a_checkpoint_has_each_ranks_own_buffers(tmp_path: Path) -> None:
+    import onefold
+
+    folder = str(tmp_path / "step")
+    for whole, stream in run_ranks(4, saved_and_loaded, folder):
+        assert "'running.slopes', 'running.mean' (here tp: " in whole, whole
+        assert stream.startswith("stream_params() has one value of each buffer"), stream
+    kept = [r.item for r in read_manifest(Path(folder)).records if r.item.kind == "buffer"]
+    assert sorted(i.state for i in kept if i.name == "running.mean") == ["tp: 0 of 2", "tp: 1 of 2"]
+    assert [i.state for i in kept if i.name == "steps"] == [""]
+    model = onefold.shard(Columns(), onefold.Recipe.zero(0))
+    with pytest.raises(onefold.CheckpointError, match="has other values of buffer 'running.slopes'"):
+        onefold.load(folder, model=model)
+    with pytest.raises(onefold.CheckpointError, match="what is to be written has one"):
+        export_folder(source_of(Path(folder)), tmp_path / "exported")
+    loaded = onefold.load(folder, model=model, strict=False)
+    assert loaded.missing == ("running.slopes", "running.mean")
+    assert model.steps == 2 and model.running.slopes[7] == 8
+
+
+class Counted(nn.Module):
+    """Experts over `ep`, a data axis: each rank counts for its own."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh["ep"], [Shard(0)]))
+        self.gate = nn.Linear(6, 6)
+        self.register_buffer("counts", torch.full((2,), float(mesh.get_local_rank("ep"))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts += len(x)
+        return (self.gate(x) @ self.weight.to_local().t()).square().sum()
+
+
+def counted() -> tuple[int, list[float]]:
+    import onefold
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    recipe = onefold.Recipe.zero(2, stall_timeout=20.0)
+    model = onefold.shard(Counted(mesh), recipe, mesh=mesh, data=("dp", "ep"))
+    steps_of(model, dist.get_rank(), 2)
+    model.eval()(features_of(0, 4, 6))
+    return mesh.get_local_rank("ep"), model.counts.tolist()
+
+
+def test_experts_keep_buffers_of_their_own() -> None:
+    for ep, counts in run_ranks(4, counted):
+        assert counts == [12.0 + ep] * 2
+
+
+def from_rank_0_alone() -> list[float]:
+    """Buffers of a model that has values on rank 0 alone, and is on the meta device elsewhere."""
+    import onefold
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = Columns()
+    onefold.shard(model, onefold.Recipe.zero(3), mesh=mesh, data="dp", device="cpu")
+    return model.running.slopes.tolist()
+
+
+def test_a_rank_without_values_takes_rank_0s_buffers() -> None:
+    assert run_ranks(2, from_rank_0_alone) == [list(map(float, range(1, 9)))] * 2

@@ -26,6 +26,7 @@ from onefold.optim.state_dicts import meet_when_asked, show_states
 from onefold.optim.state_parts import OptimizerParts, placed
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
+from onefold.runtime.buffers import Sharing
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather_paths import state_context
@@ -55,13 +56,14 @@ class ModelFit:
 
     Attributes:
         found: the source's item for each parameter, by the parameter's first name.
-        buffers: the model's buffers, by name.
+        buffers: the model's buffers that the source has, by its item: the one of this rank's own
+            values, if ranks have such.
         missing: names in the model that the source lacks.
         unexpected: names in the source that the model lacks.
     """
 
     found: Mapping[str, Item]
-    buffers: Mapping[str, torch.Tensor]
+    buffers: Mapping[Item, torch.Tensor]
     missing: list[str]
     unexpected: list[str]
 
@@ -70,8 +72,8 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -
     """Match the source's tensors with the model's. Local; changes nothing.
     Raises: CheckpointError: shapes differ; with `strict`, also if names differ.
     """
-    buffers, _ = beside_parameters(engine, module)
     items = source.items()
+    buffers: dict[Item, torch.Tensor] = {}
     found: dict[str, Item] = {}
     missing, wrong = [], []
     for entry in engine.entries:
@@ -83,13 +85,25 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -
             wrong.append(f"{name}: {items[item].shape} in it, {shape} in the model")
         else:
             found[entry.names[0]] = item
-    for name, tensor in buffers.items():
-        stored = items.get(Item("buffer", name))
-        if stored is None:
+    own = {item.name: item.state for item in items if item.kind == "buffer" and item.state}
+    held, _ = beside_parameters(engine, module)
+    places = engine.buffers.places(held) if own else {}
+    for name, tensor in held.items():
+        item = Item("buffer", name, places[name][1] if name in own else "")
+        if item not in items:
             missing.append(name)
-        elif stored.shape != tuple(tensor.shape):
-            wrong.append(f"{name}: {stored.shape} in it, {tuple(tensor.shape)} in the model")
-    taken = set(found.values()) | {Item("buffer", name) for name in buffers}
+        elif items[item].shape != tuple(tensor.shape):
+            wrong.append(f"{name}: {items[item].shape} in it, {tuple(tensor.shape)} in the model")
+        else:
+            buffers[item] = tensor
+    if strict and (elsewhere := [name for name in missing if name in own]):
+        name = elsewhere[0]
+        raise CheckpointError(
+            f"{source.describe} has other values of buffer {name!r} for ranks with other parts of the"
+            f" model ({own[name]} among them), and this run is divided otherwise. Load it on a mesh"
+            " with the same axes beside data, or give strict=False to leave such buffers as they are."
+        )
+    taken = set(found.values()) | {i for i in items if i.kind == "buffer" and i.name in held}
     unexpected = sorted(
         item.name for item in items if item.kind in ("parameter", "buffer") and item not in taken
     )
@@ -112,7 +126,6 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -
 
 def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
     """Load parameters and buffers. Collective. The first error is kept in `reading.error`."""
-    items = reading.source.items()
     engine.masters.about_to_write()
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
@@ -120,11 +133,9 @@ def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
                 here = [e for e in flat.entries if e.names[0] in fit.found]
                 found = [(entry, fit.found[entry.names[0]]) for entry in here]
                 reading.masters(flat, found)
-        buffers = {Item("buffer", name): tensor for name, tensor in fit.buffers.items()}
-        buffers = {item: tensor for item, tensor in buffers.items() if item in items}
-        reading.buffers(buffers)
+        reading.buffers(fit.buffers)
         engine.make_stale()
-        engine.uninitialized.given({*fit.found, *(item.name for item in buffers)})
+        engine.uninitialized.given({*fit.found, *(item.name for item in fit.buffers)})
 
 
 def load_model(engine: Engine, module: nn.Module, source: Source) -> None:
@@ -203,13 +214,17 @@ class StateReader:
             flat.holders.all_gather(wire, context, flat.index, move="state").wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
-        """Read buffers on the first rank and broadcast them."""
-        if self.engine.rank == 0:
-            for item, tensor in wanted.items():
+        """Read buffers on the first of the ranks that share them, and broadcast them."""
+        every, by_sharing = self.engine.group, dict[Sharing, dict[Item, torch.Tensor]]()
+        places = self.engine.buffers.places(wanted)
+        for item, tensor in wanted.items():
+            sharing = places[item][0] if item.state else ()
+            by_sharing.setdefault(sharing, {})[item] = tensor
+        for sharing, found in by_sharing.items():
+            group = every.part(sharing) if sharing else every
+            for item, tensor in found.items() if group.rank == 0 else ():
                 self.read(item, 0, tensor.numel(), tensor)
-        self.engine.group.broadcast(
-            list(wanted.values()), state_context(self.engine.resources, "buffers")
-        )
+            group.broadcast(list(found.values()), state_context(self.engine.resources, "buffers"))
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor | OnDisk) -> None:
         """Read elements [start, stop) into `out`, on any tier. Does nothing after a first error."""

@@ -145,9 +145,10 @@ class ModelState(_State):
 
     def state_dict(self) -> dict[str, Any]:
         """Return {name: this rank's part}. Tensors alias the model's memory. A tied parameter is
-        listed under each of its names.
+        listed under each of its names. Collective on a mesh of several axes.
         """
         self._check()
+        self.engine.buffers.refuse_own(self.model, "torch.distributed.checkpoint")
         with disable_torch_function(), torch.no_grad():
             out: dict[str, Any] = {}
             for name, (value, entry) in contents(self.engine, self.model).items():

@@ -103,12 +103,14 @@ def collect(
     optimizers: list[torch.optim.Optimizer],
     things: Mapping[str, Any],
     frozen: bool | Collection[str] = True,
+    own: Mapping[str, str] | None = None,
 ) -> RankState:
     """Collect this rank's part of a checkpoint. Local; copies only tensors that are not contiguous.
 
     Args:
         things: scheduler, scaler, data and extra, each None if not given.
         frozen: include parameters that take no gradient; or the names of those to include.
+        own: the buffers of which ranks have values of their own, see `Buffers.own`.
 
     Raises:
         CheckpointError: something cannot be stored.
@@ -137,8 +139,15 @@ def collect(
         for entry, key, value in states.wholes:
             if first or entry.flat.divided:
                 out.add_own(Item("state", entry.part.names[0], key), value)
+        buffers, odd = beside_parameters(engine, module)
+        places = engine.buffers.places(buffers) if own else {}
+        for name, buffer in buffers.items():
+            place = own[name] if own and name in own else ""
+            sharing = engine.group.part(places[name][0]) if place else engine.group
+            if sharing.rank == 0:
+                out.add_own(Item("buffer", name, place), buffer)
         if first:
-            _collect_first(out, engine, module, things)
+            _collect_first(out, odd, things)
             out.values["optimizers"] = [
                 {"class": name, "groups": [encode(g, f"group {i} of {name}") for i, g in enumerate(groups)]}
                 for name, groups in zip((type(o).__name__ for o in optimizers), states.groups, strict=True)
@@ -173,16 +182,8 @@ def _chosen(engine: Engine, frozen: bool | Collection[str]) -> frozenset[str]:
     return frozenset(frozen)
 
 
-def _collect_first(
-    out: RankState,
-    engine: Engine,
-    module: nn.Module,
-    things: Mapping[str, Any],
-) -> None:
-    """Add what only the first rank stores: buffers, and values that are equal on all ranks."""
-    buffers, odd = beside_parameters(engine, module)
-    for name, buffer in buffers.items():
-        out.add_own(Item("buffer", name), buffer)
+def _collect_first(out: RankState, odd: Mapping[str, Any], things: Mapping[str, Any]) -> None:
+    """Add what only the first rank stores: values that are equal on all ranks."""
     if odd:
         out.values["extra_state"] = {
             name: encode(value, f"the extra state {name!r} of the model", out.keep)

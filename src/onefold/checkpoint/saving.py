@@ -48,6 +48,7 @@ from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
+from onefold.runtime.state.dicts import beside_parameters
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -150,6 +151,12 @@ def _begin(
     parts, copying = RankState(), None
     place: Unfinished | None = None
     engine.uninitialized.look()
+    buffers: dict[str, torch.Tensor] = {}
+    if engine.buffers.several:
+        with together.each_rank():
+            check_moment(engine, "save", optimizer)
+            buffers, _ = beside_parameters(engine, model)
+    own = engine.buffers.own(buffers)
     with contextlib.ExitStack() as on_error:
         # All ranks learn of errors and of the folder's name before anything is written
         with together.each_rank():
@@ -157,7 +164,7 @@ def _begin(
             check_moment(engine, "save", optimizer)
             engine.uninitialized.refuse("save() would write")
             engine.transfers.check()
-            parts = collect(engine, model, given, things, frozen)
+            parts = collect(engine, model, given, things, frozen, own)
             copying = Copying(engine, parts) if call == "save_async" else None
             if together.rank == 0:
                 place = on_error.enter_context(Unfinished(target, overwrite))

@@ -4,7 +4,7 @@ library's checkpoint.
 | kind      | name                         | state            | shape                                    |
 |-----------|------------------------------|------------------|------------------------------------------|
 | parameter | its name in the model        |                  | logical                                  |
-| buffer    | its name in the model        |                  | its own                                  |
+| buffer    | its name in the model        | whose, if ranks have values of their own: "tp: 1 of 2" | its own |
 | state     | the parameter's name         | such as exp_avg  | the parameter's, or the state's own      |
 | rng       | the rank it was saved on     |                  | [bytes]                                  |
 | extra     | a number                     |                  | its own                                  |
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.tensorfile import numel_of
 from onefold.layout.holders import TensorBox
 from onefold.layout.regions import BoxInterval, common, whole_region
@@ -85,6 +86,17 @@ class Source:
     def items(self) -> Mapping[Item, Stored]:
         """Return every stored tensor."""
         raise NotImplementedError
+
+    def refuse_own(self) -> None:
+        """Raise CheckpointError if ranks had values of their own of a buffer, of which what is to be
+        written has one.
+        """
+        if own := next((i for i in self.items() if i.kind == "buffer" and i.state), None):
+            raise CheckpointError(
+                f"{self.describe} has other values of buffer {own.name!r} for ranks with other parts"
+                f" of the model ({own.state} among them), and what is to be written has one. Load it on"
+                " a mesh with the same axes beside data, and save the buffer in another way."
+            )
 
     def stored(self, item: Item) -> Stored:
         return self.items()[item]

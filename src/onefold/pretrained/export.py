@@ -95,6 +95,7 @@ def export(
     for each, engine in zip(stages, engines, strict=True):
         engine.uninitialized.look()
         engine.uninitialized.refuse("export() would write")
+        engine.buffers.refuse_own(each, "export()")
         outline.add(Outline.of(each))
         if dtype == "master":
             outline.dtypes |= masters(engine)

@@ -92,6 +92,7 @@ def _say_dtype(path: Path, dtype: torch.dtype) -> None:
 
 
 def _outline_of(source: Source) -> Outline:
+    source.refuse_own()
     others, out = source.other_names(), Outline()
     for item, stored in source.items().items():
         if item.kind in ("parameter", "buffer"):

@@ -128,6 +128,7 @@ def stream_params(
         engine.refuse_changes("stream_params")
     engine.uninitialized.look()
     engine.uninitialized.refuse("stream_params() would give")
+    engine.buffers.refuse_own(model, "stream_params()")
     merging = Merging.of(model) if merge_adapters else None
     said = tell_all(engine.resources, "stream_params()", (limit, str(dtype), merge_adapters))
     if other := next((there for there in said if there != said[0]), None):

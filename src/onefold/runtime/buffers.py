@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from onefold.runtime.unit import Unit
     from onefold.runtime.units import UnitSpec
 
+Key = TypeVar("Key")
 #: Ranks that share a buffer, for every rank.
 Sharing = tuple[tuple[int, ...], ...]
 
@@ -153,33 +154,68 @@ class Buffers:
 
     # -- buffers of which ranks have values of their own -------------------------------------------
 
-    def place_of(self, buffer: torch.Tensor) -> tuple[Sharing, str]:
-        """Return who shares a buffer, and in words whose values this rank's are: "tp: 1 of 2"; ""
+    @property
+    def several(self) -> bool:
+        """Whether some buffers are shared by some of the ranks only."""
+        return any(len(sharing) > 1 for _, sharing, _ in self._tables)
+
+    def places(self, named: Mapping[Key, torch.Tensor]) -> dict[Key, tuple[Sharing, str]]:
+        """Return who shares each buffer, and in words whose values this rank's are: "tp: 1 of 2"; ""
         if all ranks share it.
         """
-        sharing = self._sharing(())
-        for table, there, _ in self._tables:
-            if any(b is not None and local_of(b) is local_of(buffer) for b in table.values()):
-                sharing = there
+        found = {
+            id(local_of(b)): sharing
+            for table, sharing, _ in self._tables
+            for b in table.values()
+            if b is not None
+        }
+        # What a hook of the state dict has made lies in no table
+        every = {name: found.get(id(local_of(b)), self._sharing(())) for name, b in named.items()}
+        words = {sharing: self._words(sharing) for sharing in {*every.values()}}
+        return {name: (sharing, words[sharing]) for name, sharing in every.items()}
+
+    def _words(self, sharing: Sharing) -> str:
         if self._group is None or self._mesh is None or len(sharing) < 2:
-            return sharing, ""
-        me = self._group.ranks[self._group.rank]
+            return ""
+        me, axes = self._group.ranks[self._group.rank], self._mesh.axes
         at, mine = next((i, ranks) for i, ranks in enumerate(sharing) if me in ranks)
-        shared, axes = self._mesh.axes_of(mine), self._mesh.axes
-        along = [n for n, s in zip(axes.names, axes.sizes, strict=True) if s > 1 and n not in shared]
-        return sharing, f"{', '.join(along)}: {at} of {len(sharing)}"
+        shared = self._mesh.axes_of(mine)
+        sizes = zip(axes.names, axes.sizes, strict=True)
+        apart = [name for name, size in sizes if size > 1 and name not in shared]
+        return f"{', '.join(apart)}: {at} of {len(sharing)}"
 
     def own(self, named: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """Return those buffers of which ranks have other values than others that they do not share
-        them with, and whose this rank's are. Collective on a mesh of several axes; the host waits.
+        """Return those buffers of which ranks have other values than ranks that do not share them,
+        and in words whose this rank's are. Collective if there are `several`; the host waits.
         """
-        group, places = self._group, {name: self.place_of(b) for name, b in named.items()}
-        places = {name: (sharing, place) for name, (sharing, place) in places.items() if place}
-        if not places or group is None:
+        group = self._group
+        if group is None or not self.several:
             return {}
-        said = [group.part(sharing).rank == 0 for sharing, _ in places.values()]
-        apart = unlike(group, [named[n] if s else None for n, s in zip(places, said, strict=True)])
-        return {n: place for (n, (_, place)), other in zip(places.items(), apart, strict=True) if other}
+        places = {name: at for name, at in self.places(named).items() if at[1]}
+        first = {name: group.part(sharing).rank == 0 for name, (sharing, _) in places.items()}
+        apart = unlike(group, [named[name] if first[name] else None for name in places])
+        return {name: places[name][1] for name, other in zip(places, apart, strict=True) if other}
+
+    def refuse_own(self, module: nn.Module, call: str) -> None:
+        """Raise ValueError on every rank if `call` would have rank 0's values of buffers of which
+        other ranks have values of their own. Collective if there are `several`.
+        """
+        if own := self.own(persistent(module)):
+            raise ValueError(
+                f"{call} has one value of each buffer, and ranks have values of their own of"
+                f" {_few([*map(repr, own)])} (here {next(iter(own.values()))}). onefold.save stores"
+                " them all. Register what is computed anew with persistent=False."
+            )
+
+
+def persistent(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that the module's state dict has, by name."""
+    return {
+        f"{prefix}.{key}" if prefix else key: b
+        for prefix, m in module.named_modules()
+        for key, b in m._buffers.items()
+        if b is not None and key not in m._non_persistent_buffers_set
+    }
 
 
 def unlike(group: Group, tensors: Sequence[torch.Tensor | None]) -> list[bool]:

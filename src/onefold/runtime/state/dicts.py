@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from onefold.runtime.boxes import local_of
-from onefold.runtime.buffers import refuse_parts
+from onefold.runtime.buffers import persistent, refuse_parts
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather_paths import state_context
@@ -224,6 +224,7 @@ def whole_state_dict(
     Args:
         parts, items: the values of all parameters.
     """
+    engine.buffers.refuse_own(module, "a whole state dict")
     wholes = _wholes(engine, parts, items)
     if engine.rank != 0:
         return {}
@@ -279,7 +280,8 @@ def load_full_state_dict(
     }
     with disable_torch_function(), torch.no_grad():
         _load_masters(engine, incoming, given)
-        _load_buffers(engine, {n: v for n, v in expected.items() if n not in shapes}, state or {})
+        given = {n: v for n, v in expected.items() if n not in shapes and n not in missing}
+        _load_buffers(engine, given, state or {})
         engine.make_stale()
         engine.uninitialized.given(
             {
@@ -327,12 +329,14 @@ def _load_by_module(
     if complaint:
         raise ValueError(complaint)
     incoming = {e.part.names[0] for e in engine.entries}
-    buffers = dict(module.named_buffers())
+    buffers = {n: b for n, b in persistent(module).items() if n not in missing}
     with disable_torch_function(), torch.no_grad():
         _load_masters(engine, incoming, wholes)
         _load_buffers(engine, buffers, {})
+        engine.buffers.start(engine.resources)  # others may have been written to on rank 0
         engine.make_stale()
-        names = {name for e in engine.entries for name in e.part.names} | set(buffers)
+        names = {name for e in engine.entries for name in e.part.names}
+        names |= {name for name, _ in module.named_buffers()}
         engine.uninitialized.given(names - set(missing))
         engine.uninitialized.remember()
     return missing, unexpected

@@ -257,6 +257,7 @@ def _opened(folder: str | os.PathLike[str], tag: str | None) -> Iterator[Source]
 
 
 def _tensors(source: Source, without_frozen: bool) -> list[_Tensor]:
+    source.refuse_own()
     frozen = _frozen_in(source) if without_frozen else frozenset()
     other = source.other_names()
     return [
