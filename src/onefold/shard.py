@@ -53,6 +53,7 @@ from onefold.runtime.resources import Activations, Capabilities, Resources, Stor
 from onefold.runtime.state import dicts as state_dicts
 from onefold.runtime.state import start as state_start
 from onefold.runtime.state.checks import (
+    compare_copies,
     compare_ranks,
     mark_partial,
     rank_0_needs_values,
@@ -225,6 +226,8 @@ def _laid_out(
     preflight(engine)
     if incoming is not None:
         incoming.settle(engine)
+    if not isinstance(group, Group):  # onefold.unsharded starts from rank 0's values
+        compare_copies(engine, names)
     values = rank_0_needs_values(engine, module)
     refuse_missing_boxes(engine, values)
     refuse_uneven_groups(engine)

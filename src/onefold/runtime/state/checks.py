@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,14 @@ from onefold.comm.mesh import REPLICATE, Mesh
 from onefold.recipe import Recipe
 from onefold.recipe.options import OPTIONS
 from onefold.recipe.rows import GROUP
-from onefold.runtime.boxes import is_dtensor
+from onefold.runtime.boxes import is_dtensor, local_of
+from onefold.runtime.buffers import unlike
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import is_sharded
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.parameter import ShardedParameter
-from onefold.runtime.state.start import has_meta
+from onefold.runtime.state.start import KEEPER, has_meta
+from onefold.runtime.uninitialized import value_of
 from onefold.runtime.units import UnitSpec
 
 _START = CollectiveContext("control", "(start)", 0, "state")
@@ -232,6 +234,36 @@ def compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec], weights
                 f" {', '.join(f'rank {r}' for r in others)}. Every rank must shard the same model"
                 " by the same recipe (weights may differ: rank 0's are taken)."
             )
+
+
+def compare_copies(engine: Engine, incoming: Collection[str]) -> None:
+    """Raise ValueError on every rank if ranks with rank 0's data have other values of a parameter that
+    all ranks hold: it may be a part, as of layers written for tensor parallelism without DTensors.
+    Collective on a mesh of several axes. `incoming`: names of parameters that will be loaded.
+    """
+    group, mesh = engine.group, engine.mesh
+    if group.alone or not mesh.several:
+        return
+    data_of = mesh.data_of
+    mine = data_of[group.ranks[group.rank]] == data_of[min(mesh.ranks)]
+    entries = [e for e in engine.entries if e.box is None or not e.box.divided]
+    values = [
+        None if not mine or e.slot.name in incoming or KEEPER in e.param.__dict__ else value_of(e)
+        for e in entries
+    ]
+    apart = unlike(group, [None if v is None else local_of(v.detach()) for v in values])
+    if names := [e.slot.name for e, other in zip(entries, apart, strict=True) if other]:
+        axes = [n for n in mesh.axes.names if not mesh.axes.carries(n)]
+        along = " and ".join(map(repr, axes))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ValueError(
+            f"ranks that are apart along {along} only have different values of"
+            f" {', '.join(map(repr, names[:3]))}{more}, which are no DTensors: shard() would take rank"
+            " 0's for all. If all ranks are to hold the same, start them alike: by the same seed on"
+            f" ranks along {along}, or on the meta device. If each has its own part, say so:"
+            f" layer.weight = nn.Parameter(DTensor.from_local(part, mesh[{axes[0]!r}], [Shard(dim)]))"
+            " before shard(), and compute with layer.weight.to_local()."
+        )
 
 
 def rank_0_needs_values(engine: Engine, module: nn.Module) -> bool:
