@@ -154,7 +154,7 @@ def test_a_checkpoint_has_each_ranks_own_buffers(tmp_path: Path) -> None:
     assert sorted(i.state for i in kept if i.name == "running.mean") == ["tp: 0 of 2", "tp: 1 of 2"]
     assert [i.state for i in kept if i.name == "steps"] == [""]
     model = onefold.shard(Columns(), onefold.Recipe.zero(0))
-    with pytest.raises(onefold.CheckpointError, match="has other values of buffer 'running.slopes'"):
+    with pytest.raises(onefold.CheckpointError, match="has other values of buffer"):
         onefold.load(folder, model=model)
     with pytest.raises(onefold.CheckpointError, match="what is to be written has one"):
         export_folder(source_of(Path(folder)), tmp_path / "exported")

@@ -93,7 +93,11 @@ def sharded(stage: int, said: bool, seed: int | None = None) -> Any:
 
 def all_ways() -> list[Any]:
     rank = dist.get_rank()
-    return [sharded(1, False), sharded(2, True, rank), *(sharded(s, True, rank // 2) for s in (0, 3))]
+    return [
+        sharded(1, False),
+        sharded(2, True, rank),
+        *(sharded(s, True, rank // 2) for s in (0, 3)),
+    ]
 
 
 def test_plain_parts_along_other_axes_are_told_on_every_rank() -> None:

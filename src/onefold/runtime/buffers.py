@@ -148,7 +148,9 @@ class Buffers:
         own = [b for sharing, found in shared.items() if len(sharing) > 1 for b in found]
         if own and not group.alone:
             without = group.any_of(bytes(map(is_marked, own)), _START)
-            from_rank_0(resources, group, [b for b, no in zip(own, without) if no], "state")
+            from_rank_0(
+                resources, group, [b for b, no in zip(own, without, strict=True) if no], "state"
+            )
         for sharing, tensors in shared.items():
             from_rank_0(resources, group.part(sharing), tensors, "state")
 
@@ -223,10 +225,12 @@ def unlike(group: Group, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
     waits.
     """
     mine = [
-        bytes(8) if t is None else both(zlib.crc32(_as_bytes(t).cpu().numpy()).to_bytes(4, "little"))
+        bytes(8)
+        if t is None
+        else both(zlib.crc32(_as_bytes(t).cpu().numpy().tobytes()).to_bytes(4, "little"))
         for t in tensors
     ]
-    found = group.any_of(b"".join(mine), _START)
+    found = group.any_of(b"".join(mine), _START) if mine else b""
     return [not alike(found[i : i + 8]) for i in range(0, len(found), 8)]
 
 
