@@ -165,14 +165,14 @@ class Buffers:
         """Return who shares each buffer, and in words whose values this rank's are: "tp: 1 of 2"; ""
         if all ranks share it.
         """
+        shared = self._sharing(())  # of what a hook of the state dict has made, in no table
         found = {
             id(local_of(b)): sharing
             for table, sharing, _ in self._tables
             for b in table.values()
             if b is not None
         }
-        # What a hook of the state dict has made lies in no table
-        every = {name: found.get(id(local_of(b)), self._sharing(())) for name, b in named.items()}
+        every = {name: found.get(id(local_of(b)), shared) for name, b in named.items()}
         words = {sharing: self._words(sharing) for sharing in {*every.values()}}
         return {name: (sharing, words[sharing]) for name, sharing in every.items()}
 
