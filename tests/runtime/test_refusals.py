@@ -523,8 +523,8 @@ def parameters_of_freed_models(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", SHARDED)
 def test_a_parameter_of_a_freed_model_is_refused_in_a_pass_of_another(stage: int) -> None:
     expected = (
-        "ShardedParameterError: 'weight' is one rank's part of a parameter whose model is gone:"
-        " nothing can make it whole."
+        "ShardedParameterError: 'weight' is a parameter of a model that is gone, and was used in a"
+        " pass of another model, which cannot train it: keep the model, or use a clone of it."
     )
     assert run_ranks(2, parameters_of_freed_models, stage) == [[expected] * 4] * 2
 

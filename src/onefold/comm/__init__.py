@@ -13,7 +13,7 @@ optimizers.
 | What was sent?                               | `ledger`                               |
 """
 
-from onefold.comm.group import Group
+from onefold.comm.group import Group, Part
 from onefold.comm.ledger import MOVES, OWNERS, STEP_MOVES, Sent, TrafficEvent, TrafficLedger
 from onefold.comm.pending import Chain, CollectiveContext, Pending, StallError
 
@@ -24,6 +24,7 @@ __all__ = [
     "Chain",
     "CollectiveContext",
     "Group",
+    "Part",
     "Pending",
     "Sent",
     "StallError",

@@ -58,6 +58,7 @@ class Group(Moves):
         timeout: seconds a wait may take before it ends in a `StallError`.
         inner: ranks of each group: a number (of data ranks, on a mesh), None, "node" or "flat"; see
             the table of comm/communicators.py and [Note: two levels].
+        backend: None takes the one that `process_group` has for such tensors.
 
     Attributes:
         ranks: global ranks by position.
@@ -69,6 +70,7 @@ class Group(Moves):
             (comm/communicators.py).
         flat_over_nodes: every rank sends to every other, although several share a node.
         flat_note: a sentence about that, if the recipe leaves the groups to Onefold; else "".
+        reunion: where these ranks meet after the group was closed.
 
     Raises:
         ValueError: the groups do not divide the ranks, or ranks share a device that the backend
@@ -81,8 +83,10 @@ class Group(Moves):
         device: torch.device,
         timeout: float,
         inner: int | str | None = None,
+        backend: str | None = None,
     ) -> None:
         self.timeout, self.device = timeout, device
+        self.reunion = Reunion(process_group, timeout, inner)
         self.ledger = TrafficLedger()
         self.heard: int | None = None  # the step at whose end all ranks agreed last
         self.broken: StallError | None = None
@@ -118,7 +122,7 @@ class Group(Moves):
             Topology(self.size, inner_of(inner, numbers, None))  # raises before anything is made
         if self.size > 1:
             self.number = numbers.index(dist.get_rank())
-            self.backend = backend_of(process_group, device)
+            self.backend = backend or backend_of(process_group, device)
             self.wire = wire_of(self.backend)
         self.control_group = self.gather_group = self.reduce_group = None
         if not self.alone:
@@ -272,6 +276,34 @@ class Group(Moves):
         super().give_up()
 
 
+class Reunion:
+    """The ranks of a group that was closed. Tensors that outlive their model hold it, and nothing
+    else of that model. They meet over gloo, whose connections each rank closes by itself.
+    """
+
+    def __init__(self, process_group: Any, timeout: float, inner: int | str | None) -> None:
+        self._given = process_group, torch.device("cpu"), timeout, inner
+        self._group: Group | None = None
+        self._world: Any = None  # the default group in which `_group` was made
+
+    def group(self, size: int) -> Group | None:
+        """Return a group of these ranks; None if process groups were destroyed. Collective."""
+        try:
+            there, ranks = members(self._given[0])
+        except ValueError:
+            return None
+        if len(ranks) != size:
+            return None
+        if self._group is None or self._world is not dist.group.WORLD:
+            backend = "fake" if str(dist.get_backend(there)) == "fake" else "gloo"
+            self._group, self._world = Group(*self._given, backend), dist.group.WORLD
+        return self._group
+
+    def __del__(self) -> None:
+        if self._group is not None:
+            self._group.close()
+
+
 class Level(Group):
     """The ranks of one level of a group. They share the ledger, the failures and gloo's connections
     of the `whole` group.
@@ -357,7 +389,7 @@ class Part(Level):
 
     def __init__(self, whole: Group, groups: Sequence[Sequence[int]]) -> None:
         """`groups` divide the global ranks of `whole`. Collective over `whole`."""
-        self._sized = False
+        self._sized, self.parts = False, groups
         inner, per_node = whole._inner, whole._per_node
         self._inner, self._per_node = inner, per_node
         if whole._mesh is not None and whole._data_ranks is not None:

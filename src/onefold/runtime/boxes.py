@@ -174,6 +174,7 @@ class Box:
         """Return the global tensor, from each rank's box of it. Collective over the box's own mesh,
         by DTensor.
         """
+        local = local.to(self.kind.mesh.device_type)
         whole: torch.Tensor = dtensor_over(local, self.spec(local.dtype)).full_tensor()  # type: ignore[attr-defined]
         return whole
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._foreach_utils import _foreach_supported_types
 
-from onefold.comm import CollectiveContext, Group
+from onefold.comm import CollectiveContext, Group, Part
 from onefold.layout import overlap
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ class Owners:
         alone: each rank owns every address.
     """
 
-    __slots__ = ("_engine", "_flat", "alone", "bounds", "index", "position")
+    __slots__ = (
+        "_engine", "_flat", "_level", "_parts", "_reunion", "_size", "alone", "bounds", "index",
+        "position",
+    )  # fmt: skip
 
     def __init__(self, flat: Flat, engine: OwningEngine) -> None:
         group, everybody = flat.owners_group, flat.group
@@ -71,21 +74,35 @@ class Owners:
         self.bounds = tuple(flat.owned_by(p) for p in ([0] if self.alone else positions))
         self.position, self.index = 0 if self.alone else group.rank, flat.index
         self._engine, self._flat = weakref.ref(engine), weakref.ref(flat)
+        # Where the parts meet when the model is gone
+        self._reunion, self._size = engine.group.reunion, engine.group.size
+        self._parts = everybody.parts if isinstance(everybody, Part) else None
+        self._level = group is not everybody
 
-    def meet(self, subject: str) -> tuple[OwningEngine, Group]:
-        """Return the engine, and the group of the ranks that own the parts. `subject` is for the
-        message.
+    @property
+    def engine(self) -> OwningEngine | None:
+        """The engine; None if the model has been freed or closed."""
+        engine = self._engine()
+        return None if engine is None or engine.progress.closed else engine
+
+    def meet(self, subject: str) -> tuple[Group, Group]:
+        """Return the group of the ranks that own the parts, and that of all ranks. `subject` is for
+        the message. Collective if the model is gone.
 
         Raises:
-            ShardedParameterError: the model has been freed or closed.
+            ShardedParameterError: the model is gone, and the process group too.
         """
-        engine, flat = self._engine(), self._flat()
-        if engine is None or flat is None or engine.progress.closed:
+        engine, flat = self.engine, self._flat()
+        if engine is not None and flat is not None:
+            return flat.owners_group, engine.group
+        everyone = self._reunion.group(self._size)
+        if everyone is None:
             raise ShardedParameterError(
-                f"{subject} is one rank's part of a parameter whose model is gone: nothing can make"
-                " it whole."
+                f"{subject} is one rank's part of a parameter whose model is gone, and its process"
+                " group too: read it before destroy_process_group()."
             )
-        return engine, flat.owners_group
+        part = everyone if self._parts is None else everyone.part(self._parts)
+        return part.intra_group if self._level else part, everyone
 
     def wait_before_write(self) -> None:
         """See `MasterAccess.wait_before_write`."""
@@ -200,10 +217,10 @@ class IntervalSpec:
 
         `local` has this rank's elements. `what` names the operation, for messages.
         """
-        engine, group, context = self._begin("state", what)
+        group, _, context = self._begin("state", what)
         if self.owners.alone:
             return self._of_boxes(local).to(local.device)
-        full = torch.empty(self._held, dtype=local.dtype, device=engine.device)
+        full = torch.empty(self._held, dtype=local.dtype, device=group.device)
         raw, parts = full.view(torch.uint8), [self._at(p) for p in range(group.size)]
         width = local.element_size()
         with torch.no_grad():
@@ -232,34 +249,35 @@ class IntervalSpec:
         self, values: torch.Tensor, what: str, others: Sequence[IntervalSpec] = ()
     ) -> torch.Tensor:
         """Return the `values`, [k], of every rank of the group as [ranks, k], in rank order, on the
-        engine's device. `others`: the further intervals that the values are of.
+        group's device. `others`: the further intervals that the values are of.
 
         Raises:
             RuntimeError: on every rank, if another rank asked for something else. See [Note: the
                 same question].
         """
-        engine, group, context = self._begin("control", what)
+        group, everyone, context = self._begin("control", what)
         digest = zlib.crc32(what.encode())
         for spec in (self, *others):
             digest = zlib.crc32(spec._token or spec._make_token(), digest)
         more = f" and of {len(others)} others" if others else ""
         asked = f"{what} of {self.said}{more}"
-        values = values.to(engine.device)
+        values = values.to(group.device)
         if not self.owners.alone:
             values = group.gather_asked(values, digest, asked, context)
         if self.box is None:
             return values
         # One row, or the rows of one group of owners, for each box
         values = values if not self.owners.alone else values[None]
-        every = engine.group.gather_asked(values, digest, asked, context)
-        return every[self.box.firsts(engine.group.ranks)].flatten(0, 1)
+        every = everyone.gather_asked(values, digest, asked, context)
+        return every[self.box.firsts(everyone.ranks)].flatten(0, 1)
 
-    def _begin(self, move: str, what: str) -> tuple[OwningEngine, Group, CollectiveContext]:
-        """Return the engine, the group, and what the ledger and messages say of a collective."""
-        engine, group = self.owners.meet(f"{self.name!r}")
+    def _begin(self, move: str, what: str) -> tuple[Group, Group, CollectiveContext]:
+        """Return what `Owners.meet` does, and what the ledger and messages say of a collective."""
+        group, everyone = self.owners.meet(f"{self.name!r}")
         subject = f"{what} of {self.said}, which every rank must call"
-        progress = engine.progress
-        return engine, group, CollectiveContext(move, subject, progress.step_count, progress.phase)
+        engine = self.owners.engine
+        at = (0, "state") if engine is None else (engine.progress.step_count, engine.progress.phase)
+        return group, everyone, CollectiveContext(move, subject, *at)
 
 
 def spec_of(value: Any) -> IntervalSpec | None:

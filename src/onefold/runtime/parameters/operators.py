@@ -261,8 +261,8 @@ def _unscale(op: Operator, func: Any, args: Any, kwargs: Any) -> None:
     all; the host does not wait.
     """
     func(*args, **kwargs)
-    specs = [spec for t in args[0] if (spec := spec_of(t)) is not None]
-    engines = {id(e): e for e in (spec.owners.meet(spec.name)[0] for spec in specs)}
+    owners = [spec.owners for t in args[0] if (spec := spec_of(t)) is not None]
+    engines = {id(e): e for o in owners if (e := o.engine) is not None}
     for engine in engines.values():
         engine.agree_on_overflow(args[1])
 

@@ -360,7 +360,10 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if ForwardDepth.value or _recomputing():
             args, kwargs = _substitute(op, args, kwargs)
             # Parameters are left over that belong to another model, which is not in a pass
-            return _run(op, func, args, kwargs, tensors_among((args, kwargs)), False)
+            among = tensors_among((args, kwargs))
+            if not op.about_itself:
+                _refuse_freed(among)
+            return _run(op, func, args, kwargs, among, False)
         # The backward of a Function and a hook get whole parameters too, but for writes: these go
         # to the masters, which `.data` shows, because the whole is dropped after the pass.
         if differentiate.in_autograd() and not (
@@ -405,6 +408,18 @@ def _run(op: Operator, func: Any, args: Any, kwargs: Any, among: list[Any], cast
     if reads and cast:
         args, kwargs = _as_declared(args), _as_declared(kwargs)
     return func(*args, **kwargs)
+
+
+def _refuse_freed(among: list[Any]) -> None:
+    for t in among:
+        if isinstance(t, ShardedParameter):
+            entry = entry_of(t)
+            if entry is None or entry.engine() is None:
+                name = t.__dict__["onefold"].name
+                raise ShardedParameterError(
+                    f"{name!r} is a parameter of a model that is gone, and was used in a pass of"
+                    " another model, which cannot train it: keep the model, or use a clone of it."
+                )
 
 
 def _refuse_storageless(func: Any, params: list[ShardedParameter]) -> None:
@@ -589,7 +604,6 @@ def _substitute(
     def swap(t: torch.Tensor) -> torch.Tensor:
         entry = entry_of(t) if isinstance(t, ShardedParameter) else None
         engine = entry.engine() if entry is not None else None
-        # A parameter of a freed model stays: `compute` raises where its elements are needed
         if entry is None or engine is None or not wanted(engine):
             return t
         if op.about_itself and op.name != "detach":

@@ -22,7 +22,7 @@ def norms_of(tensors: Sequence[torch.Tensor], p: Any) -> list[torch.Tensor]:
     apart: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         if (spec := spec_of(t)) is not None:
-            apart.setdefault(spec.owners.meet(spec.name)[1], []).append(i)
+            apart.setdefault(spec.owners.meet(spec.name)[0], []).append(i)
     for indices in apart.values():
         spec, *others = [s for i in indices if (s := spec_of(tensors[i])) is not None]
         device = out[indices[0]].device
