@@ -89,6 +89,38 @@ def sent(engine: Any) -> int:
     return sum(n for move, n in totals.items() if move in ("reduce-scatter", "all-reduce"))
 
 
+# -- the limit of a file that names none -----------------------------------------------------------
+
+
+def steps_taken(stage: int) -> list[tuple[float, float, float]]:
+    """The limit, the norm of the gradients, and how far an SGD step goes by its rate: without
+    `gradient_clipping`, and with 0.
+    """
+    found = []
+    for more in ({}, {"gradient_clipping": 0}):
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+            **more,
+        }
+        engine = initialize(model=Net(), config=config)[0]
+        before = weights(engine)
+        engine.backward(loss_of(engine, 0) * 100)
+        engine.step()
+        moved = [(a - b).square().sum() for a, b in zip(before, weights(engine), strict=True)]
+        length = float(torch.stack(moved).sum().sqrt()) / RATE
+        found.append((engine.gradient_clipping(), engine.get_global_grad_norm(), length))
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_file_without_gradient_clipping_clips_to_norm_one(stage: int) -> None:
+    for (limit, norm, length), (none, _, whole) in run_ranks(2, steps_taken, stage):
+        assert limit == 1 and norm > 5 and length == pytest.approx(1, rel=1e-4)
+        assert none == 0 and whole == pytest.approx(norm, rel=1e-4)
+
+
 # -- the user decides when a step applies ----------------------------------------------------------
 
 

@@ -80,7 +80,7 @@ def test_a_hugging_face_file_is_read_and_every_key_without_effect_is_listed() ->
     assert config.batch == BatchSizes(None, None, None)
     assert (
         config.steps_per_print is None
-        and config.gradient_clipping == 0.0
+        and config.gradient_clipping == 1.0
         and config.loss_scaling is None
     )
     assert {path.removeprefix("zero_optimization.") for path, _ in config.without_effect} == {
@@ -97,6 +97,14 @@ def test_a_hugging_face_file_is_read_and_every_key_without_effect_is_listed() ->
         and "accepted, without effect" in text
         and "gradient_clipping" in text
     )
+
+
+def test_a_file_without_gradient_clipping_says_that_gradients_are_clipped() -> None:
+    said = "gradient_clipping is not set: gradients are clipped to norm 1.0, as in DeepSpeed 0.19.8"
+    assert [n for n in read_deepspeed({}).notes if n.startswith(said)]
+    for given in (0, 0.5):
+        read = read_deepspeed({"gradient_clipping": given})
+        assert read.gradient_clipping == given and not read.notes
 
 
 def test_a_recipe_comes_out_of_a_dict_a_file_and_base64(tmp_path: Path) -> None:

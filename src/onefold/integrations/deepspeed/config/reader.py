@@ -79,7 +79,7 @@ class DeepSpeedConfig:
         recipe_arguments: the arguments of `Recipe.zero`.
         batch: batch sizes, made consistent if the world size was given.
         optimizer, scheduler: the ones that the file names, or None.
-        gradient_clipping: the largest gradient norm; 0 does not clip.
+        gradient_clipping: the largest gradient norm, 1.0 if the file names none; 0 does not clip.
         loss_scaling: None unless fp16 is enabled.
         skip_nonfinite: whether steps with gradients that are not finite are skipped on every rank
             (16-bit precisions only).
@@ -266,8 +266,8 @@ def read_deepspeed(
     arguments |= read_groups(read, zero, arguments, world_size)
     if "gradient_clipping" not in top:
         read.remarks.append(
-            "gradient_clipping is not set: no clipping (DeepSpeed 0.19.8 would clip to norm 1.0);"
-            " write it to choose"
+            "gradient_clipping is not set: gradients are clipped to norm 1.0, as in DeepSpeed"
+            " 0.19.8; write 0 to clip nothing"
         )
     fp16, bf16 = parts["fp16"], parts["bf16"]
     autocast = read_autocast(parts["torch_autocast"])
@@ -283,7 +283,7 @@ def read_deepspeed(
         ),
         optimizer=optimizer,
         scheduler=scheduler,
-        gradient_clipping=top.get("gradient_clipping", 0.0),
+        gradient_clipping=top.get("gradient_clipping", 1.0),
         loss_scaling=(
             _loss_scaling(fp16) if fp16.get("enabled") else _OF_AUTOCAST if in_fp16 else None
         ),
