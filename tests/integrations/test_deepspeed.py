@@ -413,7 +413,7 @@ def test_wrong_calls_are_sentences() -> None:
         engine.backward(engine(batch(0, 0)))
     with engine.no_sync():
         engine.backward(engine(batch(0, 0)).mean())
-        with pytest.raises(RuntimeError, match="leave it first"):
+        with pytest.raises(RuntimeError, match="Leave the block first"):
             engine.step()
     with pytest.raises(AttributeError, match="neither the engine nor its Net has"):
         _ = engine.no_such_thing

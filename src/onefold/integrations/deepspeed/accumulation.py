@@ -5,7 +5,7 @@
 | the engine counts micro-batches          | in the boundary's backward pass   | in every backward pass            |
 | `managed_gradient_accumulation: false`   | in `step()`                       | in every backward pass            |
 | inside `coalesce_grad_reduction()`       | when the block ends               | when the block ends               |
-| inside `no_sync()`                       | in the next pass outside, or step | in every backward pass            |
+| inside `no_sync()`                       | in the next pass outside, or step | it raises                         |
 """
 
 from __future__ import annotations
@@ -59,10 +59,19 @@ class Accumulation(MicroBatches):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Run passes inside under `onefold.no_sync`, at every stage.
+        """Run passes inside under `onefold.no_sync`, at stages 0 and 1.
 
         `step()` raises inside, so these micro-batches are not counted.
+
+        Raises:
+            EngineMisuse: the stage divides gradients, or the call is inside another such block.
         """
+        if self.settings.stage > 1:
+            raise EngineMisuse(
+                f"no_sync context manager is incompatible with ZeRO stage {self.settings.stage},"
+                " which divides gradients: use engine.coalesce_grad_reduction(), or"
+                " onefold.no_sync(engine.module)."
+            )
         self._refuse_nesting("no_sync()")
         self._inside_no_sync = True
         try:
@@ -98,8 +107,8 @@ class Accumulation(MicroBatches):
     def _refuse_nesting(self, call: str) -> None:
         if self._inside_no_sync or self._coalescing:
             raise EngineMisuse(
-                f"engine.{call} cannot be nested inside engine.no_sync() or"
-                " engine.coalesce_grad_reduction(): leave that context first."
+                f"no_sync context manager reentry is unsupported: engine.{call} cannot be nested"
+                " inside engine.no_sync() or engine.coalesce_grad_reduction(). Leave that first."
             )
 
     def _refuse_unmanaged(self, call: str) -> None:

@@ -166,8 +166,8 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
         self._needs_optimizer("step")
         if self._inside_no_sync or self._coalescing:
             raise EngineMisuse(
-                "engine.step() was called inside engine.no_sync() or"
-                " engine.coalesce_grad_reduction(), where nothing is reduced: leave it first."
+                "It is illegal to call Engine.step() inside no_sync context manager, or inside"
+                " coalesce_grad_reduction: nothing is reduced there. Leave the block first."
             )
         self._step_applied, self._stepping = False, True
         try:
