@@ -294,7 +294,10 @@ def step_after_no_sync(stage: int) -> tuple[float, float]:
     for outside in (False, True):
         engine = made(stage)
         if stage > 1:
-            with pytest.raises(AssertionError, match="incompatible with ZeRO stage"), engine.no_sync():
+            with (
+                pytest.raises(AssertionError, match="incompatible with ZeRO stage"),
+                engine.no_sync(),
+            ):
                 pass
         with engine.no_sync() if stage < 2 else onefold.no_sync(engine.module):
             for i in range(2):

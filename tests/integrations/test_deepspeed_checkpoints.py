@@ -61,6 +61,8 @@ def train_and_go_on(folder: str, stage: int, other: int) -> dict[str, Any]:
         out["buffer"] = float(model.seen)
         whole = onefold.full_state_dict(model)
         out["base"] = torch.equal(whole["1.weight"], adapted()[1].weight) if whole else True
+        trained = again.module_state_dict(exclude_frozen_parameters=True)
+        assert set(trained) == whole.keys() - {"1.weight", "1.bias"}
     wrong: list[str] = []
     for model in (adapted(width=7), nn.Sequential(*adapted(), nn.Linear(3, 3))):
         try:

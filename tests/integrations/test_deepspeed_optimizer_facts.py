@@ -210,13 +210,19 @@ def unequal_passes_inside() -> tuple[list[float], int, bool]:
     with torch.no_grad():
         outside = engine(x)
     before = onefold.engine_of(engine.module).traffic.total()
+    offload = engine.optimizer.parameter_offload
+    trace = offload.get_param_coordinator()
+    assert offload.forward_hooks and not trace.is_invalid_trace()
     with gathered.unwrap_model_for_generation(engine) as model, torch.no_grad():
-        assert model is engine
+        assert model is engine and not offload.forward_hooks
         inside_before = onefold.engine_of(engine.module).traffic.total()
         outputs = [model(x) for _ in range(2 + rank)]
         sent = onefold.engine_of(engine.module).traffic.total() - inside_before
         shape = tuple(engine.module.head.weight.shape)
     assert before <= inside_before and shape == (3, WIDTH)
+    assert offload.forward_hooks and trace.is_invalid_trace()
+    for holder in (engine, engine.optimizer, offload):
+        holder.empty_partition_cache()
     engine.backward(engine(x).float().square().mean())
     engine.step()
     return [float((o - outside).abs().max()) for o in outputs], sent, engine.was_step_applied()

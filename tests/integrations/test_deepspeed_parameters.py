@@ -38,6 +38,41 @@ def values(model: nn.Module) -> list[Any]:
     return [p.detach().float().tolist() for p in model.parameters()]
 
 
+def written_without_a_rank(checks: bool) -> list[str]:
+    """What is said of a write inside GatheredParameters on every rank, before an engine and under
+    one; and whether the write was dropped.
+    """
+    file = config(3, zero_optimization={"stage": 3, "enable_sanity_checks": checks})
+    with init.Init(config_dict_or_path=file):
+        model = build()
+    said = []
+    for _ in range(2):
+        weight = model[0].weight
+        for write in (True, False):
+            try:
+                with gathered.GatheredParameters([weight, model[2].weight]), torch.no_grad():
+                    before = weight.sum().item()
+                    if write:
+                        weight.add_(1.0)
+            except RuntimeError as error:
+                said.append(str(error))
+        with gathered.GatheredParameters(weight):
+            said.append(str(weight.sum().item() == before))
+        with gathered.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            weight.add_(0.0)
+        initialize(model=model, config=file)
+    return said
+
+
+def test_a_write_that_is_dropped_raises_under_sanity_checks() -> None:
+    expected = (
+        "in-place modification of a parameter of shape (5, 6) inside GatheredParameters without"
+        " modifier_rank, which keeps no change: give modifier_rank=0."
+    )
+    assert run_ranks(2, written_without_a_rank, False) == [["True", "True"]] * 2
+    assert run_ranks(2, written_without_a_rank, True) == [[expected, "True"] * 2] * 2
+
+
 class TakesAnother(torch.autograd.Function):
     """x @ weight.t(), whose backward gathers the weight of another model and multiplies by it."""
 
@@ -362,6 +397,23 @@ def test_optimizers_of_the_host_are_torchs_and_take_its_groups() -> None:
     params[0].grad = torch.tensor([1.0, -2.0, 0.0])
     lion.step()
     assert params[0].tolist() == [0.5, 1.5, 1.0]
+
+
+def trained_with_a_leaf(marked: bool) -> list[Any]:
+    """Weights after two steps of a model whose inputs take no gradient, and which is one leaf."""
+    model = build()
+    if marked:
+        leaves.set_z3_leaf_modules(model, [nn.Sequential])
+    engine = initialize(model=model, config=config(3))[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 6)).square().mean())
+        engine.step()
+    return [access.safe_get_full_fp32_param(p).tolist() for p in model.parameters()]
+
+
+def test_a_leaf_module_trains_though_its_inputs_take_no_gradient() -> None:
+    plain, *others = (run_ranks(2, trained_with_a_leaf, marked) for marked in (False, True))
+    assert others == [plain] and plain[0] == plain[1]
 
 
 def test_leaf_modules_are_noted_where_libraries_look() -> None:

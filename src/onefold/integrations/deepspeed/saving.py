@@ -64,11 +64,16 @@ class WholeSaves(EngineFacts):
         whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters, True)
         return whole if self.global_rank == 0 else {}
 
-    def module_state_dict(self) -> dict[str, Tensor]:
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """Return the whole model in fp32 on rank 0, and an empty dict elsewhere. Every rank must
         call it. See `onefold.full_state_dict`.
         """
-        return onefold.full_state_dict(self.module)
+        whole = onefold.full_state_dict(self.module)
+        if exclude_frozen_parameters:
+            for name, p in self.module.named_parameters(remove_duplicate=False):
+                if not p.requires_grad:
+                    whole.pop(name, None)
+        return whole
 
 
 def save_whole(

@@ -166,7 +166,7 @@ ZERO: Section = {
     "legacy_stage1": _flag(inert=_INTERNAL),
     "memory_efficient_linear": _flag(inert=_INTERNAL),
     "override_module_apply": _flag(inert=_INTERNAL),
-    "enable_sanity_checks": _flag(inert=_INTERNAL),
+    "enable_sanity_checks": _flag(),
     "zenflow": Key("section", later=_ZENFLOW),
     "zero_hpz_partition_size": Key("count", low=0, becomes=("second_copy", "group")),
     "zero_quantized_weights": _flag(becomes=("gather_codec",)),

@@ -9,9 +9,9 @@
 | any other                               | whole       | unchanged                           |
 
 With a `modifier_rank`, parameters are always gathered in master precision, and on leaving every
-rank takes the values of that rank. Without one, changes are dropped. A forward pass inside
-communicates nothing if all parameters of the model were given, so ranks may generate texts of
-different lengths.
+rank takes the values of that rank. Without one, changes are dropped, or raise on leaving if the
+configuration has `enable_sanity_checks`. A forward pass inside communicates nothing if all
+parameters of the model were given, so ranks may generate texts of different lengths.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from onefold.integrations.deepspeed.names import divided
 from onefold.integrations.deepspeed.names.divided import NUMBER, broadcast
 from onefold.integrations.deepspeed.names.parameter_facts import (
+    CHECKED,
     DEPTH,
     LOCAL,
     alone,
@@ -81,7 +82,8 @@ class GatheredParameters:
 
     Raises:
         ValueError: on leaving: a sharded parameter was given another shape.
-        RuntimeError: `modifier_rank` inside a forward or backward pass of the model.
+        RuntimeError: `modifier_rank` inside a forward or backward pass of the model; on leaving: a
+            parameter was changed without `modifier_rank`, and `enable_sanity_checks` is set.
         NotImplementedError: `modifier_rank` with parameters that are stored on NVMe or encoded.
     """
 
@@ -121,6 +123,8 @@ class GatheredParameters:
             divided.gather(early)
         for engine, entries in _by_engine(fresh):
             self._gather(engine, entries)
+        seen = (*self._told, *(param for param, _, _ in self._held))
+        self._checked = [(p, p._version) for p in seen if CHECKED in p.__dict__]
 
     def _gather(self, engine: Engine, entries: list[Entry]) -> None:
         """Turn sharded parameters into plain whole ones."""
@@ -157,6 +161,7 @@ class GatheredParameters:
         for param in self._told:
             param.__dict__[DEPTH] -= 1
         held, self._held = self._held, []
+        dropped = [p for p, version in self._checked if p._version != version]
         while self._wholes:
             self._wholes.pop().full_params_depth -= 1
         writes = self.modifier_rank is not None and error is None
@@ -180,6 +185,11 @@ class GatheredParameters:
                     kept.put_back(param, self.modifier_rank if writes else None, written)
                 else:
                     _put_back(param, kept, writes)
+        if dropped and error is None and self.modifier_rank is None:
+            raise RuntimeError(
+                f"in-place modification of {divided.shapes(dropped)} inside GatheredParameters"
+                " without modifier_rank, which keeps no change: give modifier_rank=0."
+            )
 
     def close(self, modifier_rank: int | None) -> None:
         """Leave the context. The changes of `modifier_rank` are kept; None keeps none."""
@@ -336,5 +346,6 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     """Gather all parameters of an engine's model, in the compute dtype, so that `generate` inside
     sends nothing. Yields the engine. Collective; changes of the values are dropped.
     """
-    with GatheredParameters(model.parameters()):
+    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
+    with GatheredParameters(model.parameters()), offload or contextlib.nullcontext():
         yield model

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from onefold.integrations.deepspeed.config import read_deepspeed
 from onefold.integrations.deepspeed.names import divided
 from onefold.integrations.deepspeed.names.gathered import mark_parameters
-from onefold.integrations.deepspeed.names.parameter_facts import alone, entry_of
+from onefold.integrations.deepspeed.names.parameter_facts import alone, check_writes, entry_of
 from onefold.integrations.deepspeed.names.rendezvous import leave, rendezvous
 from onefold.integrations.deepspeed.names.trl_digest import digest_by_parameter
 from onefold.integrations.deepspeed.setup import join
@@ -50,8 +50,8 @@ class Init:
 
     Args:
         module: a model that exists already. It is treated as if it had been made inside.
-        config_dict_or_path, config: the configuration. Only its precision is used; "auto" counts as
-            not set.
+        config_dict_or_path, config: the configuration. Only its precision and
+            `enable_sanity_checks` are used; "auto" counts as not set.
         dtype: the dtype of parameters; None takes the configuration's, fp32 if it has none.
         enabled: False does nothing.
         mem_efficient_linear, remote_device, pin_memory, data_parallel_group, mpu, others: accepted
@@ -74,10 +74,12 @@ class Init:
     ) -> None:
         self.enabled = enabled
         given = config_dict_or_path if config_dict_or_path is not None else config
-        self.dtype = dtype
-        if dtype is None and given is not None:
-            precision = read_deepspeed(given).precision
-            self.dtype = COMPUTE_DTYPES[precision] if precision else torch.float32
+        self.dtype, self._zero = dtype, None
+        if given is not None:
+            read = read_deepspeed(given)
+            self._zero = read.given.get("zero_optimization")
+            if dtype is None:
+                self.dtype = COMPUTE_DTYPES[read.precision] if read.precision else torch.float32
         self._made: dict[int, nn.Parameter] = {}
         self._modules: dict[int, nn.Module] = {}
         self._whole: list[nn.Parameter] = []
@@ -169,6 +171,7 @@ class Init:
                     self._note(param, isinstance(module, ParametrizationList))
         made = [param for param in self._made.values() if entry_of(param) is None]
         mark_parameters(made)
+        check_writes(made, self._zero)
         if not alone():
             rendezvous(lambda: "the model has been made", made)
         for param in made:

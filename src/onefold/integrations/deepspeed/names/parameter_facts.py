@@ -44,6 +44,8 @@ from onefold.runtime.parameters.whole import Whole
 DEPTH = "_onefold_gathered"
 #: This rank's elements, while a context has gathered the parameter.
 LOCAL = "_onefold_local"
+#: Whether a write in a context that drops it raises (`enable_sanity_checks`).
+CHECKED = "_onefold_checked"
 #: How many forward passes of the parameter's model are under way; on one rank only, in a list.
 PASSES = "_onefold_passes"
 _ids = itertools.count()
@@ -99,6 +101,12 @@ def give_facts(
             own["ds_id"] = next(_ids)
         own["ds_shape"], own["ds_numel"] = torch.Size(param.shape), param.numel()
         own.setdefault("ds_active_sub_modules", set())
+
+
+def check_writes(params: Iterable[nn.Parameter], zero: Any) -> None:
+    """Note of the parameters what a configuration's `zero_optimization` says of sanity checks."""
+    for param in params if (zero or {}).get("enable_sanity_checks") else ():
+        param.__dict__[CHECKED] = True
 
 
 def take_facts(params: Iterable[nn.Parameter]) -> None:

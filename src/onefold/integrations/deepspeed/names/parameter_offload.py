@@ -8,11 +8,13 @@ removed.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 import onefold
 from onefold.integrations.deepspeed.names.gathered import mark_parameters
@@ -58,26 +60,45 @@ def _none() -> tuple[()]:
 class ParameterCoordinator:
     """Stands in for DeepSpeed's trace of gathers. Onefold keeps no trace that could be outdated."""
 
+    _invalid = False
+
     def is_invalid_trace(self) -> bool:
-        return True
+        """Whether callers have invalidated it."""
+        return self._invalid
 
     def _invalidate_trace(self) -> None:
-        pass
+        self._invalid = True
 
 
 class ParameterOffload:
-    """The object that callers find as `optimizer.parameter_offload`.
+    """The object that callers find as `optimizer.parameter_offload`. As a context it does what
+    callers do around generation: hooks are removed inside.
 
     Attributes:
-        forward_hooks, backward_hooks: handles of hooks that TRL removes; always empty.
+        forward_hooks, backward_hooks: handles of hooks that TRL removes: one that does nothing.
         param_coordinator: a `ParameterCoordinator`.
     """
 
+    forward_hooks: list[Any]
+    backward_hooks: list[Any]
+
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
         self.param_coordinator = ParameterCoordinator()
+        self._register_deepspeed_module(module)
+
+    def __enter__(self) -> None:
+        self.forward_hooks, self.backward_hooks = [], []
+
+    def __exit__(self, *_: Any) -> None:
+        self.param_coordinator._invalidate_trace()
+        self._register_deepspeed_module(self.module)
+
+    def get_param_coordinator(self) -> ParameterCoordinator:
+        return self.param_coordinator
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: gathered weights are released after each use."""
 
     @property
     def module(self) -> nn.Module:
@@ -92,4 +113,7 @@ class ParameterOffload:
         return module
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """Do nothing: no hook was removed."""
+        self.forward_hooks, self.backward_hooks = (
+            [RemovableHandle(OrderedDict())],
+            [RemovableHandle(OrderedDict())],
+        )

@@ -36,7 +36,7 @@ from onefold.integrations.deepspeed.names.leaves import mark_configured
 from onefold.integrations.deepspeed.names.logs import logger
 from onefold.integrations.deepspeed.names.optimizer_kinds import show_groups
 from onefold.integrations.deepspeed.names.optimizers import note_configured
-from onefold.integrations.deepspeed.names.parameter_facts import take_facts
+from onefold.integrations.deepspeed.names.parameter_facts import check_writes, take_facts
 from onefold.integrations.deepspeed.names.parameter_offload import ParameterOffload, mark
 from onefold.integrations.deepspeed.names.table import VERSION
 from onefold.integrations.deepspeed.optimizer_facts import show_leaves
@@ -166,8 +166,11 @@ def _initialize(
     else:
         mark(model)
         if made[1] is not None:
-            made[1].parameter_offload = ParameterOffload(model)
-        leaves = mark_configured(model, read.given.get("zero_optimization") or {})
+            made[1].parameter_offload = offload = ParameterOffload(model)
+            made[1].empty_partition_cache = offload.empty_partition_cache
+        zero = read.given.get("zero_optimization") or {}
+        check_writes(model.parameters(), zero)
+        leaves = mark_configured(model, zero)
         if made[1] is not None:
             show_leaves(made[1], leaves)
     if made[1] is not None:
