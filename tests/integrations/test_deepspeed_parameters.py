@@ -30,6 +30,7 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "gradient_clipping": 0.0,
         **more,
     }
 

@@ -64,7 +64,7 @@ class TwoRanks:
         self.position, self.alone = engine.rank, False
 
     def meet(self, subject: str) -> Any:
-        return self.engine, self.engine.group
+        return self.engine.group, self.engine.group
 
     def wait_before_write(self) -> None:
         """Nothing is copying the addresses."""
