@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.progress import moved
 from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Local, Recoded
@@ -230,6 +231,7 @@ class StateReader:
         """Read elements [start, stop) into `out`, on any tier. Does nothing after a first error."""
         if stop <= start or self.error is not None:
             return
+        moved()
         try:
             if isinstance(out, OnDisk):
                 for at, part in self.source.blocks(item, start, stop, BUFFER, out.dtype):

@@ -13,6 +13,7 @@ from onefold.checkpoint.background import Background, running
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import Lock, in_words, latest, newest_first, prune, remove_litter
 from onefold.checkpoint.loading import Loaded, load
+from onefold.checkpoint.progress import moved
 from onefold.checkpoint.saving import save, save_async, step_of
 from onefold.checkpoint.together import Together, meet
 from onefold.comm import CollectiveContext
@@ -87,6 +88,7 @@ class Checkpointer:
                             " folder. Name another, or end that run."
                         ) from None
                     time.sleep(0.1)
+                    moved()  # this wait has a limit of its own
             for left in remove_litter(self.root):
                 logging.getLogger("onefold").info(
                     "removed %s, which a save that was killed had left", left

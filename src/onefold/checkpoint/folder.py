@@ -28,6 +28,7 @@ from typing import Self
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import MANIFEST, read_manifest
+from onefold.checkpoint.progress import moved
 
 OWNER = "owner"
 #: The folder of checkpoints in the output folder of `onefold train`.
@@ -233,6 +234,7 @@ def flush(path: Path) -> None:
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
+        moved()
     finally:
         os.close(file)
 

@@ -31,11 +31,15 @@ from zlib import crc32
 import torch
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from onefold.checkpoint.progress import moved
 
 #: Bytes per system call. Small enough that checksum and copy find them in the CPU's cache.
 CHUNK = 4 << 20
 #: Bytes after which the kernel is told to start writing to the disk.
 AHEAD = 16 << 20
+#: Bytes after which the disk is waited for: no file leaves more than these to its last flush, during
+#: which the rank gives no sign of progress.
+FLUSH = 1 << 30
 #: The largest header that the format's own library accepts, in bytes.
 LARGEST_HEADER = 100_000_000
 
@@ -143,7 +147,7 @@ def write_tensors(path: Path, planned: Sequence[Planned]) -> Written:
     """
     head, places = header_of(((p.key, p.dtype, p.shape) for p in planned), {})
     crcs: dict[str, int] = {}
-    at = begun = 0
+    at = begun = flushed = 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         _write(file, memoryview(head))
@@ -153,12 +157,16 @@ def write_tensors(path: Path, planned: Sequence[Planned]) -> Written:
             for chunk in _chunks(p):
                 crc = crc32(chunk, crc)
                 _write(file, chunk)
+                moved()
                 at, given = at + len(chunk), given + len(chunk)
                 if at - begun >= AHEAD and hasattr(os, "posix_fadvise"):
                     # On DONTNEED, Linux starts to write dirty pages: the disk then works while the
                     # next bytes are checksummed.
                     os.posix_fadvise(file, begun, at - begun, os.POSIX_FADV_DONTNEED)
                     begun = at
+                if at - flushed >= FLUSH:
+                    os.fsync(file)
+                    flushed = at
             if given != numel_of(p.shape) * p.dtype.itemsize:
                 raise AssertionError(f"{p.key}: planned {p.dtype} {p.shape}, given {given} bytes")
             crcs[p.key] = crc
@@ -269,6 +277,7 @@ class TensorFile:
             if got == 0:
                 raise DamagedCheckpoint(f"{self.path} ended at byte {at} while it was read.")
             into, at = into[got:], at + got
+            moved()
         return crc32(whole, crc)
 
     def close(self) -> None:

@@ -6,23 +6,23 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
 from onefold.checkpoint.background import settle
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import in_words
-from onefold.comm import CollectiveContext, Group
+from onefold.checkpoint.progress import Signs
+from onefold.comm import CollectiveContext, Group, StallError
+from onefold.comm.pending import stall_error
 from onefold.runtime.engine import Engine
 from onefold.runtime.uninitialized import UninitializedError
-
-#: Seconds that a rank waits for the others: long enough to write the largest shard. The end of
-#: another rank's process is noticed at once.
-PATIENCE = 4 * 3600.0
 
 _T = TypeVar("_T")
 
@@ -78,7 +78,10 @@ class Together:
                 "this model is sharded over a process group of the fake backend, whose other ranks do"
                 " not exist: there is nothing to save or load."
             )
-        self._group: Any = group.communicator(PATIENCE) if self.size > 1 else None
+        if self.size > 1:
+            self._group: Any = group.communicator()
+            self._timeout, self._places = group.timeout, group.everyone[1]
+            self._signs = Signs(self._group.group_name, group.timeout)
 
     @property
     def data_ranks(self) -> int:
@@ -174,13 +177,47 @@ class Together:
             # One exchange at a time: a background save or load uses this communicator too
             settle(engine)
         try:
-            self._group.allgather([out], [mine]).wait()
+            self._wait(self._group.allgather([out], [mine]))
+        except StallError:
+            raise
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(
                 f"rank {self.ranks[self.rank]} lost the other ranks of {self.ranks} while they"
                 " saved or loaded a checkpoint together: one has ended, or did not call the same."
                 f" ({str(error).splitlines()[0][:200]})"
             ) from None
+
+    def _wait(self, work: Any) -> None:
+        """Wait for the other ranks as long as some of them give signs of progress.
+        Raises: StallError: none has, for `stall_timeout` seconds.
+        """
+        start = since = time.monotonic()
+        seen = None
+        while True:
+            with contextlib.suppress(RuntimeError):  # its time is up, or it has failed
+                return work.wait(timedelta(seconds=self._signs.every))
+            if work.is_completed():
+                return work.wait()
+            left = since + self._timeout - time.monotonic()
+            if left <= 0:
+                self._give_up(time.monotonic() - start)
+            found = self._signs.seen(left)
+            if found is not None and found != seen:
+                seen, since = found, time.monotonic()
+
+    def _give_up(self, waited: float) -> NoReturn:
+        # gloo waits on: a receive whose time is up closes the connections
+        with contextlib.suppress(RuntimeError):
+            nothing = torch.zeros(1, device="cpu")
+            self._group.recv([nothing], (self.rank + 1) % self.size, 0).wait(
+                timedelta(milliseconds=1)
+            )
+        engine = self._engine()
+        step, heard = (engine.step_count, engine.group.heard) if engine is not None else (0, None)
+        context = CollectiveContext("control", "(checkpoint)", step, "state")
+        cause = RuntimeError(f"no rank has written or read anything for {self._timeout:.0f} s")
+        name, me = self._group.group_name, self.ranks[self.rank]
+        raise stall_error(context, waited, cause, name, me, self.ranks, heard, places=self._places)
 
 
 @dataclass(frozen=True)

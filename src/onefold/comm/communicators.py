@@ -16,7 +16,8 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -26,8 +27,9 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm.mesh import Mesh
-from onefold.comm.pending import StallError
-from onefold.device import backend_name, device_count
+from onefold.comm.pending import GRACE, StallError
+from onefold.comm.store import default_store, within
+from onefold.device import backend_name, device_count, guard
 from onefold.layout import Topology
 from onefold.recipe.rows import FLAT, NODE
 
@@ -418,7 +420,6 @@ class Communicators:
     def make(
         self,
         backend: str,
-        timeout: float | None = None,
         where: str = "shard()",
         parent: Any = None,
         on_demand: bool = False,
@@ -426,7 +427,6 @@ class Communicators:
         """Make one more communicator.
 
         Args:
-            timeout: seconds that a wait may take; for a native one see [Note: NCCL's patience].
             where: the user's call that needs it, for messages.
             parent: a native communicator, or process group, over the same ranks, to split from.
             on_demand: see [Note: connections on demand].
@@ -434,28 +434,30 @@ class Communicators:
         Raises:
             StallError: the other ranks did not call it in time.
         """
-        patience = self.timeout if timeout is None else timeout
         whole = [list(range(len(self.ranks)))]
         if not on_demand:
-            return self._make(backend, patience, where, parent, whole)
+            return self._make(backend, where, parent, whole)
         with _connecting_on_demand():
-            made = self._make(backend, patience, where, parent, whole)
-        start = time.perf_counter()
-        try:
-            self._meet(made.group_name, patience)
-            made.barrier().wait()
-        except RuntimeError as error:
-            raise self.alone(time.perf_counter() - start, where, error) from None
+            made = self._make(backend, where, parent, whole)
+        self._within(where, lambda: self._meet(made))
         return made
 
-    def _meet(self, name: str, timeout: float) -> None:
-        """Wait in the store until all ranks have come here. Raises RuntimeError after `timeout`
-        seconds.
-        """
-        store, place = dist.distributed_c10d._get_default_store(), f"onefold/met/{name}"
+    def _meet(self, made: Any) -> None:
+        """Wait in the store until all ranks have come here, then connect them."""
+        store, place = default_store(), f"onefold/met/{made.group_name}"
         if store.add(place, 1) == len(self.ranks):
             store.set(f"{place}/all", "")
-        store.wait([f"{place}/all"], timedelta(seconds=timeout))
+        store.wait([f"{place}/all"], timedelta(seconds=self.timeout))
+        made.barrier().wait()
+
+    def _within(self, where: str, call: Callable[[], Any]) -> Any:
+        """Return what `call` returns, which needs the store and the other ranks. Raises: StallError."""
+        start = time.perf_counter()
+        try:
+            # torch's own limits, where it has some, are reached first
+            return within(self.timeout + GRACE, call)
+        except RuntimeError as error:
+            raise self.alone(time.perf_counter() - start, where, error) from None
 
     def make_part(self, backend: str, parent: Any, parts: list[list[int]]) -> Any:
         """Make a communicator over the part that this rank is in. `self.ranks` must be that part.
@@ -464,32 +466,31 @@ class Communicators:
             parent: a communicator over the union of `parts`.
             parts: a division of the parent's ranks, by their numbers in it.
         """
-        return self._make(backend, self.timeout, "shard()", parent, parts)
+        return self._make(backend, "shard()", parent, parts)
 
-    def _make(
-        self, backend: str, timeout: float, where: str, parent: Any, parts: list[list[int]]
-    ) -> Any:
-        patience = timedelta(seconds=timeout if backend == "gloo" else 2 * timeout + MARGIN)
+    def _make(self, backend: str, where: str, parent: Any, parts: list[list[int]]) -> Any:
+        seconds = self.timeout if backend == "gloo" else 2 * self.timeout + MARGIN
+        patience = timedelta(seconds=seconds)
         destroy_left()
-        start = time.perf_counter()
-        try:
+
+        def new() -> Any:
             if backend != "gloo" and self._can_split(parent):
-                made = _split(parent, parts, patience, self.device, backend)
-            else:
-                # A subset calls new_group without the others, which use_local_synchronization
-                # allows; over all ranks it is collective.
-                options: dict[str, Any] = (
-                    {}
-                    if len(self.ranks) == dist.get_world_size()
-                    else {"use_local_synchronization": True}
-                )
-                if backend == "nccl":
-                    asked = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-                    asked._timeout = patience  # torch warns of another one than `timeout`
-                    options["pg_options"] = asked
-                made = dist.new_group(self.ranks, backend=backend, timeout=patience, **options)
-        except RuntimeError as error:
-            raise self.alone(time.perf_counter() - start, where, error) from None
+                return _split(parent, parts, patience, self.device, backend)
+            # A subset calls new_group without the others, which use_local_synchronization
+            # allows; over all ranks it is collective.
+            options: dict[str, Any] = (
+                {}
+                if len(self.ranks) == dist.get_world_size()
+                else {"use_local_synchronization": True}
+            )
+            if backend == "nccl":
+                asked = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+                asked._timeout = patience  # torch warns of another one than `timeout`
+                options["pg_options"] = asked
+            with guard(self.device):  # the current device is a thread's own
+                return dist.new_group(self.ranks, backend=backend, timeout=patience, **options)
+
+        made = self._within(where, new)
         self._made.append(made)
         if backend != "gloo":
             self.native.append(made)
@@ -522,12 +523,13 @@ class Communicators:
         )
 
     @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """Give the groups made inside names of their own. See [Note: names of groups]. Local."""
+    def named(self, where: str = "shard()") -> Iterator[None]:
+        """Give the groups made inside names of their own. See [Note: names of groups]. Local.
+        Raises: StallError: the store does not answer.
+        """
         place, me = f"onefold/groups/{format_ranks(self.ranks)}", dist.get_rank()
         # The same number on every rank: each has come here equally often
-        store = dist.distributed_c10d._get_default_store()
-        turn = store.add(f"{place}/turns/{me}", 1)
+        turn = self._within(where, lambda: default_store().add(f"{place}/turns/{me}", 1))
         names = (f"{place}/{turn}.{number}" for number in itertools.count(1))
         with _named_by(names):
             yield
@@ -646,13 +648,8 @@ def _destroy(groups: Sequence[Any]) -> None:
 # -- names -----------------------------------------------------------------------------------------
 
 
-class _Names(threading.local):
-    """The names of the groups that a thread makes next: `given`, else torch's."""
-
-    given: Iterator[str] | None = None
-
-
-_NAMES = _Names()
+#: The names of the groups that are made next in this context; None: torch's.
+_NAMES: ContextVar[Iterator[str] | None] = ContextVar("names of groups", default=None)
 _CHANGING = threading.Lock()
 #: How many threads are inside `_named_by`.
 _inside = 0
@@ -673,16 +670,16 @@ def _named_by(names: Iterator[str]) -> Iterator[None]:
 
             @functools.wraps(by_torch)
             def name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
-                given = _NAMES.given
+                given = _NAMES.get()
                 return by_torch(ranks, use_hashed_name) if given is None else next(given)
 
             c10d._process_group_name = name
         _inside += 1
-    _NAMES.given = names
+    token = _NAMES.set(names)
     try:
         yield
     finally:
-        _NAMES.given = None
+        _NAMES.reset(token)
         with _CHANGING:
             _inside -= 1
             if not _inside:

@@ -239,17 +239,14 @@ class Group(Moves):
         hosts = [first.setdefault(place[:8], len(first)) for place in places]
         return dict(zip(self.ranks, hosts, strict=True))
 
-    def communicator(self, timeout: float) -> Any:
-        """Make one more gloo communicator over the same ranks, for host messages that may wait
-        `timeout` seconds. Collective.
+    def communicator(self) -> Any:
+        """Make one more gloo communicator over the same ranks, for host messages whose caller limits
+        the wait. Collective.
         """
         where = "the first save or load"
-        with self.communicators.named():
-            if not self.native:
-                return self.communicators.make("gloo", timeout, where)
-            # Ranks connect while the timeout is short
-            made = self.communicators.make("gloo", None, where, on_demand=True)
-        made._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout))
+        with self.communicators.named(where):
+            made = self.communicators.make("gloo", where, on_demand=self.native)
+        made._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(days=30))
         return made
 
     def close(self) -> None:

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from onefold.comm.ledger import TrafficEvent
+from onefold.comm.store import default_store, within
 from onefold.device import capturing, current_stream, reached, use_stream
 
 if TYPE_CHECKING:
@@ -103,10 +103,10 @@ def stall_error(
     """
     at = {r: f" ({places[r]})" if places else "" for r in ranks}
     notes: dict[int, str] = {rank: f"{context}, {waited:.1f} s"}
-    missing = [r for r in ranks if r != rank]
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        key = f"onefold/stall/{group_name}/"
+    missing, silent = [r for r in ranks if r != rank], ""
+
+    def exchange() -> None:
+        store, key = default_store(), f"onefold/stall/{group_name}/"
         store.set(f"{key}{rank}", json.dumps({**asdict(context), "waited": waited}))
         end = time.monotonic() + GRACE
         while missing and time.monotonic() < end:
@@ -117,17 +117,19 @@ def stall_error(
                     notes[other] = f"{CollectiveContext(**note)}, {since:.1f} s"
                     missing.remove(other)
             time.sleep(0.05)
-    except Exception:  # the store may be gone with its rank: raise the error without the notes
-        pass
-    for other in missing:
-        notes[other] = (
-            "not waiting in any collective of this model (ended, or busy elsewhere); "
-            + (
-                f"last heard of at the end of step {heard}"
-                if heard is not None
-                else "not heard of yet"
-            )
-        )
+
+    try:
+        within(GRACE + 1.0, exchange)
+    except Exception as error:  # raise the error without the notes
+        silent = str(error).splitlines()[0][:200]
+    told = (
+        "not known"
+        if silent
+        else "not waiting in any collective of this model (ended, or busy elsewhere)"
+    )
+    last = f"last heard of at the end of step {heard}" if heard is not None else "not heard of yet"
+    for other in tuple(missing):
+        notes[other] = f"{told}; {last}"
     text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     closed = "closed" in text or "reset" in text
     lines = [
@@ -139,6 +141,7 @@ def stall_error(
         ),
         "Where each rank stands:",
         *(f"  rank {r}{at[r]}: {notes[r]}" for r in sorted(notes)),
+        *([f"The ranks could not tell each other more: {silent}."] if silent else []),
         (
             "Ranks must run the same forward and backward passes on a sharded model, each with a"
             " batch of its own, and with the same parameters frozen."

@@ -21,7 +21,15 @@ from pathlib import Path
 import torch
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.tensorfile import CHUNK, TensorSpan, bytes_of, header_of, numel_of
+from onefold.checkpoint.progress import moved
+from onefold.checkpoint.tensorfile import (
+    CHUNK,
+    FLUSH,
+    TensorSpan,
+    bytes_of,
+    header_of,
+    numel_of,
+)
 from onefold.pretrained.hf_names import ElementRun, Layout, Shape, overlapping
 
 #: (bytes done, bytes to do) of what this rank writes.
@@ -157,7 +165,7 @@ class Sheet:
     def write(self, folder: Path, pieces: Pieces, total: int, progress: Progress | None) -> None:
         """Write `pieces` at their positions and flush them to disk. Raises: OSError."""
         files: dict[str, int] = {}
-        done = 0
+        done = flushed = 0
         try:
             for name, start, data in pieces:
                 for runs in self.goes.get(name, ()):
@@ -168,6 +176,11 @@ class Sheet:
                         part = data[run.at - start : run.at - start + run.length]
                         for nbytes in _put(files[file], span, run.start, part):
                             done += nbytes
+                            moved()
+                            if done - flushed >= FLUSH:
+                                for descriptor in files.values():
+                                    os.fsync(descriptor)
+                                flushed = done
                             if progress is not None:
                                 progress(done, total)
             for descriptor in files.values():
