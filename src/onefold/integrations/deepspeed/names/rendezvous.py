@@ -22,6 +22,7 @@ from torch import nn
 
 from onefold.comm import StallError
 from onefold.comm.pending import GRACE
+from onefold.comm.store import default_store, within
 
 #: The next rendezvous's number. It is the same on every rank, because no rank can skip one.
 _count = itertools.count()
@@ -45,18 +46,17 @@ def rendezvous(doing: Callable[[], str], params: Sequence[nn.Parameter]) -> None
     world = dist.get_world_size()
     if world == 1 or dist.get_backend() == "fake":
         return
-    store, number = _store(), next(_count)
-    place = f"onefold/init/{number}"
+    number, patience = next(_count), _patience()
     same = hashlib.md5(f"{doing()} {[_face(p) for p in params]}".encode()).hexdigest()
-    store.add(f"{place}/{same}", 1)
-    if store.add(f"{place}/all", 1) == world:
-        alike = store.add(f"{place}/{same}", 0)
-        store.set(f"{place}/go", _SAME if alike == world else _DIFFER)
-        # Every rank is here, so every rank has read the previous verdict
-        for name in (same, "all", "go"):
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                store.delete_key(f"onefold/init/{number - 1}/{name}")
-    said = _wait(store, f"{place}/go", doing)
+    try:
+        limit = patience.total_seconds() + GRACE
+        said = within(limit, lambda: _verdict(number, same, world, patience))
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"on rank {dist.get_rank()} {doing()}, and for {patience.total_seconds():.0f} s other"
+            " ranks did not come to the same. What is done with a model under deepspeed.zero.Init"
+            f" every rank must do. (store: {str(error).splitlines()[0][:200]})"
+        ) from None
     if said == _SAME:
         return
     if said.startswith(_LEFT):
@@ -64,7 +64,7 @@ def rendezvous(doing: Callable[[], str], params: Sequence[nn.Parameter]) -> None
             f"{said[len(_LEFT) :].decode()}, and on rank {dist.get_rank()} {doing()}: no rank can go"
             " on without the others."
         )
-    raise RendezvousError(_different(store, place, doing()))
+    raise RendezvousError(_different(f"onefold/init/{number}", doing()))
 
 
 def leave(error: BaseException) -> None:
@@ -74,7 +74,8 @@ def leave(error: BaseException) -> None:
         return
     text = f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}"[:500]
     with contextlib.suppress(RuntimeError):
-        _store().set(f"onefold/init/{next(_count)}/go", _LEFT + text.encode())
+        key = f"onefold/init/{next(_count)}/go"
+        within(GRACE, lambda: default_store().set(key, _LEFT + text.encode()))
 
 
 def _face(param: nn.Parameter) -> Any:
@@ -86,21 +87,19 @@ def _face(param: nn.Parameter) -> Any:
     return None if lazy else tuple(param.shape)
 
 
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
-
-
-def _wait(store: Any, key: str, doing: Callable[[], str]) -> bytes:
-    patience = _patience()
-    try:
-        store.wait([key], patience)
-        return bytes(store.get(key))
-    except RuntimeError as error:
-        raise RendezvousError(
-            f"on rank {dist.get_rank()} {doing()}, and for {patience.total_seconds():.0f} s other"
-            " ranks did not come to the same. What is done with a model under deepspeed.zero.Init"
-            f" every rank must do. (store: {str(error).splitlines()[0][:200]})"
-        ) from None
+def _verdict(number: int, same: str, world: int, patience: timedelta) -> bytes:
+    """Report what this rank does, as the digest `same`, and wait for the last rank's verdict."""
+    store, place = default_store(), f"onefold/init/{number}"
+    store.add(f"{place}/{same}", 1)
+    if store.add(f"{place}/all", 1) == world:
+        alike = store.add(f"{place}/{same}", 0)
+        store.set(f"{place}/go", _SAME if alike == world else _DIFFER)
+        # Every rank is here, so every rank has read the previous verdict
+        for name in (same, "all", "go"):
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                store.delete_key(f"onefold/init/{number - 1}/{name}")
+    store.wait([f"{place}/go"], patience)
+    return bytes(store.get(f"{place}/go"))
 
 
 def _patience() -> timedelta:
@@ -113,15 +112,20 @@ def _patience() -> timedelta:
     return timedelta(minutes=30)
 
 
-def _different(store: Any, place: str, mine: str) -> str:
+def _different(place: str, mine: str) -> str:
     """Return the error message, with what each rank is about to do."""
     rank, world = dist.get_rank(), dist.get_world_size()
     said = {rank: mine}
-    with contextlib.suppress(RuntimeError):
+
+    def exchange() -> dict[int, str]:
+        store = default_store()
         store.set(f"{place}/says/{rank}", mine)
         names = [f"{place}/says/{r}" for r in range(world)]
         store.wait(names, timedelta(seconds=GRACE))
-        said = {r: bytes(store.get(name)).decode() for r, name in enumerate(names)}
+        return {r: bytes(store.get(name)).decode() for r, name in enumerate(names)}
+
+    with contextlib.suppress(RuntimeError):
+        said = within(2 * GRACE, exchange)
     groups: dict[str, list[int]] = {}
     for r in sorted(said):
         groups.setdefault(said[r], []).append(r)
