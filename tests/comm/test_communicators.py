@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -44,6 +45,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(communicators, "within", lambda seconds, call: call())
+    monkeypatch.setattr(communicators, "guard", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(dist, "new_group", seen)
     monkeypatch.setattr(dist, "split_group", seen)
     yield calls

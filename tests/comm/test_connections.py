@@ -113,9 +113,9 @@ def checkpoints_own() -> tuple[int, float]:
     return opened, backend.options._timeout.total_seconds()
 
 
-def test_checkpoints_connect_some_ranks_and_wait_for_hours() -> None:
+def test_checkpoints_connect_some_ranks_and_limit_their_waits_themselves() -> None:
     for opened, patience in run_ranks(RANKS, checkpoints_own):
-        assert opened <= 1 + PARTNERS and patience == 4 * 3600, (opened, patience)
+        assert opened <= 1 + PARTNERS and patience == 30 * 24 * 3600, (opened, patience)
 
 
 def without_one() -> str:
@@ -141,8 +141,8 @@ def behind_a_late_rank() -> bool:
     store, late = dist.distributed_c10d._get_default_store(), dist.get_rank() == 2
     meet = Communicators._meet
 
-    def slowly(self: Any, name: str, timeout: float) -> None:
-        meet(self, name, timeout)
+    def slowly(self: Any, name: str) -> None:
+        meet(self, name)
         time.sleep(1)
         store.set("late", "is here")
 

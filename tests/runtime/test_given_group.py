@@ -74,7 +74,7 @@ def in_groups_of_different_number() -> list[float] | None:
     if dist.get_rank() == 2:
         return None
     model = onefold.shard(TinyMLP(), onefold.Recipe.zero(3, stall_timeout=20.0), group=pair)
-    assert onefold.engine_of(model).group.communicator(20.0) is not None
+    assert onefold.engine_of(model).group.communicator() is not None
     out = model(torch.ones(2, 7)).sum()
     del lone
     for _ in range(4):  # each makes its communicators after the last one's have gone

@@ -14,7 +14,7 @@ A checkpoint contains no pickle.
 |---------------------------|------------------------------------------------------------------------------------------|
 | a save                    | checkpointer, saving ► parts (what this rank writes), per_rank ► copying, background      |
 | a load                    | loading ► source (what can be loaded from), folder_source, views ► apply (into the model) |
-| messages between ranks    | together                                                                                 |
+| messages between ranks    | together, progress (how long a rank waits)                                               |
 | the format                | folder (atomic rename), manifest, tensorfile, values                                     |
 | stages of a pipeline      | stages                                                                                   |
 | errors                    | errors                                                                                   |

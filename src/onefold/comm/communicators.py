@@ -439,16 +439,20 @@ class Communicators:
             return self._make(backend, where, parent, whole)
         with _connecting_on_demand():
             made = self._make(backend, where, parent, whole)
-        self._within(where, lambda: self._meet(made))
+
+        def connect() -> None:
+            self._meet(made.group_name)
+            made.barrier().wait()
+
+        self._within(where, connect)
         return made
 
-    def _meet(self, made: Any) -> None:
-        """Wait in the store until all ranks have come here, then connect them."""
-        store, place = default_store(), f"onefold/met/{made.group_name}"
+    def _meet(self, name: str) -> None:
+        """Wait in the store until all ranks have come here."""
+        store, place = default_store(), f"onefold/met/{name}"
         if store.add(place, 1) == len(self.ranks):
             store.set(f"{place}/all", "")
         store.wait([f"{place}/all"], timedelta(seconds=self.timeout))
-        made.barrier().wait()
 
     def _within(self, where: str, call: Callable[[], Any]) -> Any:
         """Return what `call` returns, which needs the store and the other ranks. Raises: StallError."""
