@@ -457,9 +457,14 @@ class Communicators:
     def _within(self, where: str, call: Callable[[], Any]) -> Any:
         """Return what `call` returns, which needs the store and the other ranks. Raises: StallError."""
         start = time.perf_counter()
+
+        def on_device() -> Any:
+            with guard(self.device):  # each thread has a current one of its own
+                return call()
+
         try:
             # torch's own limits, where it has some, are reached first
-            return within(self.timeout + GRACE, call)
+            return within(self.timeout + GRACE, on_device)
         except RuntimeError as error:
             raise self.alone(time.perf_counter() - start, where, error) from None
 
@@ -491,8 +496,7 @@ class Communicators:
                 asked = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
                 asked._timeout = patience  # torch warns of another one than `timeout`
                 options["pg_options"] = asked
-            with guard(self.device):  # the current device is a thread's own
-                return dist.new_group(self.ranks, backend=backend, timeout=patience, **options)
+            return dist.new_group(self.ranks, backend=backend, timeout=patience, **options)
 
         made = self._within(where, new)
         self._made.append(made)

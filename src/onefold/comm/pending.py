@@ -41,9 +41,13 @@ if TYPE_CHECKING:
 # | NCCL: at the end of a backward pass              | the exchange over gloo in            | at once, or T                      |
 # |                                                  | `agree_and_finish` (runtime/backward)|                                    |
 # | NCCL: in `loss.item()` or the like               | NCCL's watchdog: it ends the process | 2T + 30 s                          |
+# | making communicators, in `shard()` or the first  | `within` (comm/store.py)             | T + `GRACE`                        |
+# | save or load                                     |                                      |                                    |
+# | in a save or load, beside ranks that write       | `Together` (checkpoint/together.py)  | T after their last sign of progress|
 #
-# Whoever notices writes its note, waits up to `GRACE` seconds for those of the others, aborts its
-# communicators of NCCL so that nothing on the device waits any longer, and raises.
+# Whoever notices writes its note, waits up to `GRACE` seconds for those of the others (a second more
+# for a store that does not answer), aborts its communicators of NCCL so that nothing on the device
+# waits any longer, and raises.
 #
 # [Note: NCCL's patience] The device waits for NCCL, not the host, and NCCL's watchdog would end the
 # process before the host has said which rank is missing. A native communicator therefore has twice

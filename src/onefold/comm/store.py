@@ -47,7 +47,10 @@ def within(seconds: float, call: Callable[[], _T], store: Any = None) -> _T:
         thread = threading.Thread(
             target=contextvars.copy_context().run, args=(ask,), name="onefold-store", daemon=True
         )
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # a script that ends during a save starts no threads any more
+            ask()
         try:
             return answer.result(seconds)
         except TimeoutError:

@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from onefold.comm import StallError
+from onefold.comm.store import within
 from onefold.device import (
     backend_name,
     default_device,
@@ -152,7 +154,8 @@ def join(device: str, timeout: float) -> Ranks:
     store, _, _ = next(dist.rendezvous("env://", rank, world_size))
     if world_size > 1:
         store = dist.PrefixStore("onefold", store)
-        store = dist.PrefixStore(rendezvous(store, rank, world_size, STARTING), store)
+        asked = partial(rendezvous, store, rank, world_size, STARTING)
+        store = dist.PrefixStore(within(STARTING + 1.0, asked, store), store)
     dist.init_process_group(
         backend if kind == "cpu" else f"cpu:gloo,{kind}:{backend}",
         store=store,
