@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import examples
+from onefold.checkpoint import tensorfile
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.manifest import (
     FileRecord,
@@ -85,6 +86,18 @@ def test_every_reader_of_safetensors_opens_what_is_written(tmp_path: Path) -> No
         assert crc == zlib.crc32(torch.arange(3.0, 7.0).numpy().tobytes()), (
             "the checksum is of the bytes in the file"
         )
+
+
+def test_the_disk_is_waited_for_while_a_large_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the last flush would take as long as all that the system has kept back."""
+    flushes: list[int] = []
+    monkeypatch.setattr(tensorfile, "FLUSH", 400)
+    monkeypatch.setattr(os, "fsync", flushes.append)
+    planned = [Planned(key, torch.float32, (100,), torch.zeros(100)) for key in "abc"]
+    write_tensors(tmp_path / "a.safetensors", planned)
+    assert len(flushes) == 4
 
 
 @pytest.mark.parametrize("injury", ["empty", "no header", "cut", "longer", "garbage"])
