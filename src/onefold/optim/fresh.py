@@ -53,9 +53,16 @@ def give_tables(twin: Any, optimizer: Optimizer, probes: Sequence[nn.Parameter],
             twin.__dict__[name] = new
 
 
-def fresh_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+def fresh_state(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    param: torch.Tensor,
+    shape: Sequence[int] | None = None,
+) -> dict[str, Any]:
     """Return the state that `optimizer` would give `param`, of its group `group`, at its first
     step. A copy of the optimizer steps a probe, so no parameter, hook or step count changes.
+
+    `shape`: of the parameter, if the optimizer steps it in another one than it has here.
 
     In contrast, torch's `_init_optim_state` steps the real optimizer, with zero gradients and a
     learning rate of zero, and leaves `step` at 1.
@@ -63,7 +70,8 @@ def fresh_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor
     Raises:
         Exception: what the optimizer's step raises, for instance because it needs a closure.
     """
-    one = probe(torch.zeros_like(param), optimizer, param)
+    like = torch.zeros_like(param) if shape is None else param.new_zeros(shape)
+    one = probe(like, optimizer, param)
     one.grad = torch.zeros_like(one)
     twin = twin_of(optimizer, group, [one])
     give_tables(twin, optimizer, [one], param)

@@ -203,7 +203,11 @@ class _Trials:
                     for k in keys
                 ]
                 sort = sorted(
-                    (n, k, repr(v) if isinstance(v, kinds) else isinstance(v, (int, float)) and v != 0)
+                    (
+                        n,
+                        k,
+                        repr(v) if isinstance(v, kinds) else isinstance(v, (int, float)) and v != 0,
+                    )
                     for n, k, v in kept
                 )
                 found.setdefault(repr(sort), p if kept else None)
