@@ -395,7 +395,7 @@ class _Stepping:
             chunk.buffers["master"][here].view(shape),
             self._gradient(chunk, entry, x, y).view(shape),
             state or None,
-            x == _owned(entry)[0],
+            None if y - x == entry.param.numel() else x == _owned(entry)[0],
         )
 
     def _keep(self, chunk: _Chunk, entry: Entry, x: int, y: int, part: Part) -> None:

@@ -286,7 +286,8 @@ def _part(how: MomentPolicy, piece: Piece) -> Part:
             for key in SIGNED
             if key in present
         }
-    first = piece.first == place(piece.entry)
+    alone = piece.master.numel() == piece.entry.param.numel()
+    first = None if alone else piece.first == place(piece.entry)
     return Part(piece.entry.param, piece.master.float(), piece.grad.float(), state, first)
 
 
