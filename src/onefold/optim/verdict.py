@@ -16,7 +16,8 @@ the groups without them. What an optimizer remembers outside of `self.state[p]` 
 
 A group is tried with its own options, since they may decide what is done with its parameters: by an
 optimizer that is made with them, or by a twin of the given one, with a copy of the group. If neither
-can be tried, the verdict on the optimizer's defaults stands.
+can be tried, the verdict on the optimizer's defaults stands. Code may keep numbers for a parameter, in
+attributes and tables: the matrices of a trial have those of a parameter of each sort.
 
 `verdict_for` also knows what the recipe says: its `whole` names groups, and its
 `elementwise_optimizer` takes what cannot be told for element-wise. A group that a trial finds to be
