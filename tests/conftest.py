@@ -165,6 +165,7 @@ SLOW_FILES = {
         "test_clipping_and_scaling.py",
         "test_elementwise_optimizers.py",
         "test_ema.py",
+        "test_kept_by_parameters.py",
         "test_whole_states.py",
     ],
     "plan": [

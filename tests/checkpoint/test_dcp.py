@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import onefold
 from models import TinyGPT, tokens_of
+from moments_runs import unlike
 from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
+from whole_optimizers import MADE, Words, words_of
 
 Whole = dict[str, Any]  # "name" or "name/state key" -> the whole tensor
 
@@ -304,6 +307,63 @@ def frozen_later(folder: Path) -> list[str]:
             losses, expected = steps(again, theirs, 3, 2), steps(model, mine, 3, 2)
             problems += [f"stage {stage}: {losses}, expected {expected}"] * (losses != expected)
     return problems
+
+
+WHOLE = ("Muon and AdamW", "Adafactor", "SOAP")
+
+
+def whole_trained(name: str, stage: int, count: int) -> tuple[nn.Module, list[Any]]:
+    recipe = onefold.Recipe.zero(stage=stage, stall_timeout=30.0)
+    model = onefold.shard(Words(), recipe)
+    optimizers = MADE[name]([(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    for step in range(count):
+        model(words_of(dist.get_rank(), step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizers
+
+
+def whole_states(model: nn.Module, optimizers: list[Any]) -> list[Any]:
+    weights = onefold.full_state_dict(model)
+    return [weights, *(optimizer.state_dict()["state"] for optimizer in optimizers)]
+
+
+def saved_whole(
+    folder: Path, stages: tuple[int, ...], cases: tuple[tuple[int, int], ...]
+) -> list[str]:
+    for name in WHOLE:
+        for stage in stages:
+            model, optimizers = whole_trained(name, stage, 2)
+            state = onefold.dcp_state_dict(model, optimizers)
+            dist.checkpoint.save(state, checkpoint_id=folder / f"{name} {stage}")
+            whole = whole_states(model, optimizers)
+            if dist.get_rank() == 0:
+                torch.save(whole, folder / f"{name} {stage}.pt")
+    dist.barrier()
+    return loaded_whole(folder, cases)
+
+
+def loaded_whole(folder: Path, cases: tuple[tuple[int, int], ...]) -> list[str]:
+    """What differs after loads of (the stage of the save, that of the load)."""
+    out = []
+    for name in WHOLE:
+        for number, (saved, stage) in enumerate(cases):
+            model, optimizers = whole_trained(name, stage, number)  # fresh, or stepped
+            state = onefold.dcp_state_dict(model, optimizers)
+            dist.checkpoint.load(state, checkpoint_id=folder / f"{name} {saved}")
+            found = whole_states(model, optimizers)
+            wanted = torch.load(folder / f"{name} {saved}.pt", weights_only=False)
+            if dist.get_rank() == 0 and (bad := unlike(found, wanted)):
+                out.append(f"{name}, stage {saved} at stage {stage}: {bad[:3]}")
+    return out
+
+
+def test_states_of_whole_matrices_are_loaded_at_other_stages_and_numbers_of_ranks(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(2, saved_whole, tmp_path, (0, 3), ((0, 2), (3, 0))) == [[], []]
+    assert run_ranks(3, loaded_whole, tmp_path, ((3, 1),)) == [[], [], []]
 
 
 def refusals() -> dict[str, str]:

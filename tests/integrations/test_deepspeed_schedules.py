@@ -45,6 +45,22 @@ def test_a_warmup_takes_each_groups_own_rate_and_says_its_parameters() -> None:
     assert cosine.get_lr() == pytest.approx([0.03]) and cosine.warmup_type == "linear"
 
 
+def test_one_rate_for_groups_of_different_rates_says_what_it_replaces(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def rates(**params: Any) -> list[float]:
+        held = optimizer(0.05, 0.001)  # as muon_lr and lr make them
+        schedule = lr_schedules.WarmupLR(held, warmup_num_steps=2, **params)
+        for _ in range(4):
+            schedule.step()
+        return [group["lr"] for group in held.param_groups]
+
+    assert rates() == [0.05, 0.001] and rates(warmup_max_lr=[0.02, 0.01]) == [0.02, 0.01]
+    assert not caplog.text
+    assert rates(warmup_max_lr=0.003) == [0.003, 0.003]
+    assert "one rate, 0.003, for 2 parameter groups, whose own rates 0.05, 0.001" in caplog.text
+
+
 def test_a_rate_in_a_tensor_stays_the_same_tensor() -> None:
     rate = torch.full((1,), 0.1, dtype=torch.float64)
     held = optimizer(rate)

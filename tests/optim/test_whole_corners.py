@@ -26,10 +26,12 @@ from whole_optimizers import Lamb, PerTensor
 class Layers(nn.Module):
     """Matrices of several sizes, one after the other."""
 
+    sizes = (12, 12, 40, 12, 24, 12)
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        sizes = (12, 12, 40, 12, 24, 12)
+        sizes = self.sizes
         self.layers = nn.ModuleList(
             nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False)
         )

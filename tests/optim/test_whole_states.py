@@ -20,6 +20,7 @@ import onefold
 import onefold.runtime.parts as parts
 from models import features_of
 from moments_runs import Net, close, train, unlike
+from onefold.memory.pool import TierError
 from onefold.runtime.parameters.interval import local_part
 from ranks import outcomes_of, run_ranks
 
@@ -462,6 +463,53 @@ def test_what_cannot_be_loaded_is_said_on_every_rank() -> None:
             strict=True,
         ):
             assert expected in text, (rank, text, expected)
+
+
+def broken_on_one_rank(folder: str) -> list[str]:
+    """What the ranks say while the disk of rank 1 fails, or has failed."""
+    recipe = onefold.Recipe.zero(3, offload_optimizer="nvme", nvme=folder, stall_timeout=5.0)
+    model = onefold.shard(Net(), recipe)
+    optimizer, transfers = torch.optim.AdamW(model.parameters()), onefold.engine_of(model).transfers
+    train(model, optimizer, 0, 1)
+    whole = optimizer.state_dict()
+    told: list[str] = []
+
+    def refusal(call: Any) -> None:
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            told.append(str(error))
+
+    flush, mine = transfers.flush, dist.get_rank() == 1
+
+    def fails(*_: Any) -> None:
+        raise TierError("the disk is full")
+
+    transfers.flush = fails if mine else flush  # type: ignore[method-assign]
+    refusal(lambda: optimizer.load_state_dict(whole))
+    transfers.flush = flush  # type: ignore[method-assign]
+    transfers.broken = "stepped half way" if mine else None
+    refusal(lambda: optimizer.load_state_dict(whole))
+    refusal(optimizer.state_dict)
+    transfers.broken = None
+    elsewhere = copy.deepcopy(whole)
+    for state in elsewhere["state"].values():  # the first rank has them
+        state["exp_avg"] = state["exp_avg"].to("meta")
+    refusal(lambda: optimizer.load_state_dict(elsewhere))
+    return told
+
+
+def test_what_one_rank_cannot_read_or_write_every_rank_says(tmp_path: Path) -> None:
+    wanted = (
+        "rank 1: TierError: the disk is full",
+        "put in their places. rank 1: TierError: stepped half way",
+        "rank 1: TierError: stepped half way",
+        "without values",
+    )
+    for told in run_ranks(2, broken_on_one_rank, str(tmp_path)):
+        assert len(told) == len(wanted), told
+        for text, expected in zip(told, wanted, strict=True):
+            assert expected in text, (text, expected)
 
 
 def on_rank_0_alone(call: str) -> None:

@@ -910,6 +910,15 @@ def test_hooks_on_a_weight_that_would_be_cut_into_tiles_are_refused() -> None:
     onefold.shard(model, recipe_of(None, precision="bf16"))
 
 
+def test_tiles_have_the_attributes_that_the_weight_had() -> None:
+    import onefold
+
+    layer: Any = nn.Linear(8, 64, bias=False)
+    layer.weight.rate = 0.5
+    model = onefold.shard(nn.Sequential(layer), onefold.Recipe.zero(stage=1, tile=512))
+    assert [p.rate for p in model.parameters()] == [0.5] * 4
+
+
 def test_an_optimizer_from_before_is_told_that_its_weights_are_tiles_now() -> None:
     import onefold
 

@@ -12,6 +12,7 @@ Onefold runs can load each other's checkpoints.
 |---------------------------------------------------|------------------------------------------|--------------------------------|
 | parameters, in master precision                   | each rank its interval, as boxes         | DCP picks one rank per tensor  |
 | optimizer state of the parameter's shape          | each rank its interval, as boxes         | DCP picks one rank per tensor  |
+| of a matrix that is stepped whole, in any shape   | its owner, whole                         | DCP picks one rank per tensor  |
 | its scalars; options of parameter groups; buffers | DCP picks one rank of those that have it | DCP picks one rank             |
 
 A rank that holds no element of a parameter neither writes nor reads optimizer state for it. The
@@ -35,11 +36,13 @@ from onefold.checkpoint.dcp_interval import DCPInterval
 from onefold.checkpoint.errors import CheckpointError
 from onefold.optim.faced_states import loaded_elsewhere
 from onefold.optim.fresh import fresh_state
+from onefold.optim.owned import Owned, owned, put_elsewhere
 from onefold.optim.state_dicts import meet_when_asked, show_states
 from onefold.optim.whole import holds_some
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.parts import tell_all
 from onefold.runtime.state.dicts import contents
 
 # Options of a parameter group that a load does not change.
@@ -205,6 +208,7 @@ class OptimizerState(_State):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the optimizers' state. Tensors alias the optimizers' memory.
+        Collective: a state that cannot be saved is said on every rank.
 
         State that does not exist yet is created in the dict only. It has the values after one step
         with zero gradients, with `step` reset to 0. The optimizers do not change. For a frozen
@@ -213,6 +217,18 @@ class OptimizerState(_State):
         self._check()
         for optimizer in self.optimizers:
             meet_when_asked(optimizer)
+        out, wrong = None, None
+        try:
+            out = self._state_dict()
+        except CheckpointError as error:
+            wrong = str(error)
+        # Only some ranks may have such a state, and the others would wait for them in DCP
+        told = tell_all(self.engine.resources, "dcp_state_dict", wrong)
+        if (complaint := next(filter(None, told), None)) is not None or out is None:
+            raise CheckpointError(str(complaint))
+        return out
+
+    def _state_dict(self) -> dict[str, Any]:
         stored, self._frozen = self._stored_for_frozen(), set()
         state: dict[str, Any] = {}
         stateless: set[int] = set()  # groups whose parameters get no state
@@ -225,17 +241,18 @@ class OptimizerState(_State):
                     )
                 if any(key.startswith(f"state.{name}.") for key in stored):
                     self._frozen.add(name)
-                if not holds_some(entry):
+                whole = owned(optimizer, entry.param)
+                if not _holds_some(entry, whole):
                     continue
                 values = optimizer.state.get(entry.param)
                 if not values and name in self._frozen:
-                    values = _fresh(optimizer, group, entry)
+                    values = _fresh(optimizer, group, entry, whole)
                     values = {k: v for k, v in values.items() if f"state.{name}.{k}" in stored}
                 elif not values and entry.param.requires_grad and id(group) not in stateless:
-                    values = _fresh(optimizer, group, entry)
+                    values = _fresh(optimizer, group, entry, whole)
                     stateless.update([] if values else [id(group)])
                 if values:
-                    state[name] = {key: _part(entry, value, key) for key, value in values.items()}
+                    state[name] = {k: _part(entry, value, k, whole) for k, value in values.items()}
             names, groups = self._names(), []
             for group in self._groups():
                 # Tensors are copied, not aliased: DCP loads groups by position, but the
@@ -262,18 +279,21 @@ class OptimizerState(_State):
         with disable_torch_function(), torch.no_grad():
             self._take_options(state["param_groups"])
             for optimizer, _, name, entry in self._parameters():
-                loaded = state["state"].get(name)
-                if not loaded or not holds_some(entry):
+                loaded, whole = state["state"].get(name), owned(optimizer, entry.param)
+                if not loaded or not _holds_some(entry, whole):
                     continue
                 mine = optimizer.state[entry.param]
                 for key, value in loaded.items():
                     if isinstance(mine.get(key), torch.Tensor):
-                        _take(f"{name} ({key})", _part(entry, mine[key], key), value)
+                        _take(f"{name} ({key})", _part(entry, mine[key], key, whole), value)
                     else:
-                        mine[key] = _local(entry, value)
+                        mine[key] = _local(entry, value, whole)
             for optimizer in self.optimizers:
+                put_elsewhere(optimizer)
                 show_states(optimizer)
             for optimizer, _, name, entry in self._parameters():
+                if owned(optimizer, entry.param) is not None:
+                    continue
                 known = entry.param.requires_grad or optimizer.state.get(entry.param)
                 if (known or name in self._frozen) and not holds_some(entry):
                     loaded_elsewhere(optimizer, entry.param)
@@ -356,14 +376,26 @@ def _module_of(model: nn.Module, name: str) -> nn.Module:
     )
 
 
-def _part(entry: Entry, value: Any, key: str = "") -> Any:
+def _holds_some(entry: Entry, whole: Owned | None) -> bool:
+    """Whether this rank has the optimizer's state of (some of) a parameter. `whole`: how it is
+    stepped whole.
+    """
+    return whole.mine if whole is not None else holds_some(entry)
+
+
+def _part(entry: Entry, value: Any, key: str = "", whole: Owned | None = None) -> Any:
     """Return the parameter `entry`, or its optimizer state `key`, as a leaf for DCP: an interval, a
-    whole tensor, or a value that is not a tensor.
+    whole tensor, or a value that is not a tensor. `whole`: how it is stepped whole.
 
     Raises:
         CheckpointError: the state is divided between ranks, but not shaped like the parameter.
     """
     slot, replicated = entry.slot, not entry.flat.divided
+    if whole is not None:
+        if entry.region is None:
+            replicated = True  # its owner has it
+        elif isinstance(value, torch.Tensor) and value.shape == whole.matrix.shape:
+            return DCPInterval(value.detach().reshape(-1), entry.shape, 0, entry.region)
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if replicated or value.dim() == 0:
@@ -382,14 +414,16 @@ def _part(entry: Entry, value: Any, key: str = "") -> Any:
         f"the optimizer's {key!r} of parameter {slot.name!r} is {what}, where this rank holds"
         f" {entry.param.numel()} elements of it: how the whole is put together from the ranks'"
         " parts is not known. State that is shaped like its parameter, and scalars, can be saved"
-        " at every stage; other state at stage 0."
+        " at every stage; other state at stage 0, or where the optimizer steps whole matrices."
     )
 
 
-def _local(entry: Entry, leaf: Any) -> Any:
+def _local(entry: Entry, leaf: Any, whole: Owned | None) -> Any:
     """Return this rank's own value of a leaf: the reverse of `_part`."""
     if isinstance(leaf, DCPInterval):
-        return leaf.local
+        return leaf.local if whole is None else leaf.local.view(whole.matrix.shape)
+    if whole is not None:
+        return leaf
     nothing = isinstance(leaf, torch.Tensor) and leaf.numel() == entry.slot.numel == 0
     return leaf.view(entry.param.shape) if nothing else leaf
 
@@ -412,14 +446,18 @@ def _kind(value: Any) -> str:
     return repr(value)
 
 
-def _fresh(optimizer: Optimizer, group: dict[str, Any], entry: Entry) -> dict[str, Any]:
-    """Return the state that `optimizer` would give a parameter at its first step.
+def _fresh(
+    optimizer: Optimizer, group: dict[str, Any], entry: Entry, whole: Owned | None
+) -> dict[str, Any]:
+    """Return the state that `optimizer` would give a parameter at its first step. `whole`: how it is
+    stepped whole.
 
     Raises:
         CheckpointError: the optimizer's step failed, for instance because it needs a closure.
     """
     try:
-        return fresh_state(optimizer, group, entry.param)
+        shape = None if whole is None else whole.matrix.shape
+        return fresh_state(optimizer, group, entry.param, shape)
     except Exception as error:
         raise CheckpointError(
             f"the state of a fresh {type(optimizer).__name__} could not be made by a step with zero"

@@ -7,7 +7,7 @@
             step              chunk 1           chunk 2             chunk 3
 
 For each unit or chunk the optimizer sees only the parameters to step (runtime/stepper.py). On
-NVMe it sees stand-ins: slices of staging buffers with slices of gradients and states. Between steps
+NVMe they are slices of staging buffers with slices of gradients and states. Between steps
 `optimizer.state` of the real parameter holds scalars as they are. Each element-wise state, and each
 part of a packed moment (quant/moments.py), is represented by a tensor on the meta device. If
 moments are packed, parameters too small for packing keep theirs in host memory, some KiB each.
@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import Optimizer
 
 import onefold.quant.moments as moments
@@ -42,7 +41,7 @@ from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.values import StatePlace, is_storageless
 from onefold.runtime.pending_gradients import unique_bytes
 from onefold.runtime.resources import Transfer
-from onefold.runtime.stepper import groups_of, only, raw_step
+from onefold.runtime.stepper import Part, groups_of, only, raw_step, step_parts
 from onefold.runtime.storage import state_shape
 
 #: AHEAD: chunks being read beyond the chunk that is stepped. BEHIND: chunks that may still be
@@ -130,14 +129,8 @@ def step_flat(
         if (how := moments.moment_policy(optimizer, engine.recipe, flat)) is not None:
             moments.step_in_memory(optimizer, how, ready)
         else:
-            params = [entry.param for entry in ready]
-            with only(
-                optimizer,
-                groups if groups is not None else groups_of(optimizer),
-                params,
-                params,
-                engine.device,
-            ):
+            groups = groups if groups is not None else groups_of(optimizer)
+            with only(optimizer, groups, [entry.param for entry in ready], engine.device):
                 raw_step(optimizer)
         flat.storage.masters_written()
     flat.storage.follow()
@@ -320,20 +313,10 @@ class _Stepping:
         if (how := self.hows[chunk.flat.index]) is not None:
             self._step_unpacked(chunk, how)
             return
-        stand_ins = [self._stand_in(chunk, *piece) for piece in chunk.pieces]
-        with only(
-            self.optimizer,
-            self.groups,
-            [e.param for e, _, _ in chunk.pieces],
-            stand_ins,
-            self.engine.device,
-        ):
-            try:
-                raw_step(self.optimizer)
-            finally:
-                states = [self.optimizer.state.pop(p, {}) for p in stand_ins]
-        for (entry, x, y), stand_in, state in zip(chunk.pieces, stand_ins, states, strict=True):
-            self._keep(chunk, entry, x, y, stand_in, state)
+        parts = [self._part(chunk, *piece) for piece in chunk.pieces]
+        step_parts(self.optimizer, self.groups, parts, self.engine.device)
+        for (entry, x, y), part in zip(chunk.pieces, parts, strict=True):
+            self._keep(chunk, entry, x, y, part)
 
     def _step_unpacked(self, chunk: _Chunk, how: moments.MomentPolicy) -> None:
         """Do what `_step` does, for moments that are stored in a format of their own."""
@@ -395,37 +378,31 @@ class _Stepping:
         assert entry.param.grad is not None
         return entry.param.grad.reshape(-1)[x - first : y - first]
 
-    def _stand_in(self, chunk: _Chunk, entry: Entry, x: int, y: int) -> nn.Parameter:
-        """Return elements [x, y) of the owned interval as a parameter of their own."""
+    def _part(self, chunk: _Chunk, entry: Entry, x: int, y: int) -> Part:
+        """Return elements [x, y) of the owned interval in the parameter's place."""
         here = slice(x - chunk.a, y - chunk.a)
         # A 0-dim parameter keeps its shape. Its states are 0-dim too, and stay in memory like step
         # counters.
         shape = entry.param.shape if not entry.param.dim() else (y - x,)
-        stand_in = nn.Parameter(chunk.buffers["master"][here].view(shape))
-        stand_in.grad = self._gradient(chunk, entry, x, y).view(shape)
         state: dict[str, Any] = {}
         for key, value in self.optimizer.state.get(entry.param, {}).items():
             if _elementwise(value, entry.param):
                 state[key] = chunk.buffers[state_kind(key, value.dtype)][here]
             else:
                 state[key] = value.clone() if isinstance(value, torch.Tensor) else value
-        if state:
-            self.optimizer.state[stand_in] = state
-        return stand_in
+        return Part(
+            entry.param,
+            chunk.buffers["master"][here].view(shape),
+            self._gradient(chunk, entry, x, y).view(shape),
+            state or None,
+            None if y - x == entry.param.numel() else x == _owned(entry)[0],
+        )
 
-    def _keep(
-        self,
-        chunk: _Chunk,
-        entry: Entry,
-        x: int,
-        y: int,
-        stand_in: nn.Parameter,
-        state: dict[str, Any],
-    ) -> None:
-        """Copy a stand-in's new state to the chunk's buffers; scalars go to `self.scalars`."""
+    def _keep(self, chunk: _Chunk, entry: Entry, x: int, y: int, part: Part) -> None:
+        """Copy a part's new state to the chunk's buffers; scalars go to `self.scalars`."""
         after: dict[str, Any] = {}
-        for key, value in state.items():
-            if not _elementwise(value, stand_in):
+        for key, value in (part.state or {}).items():
+            if not _elementwise(value, part.data):
                 after[key] = value
                 continue
             kind = state_kind(key, value.dtype)

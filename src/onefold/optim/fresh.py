@@ -1,18 +1,68 @@
-"""The state that an optimizer gives a parameter at its first step."""
+"""Copies of an optimizer that step other parameters than its own: what it would do with them."""
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from onefold.runtime.stepper import kept_by, own_attributes, own_numbers
 
-def fresh_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+
+def probe(data: torch.Tensor, optimizer: Optimizer, like: Any) -> nn.Parameter:
+    """Return a parameter over `data` with the numbers among the attributes of `like`, if any."""
+    out = nn.Parameter(data)
+    if like is not None:
+        _, own, keys = next(kept_by(optimizer, like))
+        out.__dict__.update(own_numbers({key: own[key] for key in keys}))
+    return out
+
+
+def twin_of(optimizer: Optimizer, group: dict[str, Any], probes: Sequence[nn.Parameter]) -> Any:
+    """Return a copy of `optimizer` that has `probes` in a copy of its group `group`, no state, and no
+    hook. It counts apart.
+    """
+    twin = object.__new__(type(optimizer))
+    # Schedulers replace `step` in the instance by one that counts
+    twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
+    own = own_attributes(twin)
+    twin.__dict__.update({k: copy.copy(v) for k, v in own.items() if type(v) in _KEPT_IN})
+    twin.__dict__.update(own_numbers(own))
+    twin.state = defaultdict(dict)
+    tensors = {k: v.clone() for k, v in group.items() if isinstance(v, torch.Tensor)}
+    twin.param_groups = [{**group, **tensors, **own_numbers(group), "params": [*probes]}]
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return twin
+
+
+_KEPT_IN = (dict, list, set, defaultdict, OrderedDict)
+
+
+def give_tables(twin: Any, optimizer: Optimizer, probes: Sequence[nn.Parameter], like: Any) -> None:
+    """Let the tables of `optimizer` have for each of `probes`, in `twin`, the number for `like`."""
+    for name, table, keys in kept_by(optimizer, like) if like is not None else ():
+        for value in own_numbers({key: table[key] for key in keys if name}).values():
+            by_id = isinstance(next(iter(table)), int)
+            new = copy.copy(table)
+            new.update({id(each) if by_id else each: value for each in probes})
+            twin.__dict__[name] = new
+
+
+def fresh_state(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    param: torch.Tensor,
+    shape: Sequence[int] | None = None,
+) -> dict[str, Any]:
     """Return the state that `optimizer` would give `param`, of its group `group`, at its first
-    step. A copy of the optimizer steps a stand-in, so no parameter, hook or step count changes.
+    step. A copy of the optimizer steps a probe, so no parameter, hook or step count changes.
+
+    `shape`: of the parameter, if the optimizer steps it in another one than it has here.
 
     In contrast, torch's `_init_optim_state` steps the real optimizer, with zero gradients and a
     learning rate of zero, and leaves `step` at 1.
@@ -20,16 +70,13 @@ def fresh_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor
     Raises:
         Exception: what the optimizer's step raises, for instance because it needs a closure.
     """
-    stand_in = nn.Parameter(torch.zeros_like(param))
-    stand_in.grad = torch.zeros_like(stand_in)
-    twin = object.__new__(type(optimizer))
-    # Schedulers replace `step` in the instance by one that counts
-    twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
-    twin.state = defaultdict(dict)
-    twin.param_groups = [{**group, "params": [stand_in]}]
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    like = torch.zeros_like(param) if shape is None else param.new_zeros(shape)
+    one = probe(like, optimizer, param)
+    one.grad = torch.zeros_like(one)
+    twin = twin_of(optimizer, group, [one])
+    give_tables(twin, optimizer, [one], param)
     twin.step()
-    state = dict(twin.state.get(stand_in, {}))
+    state = dict(twin.state.get(one, {}))
     step = state.get("step")
     if isinstance(step, torch.Tensor):
         step.zero_()

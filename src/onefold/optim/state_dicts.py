@@ -190,11 +190,16 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
         if engine is None or not outline.special:
             return None
         refuse_moment(engine, "state_dict")
-        for each in outline.engines:
-            each.transfers.check()
-        said = described(optimizer, outline, "local_state_dict has this rank's.")
-        told = tell_all(engine.resources, _SAVE, said) if outline.divided else [said]
-        plan, parts = agreed(_SAVE, outline, told), OptimizerParts(optimizer)
+        said, parts = None, OptimizerParts(optimizer)
+        with parts.keeping_errors():
+            for each in outline.engines:
+                each.transfers.check()
+            said = described(optimizer, outline, "local_state_dict has this rank's.")
+        told = [(said, parts.error)]
+        if outline.divided:
+            told = tell_all(engine.resources, _SAVE, told[0])
+        _refuse_unread(error for _, error in told)
+        plan = agreed(_SAVE, outline, [each for each, _ in told if each is not None])
         state: dict[Any, Any] = {
             number: {
                 key: _whole(optimizer, outline, parts, param, key, dtype, value)
@@ -203,11 +208,10 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
             for number, (param, found) in enumerate(zip(outline.params, plan, strict=True))
             if found is not None
         }
-        error = parts.error
+        errors = [parts.error]
         if outline.divided:
-            error = first_of(tell_all(engine.resources, _SAVE, error))
-        if error is not None:
-            raise RuntimeError(f"{_SAVE}: the states could not be read. {error}")
+            errors = tell_all(engine.resources, _SAVE, parts.error)
+        _refuse_unread(errors)
         if engine.rank == 0 or not outline.divided:
             kept: Mapping[Any, Any] = optimizer.state
             state |= {k: value for k, value in kept.items() if not isinstance(k, torch.Tensor)}
@@ -215,6 +219,12 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
             state = {}
         whole = {"state": state, "param_groups": _whole_groups(optimizer, outline)}
         return whole | {key: value for key, value in state_dict.items() if key not in whole}
+
+
+def _refuse_unread(errors: Iterable[str | None]) -> None:
+    """Raise RuntimeError on every rank if one of them could not read its states."""
+    if (error := first_of(errors)) is not None:
+        raise RuntimeError(f"{_SAVE}: the states could not be read. {error}")
 
 
 def _whole(
@@ -287,8 +297,6 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         _refuse(engine, told, scattered)
         if not scattered and not outline.special:
             return None
-        for each in outline.engines:
-            each.transfers.check()
         mine = not scattered or engine.rank == 0
         given = _outlined(outline, state_dict) if mine else {}
         if scattered:  # rank 0 tells all but the element-wise tensors, which follow one by one
@@ -353,6 +361,11 @@ def _look(optimizer: Optimizer, outline: Outline, given: Mapping[str, Any]) -> b
     for number, param in zip(numbers_of(given), outline.params, strict=True):
         for key, value in state.get(number, {}).items():
             text.append((number, str(key), _simple(value)))
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise _Refused(
+                    f"state {key!r} of parameter {number} ({param.name!r}) is on the meta device,"
+                    " without values: give tensors with values."
+                )
             if param.entries and _cannot_be_cut(outline, parts, param, outlined[number][key]):
                 raise _Refused(
                     f"state {key!r} of parameter {number} ({param.name!r}) has shape"
@@ -431,6 +444,9 @@ def _take(
     numbers, state = numbers_of(given), given["state"]
     mine: dict[Any, Any] = {key: value for key, value in state.items() if key not in set(numbers)}
     parts = OptimizerParts(optimizer)
+    with parts.keeping_errors():
+        for each in outline.engines:
+            each.transfers.check()
     for number, param in zip(numbers, outline.params, strict=True):
         if number not in state:
             continue
@@ -447,13 +463,15 @@ def _take(
             item = param.item(key, dtype)
             parts.create(item)
             if not scattered:
-                from_own(parts, item, _plain(wholes["state"][number][key]))
+                with parts.keeping_errors():
+                    from_own(parts, item, _plain(wholes["state"][number][key]))
                 continue
             whole = _plain(wholes["state"][number][key]) if engine.rank == 0 else None
             from_first(engine_of(param.entries[0]).resources, parts, item, whole)
     for each in outline.engines:
-        with contextlib.suppress(Exception) if parts.error else contextlib.nullcontext():
-            each.transfers.flush() if each.on_disk else None
+        if each.on_disk:
+            with parts.keeping_errors():
+                each.transfers.flush()
     wrong = first_of(tell_all(engine.resources, _LOAD, parts.error))
     if wrong is not None:
         raise RuntimeError(f"{_LOAD}: the states could not be put in their places. {wrong}")

@@ -157,7 +157,7 @@ class OptimizerParts(HeldParts):
         return entry.flat.storage.elements(entry, key, value, x, y)
 
     def read(self, item: StateItem, entry: Entry, x: int, y: int) -> torch.Tensor:
-        with self._keeping_errors():
+        with self.keeping_errors():
             return self._values(entry, item.key, x, y).to(item.dtype)
         return torch.zeros(y - x, dtype=item.dtype, device="cpu")
 
@@ -166,7 +166,7 @@ class OptimizerParts(HeldParts):
         are packed, x is at a block boundary.
         """
         if self.error is None:
-            with self._keeping_errors():
+            with self.keeping_errors():
                 if self.owned(entry) is not None:
                     if x < y:
                         self.made[entry][item.key].view(-1)[x:y].copy_(values)
@@ -180,7 +180,7 @@ class OptimizerParts(HeldParts):
         of the master weights, as torch's own load gives it to states.
         """
         for entry in item.entries:
-            with self._keeping_errors():
+            with self.keeping_errors():
                 master = entry.flat.dtypes.master
                 dtype = master if master.is_floating_point else item.dtype
                 for key, kind in self.kinds(entry, item.key, dtype).items():
@@ -247,7 +247,8 @@ class OptimizerParts(HeldParts):
         return new
 
     @contextlib.contextmanager
-    def _keeping_errors(self) -> Iterator[None]:
+    def keeping_errors(self) -> Iterator[None]:
+        """Inside, an error is kept as `error`, to be told to the other ranks."""
         try:
             yield
         except Exception as error:

@@ -44,7 +44,7 @@ from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.operators import Stepping
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
-from onefold.runtime.stepper import Chosen, held_inside, refuse_cut_inside
+from onefold.runtime.stepper import Chosen, held_inside, raw, refuse_cut_inside
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _handles: list[Any] = []
@@ -203,7 +203,9 @@ def _nested(optimizer: Optimizer) -> bool:
     counted (see [Note: classes, not objects] in optim/torch_methods.py).
     """
     step = _steps.get(optimizer)
-    return step is not None and torch_methods.calls_of_step(optimizer) > step.calls
+    return raw.optimizer is optimizer or (
+        step is not None and torch_methods.calls_of_step(optimizer) > step.calls
+    )
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

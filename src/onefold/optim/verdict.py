@@ -11,12 +11,13 @@ factored second moment, or with a norm of a matrix or a layer, are "whole". Opti
 all their parameters are "refused", and those whose step communicates: only one rank makes it. With
 intervals all of them would silently compute something else.
 
-"whole" is tried as owners step (optim/whole_step.py): one matrix at a time, through a stand-in, and then
+"whole" is tried as owners step (optim/whole_step.py): one matrix at a time, in other memory, and then
 the groups without them. What an optimizer remembers outside of `self.state[p]` would be lost there.
 
 A group is tried with its own options, since they may decide what is done with its parameters: by an
 optimizer that is made with them, or by a twin of the given one, with a copy of the group. If neither
-can be tried, the verdict on the optimizer's defaults stands.
+can be tried, the verdict on the optimizer's defaults stands. Code may keep numbers for a parameter, in
+attributes and tables: the matrices of a trial have those of a parameter of each sort.
 
 `verdict_for` also knows what the recipe says: its `whole` names groups, and its
 `elementwise_optimizer` takes what cannot be told for element-wise. A group that a trial finds to be
@@ -30,7 +31,6 @@ import fnmatch
 import inspect
 import sys
 import weakref
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -41,18 +41,19 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onefold.optim.fresh import give_tables, probe, twin_of
 from onefold.recipe import Recipe
 from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, WHOLE
 from onefold.runtime.parameters.interval import spec_of
 from onefold.runtime.stepper import (
     GroupVerdict,
+    Part,
     groups_of,
     held_inside,
+    kept_by,
     not_elementwise,
-    only,
-    own_attributes,
     own_numbers,
-    raw_step,
+    step_parts,
     switches_of,
 )
 
@@ -186,21 +187,52 @@ class _Trials:
 
     def verdict_of(self, group: dict[str, Any]) -> GroupVerdict:
         """Return the worst verdict over the group's parameters."""
+        found = [self._verdict_like(group, like) for like in self._sorts(group)]
+        return max(found, key=lambda verdict: _ORDER.index(verdict.update))
+
+    def _sorts(self, group: dict[str, Any]) -> list[Any]:
+        """Return a parameter of each sort, by what code keeps for it: of a number it matters whether
+        it is zero. Many different texts are names, and make no sorts.
+        """
+        found: dict[str, Any] = {}
+        for kinds in ((bool, str, type(None)), (bool, type(None))):
+            found = {}
+            for p in group["params"]:
+                kept = [
+                    (n, str(k) if not n else "", t[k])
+                    for n, t, keys in kept_by(self.optimizer, p)
+                    for k in keys
+                ]
+                sort = sorted(
+                    (
+                        n,
+                        k,
+                        repr(v) if isinstance(v, kinds) else isinstance(v, (int, float)) and v != 0,
+                    )
+                    for n, k, v in kept
+                )
+                found.setdefault(repr(sort), p if kept else None)
+            if len(found) <= _SORTS:
+                break
+        return list(found.values()) or [None]
+
+    def _verdict_like(self, group: dict[str, Any], like: Any) -> GroupVerdict:
+        """Return the verdict on parameters like `like`. None: there is nothing kept for them."""
         options, told = self._own_options(group)
         dims = sorted({max(2, len((spec_of(p) or p).shape)) for p in group["params"]})
         # A third dimension (convolutions) may change the kind of update
         shapes = [*_MATRICES, *((*(2,) * (n - 3), 8, 6, 16) for n in dims if n > 2)]
-        own = self._worst(shapes, _How(options)) if options else None
+        own = self._worst(shapes, _How(options, None, like)) if options else None
         if own is not None and own.update == ELEMENTWISE and told:
             return own
         if options and (own is None or not told):
-            twin = self._worst(shapes, _How(options, group))
+            twin = self._worst(shapes, _How(options, group, like))
             if twin is not None:
                 return twin
-        by_default = self._worst(shapes, _How({}))
+        by_default = self._worst(shapes, _How({}, None, like))
         assert by_default is not None
         if not options and by_default.update == REFUSED:  # its constructor may want groups
-            return self._worst(shapes, _How({}, group)) or by_default
+            return self._worst(shapes, _How({}, group, like)) or by_default
         # Without a trial: these options may make sense for the group's own parameters only
         if own is None or own.update == ELEMENTWISE:
             return by_default
@@ -264,11 +296,12 @@ class _Trials:
         return None if failed and found.update == ELEMENTWISE else found
 
     def _one(self, shape: tuple[int, ...], how: _How, known: str) -> GroupVerdict | None:
-        depends = (*self._depends, shape, how.key, known)
+        key = how.key(self.optimizer)
+        depends = (*self._depends, shape, key, known)
         if depends not in self._known:
             with self._alone():
                 found = _try(self.optimizer, shape, how, self.device, known)
-            if how.key is None:
+            if key is None:
                 return found
             self._known[depends] = found
         return self._known[depends]
@@ -282,40 +315,39 @@ class _How:
         options: in which its group differs from the optimizer's defaults.
         group: it is a twin of the optimizer, with a copy of this group; None: its constructor makes
             it, of the options.
+        like: the parameter whose numbers those of the trial have, in attributes and tables.
     """
 
     options: dict[str, Any]
     group: dict[str, Any] | None = None
+    like: Any = None
 
-    @property
-    def key(self) -> str | None:
+    def key(self, optimizer: Optimizer) -> str | None:
         """Everything that the result depends on; None if that cannot be told."""
         own = {k: v for k, v in (self.group or self.options).items() if k not in _OF_THE_USER}
         if self.group is not None and not _is_plain(own):
             return None
+        some = kept_by(optimizer, self.like) if self.like is not None else ()
+        kept = [
+            (n, own_numbers({str(k) if not n else "": t[k] for k in keys})) for n, t, keys in some
+        ]
+        if not _is_plain(kept):
+            return None
         # For weight decay only zero or not matters. Its value does not change the kind of update.
         plain = sorted((k, v != 0 if k == "weight_decay" else v) for k, v in own.items())
-        return repr((self.group is not None, plain))
+        return repr((self.group is not None, plain, kept))
 
     def make(self, optimizer: Optimizer, params: list[nn.Parameter]) -> Any:
         if self.group is None:
             given = [{"params": params, **self.options}] if self.options else params
             return type(optimizer)(given, **_arguments(optimizer))
-        twin = object.__new__(type(optimizer))
-        # Schedulers replace `step` in the instance by one that counts
-        twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
-        twin.__dict__.update(own_numbers(own_attributes(optimizer)))  # it counts apart
-        twin.state = defaultdict(dict)
-        tensors = {k: v.clone() for k, v in self.group.items() if isinstance(v, torch.Tensor)}
-        group = {**self.group, **tensors, **own_numbers(self.group)}
-        twin.param_groups = [{**group, "params": params} | ({"lr": _RATE} if "lr" in group else {})]
-        twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = (
-            OrderedDict(),
-            OrderedDict(),
+        return twin_of(
+            optimizer, self.group | ({"lr": _RATE} if "lr" in self.group else {}), params
         )
-        return twin
 
 
+#: So many sorts of parameters are tried by their texts.
+_SORTS = 8
 #: Of a group: what does not change the kind of its update.
 _OF_THE_USER = ("params", "param_names", "lr", "initial_lr")
 #: The learning rate of a trial: far from 0, so that the update shows.
@@ -324,6 +356,10 @@ _RATE = 0.05
 
 class _LeftOut(RuntimeError):
     """A step fails over groups without parameters."""
+
+
+class _Remembers(RuntimeError):
+    """A state of a parameter is kept outside of `self.state`."""
 
 
 class _Communicates(RuntimeError):
@@ -446,6 +482,8 @@ def _why_not_apart(
     """
     try:
         apart = _run(optimizer, starts, how, by_owners=True)
+    except _Remembers:
+        apart = []
     except _LeftOut as error:
         cause = error.__cause__
         return (
@@ -454,7 +492,7 @@ def _why_not_apart(
         )
     except Exception as error:
         return f"Its step of one matrix at a time fails ({type(error).__name__}: {error})."
-    if all(map(_equal, apart, together)):
+    if apart and all(map(_equal, apart, together)):
         return None
     return (
         "It remembers more than numbers outside of `self.state[p]`, which is all that the owner of p"
@@ -517,8 +555,9 @@ def _run(
     optimizer: Optimizer, starts: Sequence[_Start], how: _How, by_owners: bool = False
 ) -> list[_Trial]:
     """Step these parameters with one new optimizer. `by_owners`: as their owners step them."""
-    params = [nn.Parameter(start.clone()) for start, _ in starts]
+    params = [probe(start.clone(), optimizer, how.like) for start, _ in starts]
     trial = how.make(optimizer, params)
+    give_tables(trial, optimizer, params, how.like)
     if callable(getattr(trial, "train", None)):  # schedule-free optimizers have two modes
         trial.train()
     for grads in zip(*(grads for _, grads in starts), strict=True):
@@ -528,6 +567,13 @@ def _run(
             _step_by_owners(trial, params)
         else:
             trial.step()
+    if by_owners and any(
+        isinstance(table[key], torch.Tensor) and table[key].numel() > 1
+        for param in params
+        for _, table, keys in kept_by(trial, param)
+        for key in keys
+    ):
+        raise _Remembers
     group = {f"{key!r} of its groups": value for key, value in trial.param_groups[0].items()}
     return [_trial(param, group, trial.state[param]) for param in params]
 
@@ -536,15 +582,12 @@ def _step_by_owners(trial: Optimizer, params: Sequence[nn.Parameter]) -> None:
     """Step each of `params` by itself, as `WholeStep` does, and then what is left of the groups."""
     groups = groups_of(trial)
     for param in params:
-        stand_in = nn.Parameter(param.detach().clone())
-        stand_in.grad = param.grad
-        if known := trial.state.pop(param, None):
-            trial.state[stand_in] = known
-        with only(trial, groups, [param], [stand_in]):
-            raw_step(trial)
-        if (state := trial.state.pop(stand_in, None)) is not None:
-            trial.state[param] = state
-        param.data.copy_(stand_in.detach())
+        known: Any = trial.state.get(param)
+        part = Part(param, param.detach().clone(), param.grad, known or None)
+        step_parts(trial, groups, [part])
+        if part.state is not None:
+            trial.state[param] = part.state
+        param.data.copy_(part.data)
     every = [group["params"] for group in trial.param_groups]
     for group in trial.param_groups:
         group["params"] = []

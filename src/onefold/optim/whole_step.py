@@ -42,10 +42,10 @@ from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.values import written
 from onefold.runtime.stepper import (
     GroupVerdict,
+    Part,
     Stepper,
     groups_of,
-    only,
-    raw_step,
+    step_parts,
 )
 from onefold.runtime.unit import State
 
@@ -341,48 +341,47 @@ class _Rounds:
         now.gradients.land()
         if not self.whole:
             now.masters.land()
-        stand_ins: list[nn.Parameter] = []
+        parts: list[Part] = []
         for each in now.mine:
             grad, master = now.whole[each.entry.number]
-            flat = each.entry.flat
+            flat, shape = each.entry.flat, each.matrix.shape
             if self.whole:
                 assert flat.full is not None
                 master.copy_(flat.view(flat.full, each.entry).detach().reshape(-1))
-            stand_in = nn.Parameter(master.view(each.matrix.shape))
-            stand_in.grad = grad.view(each.matrix.shape)
-            stand_ins.append(stand_in)
+            state = self._state(each.entry.param)
+            parts.append(Part(each.entry.param, master.view(shape), grad.view(shape), state))
             del grad, master
-        if stand_ins:
+        if parts:
             try:
-                self._own_step(now.mine, stand_ins)
+                self._own_step(parts)
             except Exception as error:
                 # The others wait for their pieces: they are told at the end
                 self.error = self.error or error
-        for each, t in zip(now.mine, stand_ins, strict=True):
-            t.grad = None
+        for each, part in zip(now.mine, parts, strict=True):
             # The optimizer may have given the parameter other memory
-            now.whole[each.entry.number] = self.empty(0), t.detach().reshape(-1)
+            now.whole[each.entry.number] = self.empty(0), part.data.reshape(-1)
             self.count(-each.matrix.numel * self.dtype.itemsize)
 
-    def _own_step(self, mine: Sequence[Owned], stand_ins: Sequence[nn.Parameter]) -> None:
+    def _state(self, param: nn.Parameter) -> dict[Any, Any] | None:
+        """Return the state that the step begins with."""
+        known = self.optimizer.state.get(param)
+        if not known or not self.away:
+            return known or None
+        return {
+            key: value.to(self.device, non_blocking=True) if _is_large(value) else value
+            for key, value in known.items()
+        }
+
+    def _own_step(self, parts: Sequence[Part]) -> None:
         state = self.optimizer.state
-        real = [each.entry.param for each in mine]
-        for param, stand_in in zip(real, stand_ins, strict=True):
-            if known := state.get(param):
-                state[stand_in] = {
-                    key: value.to(self.device, non_blocking=True)
-                    if self.away and _is_large(value)
-                    else value
-                    for key, value in known.items()
-                }
         try:
-            with only(self.optimizer, self.groups, real, stand_ins, self.device):
-                raw_step(self.optimizer)
+            step_parts(self.optimizer, self.groups, parts, self.device)
         finally:
-            for param, stand_in in zip(real, stand_ins, strict=True):
-                new = state.pop(stand_in, None)
+            for part in parts:
+                new = part.state
                 if new is not None:
-                    state[param] = _brought_down(new, state.get(param) or {}) if self.away else new
+                    before = state.get(part.param) or {}
+                    state[part.param] = _brought_down(new, before) if self.away else new
 
     # -- new pieces back ---------------------------------------------------------------------------
 

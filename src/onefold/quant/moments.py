@@ -2,7 +2,7 @@
 
     stored     codes and scales, or bf16                 master weights in fp32 or bf16
     a piece      ─► fp32 moments                           ─► themselves, or in fp32
-    step       the optimizer's own, over stand-ins: plain fp32 tensors of about 260,000 elements
+    step       the optimizer's own, over plain fp32 tensors of about 260,000 elements
     stored     packed or rounded again                   rounded: to nearest, or stochastically
 
 | requested by                                             | format                     | stepped by                     |
@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from onefold.quant.bf16_rounding import key_of, to_bf16
@@ -34,7 +33,7 @@ from onefold.quant.moment_packing import MomentPacking
 from onefold.recipe import Recipe
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.stepper import groups_of, only, raw_step
+from onefold.runtime.stepper import Part, groups_of, raw_step, step_parts
 
 #: Elements stepped at a time. On a CPU the unpacked values stay in the cache. Other devices need more
 #: work per call: 2**24 elements take 256 MB of unpacked values and gradients.
@@ -163,7 +162,7 @@ def _check_torchao(optimizer: Any, own: Format, recipe: Recipe, flat: Flat) -> N
 
 
 def _torchao_step(optimizer: Any) -> None:
-    """Apply torchao's own update, not compiled, to stand-ins with plain fp32 moments."""
+    """Apply torchao's own update, not compiled, over plain fp32 moments."""
     from torchao.optim.adam import single_param_adam
 
     for group in optimizer.param_groups:
@@ -237,14 +236,10 @@ def _step_batch(
     how: MomentPolicy,
     batch: Sequence[tuple[Piece, Piece]],
 ) -> None:
-    stand_ins = [_stand_in(optimizer, how, small) for _, small in batch]
-    with only(optimizer, groups, [small.entry.param for _, small in batch], stand_ins):
-        try:
-            how.update(optimizer)
-        finally:
-            states = [optimizer.state.pop(p, {}) for p in stand_ins]
-    for (piece, small), stand_in, state in zip(batch, stand_ins, states, strict=True):
-        piece.scalars = _put_back(how, small, stand_in, state)
+    parts = [_part(how, small) for _, small in batch]
+    step_parts(optimizer, groups, parts, update=how.update)
+    for (piece, small), part in zip(batch, parts, strict=True):
+        piece.scalars = _put_back(how, small, part)
 
 
 def _chunk(device: torch.device) -> int:
@@ -278,21 +273,22 @@ def cut(parts: dict[str, torch.Tensor], a: int, b: int) -> dict[str, torch.Tenso
     return {key: part[slice(*items_of(a, b, grain_of(key)))] for key, part in parts.items()}
 
 
-def _stand_in(optimizer: Optimizer, how: MomentPolicy, piece: Piece) -> nn.Parameter:
-    stand_in = nn.Parameter(piece.master.float())
-    stand_in.grad = piece.grad.float()
+def _part(how: MomentPolicy, piece: Piece) -> Part:
+    state: dict[str, Any] | None = None
     if not piece.fresh:
-        state = {
+        scalars = {
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in piece.scalars.items()
         }
         present = {part.key if (part := packed(key)) is not None else key for key in piece.parts}
-        optimizer.state[stand_in] = state | {
-            key: unpacked(how, piece.parts, key, stand_in.numel())
+        state = scalars | {
+            key: unpacked(how, piece.parts, key, piece.master.numel())
             for key in SIGNED
             if key in present
         }
-    return stand_in
+    alone = piece.master.numel() == piece.entry.param.numel()
+    first = None if alone else piece.first == place(piece.entry)
+    return Part(piece.entry.param, piece.master.float(), piece.grad.float(), state, first)
 
 
 def unpacked(
@@ -306,10 +302,9 @@ def unpacked(
     return parts[key].float()
 
 
-def _put_back(
-    how: MomentPolicy, piece: Piece, stand_in: nn.Parameter, state: dict[str, Any]
-) -> dict[str, Any]:
-    """Store masters and moments of `stand_in` in `piece`. Return the rest of its state."""
+def _put_back(how: MomentPolicy, piece: Piece, part: Part) -> dict[str, Any]:
+    """Store masters and moments of `part` in `piece`. Return the rest of its state."""
+    state = part.state or {}
     step = state["step"]
     if not isinstance(step, torch.Tensor):
         step = torch.tensor(step, device="cpu")
@@ -317,7 +312,7 @@ def _put_back(
         if key in state:
             pack(how, piece, key, state[key], step)
     if piece.master.dtype != torch.float32:
-        _round(how, piece, "master", stand_in.detach(), step, piece.master)
+        _round(how, piece, "master", part.data, step, piece.master)
     return {key: value for key, value in state.items() if key not in SIGNED}
 
 

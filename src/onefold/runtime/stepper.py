@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, Update
+from onefold.runtime.parameters.parameter import bare, face
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry, Flat
@@ -380,14 +382,15 @@ def _bring_steps(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
             optimizer.state[param]["step"] = step.to(param.device, torch.float32)
 
 
-# -- stepping other tensors in the parameters' place -----------------------------------------------
-#
-# An optimizer's own step over other tensors than its parameters.
+# -- stepping a part of the parameters, or parts of parameters ----------------------------------------
 #
 # A torch optimizer steps the tensors in its `param_groups` and keeps its states in `state`. For the
-# time of one step, the groups are replaced by copies that hold only what is to be stepped: some of
-# the parameters, or stand-ins. A stand-in is a part of a parameter, with that part of its gradient
-# and states.
+# time of one step the groups are replaced by copies that hold only what is to be stepped.
+#
+# [Note: the user's own objects] Where a step sees a piece of a parameter, or all of one that is divided,
+# the parameter object is the user's own, with other data, gradient and state for that time. So its
+# attributes hold there, and whatever code keeps by it: tables, sets, `id(p)`, closures. If there are
+# several pieces, each begins with the same numbers, and those of the last one stay.
 
 
 def groups_of(optimizer: Optimizer) -> dict[int, int]:
@@ -429,7 +432,20 @@ def raw_step(optimizer: Optimizer) -> None:
     function: Any = type(optimizer).step
     while getattr(function, "hooked", False):
         function = function.__wrapped__
-    function(optimizer)
+    before, raw.optimizer = raw.optimizer, optimizer
+    try:
+        function(optimizer)
+    finally:
+        raw.optimizer = before
+
+
+class _Raw(threading.local):
+    """The optimizer whose own update runs in this thread, for a `super().step()` in it."""
+
+    optimizer: Optimizer | None = None
+
+
+raw = _Raw()
 
 
 #: Attributes that torch gives every optimizer, and replaces or hooks by itself.
@@ -449,7 +465,8 @@ def own_numbers(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return copies of what an optimizer counts with among `values` (its attributes, or a group):
     numbers, tensors of one element, and lists and dicts of such.
     """
-    return copy.deepcopy({key: value for key, value in values.items() if _counts(value)})
+    memo: dict[int, Any] = {}  # the keys may be parameters, which are not copied
+    return {key: copy.deepcopy(value, memo) for key, value in values.items() if _counts(value)}
 
 
 def _counts(value: Any) -> bool:
@@ -458,26 +475,70 @@ def _counts(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_counts, value))
     if isinstance(value, dict):
-        return all(map(_counts, value.values()))
+        return all(_counts(v) and not isinstance(k, torch.Tensor) for k, v in value.items())
     return value is None or isinstance(value, (bool, int, float, str))
 
 
+def kept_by(optimizer: Optimizer, param: Any) -> Iterator[tuple[str, dict[Any, Any], list[Any]]]:
+    """Yield where code keeps something by this parameter: (a name, a dict, the parameter's keys in it).
+    These are its attributes, named "", and the optimizer's tables by parameters or their ids.
+    """
+    own = param.__dict__
+    yield "", own, [key for key in own if not key.startswith(("onefold", "_onefold"))]
+    for name, table in own_attributes(optimizer).items():
+        if isinstance(table, dict) and table:
+            # A parameter has its id as its hash, and cannot be compared with it
+            key = param if isinstance(next(iter(table)), torch.Tensor) else id(param)
+            if key in table:
+                yield name, table, [key]
+
+
+def _begin_again(optimizer: Optimizer, part: Part) -> None:
+    """Let a part begin with what code keeps by its parameter as its first part did.
+
+    Raises:
+        ValueError: there is a tensor of the part's size, which is that of another part.
+    """
+    found = [(n, t, {k: t[k] for k in keys}) for n, t, keys in kept_by(optimizer, part.param)]
+    numbers = {name: own_numbers(values) for name, _, values in found}
+    if part.first:
+        part.param.__dict__["_onefold_numbers"] = numbers
+        return
+    before: dict[str, Any] = part.param.__dict__.get("_onefold_numbers", {})
+    for name, table, values in found:
+        if any(_is_like(value, part.data) for value in values.values()):
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps a tensor for each parameter in"
+                f" {f'self.{name}' if name else 'an attribute of it'}, and steps this parameter in"
+                " pieces: keep it in self.state[p], of which each piece has its own."
+            )
+        for key in numbers[name]:
+            del table[key]
+        table.update(own_numbers(before.get(name, {})))
+
+
+def _is_like(value: Any, data: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape == data.shape
+
+
 @contextlib.contextmanager
-def _counting_apart(optimizer: Optimizer) -> Iterator[None]:
+def _counting_apart(optimizer: Optimizer, groups: Mapping[int, int]) -> Iterator[None]:
     """Inside this context the optimizer counts with copies: in its attributes, and in states that
     are no parameter's. At the end it has the numbers that it had before.
     """
     attributes, state = optimizer.__dict__, optimizer.state
     own, others = own_attributes(optimizer), _states_of_its_own(state)
-    attributes.update(own_numbers(own))
+    attributes.update(
+        own_numbers({name: value for name, value in own.items() if not _by_id(value, groups)})
+    )
     for key, value in own_numbers(others).items():
         dict.__setitem__(state, key, value)
     try:
         yield
     finally:
         for name, value in own_attributes(optimizer).items():
-            if not _counts(value):
-                continue  # it keeps more than numbers there by now
+            if not _counts(value) or _by_id(value, groups):
+                continue  # it keeps more than numbers of its own there by now
             if name in own:
                 attributes[name] = own[name]
             else:
@@ -491,6 +552,12 @@ def _counting_apart(optimizer: Optimizer) -> Iterator[None]:
                 dict.__delitem__(state, key)
 
 
+def _by_id(value: Any, groups: Mapping[int, int]) -> bool:
+    """Whether it is a table by the ids of parameters."""
+    first = next(iter(value), None) if isinstance(value, dict) else None
+    return isinstance(first, int) and first in groups
+
+
 def _states_of_its_own(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the states that are no parameter's."""
     some: Any = state  # without what shows states to the user's code
@@ -501,12 +568,10 @@ def _states_of_its_own(state: Mapping[Any, Any]) -> dict[Any, Any]:
 def only(
     optimizer: Optimizer,
     groups: dict[int, int],
-    real: Sequence[torch.Tensor],
-    stand_ins: Sequence[torch.Tensor],
+    params: Iterable[torch.Tensor],
     device: torch.device | None = None,
 ) -> Iterator[None]:
-    """Inside this context, the optimizer knows only `stand_ins`, each in the group of its `real`
-    parameter.
+    """Inside this context, the optimizer knows only `params`, each in its group.
 
     Groups are copies, and so is what the optimizer counts with: a step in pieces counts as one step,
     which the outer step() makes.
@@ -516,17 +581,75 @@ def only(
             (runtime/stepper.py); None leaves that to torch.
     """
     wanted: dict[int, list[torch.Tensor]] = {}
-    for param, stand_in in zip(real, stand_ins, strict=True):
-        wanted.setdefault(groups[id(param)], []).append(stand_in)
+    for param in params:
+        wanted.setdefault(groups[id(param)], []).append(param)
     before = optimizer.param_groups
     optimizer.param_groups = [
-        {**before[i], **own_numbers(before[i]), "params": params}
-        for i, params in sorted(wanted.items())
+        {**before[i], **own_numbers(before[i]), "params": some}
+        for i, some in sorted(wanted.items())
     ]
     if device is not None:
         Chosen(optimizer, optimizer.param_groups, device)  # they are copies: nothing to undo
     try:
-        with _counting_apart(optimizer):
+        with _counting_apart(optimizer, groups):
             yield
     finally:
         optimizer.param_groups = before
+
+
+@dataclass
+class Part:
+    """What a parameter is for the time of a step. See [Note: the user's own objects].
+
+    Attributes:
+        data, state: those after the step, once it is made. state: None if there is none.
+        grad: of the shape of `data`. Dropped by the step.
+        first: it is the first of several parts that are stepped one by one; None: the only one.
+    """
+
+    param: Any
+    data: torch.Tensor
+    grad: torch.Tensor | None
+    state: dict[Any, Any] | None
+    first: bool | None = None
+
+    def swap(self, state: dict[Any, Any]) -> None:
+        """Exchange the data, gradient and state that it has and the parameter has."""
+        param = self.param
+        data, grad, kept = param.data, param.grad, state.get(param)
+        param.grad, param.data = None, self.data
+        param.grad = self.grad
+        if self.state is not None:
+            state[param] = self.state
+        elif kept is not None:
+            del state[param]
+        self.data, self.grad, self.state = data, grad, kept
+
+
+def step_parts(
+    optimizer: Optimizer,
+    groups: dict[int, int],
+    parts: Sequence[Part],
+    device: torch.device | None = None,
+    update: Callable[[Optimizer], None] = raw_step,
+) -> None:
+    """Step `parts`, of different parameters, with the optimizer's own update. `device`: see `only`."""
+    # Torch has fast implementations for plain classes. On the host a thread may make the step, and
+    # other code goes on seeing the shape of the whole
+    plain = [part.param for part in parts if part.data.device.type != "cpu"]
+    for part in parts:
+        if part.first is not None:
+            _begin_again(optimizer, part)
+    swapped: list[Part] = []
+    bare(plain)
+    try:
+        for part in parts:
+            part.swap(optimizer.state)
+            swapped.append(part)
+        with only(optimizer, groups, [part.param for part in parts], device):
+            update(optimizer)
+    finally:
+        for part in swapped:
+            part.swap(optimizer.state)
+            part.grad = None
+        face(plain)

@@ -173,6 +173,8 @@ def _tile(module: nn.Module, weight: nn.Parameter, start: int, rows: int, shared
     """Return a tile with up to `rows` rows of the weight of `module`, from row `start` on."""
     tile: Tile = instance(tile_of, type(module))
     part = nn.Parameter(weight.data[start : start + rows], requires_grad=weight.requires_grad)
+    own = weight.__dict__  # an optimizer may read what the user has put there
+    part.__dict__.update({k: v for k, v in own.items() if not k.startswith("_onefold")})
     tile.set_up(part, start, tuple(weight.shape), shared)
     if weight.grad is not None:
         part.grad = weight.grad[start : start + rows]

@@ -111,6 +111,16 @@ def _per_group(
 ) -> list[float]:
     groups = len(optimizer.param_groups)
     if not isinstance(value, Sequence):
+        # As in DeepSpeed, also beside `muon_lr`
+        if name.endswith("_max_lr") and len(set(_current(optimizer))) > 1:
+            logger.warning(
+                "scheduler.params.%s is one rate, %s, for %d parameter groups, whose own rates %s it"
+                " replaces: write one each, or use WarmupLR without it, which takes their own.",
+                name,
+                value,
+                groups,
+                ", ".join(f"{rate:g}" for rate in _current(optimizer)),
+            )
         return [value] * groups
     if len(value) != groups:
         raise ValueError(
