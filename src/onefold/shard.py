@@ -38,7 +38,6 @@ from onefold.runtime.hooks import (
     guard_state_dict,
     guard_uninitialized,
     install,
-    install_on_part,
     register,
 )
 from onefold.runtime.reduce_paths import (
@@ -253,7 +252,7 @@ def _install_hooks(engine: Engine, specs: list[UnitSpec], module: nn.Module) -> 
         if isinstance(spec.module, Tile) and not unit.resident:
             spec.module.save_by(engine.gather)
     for _, inner in modules_of(specs[0], specs)[1:]:
-        install_on_part(engine, inner)
+        install(engine, engine.units[0], inner, part=True)
     for part in module.modules():
         guard_state_dict(engine, part)
 

@@ -12,7 +12,7 @@ from torch import nn
 from onefold.comm import CollectiveContext
 from onefold.optim import remove_step_hooks, whole
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import declare
+from onefold.runtime.flat import Entry, declare
 from onefold.runtime.hooks import engine_of, is_sharded, spoil, unregister
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
@@ -147,7 +147,7 @@ def _refuse_unless_possible(engine: Engine) -> None:
         ValueError: the recipe does not support it.
     """
     flats = [flat for unit in engine.units for flat in unit.flats]
-    if engine.stack or engine.progress.backward_open:
+    if engine.in_any_pass():
         raise RuntimeError(
             "unsharded was entered inside a pass of the model; enter it between steps."
         )
@@ -181,20 +181,22 @@ def _refuse_unless_possible(engine: Engine) -> None:
 
 
 def _make_plain(engine: Engine) -> None:
-    """Give the parameters their whole values, unit by unit, and remove everything of the engine
-    from them, and its hooks from the modules. Collective.
+    """Give the parameters their whole values, and remove everything of the engine from them, and its
+    hooks from the modules. Collective. If memory runs out, the model is as it was.
     """
     with disable_torch_function(), torch.no_grad():
-        for unit in engine.units:
-            for flat in unit.flats:
-                full = None if flat.unsharded else whole_masters(engine.resources, flat)
-                for entry in flat.entries if full is not None else ():
-                    gradient_hooks.give_back(entry)
-                    entry.param.grad = None
-                    entry.param.data = flat.view(full, entry).clone()  # type: ignore[arg-type]
-                    _unwrap(entry.param)
-                    if entry.param.dtype != entry.declared:
-                        declare(entry.param, entry.declared)
+        wholes: list[tuple[Entry, torch.Tensor]] = []
+        for flat in (flat for unit in engine.units for flat in unit.flats if not flat.unsharded):
+            full = whole_masters(engine.resources, flat)
+            wholes += [(entry, flat.view(full, entry).clone()) for entry in flat.entries]
+        # What needs memory is done: from here on the model changes
+        for entry, whole in wholes:
+            gradient_hooks.give_back(entry)
+            entry.param.grad = None
+            entry.param.data = whole
+            _unwrap(entry.param)
+            if entry.param.dtype != entry.declared:
+                declare(entry.param, entry.declared)
         for handle in engine.handles:
             handle.remove()
         engine.handles.clear()

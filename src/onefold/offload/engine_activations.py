@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
 from onefold.offload.activations import ActivationStore
@@ -35,7 +34,6 @@ class HostActivations(Activations):
     ) -> None:
         """`gathered`: the buffers that hold gathered parameters at the moment, by storage."""
         self._units, self._model = units, units[0].module
-        self._hooks: saved_tensors_hooks | None = None
         self._passes = 0
         self._there: set[int] = set()  # storages that are resident anyway
         there, transfers = self._there, resources.transfers
@@ -60,12 +58,12 @@ class HostActivations(Activations):
             return
         self._look()
         self.store.begin_forward()
-        self._hooks = self.store.hooks()
-        if self._hooks is not None:
-            self._hooks.__enter__()
+        self.hooks = self.store.hooks()
+        if self.hooks is not None:
+            self.hooks.__enter__()
 
     def end_forward(self) -> None:
-        hooks, self._hooks = self._hooks, None
+        hooks, self.hooks = self.hooks, None
         if hooks is not None:
             hooks.__exit__(None, None, None)
 

@@ -20,6 +20,7 @@ the last one.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,11 +43,12 @@ from onefold.runtime.differentiate import keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
-from onefold.runtime.parameters.operators import Stepping
+from onefold.runtime.parameters.operators import stepping
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
 from onefold.runtime.stepper import Chosen, held_inside, raw, refuse_cut_inside
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: dict[Engine, None] = {}  # in their order
+_changes = threading.RLock()  # several threads may shard models, and free them
 _handles: list[Any] = []
 
 
@@ -60,6 +62,7 @@ class _Step:
         chosen: the implementation of torch's to use until then.
         aside: (parameter, gradient) of those that are stepped elsewhere.
         full: (group, its parameters) of groups that leave these out.
+        writes: from now on parameters may have been written to.
     """
 
     calls: int
@@ -67,10 +70,11 @@ class _Step:
     chosen: Chosen | None = None
     aside: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
     full: list[tuple[dict[str, Any], list[torch.Tensor]]] = field(default_factory=list)
+    writes: bool = False
 
     def make_bare(self, params: list[nn.Parameter], chosen: Chosen) -> None:
         self.bare, self.chosen = params, chosen
-        Stepping.depth += 1
+        stepping.depth += 1
         bare(params)
 
     def leave_out(self, optimizer: Optimizer, params: list[nn.Parameter]) -> None:
@@ -93,7 +97,7 @@ class _Step:
         if self.chosen is not None:
             self.chosen.end()
         if params:
-            Stepping.depth -= 1
+            stepping.depth -= 1
             face(params)
 
     def restore_gradients(self) -> None:
@@ -108,28 +112,30 @@ _steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary(
 
 def install_step_hooks(engine: Engine) -> None:
     """Hook the steps of optimizers over this engine's parameters, until the engine closes."""
-    _engines.add(engine)
-    engines_changed()
-    state_dicts.follow(engine)
-    if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_first))
-        _handles.append(register_optimizer_step_post_hook(_after))
-        torch_methods.follow(
-            torch_methods.Follower(
-                has_parameters=state_dicts.meet_when_made,
-                is_asked=state_dicts.meet_when_asked,
-                step_is_over=_has_returned,
+    with _changes:
+        _engines[engine] = None
+        engines_changed()
+        state_dicts.follow(engine)
+        if not _handles:
+            _handles.append(register_optimizer_step_pre_hook(_first))
+            _handles.append(register_optimizer_step_post_hook(_after))
+            torch_methods.follow(
+                torch_methods.Follower(
+                    has_parameters=state_dicts.meet_when_made,
+                    is_asked=state_dicts.meet_when_asked,
+                    step_is_over=_has_returned,
+                )
             )
-        )
 
 
 def remove_step_hooks(engine: Engine) -> None:
-    _engines.discard(engine)
-    engines_changed()
-    if not _engines:
-        torch_methods.unfollow()
-        while _handles:
-            _handles.pop().remove()
+    with _changes:
+        _engines.pop(engine, None)
+        engines_changed()
+        if not _engines:
+            torch_methods.unfollow()
+            while _handles:
+                _handles.pop().remove()
 
 
 def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
@@ -154,7 +160,7 @@ def _with_unsharded(
     them.
     """
     out = {engine: list(entries) for engine, entries in found.items()}
-    asking = [e for e in _engines if e.stepper.wants_unsharded(optimizer)]
+    asking = [e for e in list(_engines) if e.stepper.wants_unsharded(optimizer)]
     unsharded = {
         id(entry.param): (engine, entry)
         for engine in asking
@@ -217,7 +223,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         # Unsharded parameters carry no mark of their engine, so they are searched for here
         for engine in [
             e
-            for e in _engines
+            for e in list(_engines)
             if e.unsharded and (e.progress.failure is not None or e.masters.copying is not None)
         ]:
             mine = {id(entry.param) for entry in engine.entries}
@@ -251,6 +257,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     with disable_torch_function():
         for engine in found:
             engine.optimizer_is_stepping()
+        step.writes = True
         for engine, by_stepper in apart.items():
             if by_stepper:
                 with torch.no_grad():
@@ -351,6 +358,8 @@ def _end(optimizer: Optimizer) -> None:
         with disable_torch_function():
             step.show()
             step.restore_gradients()
+            for engine, entries in _entries_of(optimizer).items() if step.writes else ():
+                engine.optimizer_has_stepped(entries)  # some of them, before it was interrupted
             state_dicts.show_states(optimizer)
 
 

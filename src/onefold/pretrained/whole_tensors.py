@@ -122,7 +122,7 @@ def stream_params(
     limit, chosen = bytes_of("bucket", bucket), _dtype_of(dtype)
     if limit < 1:
         raise ValueError(f"bucket={bucket!r}: expected a number of bytes above 0, or '1GB'.")
-    if engine.stack or engine.progress.backward_open:
+    if engine.in_any_pass():
         raise RuntimeError("stream_params was called inside a pass of the model; call it outside.")
     if not engine.unsharded:
         engine.refuse_changes("stream_params")

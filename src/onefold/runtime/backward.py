@@ -109,9 +109,9 @@ class Backward:
             elif used:
                 progress.pending = False
             self.stepper.join()
-            progress.backward_open = False
             self.gather.end_backward()
             self.activations.end_backward()
+            progress.backward_open = False  # not before: a pass that was interrupted is reset
             transfers.gradients_are_down()
             self.resources.masters.after_pass()
             memory.look()
@@ -169,12 +169,12 @@ class Backward:
         """End a backward pass that accumulated nothing (torch.autograd.grad): there is nothing to
         reduce and nothing to agree on.
         """
-        self.progress.backward_open = self.progress.differentiating = False
         if not self.progress.creates_graph:
             self._close_graphs()
         self.reached.clear()
         self.gather.end_backward()
         self.activations.end_backward()
+        self.progress.backward_open = self.progress.differentiating = False
         self.resources.masters.after_pass()
         self.resources.memory.look()
 

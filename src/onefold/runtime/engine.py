@@ -40,6 +40,7 @@ from onefold.runtime.forward import Forward
 from onefold.runtime.gather import Gatherer
 from onefold.runtime.marks import Marks
 from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
+from onefold.runtime.parameters.open_passes import OpenPass, still_open
 from onefold.runtime.parameters.values import WriteCounters
 from onefold.runtime.parts import whole_masters
 from onefold.runtime.pending_gradients import (
@@ -146,7 +147,7 @@ class Engine:
                 self.unit_of[entry.number] = unit
         self.unsharded = all(flat.unsharded for u in self.units for flat in u.flats)
         # Open forward passes of units, see `Forward.stack`
-        self.stack: list[tuple[Unit, bool, bool]] = []
+        self._stack: list[OpenPass] = []
         self.write_counters = WriteCounters(self.entries)
         self.started = False
         self.full_params_depth = 0
@@ -219,7 +220,7 @@ class Engine:
             self.structure,
             self.write_counters,
             self.spans,
-            self.stack,
+            self._stack,
         )
         follow_trainable(self.reduce)
         for unit in self.units:
@@ -292,6 +293,11 @@ class Engine:
     # -- forward -----------------------------------------------------------------------------------
 
     @property
+    def stack(self) -> list[OpenPass]:
+        """The open forward passes of units, see `Forward.stack`."""
+        return still_open(self._stack)
+
+    @property
     def computing(self) -> bool:
         """Whether the code that runs now computes with whole parameters: in a forward pass, or in
         its recomputation in backward.
@@ -328,6 +334,12 @@ class Engine:
         """Whether a forward or backward pass of the model is under way."""
         return bool(self.stack) or (self.progress.backward_open and not self.full_params_depth)
 
+    def in_any_pass(self) -> bool:
+        """Whether a pass of the model is under way. Ends a backward pass that was left open."""
+        if self.progress.backward_open and not in_autograd():
+            self.backward.reset()
+        return bool(self.stack) or self.progress.backward_open
+
     @property
     def gathered_buffers(self) -> dict[int, tuple[Unit, Flat]]:
         """The (unit, flat buffer) that each gathered buffer belongs to, by the buffer's storage."""
@@ -338,9 +350,7 @@ class Engine:
         whole parameters of the unit of `entry`. Returns that unit.
         """
         unit = self.unit_of[entry.number]
-        # A backward pass raised before it came to its end
-        if self.progress.backward_open and not in_autograd():
-            self.backward.reset()
+        self.in_any_pass()
         if not self.progress.outside_graphs:
             self.progress.outside_graphs = True
             check_in_place(self.units)

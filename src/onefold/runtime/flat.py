@@ -26,12 +26,8 @@ from onefold.runtime.parameters.interval import (
     dispatches,
     over,
 )
-from onefold.runtime.parameters.parameter import (
-    ForwardDepth,
-    ShardedParameter,
-    ShardInfo,
-    faced_class,
-)
+from onefold.runtime.parameters.open_passes import in_forward
+from onefold.runtime.parameters.parameter import ShardedParameter, ShardInfo, faced_class
 from onefold.runtime.parameters.whole import Released, Whole, point, set_requires_grad
 from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
@@ -534,7 +530,7 @@ class Flat:
         """
         self.written_in_forward = True
         follows = self.gather.exact and self.storage.in_place and not self.storage.offloaded
-        if follows or entry.index in self.before_data or not ForwardDepth.value or in_autograd():
+        if follows or entry.index in self.before_data or not in_forward() or in_autograd():
             return
         with disable_torch_function(), torch.no_grad():
             self.before_data[entry.index] = entry.compute.detach().clone()

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ from onefold.runtime.differentiate import (
 )
 from onefold.runtime.flat import Entry
 from onefold.runtime.gather import Gatherer, Recorded
-from onefold.runtime.parameters.in_pass import lent, put, take_back
-from onefold.runtime.parameters.parameter import ForwardDepth, disable_torch_function
+from onefold.runtime.parameters.in_pass import put, take_back
+from onefold.runtime.parameters.open_passes import OpenPass, here, still_open
+from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parameters.values import ForwardPass, WriteCounters
 from onefold.runtime.pending_gradients import follow_trainable
 from onefold.runtime.reduce import Reducer
@@ -66,10 +68,9 @@ class Forward:
     """See this module.
 
     Attributes:
-        stack: open forward passes of units: (unit, inside a backward pass, outermost of its pass
-            over the model).
+        stack: open forward passes of units, the innermost last. A pass is taken from it when all of
+            it is done, so that one that was interrupted is ended again.
         raised_in: (unit, phase) of the last pass that raised.
-        part: the hooks of the part of the root that was called by itself (runtime/hooks.py).
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Forward:
         structure: Structure,
         write_counters: WriteCounters,
         spans: Spans,
-        stack: list[tuple[Unit, bool, bool]],
+        stack: list[OpenPass],
     ) -> None:
         self.units, self.resources, self.progress = units, resources, resources.progress
         self.run_ahead = resources.group.run_ahead
@@ -95,7 +96,6 @@ class Forward:
         self.uninitialized, self.structure, self.spans = uninitialized, structure, spans
         self.write_counters, self.stack = write_counters, stack
         self.raised_in: tuple[str, str] | None = None
-        self.part: object = None
         # Units whose parameters other modules used in this pass, and those whose module was called
         self._borrowed: dict[int, _Borrowed] = {}
         self._entered: set[int] = set()
@@ -103,24 +103,30 @@ class Forward:
         self._recorded: Recorded | None = None  # of the pass under way
         self._over_model = False
 
-    def enter(self, unit: Unit, part: bool = False) -> bool:
+    def enter(self, unit: Unit, call: FrameType, part: bool = False) -> bool:
         """Begin the forward pass of a unit's module. Returns True if this begins a pass over the
         model, whose inputs are to be cast.
 
-        `part`: the caller called a part of the unit's module by itself, not the module.
+        `call`: the frame of the module's call. `part`: the caller called a part of the unit's module
+        by itself, not the module.
         """
         with disable_torch_function():
-            recompute = in_autograd()
-            outermost = not self.stack and not recompute
+            if not still_open(self.stack, call):
+                still_open(here.passes, call)  # of other models
+            recompute, first = in_autograd(), not self.stack
+            this = OpenPass(unit, recompute, call, self)
+            this.beside.append(this)
+            self.stack.append(this)
+            outermost = first and not recompute
             if outermost:
                 self._recorded = Recorded()
-                self._begin_pass(is_root=unit.index == 0 and not part)
-            if not self.stack:
+                self._begin_pass(this, is_root=unit.index == 0 and not part)
+            if first:
                 self._current = ForwardPass(self.write_counters)
-            self.stack.append((unit, recompute, outermost))
             self._entered.add(unit.index)
-            ForwardDepth.value += 1
+            self.spans.enter()
             unit.leases.in_use += 1
+            this.in_use = True
             if recompute:
                 self.backward.event()
             elif torch.is_grad_enabled() or self.progress.graded:
@@ -135,39 +141,41 @@ class Forward:
                 unit.leases.recomputing = self.gather.reached
             if unit.leases.in_use == 1:
                 swap_in(unit)
-            self.spans.enter()
             return outermost
 
-    def leave(self, unit: Unit, output: Any) -> Any:
+    def leave(self, this: OpenPass, output: Any) -> Any:
         """End the forward pass of a unit's module after it has returned `output`. Returns the
         output with copies of the tensors that lie in gathered buffers.
         """
+        unit, recompute, outermost = this.unit, this.recompute, this.outermost
         with disable_torch_function():
-            recompute, outermost = self._pop()
-            self.spans.leave(unit.name, self.progress.phase, keep=self.resources.memory.record)
-            try:
-                if outermost:
-                    output = copied_out(output, self.gather.by_storage)
-                if torch.is_grad_enabled():
-                    if outermost and self._recorded is not None:
-                        self._recorded.by_hand = self._kept_by_hand()
-                    self._watch(unit, output, root=not self.stack)
-                if not unit.leases.in_use and not recompute:
-                    self._keep_writes(unit)
-                if outermost:  # other modules may have written to these after their own forward
-                    for borrowed in self._borrowed.values():
-                        self._keep_writes(borrowed.unit)
-                if not unit.leases.in_use and (not recompute or unit.looks_up_only):
-                    self.gather.after_forward(unit, output)
-            except BaseException:
-                # The unit has left the stack, so `abort` would not end the pass: its hooks on saved
-                # tensors would stay set for all of this thread's code
-                if outermost:
-                    self._end_pass(aborted=True)
-                raise
+            self._no_longer_uses(this, keep=self.resources.memory.record)
             if outermost:
-                self._end_pass(aborted=False)
+                output = copied_out(output, self.gather.by_storage)
+            if torch.is_grad_enabled():
+                if outermost and self._recorded is not None:
+                    self._recorded.by_hand = self._kept_by_hand()
+                self._watch(unit, output, root=this is self.stack[0])
+            if not unit.leases.in_use and not recompute:
+                self._keep_writes(unit)
+            if outermost:  # other modules may have written to these after their own forward
+                for borrowed in self._borrowed.values():
+                    self._keep_writes(borrowed.unit)
+            if not unit.leases.in_use and (not recompute or unit.looks_up_only):
+                self.gather.after_forward(unit, output)
+            if outermost:
+                self._end_pass(this, aborted=False)
+            self._close(this)
             return output
+
+    def pass_of(self, call: FrameType) -> OpenPass | None:
+        """Return the open pass whose module's call has this frame; None if it began none."""
+        for this in reversed(self.stack):
+            if this.call is call:
+                if this is not self.stack[-1]:
+                    still_open(self.stack)
+                return this
+        return None
 
     def _keep_writes(self, unit: Unit) -> None:
         # What is gathered from ranks that are not there is no value to compare with
@@ -178,26 +186,37 @@ class Forward:
             with torch.no_grad():
                 keep_writes(unit)
 
-    def abort(self, unit: Unit) -> None:
+    def abort(self, this: OpenPass) -> None:
         """Clean up after the forward pass of a unit's module raised."""
         with disable_torch_function():
-            while any(u is unit for u, _, _ in self.stack):
-                # The innermost unit comes first
-                self.raised_in = self.raised_in or (unit.name, self.progress.phase)
-                _, outermost = self._pop()
-                self.spans.leave(unit.name, self.progress.phase, keep=False)
-                if outermost:
-                    self._end_pass(aborted=True)
+            # The innermost unit comes first
+            self.raised_in = self.raised_in or (this.unit.name, self.progress.phase)
+            self._no_longer_uses(this, keep=False)
+            if this.outermost:
+                if this.beside is not here.passes:  # hooks on saved tensors are a thread's own
+                    self.gather.hooks = self.activations.hooks = None
+                try:
+                    self._end_pass(this, aborted=True)
+                except Exception:
+                    self._close(this)
+                    raise
+            self._close(this)
 
-    def _pop(self) -> tuple[bool, bool]:
-        unit, recompute, outermost = self.stack.pop()
-        ForwardDepth.value -= 1
-        unit.leases.in_use -= 1
-        if not unit.leases.in_use:
-            swap_out(unit)
-        return recompute, outermost
+    def _close(self, this: OpenPass) -> None:
+        for passes in (self.stack, this.beside):
+            if this in passes:
+                passes.remove(this)
 
-    def _begin_pass(self, is_root: bool) -> None:
+    def _no_longer_uses(self, this: OpenPass, keep: bool) -> None:
+        unit = this.unit
+        if this.in_use:
+            if unit.leases.in_use == 1:
+                swap_out(unit)
+            unit.leases.in_use -= 1
+            this.in_use = False
+            self.spans.leave(unit.name, self.progress.phase, keep)
+
+    def _begin_pass(self, this: OpenPass, is_root: bool) -> None:
         if self.progress.backward_open:  # a backward pass raised before it came to its end
             self.backward.reset()
         if self.progress.follower is not None:
@@ -232,20 +251,17 @@ class Forward:
                 u.calls = 0
         if self._over_model and self.buffers.due:
             self.buffers.tensors()  # raises on parts of parameters, before anything is sent
+        this.outermost = True  # from here on there is something to end
         self.activations.begin_forward()  # first: the gatherer's hooks call the hooks set here
-        try:
-            self.gather.begin_forward(self._over_model)
-            refresh(self.gather)
-            if self._over_model:
-                self.buffers.before_pass(self.resources)
-                self.uninitialized.remember()
-        except BaseException:
-            self._end_pass(aborted=True)  # takes the hooks on saved tensors back
-            raise
+        self.gather.begin_forward(self._over_model)
+        refresh(self.gather)
+        if self._over_model:
+            self.buffers.before_pass(self.resources)
+            self.uninitialized.remember()
 
-    def _end_pass(self, aborted: bool) -> None:
+    def _end_pass(self, this: OpenPass, aborted: bool) -> None:
         self._borrowed.clear()
-        if lent and not ForwardDepth.value:
+        if this.beside == [this]:
             take_back()
         for flat in (f for u in self.units for f in u.flats) if aborted else ():
             flat.before_data.clear()

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import GATHERED, storage_of
 from onefold.memory.pool import TierError
@@ -88,7 +89,7 @@ class Gatherer:
         fp32 = any(f.dtypes.compute == torch.float32 for u in self.sharded for f in u.flats)
         self.casts = CachedCasts(resources.device) if fp32 else None
         self.boxed = any(f.boxed for u in self.sharded for f in u.flats)
-        self._hooks: Any = None
+        self.hooks: saved_tensors_hooks | None = None  # of the forward pass under way
         self.reached = 0  # how often a backward pass has reached the output of a unit
         # Units that stay gathered between passes without gradients (runtime/state/start.py)
         self.kept_gathered: frozenset[int] = frozenset()
@@ -109,13 +110,13 @@ class Gatherer:
             self.schedule.begin_forward(over_model)
             if torch.is_grad_enabled():
                 differentiate.refuse_transforms()
-                self._hooks = saving(self)
-                self._hooks.__enter__()
+                self.hooks = saving(self)
+                self.hooks.__enter__()
 
     def end_forward(self, aborted: bool) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
-            self._hooks = None
+        hooks, self.hooks = self.hooks, None
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
         for unit in self.units if not aborted else ():
             self.wait(unit)  # a refreshed copy that this rank did not use
         if not self.sharded:

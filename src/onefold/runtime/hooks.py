@@ -13,6 +13,7 @@ from torch import nn
 from onefold.runtime.differentiate import in_autograd, keep_from_compiler, tensors_in
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
+from onefold.runtime.parameters.open_passes import still_open
 from onefold.runtime.parameters.parameter import disable_torch_function, infos, refuse_pickling
 from onefold.runtime.unit import Unit
 
@@ -101,20 +102,37 @@ def engine_of(module: nn.Module) -> Engine:
 # The hooks that tie an engine to the modules of its units.
 
 
-class _Hooks:
-    """The hooks around a module's forward pass: `before`, `after` and `always`. They are bound
-    methods, so pickling the module reaches `__reduce_ex__` below, which refuses it.
+class _Around:
+    """Tells the engine when the forward pass of a unit's module begins, ends, or raises. With `part`,
+    the module is one of the root unit's: called by itself, it is a pass too.
+
+    The hooks are bound methods, so pickling the module reaches `__reduce_ex__` below, which refuses it.
     """
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
-        self.engine, self.unit, self.cast_to = engine, unit, _cast_to(engine)
+    def __init__(self, engine: Engine, unit: Unit, part: bool) -> None:
+        self.engine, self.unit, self.part, self.cast_to = engine, unit, part, _cast_to(engine)
 
-    def cast(self, args: Any, kwargs: Any) -> Any:
-        return (
-            None
-            if self.cast_to is None
-            else (_cast(args, self.cast_to), _cast(kwargs, self.cast_to))
-        )
+    def before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        engine = self.engine
+        if engine.full_params_depth or engine.closed:
+            return None
+        if self.part and (engine.stack or in_autograd()):
+            return None
+        begins = engine.forward.enter(self.unit, sys._getframe(1), self.part)
+        if not begins or self.cast_to is None:
+            return None
+        return _cast(args, self.cast_to), _cast(kwargs, self.cast_to)
+
+    def after(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if self.engine.closed:
+            return None
+        this = self.engine.forward.pass_of(sys._getframe(1))
+        return None if this is None else self.engine.forward.leave(this, output)
+
+    def always(self, _: nn.Module, args: Any, output: Any) -> None:
+        # Runs after `after`, and also when the forward pass raised an Exception
+        if not self.engine.closed:
+            still_open(self.engine.forward.stack, sys._getframe(1))
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self  # the parameters refuse it, with their names
@@ -123,70 +141,14 @@ class _Hooks:
         refuse_pickling(self.unit.entries[0].slot.name if self.unit.flats else None)
 
 
-class _AroundUnit(_Hooks):
-    """Tells the engine when the forward pass of a unit's module begins, ends, or raises."""
-
-    left = False
-
-    def before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.engine.full_params_depth or self.engine.closed:
-            return None
-        self.left = False
-        outermost = self.engine.forward.enter(self.unit)
-        return self.cast(args, kwargs) if outermost else None
-
-    def after(self, _: nn.Module, args: Any, output: Any) -> Any:
-        if self.engine.full_params_depth or self.engine.closed:
-            return None
-        output = self.engine.forward.leave(self.unit, output)
-        self.left = True
-        return output
-
-    def always(self, _: nn.Module, args: Any, output: Any) -> None:
-        # Runs after `after`, and also when the forward pass raised: then `left` is still False.
-        if not self.left and self.engine.stack and not self.engine.closed:
-            self.engine.forward.abort(self.unit)
-
-
-class _AroundPart(_Hooks):
-    """Does the same for a module of the root unit that is called by itself."""
-
-    def before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        engine = self.engine
-        if engine.stack or engine.full_params_depth or engine.closed or in_autograd():
-            return None
-        engine.forward.part = self
-        engine.forward.enter(self.unit, part=True)
-        return self.cast(args, kwargs)
-
-    def after(self, _: nn.Module, args: Any, output: Any) -> Any:
-        if self.engine.forward.part is not self or len(self.engine.stack) != 1:
-            return None
-        self.engine.forward.part = None
-        return self.engine.forward.leave(self.unit, output)
-
-    def always(self, _: nn.Module, args: Any, output: Any) -> None:
-        if self.engine.forward.part is self and len(self.engine.stack) == 1:  # it raised
-            self.engine.forward.part = None
-            self.engine.forward.abort(self.unit)
-
-
-def install(engine: Engine, unit: Unit, module: nn.Module) -> None:
-    """Let `engine` know when the forward pass of `unit`'s module begins, ends, or raises."""
-    _register(module, _AroundUnit(engine, unit))
-
-
-def install_on_part(engine: Engine, module: nn.Module) -> None:
-    """Let a module of the root unit be called by itself (an encoder, an embedding): that too is a
-    pass over the model.
+def install(engine: Engine, unit: Unit, module: nn.Module, part: bool = False) -> None:
+    """Let `engine` know when the forward pass of `unit`'s module begins, ends, or raises. `part`: the
+    module is a part of the root unit's (an encoder, an embedding), which may be called by itself.
     """
-    _register(module, _AroundPart(engine, engine.units[0]))
-
-
-def _register(module: nn.Module, hooks: _AroundUnit | _AroundPart) -> None:
-    for hook in (type(hooks).before, type(hooks).after, type(hooks).always):
+    hooks = _Around(engine, unit, part)
+    for hook in (_Around.before, _Around.after, _Around.always):
         keep_from_compiler(hook)
-    hooks.engine.handles += [
+    engine.handles += [
         module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True),
         module.register_forward_hook(hooks.after),
         module.register_forward_hook(hooks.always, always_call=True),

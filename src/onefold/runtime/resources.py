@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.comm import CollectiveContext
 from onefold.comm.codec import Codec
@@ -118,7 +119,12 @@ class Store(Protocol):
 class Activations:
     """Where saved activations wait; it is called when passes begin and end. This one leaves them on
     the device.
+
+    Attributes:
+        hooks: on the saved tensors of the forward pass under way.
     """
+
+    hooks: saved_tensors_hooks | None = None
 
     def begin_forward(self) -> None: ...
     def end_forward(self) -> None: ...

@@ -21,7 +21,8 @@ from onefold.runtime.differentiate import (
     keep_from_compiler,
     keep_hooks_from_compiler,
 )
-from onefold.runtime.parameters.in_pass import lent, lent_buffer
+from onefold.runtime.parameters.in_pass import lent_buffer
+from onefold.runtime.parameters.open_passes import here
 from onefold.runtime.parameters.outside import Place
 from onefold.runtime.parameters.whole import point
 from onefold.runtime.unit import Unit
@@ -382,7 +383,7 @@ def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_ho
                 return CastHandle(gather, *of, cast.source, t)
             if not t.requires_grad:
                 casts.saw_constant(t)
-        if lent and t.layout is torch.strided and not recomputed:
+        if here.lent and t.layout is torch.strided and not recomputed:
             other = lent_buffer(storage_of(local_of(t)))
             if other is not None and t.dtype == other[2].dtypes.compute:
                 return Place(*other, t)

@@ -442,7 +442,7 @@ class Clock:
     def _unit(self, phase: str) -> str:
         if self._stepping or self.engine is None or not self.engine.stack:
             return ""
-        return self.engine.stack[-1][0].name or "(root)"
+        return self.engine.stack[-1].unit.name or "(root)"
 
     def _name_backward(self) -> None:
         """Give backward spans their unit. The engine notes each unit whose gradients are complete;

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from onefold.memory import storage_of
+from onefold.runtime.parameters.open_passes import in_forward
 from onefold.runtime.parameters.parameter import (
-    ForwardDepth,
     ShardedParameter,
     ShardedParameterError,
     disable_torch_function,
@@ -130,9 +130,7 @@ def copy_of(tiles: Sequence[Any], shape: Sequence[int]) -> Tensor:
 
 def _computing() -> bool:
     """Return whether code now sees whole parameters, see runtime/parameters/parameter.py."""
-    return bool(ForwardDepth.value) or (
-        torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
-    )
+    return in_forward() or (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1)
 
 
 _T: Any = torch.Tensor

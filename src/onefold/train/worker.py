@@ -88,7 +88,7 @@ class Rank:
         if self.run is None or self.doing != "training":
             return "while " + self.doing
         engine = onefold.engine_of(self.run.model)
-        unit = next((unit.name for unit, *_ in reversed(engine.stack)), None)
+        unit = next((each.unit.name for each in reversed(engine.stack)), None)
         where = f" of unit {unit!r}" if unit is not None else ""
         part = self.run.part
         if part.stages > 1:  # a stage on one rank reduces nothing, by which an engine counts steps

@@ -30,7 +30,7 @@ from torch import nn
 
 from onefold.runtime.differentiate import in_autograd, keep_from_compiler
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.runtime.parameters.parameter import ForwardDepth
+from onefold.runtime.parameters.open_passes import here, in_forward
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
@@ -87,7 +87,7 @@ def seen(param: Any) -> Any:
     of this module. Collective at stage 3 if it gathers.
     """
     recomputing_or_backward = in_autograd()
-    if not ForwardDepth.value and not recomputing_or_backward:
+    if not here.passes and not recomputing_or_backward:
         return param
     entry = param.__dict__["_onefold_entry"]()
     engine: OwningEngine | None = entry.engine() if entry is not None else None
@@ -96,7 +96,9 @@ def seen(param: Any) -> Any:
     if recomputing_or_backward and not torch.is_grad_enabled() and not _in_function_of(engine):
         return param
     with disable_torch_function():
-        return engine.use(entry, keeps=True) if engine.computing else _lend(engine, entry)
+        if engine.computing:
+            return engine.use(entry, keeps=True)
+        return _lend(engine, entry) if in_forward() else param
 
 
 def _in_function_of(engine: OwningEngine) -> bool:
@@ -108,14 +110,10 @@ def _in_function_of(engine: OwningEngine) -> bool:
 # -- read in a pass of another model ---------------------------------------------------------------
 
 
-#: The units that are lent to passes of other models, with their engines.
-lent: list[tuple[OwningEngine, Unit]] = []
-
-
 def _lend(engine: OwningEngine, entry: Any) -> torch.Tensor:
     unit = engine.begin_outside(entry)
-    if all(u is not unit for _, u in lent):
-        lent.append((engine, unit))
+    if all(u is not unit for _, u in here.lent):
+        here.lent.append((engine, unit))
         unit.leases.lent = True
     engine.gather_outside(unit)
     seen: torch.Tensor = entry.seen()
@@ -123,9 +121,9 @@ def _lend(engine: OwningEngine, entry: Any) -> torch.Tensor:
 
 
 def take_back() -> None:
-    """Release the units that are lent. Called when the outermost forward pass ends."""
-    while lent:
-        engine, unit = lent.pop()
+    """Release the units that are lent. Called when this thread's outermost forward pass ends."""
+    while here.lent:
+        engine, unit = here.lent.pop()
         unit.leases.lent = False
         if not engine.progress.closed and not unit.resident and not unit.ungathered:
             engine.release_outside(unit)
@@ -135,7 +133,7 @@ def lent_buffer(storage: int) -> tuple[OwningEngine, Unit, Flat] | None:
     """Return the engine, unit and flat buffer of a lent unit's gathered buffer, by `storage_of` its
     memory; None if there is none.
     """
-    for engine, _ in lent:
+    for engine, _ in here.lent:
         if (found := engine.gathered_buffers.get(storage)) is not None:
             return engine, *found
     return None

@@ -19,6 +19,7 @@ A function with traffic is a collective: every rank must run it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,14 +46,17 @@ _T: Any = torch.Tensor
 _FIRST = ("input", "self", "tensor", "x", "A")  # names of first arguments
 
 
-class Stepping:
-    """The number of optimizer steps under way.
+class _Stepping(threading.local):
+    """The number of optimizer steps under way in this thread.
 
     Inside a step, a plain tensor may hold this rank's elements only (an optimizer state) and be
     combined with an interval.
     """
 
     depth = 0
+
+
+stepping = _Stepping()
 
 
 def compute(op: Operator, func: Any, args: Any, kwargs: Any, among: Sequence[torch.Tensor]) -> Any:
@@ -300,7 +304,7 @@ def _is_local(t: torch.Tensor, base: IntervalSpec) -> bool:
     optimizer's step, for its parameters, gradients and states.
     """
     return (
-        Stepping.depth > 0
+        stepping.depth > 0
         and spec_of(t) is None
         and tuple(t.shape) == (base.stop - base.start,)
         and t.shape != base.shape

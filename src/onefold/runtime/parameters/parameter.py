@@ -27,6 +27,7 @@ from onefold.runtime.parameters.interval import (
     spec_of,
     tensors_among,
 )
+from onefold.runtime.parameters.open_passes import in_forward
 from onefold.runtime.parameters.operators import compute
 from onefold.runtime.parameters.outside import compute_outside
 from onefold.runtime.parameters.schema import Does, Operator, operator_of, words
@@ -265,7 +266,7 @@ class ShardedParameter(nn.Parameter):
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         if not _enabled() or reader.casts_states:
             return _get_dtype(self)
-        if ForwardDepth.value or differentiate.in_autograd():
+        if in_forward() or differentiate.in_autograd():
             # Recomputed code must take the same path as in the forward pass, where its module had
             # the whole parameter: adapters cast their input to this dtype
             entry = entry_of(self)
@@ -357,7 +358,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _own(func, op.name, first, args, kwargs)
         # In a forward pass, or in the recomputation of one (which autograd runs with gradients
         # enabled), code gets whole parameters.
-        if ForwardDepth.value or _recomputing():
+        if in_forward() or _recomputing():
             args, kwargs = _substitute(op, args, kwargs)
             # Parameters are left over that belong to another model, which is not in a pass
             among = tensors_among((args, kwargs))
@@ -472,7 +473,7 @@ def _own(func: Any, name: str, param: Any, args: Any, kwargs: Any) -> Any:
     if name == "data__set__":
         entry = entry_of(param)
         if (
-            ForwardDepth.value
+            in_forward()
             and entry is not None
             and (engine := entry.engine()) is not None
             and engine.computing
@@ -575,14 +576,6 @@ def _refuse_collective(name: str, among: list[Any]) -> None:
     spec = next((s for t in among if (s := spec_of(t)) is not None), None)
     if spec is not None:
         raise _elsewhere_error(name, spec)
-
-
-class ForwardDepth:
-    """The number of open forward passes of sharded models, over all models: a quick test for the
-    common case of none.
-    """
-
-    value = 0
 
 
 def infos(args: Any, kwargs: Any) -> list[ShardInfo]:

@@ -182,49 +182,54 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
     # Whole parameters that are in tiles, by name: one buffer for all tiles of each
     joint: dict[str, torch.Tensor] = {}
     shown: list[tuple[Entry, nn.Parameter, torch.Tensor]] = []
-    with disable_torch_function():
-        for unit in engine.units:
-            for flat in unit.flats:
-                if flat.unsharded:
-                    continue
-                full = whole_masters(engine.resources, flat)
-                held.append((unit, flat, None if flat.tiled else full))
-                engine.memory.add(
-                    GATHERED, flat.layout.numel * flat.dtypes.master.itemsize, unit.name
-                )
-                for entry in flat.entries:
-                    whole = flat.view(full, entry)
-                    if flat.tiled:
-                        whole = _place_in(joint, entry, whole).copy_(whole)
-                    shown_as = (
-                        whole
-                        if entry.box is None
-                        else dtensor_over(whole, entry.box.spec(whole.dtype))
-                    )
-                    stand_in = nn.Parameter(shown_as, requires_grad=False)
-                    flat.swap(entry, stand_in)
-                    if write:
-                        shown.append((entry, stand_in, whole))
-                del full, whole
-    engine.full_params_depth, engine.full_params_write = 1, write
+    wrong = None
     try:
+        with disable_torch_function():
+            for unit in engine.units:
+                for flat in unit.flats:
+                    if flat.unsharded:
+                        continue
+                    full = whole_masters(engine.resources, flat)
+                    held.append((unit, flat, None if flat.tiled else full))
+                    engine.memory.add(
+                        GATHERED, flat.layout.numel * flat.dtypes.master.itemsize, unit.name
+                    )
+                    for entry in flat.entries:
+                        whole = flat.view(full, entry)
+                        if flat.tiled:
+                            whole = _place_in(joint, entry, whole).copy_(whole)
+                        shown_as = (
+                            whole
+                            if entry.box is None
+                            else dtensor_over(whole, entry.box.spec(whole.dtype))
+                        )
+                        stand_in = nn.Parameter(shown_as, requires_grad=False)
+                        flat.swap(entry, stand_in)
+                        if write:
+                            shown.append((entry, stand_in, whole))
+                    del full, whole
+        engine.full_params_depth, engine.full_params_write = 1, write
         yield
     finally:
-        engine.full_params_depth = 0
+        entered, engine.full_params_depth = engine.full_params_depth, 0
         with disable_torch_function(), torch.no_grad():
-            wrong = _take_over(shown)
-            shown.clear()
-            for unit, flat, kept in held:
-                for entry in flat.entries:
-                    flat.swap(entry, entry.param)
-                if write:
-                    full = kept if kept is not None else _apart(joint, flat)
-                    rewrite_masters(engine.resources, flat, full)
-                engine.memory.add(
-                    GATHERED, -flat.layout.numel * flat.dtypes.master.itemsize, unit.name
-                )
-            if write:
-                engine.make_stale()
+            try:
+                wrong = _take_over(shown) if entered else None
+            finally:  # first of all, the model is as it was: what follows needs memory
+                shown.clear()
+                for unit, flat, _ in held:
+                    for entry in flat.entries:
+                        flat.swap(entry, entry.param)
+                    engine.memory.add(
+                        GATHERED, -flat.layout.numel * flat.dtypes.master.itemsize, unit.name
+                    )
+            if write and entered:
+                try:
+                    for _, flat, kept in held:
+                        full = kept if kept is not None else _apart(joint, flat)
+                        rewrite_masters(engine.resources, flat, full)
+                finally:
+                    engine.make_stale()
                 engine.uninitialized.look()
         if wrong:
             raise ValueError(wrong)
@@ -524,7 +529,7 @@ def keep_gathered(engine: Engine, limit: int | None) -> Iterator[None]:
         RuntimeError: it was entered inside a pass, or inside `keep_gathered` of the same model.
     """
     gather = engine.gather
-    if engine.stack or engine.progress.backward_open:
+    if engine.in_any_pass():
         raise RuntimeError(
             "keep_gathered was entered inside a pass of the model; enter it outside."
         )
