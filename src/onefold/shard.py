@@ -148,33 +148,35 @@ def shard(
     incoming = _open(weights, module, where, init)
     if recipe.tile is not None:  # tiles are cut from weights that have their values
         fetch(module.parameters())
-    # Cut weights above recipe.tile into tiles; undone if anything below raises
-    with Cut(module, recipe) as cut:
-        engine, specs, uninitialized = _laid_out(
-            module, recipe, group, ranks, partial, wanted, init, where, incoming
-        )
-    engine.buffers.find(module)
-    engine.buffers.start(engine.resources)
-    _note_uninitialized(engine, uninitialized, specs, module)
-    engine.start(_steppers(engine))
-    _install_hooks(engine, specs, module)
-    install_step_hooks(engine)
-    if engine.rank == 0:
-        for note in (*_notes(engine, specs, cut, device), *engine.uninitialized.notes()):
-            logging.getLogger("onefold").warning(note)
-    register(module, engine)
-    engine.given = {
-        "group": group if mesh is None else None,
-        "mesh": None if mesh is None else ranks,
-        "partial": partial,
-        "units": wanted,
-        "init": init,
-    }
-    engine.finalizer = weakref.finalize(module, _close, engine)
+    with contextlib.ExitStack() as undo:  # if anything below raises
+        # Cut weights above recipe.tile into tiles; undone too
+        with Cut(module, recipe) as cut:
+            engine, specs, uninitialized = _laid_out(
+                module, recipe, group, ranks, partial, wanted, init, where, incoming, undo
+            )
+        engine.buffers.find(module)
+        engine.buffers.start(engine.resources)
+        _note_uninitialized(engine, uninitialized, specs, module)
+        engine.start(_steppers(engine))
+        _install_hooks(engine, specs, module)
+        install_step_hooks(engine)
+        if engine.rank == 0:
+            for note in (*_notes(engine, specs, cut, device), *engine.uninitialized.notes()):
+                logging.getLogger("onefold").warning(note)
+        if incoming is not None:
+            with contextlib.closing(incoming):
+                incoming.load_shards(engine, module)
+        engine.given = {
+            "group": group if mesh is None else None,
+            "mesh": None if mesh is None else ranks,
+            "partial": partial,
+            "units": wanted,
+            "init": init,
+        }
+        register(module, engine)
+        engine.finalizer = weakref.finalize(module, _close, engine)
+        undo.pop_all()
     note_exit()
-    if incoming is not None:
-        with contextlib.closing(incoming):
-            incoming.load_shards(engine, module)
     engine.make_stale()
     engine.traffic.reset()
     return module
@@ -203,9 +205,10 @@ def _laid_out(
     init: Callable[[nn.Module], object] | None,
     where: torch.device,
     incoming: Weights | None,
+    undo: contextlib.ExitStack,
 ) -> tuple[Engine, list[UnitSpec], Missing]:
     """Return the engine of the model, whose units have their flat buffers and values; what they
-    were made of; and what has no value yet.
+    were made of; and what has no value yet. `undo` closes what is made here.
     """
     names, init = with_tiles(module, incoming.names if incoming else set()), initializing(init)
     specs = find_units(module, wanted)
@@ -220,7 +223,12 @@ def _laid_out(
             missing += materialize(spec, specs, where, init, module, True, names, memory=True)
         tie(specs)
         specs = find_units(module, wanted)
+    given = isinstance(group, Group)  # onefold.unsharded gives that of the engine before
+    if not given:
+        group = Group(group, where, recipe.stall_timeout, recipe.group)
+        undo.callback(group.close)
     engine = Engine(specs, recipe, group, where, capabilities(), ranks)
+    undo.callback(_close, engine, but_group=given)
     compare_ranks(engine, recipe, specs, incoming is not None)
     preflight(engine)
     if incoming is not None:
@@ -520,6 +528,6 @@ def _steppers(engine: Engine) -> Steppers:
     return Steppers([WholeStep(engine), *apart])
 
 
-def _close(engine: Engine) -> None:
+def _close(engine: Engine, but_group: bool = False) -> None:
     remove_step_hooks(engine)
-    engine.close()
+    engine.close(but_group)

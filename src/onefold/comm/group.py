@@ -117,7 +117,6 @@ class Group(Moves):
         self._inter_group = None
         self.communicators = Communicators(numbers, device, timeout)
         said = ranks_of_a_node(world_size=dist.get_world_size() if self.size > 1 else None)
-        per_node: Nodes = said
         if isinstance(inner, int):
             Topology(self.size, inner_of(inner, numbers, None))  # raises before anything is made
         if self.size > 1:
@@ -125,6 +124,20 @@ class Group(Moves):
             self.backend = backend or backend_of(process_group, device)
             self.wire = wire_of(self.backend)
         self.control_group = self.gather_group = self.reduce_group = None
+        try:
+            self._connect(process_group, numbers, inner, said)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(
+        self, process_group: Any, numbers: list[int], inner: int | str | None, said: int | None
+    ) -> None:
+        """Make the communicators, and agree on the levels. Collective. `said`: what the launcher says
+        are the ranks of a node.
+        """
+        device = self.device
+        per_node: Nodes = said
         if not self.alone:
             with self.communicators.named():
                 self.control_group = self.communicators.make("gloo", on_demand=self.native)
@@ -146,7 +159,7 @@ class Group(Moves):
             return
         self._set_position(self.ranks.index(dist.get_rank()), order, order, self.nodes)
         if self.native and has_streams(device):
-            self.run_ahead = RunAhead(device, timeout, self._lost_by_device)
+            self.run_ahead = RunAhead(device, self.timeout, self._lost_by_device)
         if self.backend == "gloo":
             self.gather_group = self.reduce_group = self.control_group
         elif not self.alone:
@@ -211,7 +224,6 @@ class Group(Moves):
         context = CollectiveContext("control", "(start)", 0, "state")
         found = self.any_of(both(nodes) + both(mesh), context)
         if not alike(found[16:]):
-            self.communicators.close()
             raise ValueError(
                 "ranks were given different meshes, or different axes as data: this one has"
                 f" {here}. Every rank must give shard() the same."
@@ -230,11 +242,7 @@ class Group(Moves):
         told = self.exchange_control(payload, CollectiveContext("control", "(start)", 0, "state"))
         places = [bytes(place.tolist()) for place in told]
         if self.native and mine[1]:
-            try:
-                refuse_shared_device(dict(zip(self.ranks, places, strict=True)), self.device)
-            except ValueError:
-                self.communicators.close()
-                raise
+            refuse_shared_device(dict(zip(self.ranks, places, strict=True)), self.device)
         first: dict[bytes, int] = {}
         hosts = [first.setdefault(place[:8], len(first)) for place in places]
         return dict(zip(self.ranks, hosts, strict=True))

@@ -45,7 +45,6 @@ from onefold.optim.state_parts import (
     agreed,
     described,
     engine_of,
-    engines,
     odd_keys,
     own_shape,
     sort_of,
@@ -74,11 +73,12 @@ _divided: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakK
 
 def follow(engine: Engine) -> None:
     """From now on make the state dicts of optimizers over the engine's parameters whole."""
-    engines.add(engine)
     _passed.clear()
     mine = {id(entry.param) for entry in engine.entries}
-    for optimizer in list(met):  # after onefold.unsharded
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+    for known in met.keyrefs():  # after onefold.unsharded
+        if (optimizer := known()) is not None and any(
+            id(p) in mine for group in optimizer.param_groups for p in group["params"]
+        ):
             _take_over(optimizer)
 
 

@@ -26,7 +26,6 @@ combined.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -46,8 +45,8 @@ from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parts import HeldParts, StateItem
 from onefold.runtime.storage import OnDisk, in_memory
 
-#: The engines in whose parameters `Outline.of` looks for those of optimizers.
-engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+#: The engines over whose parameters optimizers step, in their order. Kept in optim/step_hooks.py.
+engines: dict[Engine, None] = {}
 
 
 # -- sorts -----------------------------------------------------------------------------------------
@@ -323,7 +322,7 @@ class Outline:
         Raises:
             ValueError: its models are divided among different ranks.
         """
-        known = {id(e.param): e for each in among or engines for e in each.entries}
+        known = {id(e.param): e for each in among or list(engines) for e in each.entries}
         out, found = cls(), dict[int, Engine]()
         tiled: dict[tuple[int, str], Param] = {}
         for group in optimizer.param_groups:

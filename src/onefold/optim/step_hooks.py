@@ -38,6 +38,7 @@ import onefold.optim.faced_states as faced_states
 import onefold.optim.state_dicts as state_dicts
 from onefold.optim import torch_methods
 from onefold.optim.owned import engines_changed
+from onefold.optim.state_parts import engines
 from onefold.optim.verdict import verdict_for
 from onefold.runtime.differentiate import keep_from_compiler
 from onefold.runtime.engine import Engine
@@ -47,7 +48,6 @@ from onefold.runtime.parameters.operators import stepping
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
 from onefold.runtime.stepper import Chosen, held_inside, raw, refuse_cut_inside
 
-_engines: dict[Engine, None] = {}  # in their order
 _changes = threading.RLock()  # several threads may shard models, and free them
 _handles: list[Any] = []
 
@@ -113,7 +113,7 @@ _steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary(
 def install_step_hooks(engine: Engine) -> None:
     """Hook the steps of optimizers over this engine's parameters, until the engine closes."""
     with _changes:
-        _engines[engine] = None
+        engines[engine] = None
         engines_changed()
         state_dicts.follow(engine)
         if not _handles:
@@ -130,9 +130,9 @@ def install_step_hooks(engine: Engine) -> None:
 
 def remove_step_hooks(engine: Engine) -> None:
     with _changes:
-        _engines.pop(engine, None)
+        engines.pop(engine, None)
         engines_changed()
-        if not _engines:
+        if not engines:
             torch_methods.unfollow()
             while _handles:
                 _handles.pop().remove()
@@ -160,7 +160,7 @@ def _with_unsharded(
     them.
     """
     out = {engine: list(entries) for engine, entries in found.items()}
-    asking = [e for e in list(_engines) if e.stepper.wants_unsharded(optimizer)]
+    asking = [e for e in list(engines) if e.stepper.wants_unsharded(optimizer)]
     unsharded = {
         id(entry.param): (engine, entry)
         for engine in asking
@@ -223,7 +223,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         # Unsharded parameters carry no mark of their engine, so they are searched for here
         for engine in [
             e
-            for e in list(_engines)
+            for e in list(engines)
             if e.unsharded and (e.progress.failure is not None or e.masters.copying is not None)
         ]:
             mine = {id(entry.param) for entry in engine.entries}

@@ -79,26 +79,17 @@ class Engine:
         self,
         specs: list[UnitSpec],
         recipe: Recipe,
-        process_group: Any,
+        group: Group,
         device: torch.device,
         capabilities: Capabilities,
         mesh: Mesh,
     ) -> None:
         self.device, self.capabilities = device, capabilities
-        # onefold.unsharded gives the group of the previous engine: its communicators are reused.
-        again = isinstance(process_group, Group)
-        self.group = (
-            process_group
-            if again
-            else Group(process_group, device, recipe.stall_timeout, recipe.group)
-        )
-        self.mesh = mesh
+        self.group, self.mesh = group, mesh
         # The ranks of all stages of a pipeline of which this is one, see optim/clip.py
         self.across: Group | None = None
         self.rank, self.world_size = self.group.number, self.group.size
         if recipe.reduce == NATIVE and self.world_size > 1 and self.group.backend == "gloo":
-            if not again:
-                self.group.close()
             raise ValueError(
                 "reduce='native' asks for the backend's own reduce-scatter, and gloo has none:"
                 " leave it out, or run on a backend that has one, such as NCCL."
