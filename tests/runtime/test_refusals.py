@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -563,3 +564,39 @@ def test_collectives_that_write_to_a_parameter_are_refused(stage: int) -> None:
         for name, words in said.items():
             assert words.startswith(f"torch.distributed.{name.split()[0]} was given 'weight'"), said
             assert words.endswith("parameter.onefold.gather()."), said
+
+
+def refuse_and_count() -> list[str]:
+    """Refuse shard() in several ways, each at another moment; say what a refusal leaves behind."""
+    from onefold.optim.state_parts import engines
+
+    world: Any = dist.distributed_c10d._world
+    recipe, rank, found = onefold.Recipe.zero, dist.get_rank(), []
+
+    def fails(module: nn.Module) -> None:
+        raise KeyError("no values")
+
+    def meta() -> nn.Module:
+        with torch.device("meta"):
+            return TinyMLP()
+
+    refused: list[tuple[nn.Module, Any, dict[str, Any]]] = [
+        (TinyMLP(depth=3 + rank), recipe(3, stall_timeout=10.0), {}),
+        (TinyMLP(), recipe(1 + rank, stall_timeout=10.0), {}),
+        (TinyMLP(), recipe(3, reduce="native", stall_timeout=10.0), {}),
+        (TinyMLP(), recipe(3, stall_timeout=10.0), {"weights": "/no/such/folder"}),
+        (meta(), recipe(3, stall_timeout=10.0), {"init": fails}),
+    ]
+    for number, (model, chosen, options) in enumerate(refused):
+        before = len(world.pg_map), threading.active_count(), len(engines)
+        with pytest.raises((ValueError, KeyError, RuntimeError, OSError)):
+            onefold.shard(model, chosen, **options)
+        after = len(world.pg_map), threading.active_count(), len(engines)
+        hooks = sum(len(m._forward_hooks) for m in model.modules())
+        if after != before or hooks:
+            found.append(f"refusal {number}: {before} before, {after} after, {hooks} hooks")
+    return found
+
+
+def test_a_refused_shard_leaves_no_process_group_no_thread_and_no_hook() -> None:
+    assert run_ranks(2, refuse_and_count) == [[], []]

@@ -372,7 +372,6 @@ class Gatherer:
         for flat in unit.flats:
             if flat.resident and not flat.stale:
                 continue
-            flat.copied = flat.epoch
             full = self.buffer_of(unit, flat)
             on_copy_stream = self.on_copy_stream if flat.storage.copies else nullcontext
             under_way = flat.gather.start(
@@ -382,6 +381,7 @@ class Gatherer:
                 unit.pending.append(under_way)
             if on_copy_stream is not nullcontext:
                 unit.arriving.append(self.transfers.up.mark())
+            flat.copied = flat.epoch  # not before: a launch that was interrupted is made again
 
     def put(self, flat: Flat, full: torch.Tensor) -> None:
         """Copy this rank's masters into their place in the whole.

@@ -65,9 +65,10 @@ class Copies:
         trained = progress.stepped or (
             progress.reduced_since_gather and not progress.optimizer_seen
         )
-        progress.stepped = progress.reduced_since_gather = False
         for unit in self.units:
             self._look_at(unit, trained)
+        # Not before: a look that was interrupted is made again
+        progress.stepped = progress.reduced_since_gather = False
 
     def look_before_use(self, unit: Unit) -> None:
         """Do the same for one unit, or for all units if an optimizer may have stepped."""
@@ -110,9 +111,9 @@ class Copies:
             if versions != flat.versions or (trained and _stepped(flat)):
                 if flat.epoch == self.write_counters.count:  # no step has counted this write
                     self.write_counters.count += 1
-                flat.versions = versions
                 self._written(flat)
                 self._let_go(unit)
+                flat.versions = versions
         if unit.resident:
             self._note(unit)
 
@@ -213,7 +214,6 @@ def _launch_together(gather: Gatherer, units: list[Unit]) -> None:
     for group, stale in by_group.items():
         fulls, places = [], []
         for unit, flat in stale:
-            flat.copied = flat.epoch
             full = gather.buffer_of(unit, flat)
             gather.put(flat, full)
             fulls.append(full)
@@ -226,6 +226,8 @@ def _launch_together(gather: Gatherer, units: list[Unit]) -> None:
         pending.then(partial(gather.memory.add, GATHERED, -nbytes))
         for unit in dict.fromkeys(unit for unit, _ in stale):
             unit.pending.append(pending)
+        for _, flat in stale:
+            flat.copied = flat.epoch
 
 
 # -- what a forward pass writes to its parameters --------------------------------------------------
