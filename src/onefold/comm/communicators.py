@@ -397,7 +397,8 @@ def sides_of(
 # has made (2.14). Ranks that are in different groups besides would wait under different names. After
 # a group has gone, the next one could get its name, and find its old addresses. And on 2.14, groups
 # that a subset of ranks makes would shift the names of all groups that the script makes later. So
-# Onefold names its groups itself: after their ranks, and how often these have made some. Groups that
+# Onefold names its groups itself: after their ranks, the group that the script gave, and how often
+# these have made some. So threads of which each has a group meet those of the other ranks. Groups that
 # other threads make meanwhile keep torch's names.
 
 
@@ -407,13 +408,17 @@ MARGIN = 30.0
 
 class Communicators:
     """Makes communicators over `ranks` (global, in ascending order). Collective over these ranks.
+    `given`: the process group over them that the script gave, if any.
 
     Attributes:
         native: the communicators that are not gloo's.
     """
 
-    def __init__(self, ranks: Sequence[int], device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, ranks: Sequence[int], device: torch.device, timeout: float, given: Any = None
+    ) -> None:
         self.ranks, self.device, self.timeout = sorted(ranks), device, timeout
+        self._of = f"{format_ranks(self.ranks)}/{getattr(given, 'group_name', '')}"
         self.native: list[Any] = []
         self._made: list[Any] = []
 
@@ -535,7 +540,7 @@ class Communicators:
         """Give the groups made inside names of their own. See [Note: names of groups]. Local.
         Raises: StallError: the store does not answer.
         """
-        place, me = f"onefold/groups/{format_ranks(self.ranks)}", dist.get_rank()
+        place, me = f"onefold/groups/{self._of}", dist.get_rank()
         # The same number on every rank: each has come here equally often
         turn = self._within(where, lambda: default_store().add(f"{place}/turns/{me}", 1))
         names = (f"{place}/{turn}.{number}" for number in itertools.count(1))

@@ -115,7 +115,7 @@ class Group(Moves):
         self.rank, self.number = 0, 0
         self._intra_group = None
         self._inter_group = None
-        self.communicators = Communicators(numbers, device, timeout)
+        self.communicators = Communicators(numbers, device, timeout, process_group)
         said = ranks_of_a_node(world_size=dist.get_world_size() if self.size > 1 else None)
         if isinstance(inner, int):
             Topology(self.size, inner_of(inner, numbers, None))  # raises before anything is made
