@@ -204,7 +204,9 @@ class Forward:
 
     def _close(self, this: OpenPass) -> None:
         for passes in (self.stack, this.beside):
-            if this in passes:
+            if passes and passes[-1] is this:
+                passes.pop()
+            elif this in passes:  # another thread's began later
                 passes.remove(this)
 
     def _no_longer_uses(self, this: OpenPass, keep: bool) -> None:
