@@ -45,6 +45,7 @@ from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.operators import Stepping
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
 from onefold.runtime.stepper import Chosen, held_inside, raw, refuse_cut_inside
+from onefold.runtime.updates import of_step
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _handles: list[Any] = []
@@ -251,6 +252,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     with disable_torch_function():
         for engine in found:
             engine.optimizer_is_stepping()
+            members = engine.stepper.members(optimizer)
+            engine.note_update(f"{type(optimizer).__name__}.step()", of_step(optimizer, members))
         for engine, by_stepper in apart.items():
             if by_stepper:
                 with torch.no_grad():

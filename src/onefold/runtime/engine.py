@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+import onefold.runtime.updates as updates
 from onefold.comm import CollectiveContext, Group
 from onefold.comm.mesh import Mesh
 from onefold.device import chunk_for
@@ -430,6 +431,11 @@ class Engine:
                 " reduced yet. Run the last micro-batch of the step outside"
                 " `onefold.no_sync(model)`."
             )
+
+    def note_update(self, name: str, items: Iterator[str]) -> None:
+        """Note what clipping or an optimizer is about to do, for the ranks to compare."""
+        if not self.group.alone:
+            updates.note(self.group.updates, name, items)
 
     def tell_failure(self) -> None:
         """Raise the error of background work: the one not raised yet, or else the most recent."""
