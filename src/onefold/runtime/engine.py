@@ -145,7 +145,7 @@ class Engine:
             for entry in unit.entries:
                 entry.number = len(self.unit_of)
                 self.unit_of[entry.number] = unit
-        self.unsharded = all(flat.unsharded for u in self.units for flat in u.flats)
+        self.unsharded: bool = all(flat.unsharded for u in self.units for flat in u.flats)
         # Open forward passes of units, see `Forward.stack`
         self.stack: list[tuple[Unit, bool, bool]] = []
         self.write_counters = WriteCounters(self.entries)

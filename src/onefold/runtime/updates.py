@@ -35,14 +35,15 @@ def of_step(optimizer: Optimizer, members: Mapping[int, str]) -> Iterator[str]:
     has. Tensors on a device are left out: reading them would make the host wait.
     """
     for number, those in members.items():
+        where = f" in group {number}"
         for key, value in optimizer.param_groups[number].items():
-            if (said := in_words(value)) is not None:
-                yield f"{key}={said} in group {number}"
-        yield f"{those} in group {number}"
+            if value is not None and (said := in_words(value)):
+                yield f"{key}={said}{where}"
+        yield those + where
 
 
-def in_words(value: Any) -> str | None:
-    """Return a number, a switch, a text or a few numbers in words; None for anything else. Hosts of
+def in_words(value: Any) -> str:
+    """Return a number, a switch, a text or a few numbers in words; "" for anything else. Hosts of
     different kinds may differ in the last bit of a cosine, so it is left out.
     """
     if isinstance(value, float):
@@ -50,10 +51,10 @@ def in_words(value: Any) -> str | None:
     if isinstance(value, (str, int)):
         return str(value)
     if isinstance(value, (tuple, list)) and value and isinstance(value[0], (float, int)):
-        return ", ".join(map(str, map(in_words, value)))
+        return f"({', '.join(map(in_words, value))})"
     if type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() == 1:
         return in_words(value.item())
-    return None
+    return ""
 
 
 def difference(texts: Mapping[int, str]) -> str:
