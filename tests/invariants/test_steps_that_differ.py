@@ -203,10 +203,9 @@ def saves_and_loads(folder: str, stage: int) -> dict[str, str]:
         if name == "optimizer":
             out["save"] = said(partial(onefold.save, path, model=model, overwrite=True, **given))
     out["load"] = said(partial(onefold.load, path, model=model, **things))
-    if rank == 0:
-        onefold.engine_of(model).optimizer_is_stepping()
-        optimizer.step()
     for call in (onefold.save, onefold.save_async):
+        if rank == 0:
+            optimizer.step()
         name = call.__name__
         out[f"last {name}"] = said(partial(call, path, model=model, overwrite=True))
     return out

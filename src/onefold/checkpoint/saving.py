@@ -175,6 +175,7 @@ def _begin(
         updates = updates_of.together(engine.group.updates)
         said = together.all_gather((str(place.folder) if place is not None else "", mine, updates))
         raise_different("save", [given for _, given, _ in said])
+        engine.group.updates.clear()
         made = {rank: text for rank, (*_, text) in zip(together.ranks, said, strict=True)}
         if how := updates_of.difference(made):
             raise CheckpointError(f"save() would write what is not one training: {how}")
