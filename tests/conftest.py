@@ -132,6 +132,7 @@ SLOW_FILES = {
         "test_groups.py",
         "test_import.py",
         "test_nothing_left_behind.py",
+        "test_steps_that_differ.py",
         "test_stopped_ranks.py",
         "test_two_nodes.py",
         "test_waits.py",

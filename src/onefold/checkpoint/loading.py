@@ -29,9 +29,9 @@ from onefold.checkpoint.folder import checkpoints, latest, of_run
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.per_rank import Lost
-from onefold.checkpoint.saving import Optimizers, check_moment, optimizers_of
+from onefold.checkpoint.saving import Optimizers, check_moment, kinds_of, optimizers_of
 from onefold.checkpoint.source import Item, Source, closed_on_error, read_by_another
-from onefold.checkpoint.together import Said, Together, meet, raise_first, worded
+from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
 from onefold.checkpoint.values import decode
 from onefold.checkpoint.views import Prefetched
 from onefold.runtime.engine import Engine
@@ -103,7 +103,7 @@ def load(
     engine = engine_of(model)
     engine.refuse_changes("load")
     meet(engine, "load")
-    with contextlib.closing(_open(engine, Path(path))) as source:
+    with contextlib.closing(_open(engine, Path(path), optimizer, scheduler, scaler)) as source:
         return _apply(engine, model, source, None, optimizer, things, strict, rng)
 
 
@@ -159,7 +159,8 @@ def load_async(
     engine = engine_of(model)
     engine.refuse_changes("load_async")
     meet(engine, "load_async")
-    with closed_on_error(_open(engine, Path(path))) as source, Together.of(engine).each_rank():
+    opened = _open(engine, Path(path), optimizer, scheduler, scaler)
+    with closed_on_error(opened) as source, Together.of(engine).each_rank():
         ahead = Prefetched(engine, source.fitted(model), optimizer is not None)
 
     def finish(error: Exception | None) -> Loaded:
@@ -197,13 +198,19 @@ def source_of(path: Path) -> Source:
     )
 
 
-def _open(engine: Engine, path: Path) -> Source:
-    """Open the same checkpoint on all ranks. Collective: all raise if one rank cannot open it."""
+def _open(engine: Engine, path: Path, optimizer: Any, scheduler: Any, scaler: Any) -> Source:
+    """Open the same checkpoint on all ranks. Collective: all raise if one rank cannot open it, or
+    ranks are to load other things.
+    """
     together = Together.of(engine)
+    given = {"optimizer": kinds_of(optimizers_of(optimizer))}
+    given |= {"scheduler": kinds_of([scheduler]), "scaler": kinds_of([scaler])}
     with contextlib.ExitStack() as on_error:
         with together.each_rank():
             source = on_error.enter_context(closed_on_error(source_of(path)))
-        seen = sorted(set(together.all_gather(source.describe)))
+        said = together.all_gather((source.describe, given))
+        raise_different("load", [given for _, given in said])
+        seen = sorted({describe for describe, _ in said})
         if len(seen) > 1:
             raise CheckpointError(
                 f"{path}: ranks see different checkpoints ({', '.join(seen)}). It must be on a file"

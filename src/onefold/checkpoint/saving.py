@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import onefold.runtime.updates as updates_of
 from onefold.checkpoint.background import Background
 from onefold.checkpoint.copying import Copying
 from onefold.checkpoint.errors import CheckpointError
@@ -168,11 +169,16 @@ def _begin(
             copying = Copying(engine, parts) if call == "save_async" else None
             if together.rank == 0:
                 place = on_error.enter_context(Unfinished(target, overwrite))
-        mine = {"path": str(target), "step": step, "optimizers": len(given)}
+        mine = {"path": str(target), "step": step, "optimizer": kinds_of(given)}
         kept = frozen if isinstance(frozen, bool) else ", ".join(sorted(frozen))
         mine |= {"overwrite": overwrite, "frozen": kept}
-        said = together.all_gather((str(place.folder) if place is not None else "", mine))
-        raise_different("save", [given for _, given in said])
+        updates = updates_of.together(engine.group.updates)
+        said = together.all_gather((str(place.folder) if place is not None else "", mine, updates))
+        raise_different("save", [given for _, given, _ in said])
+        engine.group.updates.clear()
+        made = {rank: text for rank, (*_, text) in zip(together.ranks, said, strict=True)}
+        if how := updates_of.difference(made):
+            raise CheckpointError(f"save() would write what is not one training: {how}")
         on_error.pop_all()
     texts: list[Any] = []  # objects whose save_pretrained() writes HF's files
     if together.rank == 0:
@@ -222,6 +228,11 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
+def kinds_of(things: Sequence[Any]) -> str:
+    """Return the classes of what one argument was given, in words."""
+    return ", ".join(type(each).__name__ for each in things if each is not None) or "None"
 
 
 @dataclass

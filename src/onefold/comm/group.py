@@ -89,6 +89,7 @@ class Group(Moves):
         self.reunion = Reunion(process_group, timeout, inner)
         self.ledger = TrafficLedger()
         self.heard: int | None = None  # the step at whose end all ranks agreed last
+        self.updates: list[tuple[str, ...]] = []
         self.broken: StallError | None = None
         self.wire: Wire = GLOO
         self.chains = Chains()
@@ -377,6 +378,10 @@ class Level(Group):
     @property
     def heard(self) -> int | None:  # type: ignore[override]
         return self.whole.heard
+
+    @property
+    def updates(self) -> list[tuple[str, ...]]:  # type: ignore[override]
+        return self.whole.updates
 
     @property
     def broken(self) -> StallError | None:

@@ -19,6 +19,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, NoReturn
 
@@ -52,6 +53,8 @@ class Peers:
         gather_group, reduce_group: the backend's communicators.
         at: each position's number in these two.
         heard: the last step at whose end all ranks agreed.
+        updates: what clipping and optimizers did since the ranks last compared it: each a name, and
+            items in words (runtime/updates.py).
         broken: the error that this rank has failed with, or None.
         chains, relay: see [Note: chains go on in order] in comm/pending.py.
         summing: the stream on which parts are added up; None without streams. See [Note: sums
@@ -82,6 +85,7 @@ class Peers:
     size: int
     rank: int
     heard: int | None
+    updates: list[tuple[str, ...]]
     broken: StallError | None
     chains: Chains
     relay: Any
@@ -191,6 +195,7 @@ class Peers:
         if among and places:
             along = self.axes_of(self.ranks)
             among += f" (along {' and '.join(along)})"
+        context = replace(context, after=tuple(name for name, *_ in self.updates))
         self.broken = stall_error(
             context, waited, error, name, self.ranks[self.rank], ranks, self.heard, among, places
         )
@@ -328,6 +333,14 @@ class Messages(Peers):
             step *= 2
         return list(have.roll(self.rank, 0).unbind())
 
+    def tell(
+        self, text: str, limit: int, context: CollectiveContext, kind: str = "control"
+    ) -> list[str]:
+        """Return every rank's text, in rank order: the first `limit` bytes of it."""
+        sent = bytearray(text.encode()[:limit].ljust(limit, b"\0"))
+        told = self.exchange_control(torch.frombuffer(sent, dtype=torch.uint8), context, kind)
+        return [bytes(t.numpy()).rstrip(b"\0").decode(errors="ignore") for t in told]
+
     def any_of(self, bits: bytes, context: CollectiveContext) -> bytes:
         """Return the bitwise or of `bits` over all ranks, which give equally many. Waits.
 
@@ -414,11 +427,7 @@ class Messages(Peers):
 
     def _refuse_others(self, asked: str, context: CollectiveContext) -> NoReturn:
         """Tell each other what was asked for, where it differs, and raise on every rank."""
-        text = asked.encode()[:_WORDS].ljust(_WORDS, b"\0")
-        told = self.exchange_control(
-            torch.frombuffer(bytearray(text), dtype=torch.uint8), context, "call"
-        )
-        words = [bytes(t.numpy()).rstrip(b"\0").decode(errors="replace") for t in told]
+        words = self.tell(asked, _WORDS, context, "call")
         by_rank = sorted(zip(self.ranks, words, strict=True))
         other, theirs = next(
             ((rank, said) for rank, said in by_rank if said != asked),

@@ -65,16 +65,20 @@ class StallError(RuntimeError):
 @dataclass
 class CollectiveContext:
     """What a collective is for: the move, the unit, the step, the phase (forward, backward, state),
-    for messages and the ledger.
+    for messages and the ledger. Of a stall, also what the rank has called since the last pass.
     """
 
     move: str
     unit: str
     step: int
     phase: str
+    after: Sequence[str] = ()
 
     def __str__(self) -> str:
-        return f"waiting in {self.move} of unit {self.unit!r} ({self.phase}, step {self.step})"
+        after = f", after {', '.join(self.after)}" if self.after else ""
+        return (
+            f"waiting in {self.move} of unit {self.unit!r} ({self.phase}, step {self.step}{after})"
+        )
 
 
 #: Of a stall in a forward pass
@@ -148,7 +152,7 @@ def stall_error(
         *([f"The ranks could not tell each other more: {silent}."] if silent else []),
         (
             "Ranks must run the same forward and backward passes on a sharded model, each with a"
-            " batch of its own, and with the same parameters frozen."
+            " batch of its own, step the same optimizers, and have the same parameters frozen."
             + (_GENERATING if context.phase == "forward" else "")
             + " If a rank may be slower than this, raise stall_timeout in the recipe."
         ),

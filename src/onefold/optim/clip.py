@@ -20,6 +20,7 @@ from onefold.runtime.parameters.interval import dispatches
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.stepper import is_known, supports_scaling
 from onefold.runtime.storage import Storage
+from onefold.runtime.updates import in_words
 
 # -- norms -----------------------------------------------------------------------------------------
 #
@@ -85,6 +86,8 @@ def clip_grad_norm(
     with disable_torch_function(), torch.no_grad():
         for engine in engines:
             engine.optimizer_is_stepping()
+            said = f"max_norm={in_words(limit)}", f"norm_type={in_words(p)}"
+            engine.note_update("clip_grad_norm_()", iter(said))
         total = _total_norm(engines, across or engines[0].group, p)
         for engine in engines:
             engine.transfers.measures = p == 2

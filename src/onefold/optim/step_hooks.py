@@ -47,6 +47,7 @@ from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.operators import stepping
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
 from onefold.runtime.stepper import Chosen, held_inside, raw, refuse_cut_inside
+from onefold.runtime.updates import of_step
 
 _changes = threading.RLock()  # several threads may shard models, and free them
 _handles: list[Any] = []
@@ -257,6 +258,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     with disable_torch_function():
         for engine in found:
             engine.optimizer_is_stepping()
+            members = engine.stepper.members(optimizer)
+            engine.note_update(f"{type(optimizer).__name__}.step()", of_step(optimizer, members))
         step.writes = True
         for engine, by_stepper in apart.items():
             if by_stepper:

@@ -15,7 +15,7 @@ commands.
 | Which parameters train, and what waits?        | `pending_gradients`                                    |
 | What does autograd keep of a forward pass?     | `saved_tensors`                                        |
 | What do autograd and the compiler do?          | `differentiate`                                        |
-| What else is checked and kept?                 | `buffers`, `uninitialized`                             |
+| What else is checked and kept?                 | `buffers`, `uninitialized`, `updates`                  |
 
 Two subpackages: `parameters` is what a user's code sees of a parameter, `state` reads and writes
 the values of a whole model between passes.

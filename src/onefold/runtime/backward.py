@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.comm import CollectiveContext
+import onefold.runtime.updates as updates_of
+from onefold.comm import CollectiveContext, StallError
 from onefold.comm.peers import alike, both
 from onefold.memory.pool import TierError
 from onefold.runtime import differentiate
@@ -208,7 +209,9 @@ class Backward:
 # What the ranks tell each other at the end of a backward pass, in one exchange of a few hundred
 # bits (`Group.any_of`).
 #
-#     checksums of four orders: of units in forward, of units in backward, of units ready, of launched collectives
+#     checksums of three orders: of units in forward, of units in backward, of units ready
+#         | the same bits inverted
+#     checksum of launched collectives, and of what clipping and optimizers did (runtime/updates.py)
 #         | the same bits inverted
 #         | background work has failed | parameters used | units late | units gathered in backward
 #
@@ -219,6 +222,7 @@ class Backward:
 # - whether all ranks used the units in the same order, which then becomes the agreed order of the
 #   next steps. (A checksum is the same on all ranks if no bit of it is set together with its
 #   inverse.)
+# - whether all ranks made the same updates since the last exchange.
 #
 # [Note: the exchange is never left out] Any of these bits may come from another rank, so no rank can
 # know that the exchange is needless. On a native backend it is also where the host learns that a rank
@@ -227,6 +231,7 @@ class Backward:
 
 
 _TOLD = 512  # bytes of a message about what went wrong
+_UPDATES = 1 << 14  # bytes of updates that differ
 
 
 keep_from_compiler(Backward._end)  # autograd calls it
@@ -244,19 +249,20 @@ def agree_and_finish(
     `learn`: the orders are those of a pass, and may become the agreed ones.
 
     Raises:
-        StallError: the ranks launched different collectives on a native backend, so what they
-            received is not what they asked for.
+        StallError: on every rank. The ranks launched different collectives on a native backend, so
+            what they received is not what they asked for; or they clipped or stepped differently.
     """
     group, progress, units = resources.group, resources.progress, reduce.units
     schedule = gather.schedule
     late = {u.index for u in units if u.late}
     gathered = set(schedule.backward_seen)
     orders = [zlib.crc32(repr(order).encode()) for order in schedule.seen()]
-    walked, launched = both(struct.pack("<III", *orders)), both(group.launched())
+    launched, updates = group.launched(), updates_of.together(group.updates)
+    walked = both(struct.pack("<III", *orders))
     sizes = (1, len(reduce.unit_of), len(units), len(units))
     parts = [
         walked,
-        launched,
+        both(zlib.crc32(updates.encode(), zlib.crc32(launched)).to_bytes(4, "little")),
         *map(
             _bits,
             ({0} if progress.failure is not None else set(), used, late, gathered),
@@ -266,12 +272,21 @@ def agree_and_finish(
     context = CollectiveContext("control", "(end of backward)", progress.step_count, "backward")
     anywhere = group.any_of(b"".join(parts), context)
     group.heard = progress.step_count
+    group.updates.clear()
     found, at = [], 0
     for part in parts:
         found.append(anywhere[at : at + len(part)])
         at += len(part)
     if not alike(found[1]):
-        raise group.out_of_order(context)
+        texts = group.tell(f"{launched.hex()} {updates}", _UPDATES, context)
+        if any(not text.startswith(f"{launched.hex()} ") for text in texts):
+            raise group.out_of_order(context)
+        said = {r: t.partition(" ")[2] for r, t in zip(group.ranks, texts, strict=True)}
+        raise StallError(
+            f"rank {group.ranks[group.rank]} found at the end of the backward pass of step"
+            f" {context.step} that the ranks have stepped differently: "
+            + (updates_of.difference(said) or "one of the updates differs in a later group.")
+        )
     failed, used_anywhere, late_anywhere, gathered_anywhere = (
         _members(int.from_bytes(bits, "little")) for bits in found[2:]
     )
@@ -291,16 +306,10 @@ def agree_on_failure(resources: Resources, error: BaseException | None, when: st
     """
     # The error raised below is a TierError too, so this name is left out
     kind = "" if isinstance(error, TierError) else f"{type(error).__name__}: "
-    said = f"{kind}{error}".encode()[:_TOLD] if error is not None else b""
-    payload = torch.frombuffer(bytearray(said.ljust(_TOLD, b"\0")), dtype=torch.uint8)
-    told = resources.group.exchange_control(
-        payload, CollectiveContext("control", "(NVMe)", resources.progress.step_count, "optimizer")
-    )
-    messages = [
-        (rank, bytes(t.tolist()).rstrip(b"\0").decode(errors="ignore"))
-        for rank, t in enumerate(told)
-    ]
-    wrong = [(rank, message) for rank, message in messages if message]
+    said = f"{kind}{error}" if error is not None else ""
+    context = CollectiveContext("control", "(NVMe)", resources.progress.step_count, "optimizer")
+    told = resources.group.tell(said, _TOLD, context)
+    wrong = [(rank, message) for rank, message in enumerate(told) if message]
     if wrong:
         resources.progress.failure, resources.progress.failure_agreed = None, False
         resources.transfers.forget_writes()

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+import onefold.runtime.updates as updates
 from onefold.comm import CollectiveContext, Group
 from onefold.comm.mesh import Mesh
 from onefold.device import chunk_for
@@ -136,7 +137,7 @@ class Engine:
             for entry in unit.entries:
                 entry.number = len(self.unit_of)
                 self.unit_of[entry.number] = unit
-        self.unsharded = all(flat.unsharded for u in self.units for flat in u.flats)
+        self.unsharded: bool = all(flat.unsharded for u in self.units for flat in u.flats)
         # Open forward passes of units, see `Forward.stack`
         self._stack: list[OpenPass] = []
         self.write_counters = WriteCounters(self.entries)
@@ -431,6 +432,11 @@ class Engine:
                 " reduced yet. Run the last micro-batch of the step outside"
                 " `onefold.no_sync(model)`."
             )
+
+    def note_update(self, name: str, items: Iterator[str]) -> None:
+        """Note what clipping or an optimizer is about to do, for the ranks to compare."""
+        if not self.group.alone:
+            updates.note(self.group.updates, name, items)
 
     def tell_failure(self) -> None:
         """Raise the error of background work: the one not raised yet, or else the most recent."""

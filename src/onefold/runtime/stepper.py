@@ -29,6 +29,7 @@ import contextlib
 import copy
 import threading
 import weakref
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,11 +137,14 @@ class OwnStep(Stepper):
 class _Choice:
     """What `Steppers.choose` has returned for these entries, in groups with these parameters (ids) and
     switches.
+
+    `members`: what tells which of the entries each group has, the same on all ranks.
     """
 
     groups: list[Any]
     entries: list[Entry]
     chosen: dict[Stepper, list[Entry]]
+    members: dict[int, str]
 
 
 class Steppers:
@@ -183,14 +187,24 @@ class Steppers:
         chosen: dict[Stepper, list[Entry]] = {s: [] for s in self._in_order}
         group_of = groups_of(optimizer)
         known: dict[tuple[int, int], list[Entry]] = {}
+        members: dict[int, list[int]] = {}
         for entry in entries:
             key = entry.flat.index, group_of[id(entry.param)]
+            members.setdefault(key[1], []).append(entry.number)
             if key not in known:
                 known[key] = chosen[self._stepper_of(optimizer, entry.flat, key[1], verdict_of)]
             known[key].append(entry)
         apart = {s: chosen[s] for s in self.apart if chosen[s] or s.collective}
-        self._chosen[optimizer] = _Choice(groups, entries, apart)
+        said = {
+            group: f"{len(some)} parameters (checksum {zlib.crc32(repr(some).encode()):08x})"
+            for group, some in members.items()
+        }
+        self._chosen[optimizer] = _Choice(groups, entries, apart, said)
         return apart
+
+    def members(self, optimizer: Optimizer) -> dict[int, str]:
+        """Return what tells which parameters each group had in the last `choose`."""
+        return self._chosen[optimizer].members
 
     def _stepper_of(
         self,

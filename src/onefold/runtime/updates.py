@@ -1,0 +1,84 @@
+"""What clipping and optimizers did on this rank, in words: ranks must do the same.
+
+The ranks compare a checksum of all updates since their last comparison in the exchange at the end of
+the next backward pass (runtime/backward.py), and the updates themselves in a save.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+_ITEM, _UPDATE = "\t", "\n"
+#: Updates that are kept in words, if no backward pass comes.
+_KEPT = 64
+
+
+def note(updates: list[tuple[str, ...]], name: str, items: Iterator[str]) -> None:
+    if len(updates) == _KEPT:
+        checksum = zlib.crc32(together(updates).encode())
+        updates[:] = [(f"{_KEPT} updates (checksum {checksum:08x})",)]
+    updates.append((name, *items))
+
+
+def together(updates: Sequence[tuple[str, ...]]) -> str:
+    return _UPDATE.join(map(_ITEM.join, updates))
+
+
+def of_step(optimizer: Optimizer, members: Mapping[int, str]) -> Iterator[str]:
+    """Yield the numbers of the groups of `members`, and these: what tells which parameters a group
+    has. Tensors on a device are left out: reading them would make the host wait.
+    """
+    for number, those in members.items():
+        where = f" in group {number}"
+        for key, value in optimizer.param_groups[number].items():
+            if value is not None and (said := in_words(value)):
+                yield f"{key}={said}{where}"
+        yield those + where
+
+
+def in_words(value: Any) -> str:
+    """Return a number, a switch, a text or a few numbers in words; "" for anything else. Hosts of
+    different kinds may differ in the last bit of a cosine, so it is left out.
+    """
+    if isinstance(value, float):
+        return f"{value:.7g}"
+    if isinstance(value, (str, int)):
+        return str(value)
+    if isinstance(value, (tuple, list)) and value and isinstance(value[0], (float, int)):
+        return f"({', '.join(map(in_words, value))})"
+    if type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() == 1:
+        return in_words(value.item())
+    return ""
+
+
+def difference(texts: Mapping[int, str]) -> str:
+    """Return in words how the updates of two ranks differ; "" if all ranks made the same.
+
+    Args:
+        texts: `together` of every rank's updates, by global rank.
+    """
+    (first, mine), *others = sorted(texts.items())
+    other, theirs = next((each for each in others if each[1] != mine), (first, mine))
+    for one, two in zip_longest(mine.split(_UPDATE), theirs.split(_UPDATE), fillvalue=""):
+        name, *of_one = one.split(_ITEM)
+        second, *of_two = two.split(_ITEM)
+        if name != second:
+            said = [f"called {each}" if each else "called nothing more" for each in (name, second)]
+        elif one != two:
+            items = next(pair for pair in zip_longest(of_one, of_two) if pair[0] != pair[1])
+            said = [f"called {name} with {each or 'nothing more'}" for each in items]
+        else:
+            continue
+        return (
+            f"since the last backward pass rank {first} {said[0]} where rank {other} {said[1]}."
+            " Every rank must clip and step alike, with the same numbers in the optimizer's groups,"
+            " after the same backward passes; a scheduler that follows the loss must be given the"
+            " mean over ranks."
+        )
+    return ""

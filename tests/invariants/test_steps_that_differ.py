@@ -1,0 +1,318 @@
+"""Ranks whose optimizers or clipping do different things stop with an error on every rank: at the end
+of the next backward pass, or in the next save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import onefold
+from models import ResidualBlock, TinyMLP, features_of
+from onefold.ema import EMA
+from ranks import run_ranks
+
+STAGES: list[tuple[int, dict[str, Any]]] = [
+    (0, {}), (1, {}), (2, {}), (3, {}), (3, {"offload_optimizer": "cpu"}), (2, {"reduce_at": "boundary"}),
+]  # fmt: skip
+Train = Callable[[nn.Module, int], Any]
+
+
+def sharded(stage: int, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    recipe = onefold.Recipe.zero(stage, stall_timeout=10.0, **options)
+    return onefold.shard(TinyMLP(), recipe, units=(ResidualBlock,))
+
+
+def backward(model: nn.Module, step: int) -> torch.Tensor:
+    loss = model(features_of(10 * step + dist.get_rank(), 4, 7)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **({"lr": 0.1} | options))
+
+
+def three_steps(
+    model: nn.Module, optimizer: Any, before: Callable[[int], Any] = lambda step: None
+) -> None:
+    for step in range(3):
+        backward(model, step)
+        before(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- what must be an error: {the row: (what one rank does, words of the error)} ---------------------
+
+
+def other_number_of_passes(model: nn.Module, rank: int) -> None:
+    optimizer = sgd(model)
+    for step in range(4):
+        backward(model, step)
+        if rank == 0 or step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def left_out(model: nn.Module, rank: int) -> None:
+    optimizer = sgd(model)
+    for step in range(3):
+        backward(model, step)
+        if (rank, step) != (1, 1):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def made_twice(model: nn.Module, rank: int) -> None:
+    optimizer = sgd(model)
+    three_steps(model, optimizer, lambda step: optimizer.step() if (rank, step) == (1, 1) else None)
+
+
+def other_limit(model: nn.Module, rank: int) -> None:
+    three_steps(model, sgd(model), lambda _: onefold.clip_grad_norm_(model, 1.0 - rank / 2))
+
+
+def other_norm(model: nn.Module, rank: int) -> None:
+    norm_type = (2.0, float("inf"))[rank]
+    three_steps(
+        model, sgd(model), lambda _: onefold.clip_grad_norm_(model, 1.0, norm_type=norm_type)
+    )
+
+
+def other_rate(model: nn.Module, rank: int) -> None:
+    three_steps(model, sgd(model, lr=0.1 / (1 + rank)))
+
+
+def own_loss(model: nn.Module, rank: int) -> None:
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    three_steps(model, optimizer, lambda step: scheduler.step(step if rank else -step))
+
+
+def rate_in_a_tensor(model: nn.Module, rank: int) -> None:
+    three_steps(model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1 / (1 + rank))))
+
+
+def other_class(model: nn.Module, rank: int) -> None:
+    kind = (torch.optim.Adam, torch.optim.AdamW)[rank]
+    three_steps(model, kind(model.parameters(), lr=0.1))
+
+
+def other_groups(model: nn.Module, rank: int) -> None:
+    params = list(model.parameters())
+    cut = 3 + rank
+    groups = [{"params": params[:cut]}, {"params": params[cut:], "weight_decay": 0.1}]
+    three_steps(model, torch.optim.SGD(groups, lr=0.1))
+
+
+def fewer_parameters(model: nn.Module, rank: int) -> None:
+    three_steps(model, torch.optim.SGD(list(model.parameters())[rank:], lr=0.1))
+
+
+WRONG: dict[Train, tuple[str, ...]] = {
+    other_number_of_passes: ("rank 0 called SGD.step()", "rank 1 called nothing more"),
+    left_out: ("rank 0 called SGD.step()", "rank 1 called nothing more"),
+    made_twice: ("rank 0 called nothing more", "rank 1 called SGD.step()"),
+    other_limit: ("with max_norm=1 ", "max_norm=0.5"),
+    other_norm: ("with norm_type=2 ", "norm_type=inf"),
+    other_rate: ("lr=0.1 in group 0", "lr=0.05 in group 0"),
+    own_loss: ("lr=0.1 in group 0", "lr=0.05 in group 0"),
+    rate_in_a_tensor: ("lr=0.1 in group 0", "lr=0.05 in group 0"),
+    other_class: ("Adam.step()", "AdamW.step()"),
+    other_groups: ("3 parameters", "4 parameters", "in group 0"),
+    fewer_parameters: ("parameters", "in group 0"),
+}
+
+
+#: Rows after which a rank gathers the new weights of stages 1 and 2, and another one does not.
+STALLS = other_number_of_passes, left_out
+
+
+def said(train: Callable[[], Any]) -> str:
+    try:
+        train()
+    except (onefold.StallError, onefold.CheckpointError) as error:
+        return str(error)
+    return ""
+
+
+def errors_of(rows: list[Train], stage: int, options: dict[str, Any]) -> list[str]:
+    out = []
+    for train in rows:
+        model = sharded(stage, **options)
+        out.append(said(partial(train, model, dist.get_rank())))
+        dist.barrier()
+    return out
+
+
+@pytest.mark.parametrize(("stage", "options"), STAGES)
+def test_ranks_that_step_differently_stop_on_every_rank(
+    stage: int, options: dict[str, Any]
+) -> None:
+    rows = [train for train in WRONG if stage in (0, 3) or train not in STALLS]
+    for rank, by_row in enumerate(run_ranks(2, errors_of, rows, stage, options)):
+        for train, message in zip(rows, by_row, strict=True):
+            for word in (
+                *WRONG[train],
+                f"rank {rank} found at the end of",
+                "step ",
+                "rank 1 called",
+            ):
+                assert word in message, (train.__name__, word, message)
+
+
+def test_where_a_rank_waits_for_one_that_left_out_a_step_the_error_says_who_stepped() -> None:
+    for (message,) in run_ranks(2, errors_of, [left_out], 1, {}):
+        for word in (
+            "rank 0: waiting in all-gather of unit '(root)' (forward, step 2, after SGD.step())",
+            "(backward, step 2), ",
+            "step the same optimizers",
+        ):
+            assert word in message, (word, message)
+
+
+# -- in a save and a load --------------------------------------------------------------------------
+
+
+def saves_and_loads(folder: str, stage: int) -> dict[str, str]:
+    rank, out = dist.get_rank(), {}
+    model = sharded(stage)
+    optimizer = sgd(model, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    backward(model, 0)
+    optimizer.step()
+    path = Path(folder) / f"{stage}"
+    out["equal steps"] = said(
+        partial(onefold.save, path, model=model, optimizer=optimizer, scheduler=scheduler)
+    )
+    things = {"optimizer": optimizer, "scheduler": scheduler}
+    for name in things:
+        given = {k: v for k, v in things.items() if k != name or rank == 0}
+        for call in (onefold.load, onefold.load_async):
+            call: Any
+            out[f"{call.__name__} {name}"] = said(partial(call, path, model=model, **given))
+        if name == "optimizer":
+            out["save"] = said(partial(onefold.save, path, model=model, overwrite=True, **given))
+    out["load"] = said(partial(onefold.load, path, model=model, **things))
+    for call in (onefold.save, onefold.save_async):
+        if rank == 0:
+            optimizer.step()
+        name = call.__name__
+        out[f"last {name}"] = said(partial(call, path, model=model, overwrite=True))
+    return out
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_saves_and_loads_of_ranks_that_differ_are_refused_on_every_rank(
+    stage: int, tmp_path: Path
+) -> None:
+    for out in run_ranks(2, saves_and_loads, str(tmp_path), stage):
+        assert out.pop("equal steps") == out.pop("load") == "", out
+        for name in ("save", "save_async"):
+            last = out.pop(f"last {name}")
+            assert "rank 0 called SGD.step() where rank 1 called nothing more" in last, (name, last)
+        for call, message in out.items():
+            kind = "LinearLR" if "scheduler" in call else "SGD"
+            what = "scheduler" if "scheduler" in call else "optimizer"
+            expected = f"was given {what} {kind} on rank 0 and None on rank 1"
+            assert message.startswith(call.split()[0].removesuffix("_async")), (call, message)
+            assert expected in message, (call, message)
+
+
+# -- what may differ -------------------------------------------------------------------------------
+
+
+def other_micro_batches(model: nn.Module, rank: int) -> None:
+    """Rank 1 has one micro-batch of two: see tests/runtime/test_missing_micro_batches.py."""
+    optimizer = sgd(model)
+    for step in range(3):
+        if rank == 0:
+            with onefold.no_sync(model):
+                backward(model, 5 * step)
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def another_model(model: nn.Module, rank: int) -> None:
+    """Each rank steps a plain model of its own, also in one optimizer with the sharded one."""
+    beside = nn.Linear(2, 2)
+    alone = torch.optim.SGD(beside.parameters(), lr=0.1 * (1 + rank))
+    groups = [
+        {"params": list(model.parameters())},
+        {"params": list(nn.Linear(2, 2).parameters()), "lr": 0.1 * (1 + rank)},
+    ]
+
+    def before(step: int) -> None:
+        for _ in range(1 + rank):
+            beside(torch.ones(2)).sum().backward()
+            alone.step()
+
+    three_steps(model, torch.optim.SGD(groups, lr=0.1), before)
+
+
+def two_optimizers(model: nn.Module, rank: int) -> None:
+    model.enter.weight.requires_grad_(False)
+    params = list(model.parameters())
+    first = torch.optim.AdamW(params[:3], lr=0.1)
+    optimizer = torch.optim.SGD(params[3:], lr=torch.tensor(0.1), momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    average = EMA(model, decay=0.9)
+
+    def before(step: int) -> None:
+        onefold.clip_grad_norm_(model, 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        first.step()
+        scheduler.step()
+        average.update()
+
+    three_steps(model, optimizer, before)
+
+
+def scaled(model: nn.Module, rank: int) -> None:
+    """One rank alone overflows: every rank leaves out the step."""
+    optimizer = sgd(model)
+    scaler = onefold.GradScaler(model, init_scale=8.0)
+    for step in range(3):
+        loss = model(features_of(10 * step + rank, 4, 7)).square().mean()
+        scaler.scale(loss * (float("inf") if (rank, step) == (1, 1) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def last_bit(model: nn.Module, rank: int) -> None:
+    three_steps(model, sgd(model, lr=0.1 + rank * 1e-17))
+
+
+def steps_without_passes(model: nn.Module, rank: int) -> None:
+    optimizer = sgd(model)
+    for _ in range(200):
+        optimizer.step()
+    assert len(onefold.engine_of(model).group.updates) < 100
+    three_steps(model, optimizer)
+
+
+def goes_on_after_an_error(model: nn.Module, rank: int) -> None:
+    assert said(partial(other_rate, model, rank))
+    three_steps(model, sgd(model))
+
+
+RIGHT: list[Train] = [
+    another_model, two_optimizers, scaled, last_bit, steps_without_passes, goes_on_after_an_error,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "options"), STAGES)
+def test_what_may_differ_between_ranks_is_no_error(stage: int, options: dict[str, Any]) -> None:
+    rows = [*RIGHT, other_micro_batches] if stage < 2 or options.get("reduce_at") else RIGHT
+    assert run_ranks(2, errors_of, rows, stage, options) == [[""] * len(rows)] * 2
