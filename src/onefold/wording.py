@@ -36,7 +36,7 @@ def seconds_of(text: str) -> float:
         if _WHOLE.fullmatch(squeezed)
         else 0.0
     )
-    if total <= 0:
+    if not 0 < total < 1e9:  # 30 years
         raise ValueError("expected a length of time with its units, such as 90s, 170m or 2h50m")
     return total
 

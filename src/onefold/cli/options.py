@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 import signal
 import sys
 import typing
@@ -48,10 +49,30 @@ def option(
     )
 
 
-class _NarrowHelp(TyperCommand):
-    """A command whose help leaves out the `--no-` form of switches. With a column for that form,
-    the names of options would not fit in a terminal of 80 columns.
+class _Command(TyperCommand):
+    """A command that takes no empty text, no infinity and no number of more than 64 bits.
+
+    Its help leaves out the `--no-` form of switches. With a column for that form, the names of
+    options would not fit in a terminal of 80 columns.
     """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line. See click."""
+        # An empty path would be the working folder
+        for before, word in zip(["", *args], args, strict=False):
+            if re.fullmatch(r"(--[\w-]+=)?", word):
+                name = word.rstrip("=") or before
+                what = name if name.startswith("--") else "an argument"
+                refuse(f"{what} is an empty text: give a value, or leave it out.", "--json" in args)
+        rest: list[str] = super().parse_args(ctx, args)
+        for name, value in ctx.params.items():
+            if isinstance(value, int | float) and not -(1 << 63) < value < 1 << 63:
+                refuse(
+                    f"--{name.replace('_', '-')} {str(value)[:40]}: expected a finite number of at"
+                    " most 64 bits.",
+                    bool(ctx.params.get("as_json") or ctx.params.get("json")),
+                )
+        return rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help. See click."""
@@ -63,7 +84,7 @@ class _NarrowHelp(TyperCommand):
 
 
 def with_readable_help(part: typer.Typer) -> None:
-    """Give the commands of `part` the class `_NarrowHelp`, and join the lines of each paragraph.
+    """Give the commands of `part` the class `_Command`, and join the lines of each paragraph.
     typer would keep the line ends of a docstring, and the terminal could not wrap them.
     """
     for command in part.registered_commands:
@@ -71,7 +92,7 @@ def with_readable_help(part: typer.Typer) -> None:
         text = inspect.cleandoc(command.help or command.callback.__doc__ or "")
         command.help = "\n\n".join(" ".join(one.split()) for one in text.split("\n\n"))
         if command.cls in (None, TyperCommand):
-            command.cls = _NarrowHelp
+            command.cls = _Command
     for group in part.registered_groups:
         assert group.typer_instance is not None
         with_readable_help(group.typer_instance)

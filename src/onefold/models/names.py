@@ -214,15 +214,16 @@ def kind_of(name: str) -> str:
 
 def parse_size(name: str) -> str | int:
     """Parse a size: "gpt:tiny" -> "tiny", "llama:60m" -> 60_000_000, plain "gpt" -> "mini"."""
-    _, _, size = name.partition(":")
-    if not size:
+    _, colon, size = name.partition(":")
+    if not colon:
         return "mini"
     if size in NAMED_SIZES:
         return size
     number = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb])", size.lower())
-    if number is None:
+    count = float(number[1]) * {"k": 1e3, "m": 1e6, "b": 1e9}[number[2]] if number else 0
+    if not 1 <= count <= 1e15:
         raise TrainError(
             f"--model {name}: {size!r} is no size. Use {', '.join(NAMED_SIZES)}, or a number of"
             " parameters such as 10m, 110m, 1.5b."
         )
-    return round(float(number.group(1)) * {"k": 1e3, "m": 1e6, "b": 1e9}[number.group(2)])
+    return round(count)

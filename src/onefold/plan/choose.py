@@ -231,7 +231,7 @@ def _sizes(question: Question) -> range | list[int]:
             f"a global batch of {job.global_batch} does not divide among {ranks} ranks: use {near}."
         )
     each = job.global_batch // ranks
-    return [b for b in range(1, each + 1) if each % b == 0 and b <= MOST_SAMPLES]
+    return [b for b in range(1, min(each, MOST_SAMPLES) + 1) if each % b == 0]
 
 
 def largest_model(

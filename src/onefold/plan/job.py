@@ -29,7 +29,7 @@ from onefold.plan.formulas import RECOMPUTE, Convention
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
 from onefold.recipe.moments import bytes_an_element
 from onefold.recipe.optimizers import PLANNED, WHOLE
-from onefold.recipe.options import NODES, OPTIONS, Dtype, Precision, refuse_unknown
+from onefold.recipe.options import MOST, NODES, OPTIONS, Dtype, Precision, refuse_unknown
 from onefold.recipe.tiers import Tier, disks
 
 #: Arguments of `Recipe.zero` about groups, codecs and frozen weights.
@@ -154,8 +154,12 @@ class Job:
 
         for name, least in (("seq", 1), ("micro_batch", 0), ("global_batch", 0), ("lora_rank", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}={value!r}: expected a whole number, {least} or more.")
+            if (
+                not isinstance(value, int)
+                or isinstance(value, bool)
+                or not least <= value <= MOST
+            ):
+                raise ValueError(f"{name}={value!r}: expected a whole number from {least} to {MOST}.")
         for name, known in (
             ("precision", (None, *COMPUTE_DTYPES)),
             ("model_dtype", tuple(COMPUTE_DTYPES)),

@@ -58,6 +58,10 @@ def export_folder(
     check_arguments(dtype, max_shard_bytes)
     target = Path(folder)
     near = Path(beside) if beside is not None else source.folder
+    if beside is not None and not (Path(beside) / "config.json").is_file():
+        raise CheckpointError(
+            f"--like {beside} has no config.json: name a Hugging Face folder, or leave it out."
+        )
     outline = _outline_of(source)
     tied_once = near is not None and (near / "config.json").is_file()
     sheet = plan(outline, _twin(near, outline), dtype, max_shard_bytes, tied_once)

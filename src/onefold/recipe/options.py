@@ -47,6 +47,8 @@ UNLIMITED = 1 << 62
 #: Offsets and lengths of direct reads and writes must be multiples of this many bytes. Lengths in
 #: elements are multiples of the same number, which holds in bytes for every dtype.
 SECTOR = 4096
+#: The largest count of anything: products of two counts fit in 64 bits.
+MOST = (1 << 31) - 1
 
 _BYTES = (
     {"": 1, "B": 1}
@@ -138,9 +140,9 @@ def _seconds(value: Any) -> float:
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
-        or not 0 < value < math.inf  # NaN is neither
+        or not 0 < value < 1e9  # NaN is neither; 30 years
     ):
-        raise ValueError("expected a finite number of seconds above 0.")
+        raise ValueError("expected a number of seconds above 0 and below 1e9.")
     return value
 
 
@@ -176,7 +178,7 @@ def _shard_group(value: Any) -> Any:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
 
 
 def _tier_of(row: RowName) -> Callable[[Any], Tier]:

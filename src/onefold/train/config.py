@@ -22,14 +22,16 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     create_model,
+    field_validator,
     model_validator,
 )
 
 from onefold.models.names import precision_of
 from onefold.recipe.optimizers import TRAINED, WHOLE
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
-from onefold.recipe.options import Precision
+from onefold.recipe.options import MOST, Precision
 from onefold.train import optimizers
 from onefold.train.config_file import read_config_file
 from onefold.wording import TrainError, did_you_mean, seconds_of
@@ -54,8 +56,8 @@ def _micro_batch(value: object) -> object:
         count = value if value == "auto" else int(str(value))
     except ValueError:
         count = 0
-    if isinstance(value, bool) or (isinstance(count, int) and count < 1):
-        raise ValueError("expected a whole number, 1 or more, or auto")
+    if isinstance(count, int) and not 1 <= count <= MOST:
+        raise ValueError(f"expected a whole number from 1 to {MOST}, or auto")
     return count
 
 
@@ -67,9 +69,15 @@ def _duration(value: str) -> str:
 def _nodes(value: object) -> str:
     parts = str(value).split(":")
     whole = len(parts) <= 2 and all(part.isdecimal() for part in parts)
-    if not whole or not 1 <= int(parts[0]) <= int(parts[-1]):
+    if not whole or not 1 <= int(parts[0]) <= int(parts[-1]) <= MOST:
         raise ValueError("expected a number of machines, N or MIN:MAX, such as 1:4")
     return str(value)
+
+
+def _endpoint(value: str) -> str:
+    if value.endswith(":"):
+        raise ValueError("expected HOST:PORT")
+    return value
 
 
 def _slow_factor(value: float) -> float:
@@ -78,13 +86,14 @@ def _slow_factor(value: float) -> float:
     return value
 
 
-Count = Annotated[int, Field(ge=1)]
-CountFrom0 = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+CountFrom0 = Annotated[int, Field(ge=0, le=MOST)]
 Above0 = Annotated[float, Field(gt=0)]
 From0 = Annotated[float, Field(ge=0)]
 Stage = Annotated[Literal["auto", "0", "1", "2", "3"], BeforeValidator(str)]
 MicroBatch = Annotated[int | Literal["auto"], BeforeValidator(_micro_batch)]
 Duration = Annotated[str, AfterValidator(_duration)]
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
 Nodes = Annotated[str, BeforeValidator(_nodes)]
 OptimizerOptions = Annotated[dict[str, Any] | None, BeforeValidator(optimizers.read_options)]
 SlowFactor = Annotated[float, Field(ge=0), AfterValidator(_slow_factor)]
@@ -99,7 +108,12 @@ else:
     _RecipeOptions = create_model(
         "_RecipeOptions",
         __config__=ConfigDict(
-            extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+            extra="forbid",
+            frozen=True,
+            validate_default=True,
+            use_attribute_docstrings=True,
+            allow_inf_nan=False,
+            str_min_length=1,
         ),
         # Each field takes the values that `Recipe.zero` takes, and their text
         **{
@@ -167,7 +181,7 @@ class TrainConfig(_RecipeOptions):
     global_batch: Count | None = None
     """Sequences an optimizer step sees; accumulation follows (default: --micro-batch times
     ranks)."""
-    seq: Annotated[int, Field(ge=2)] = 128
+    seq: Annotated[int, Field(ge=2, le=MOST)] = 128
     """Tokens a sequence."""
     steps: Count | None = Field(None, description=f"Optimizer steps (default: {DEFAULT_STEPS}).")
     epochs: Above0 | None = None
@@ -199,7 +213,7 @@ class TrainConfig(_RecipeOptions):
     )
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Their second moment."""
-    seed: CountFrom0 = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Decides initial weights, data order, held-out data and dropout."""
 
     # other axes than data
@@ -243,7 +257,7 @@ class TrainConfig(_RecipeOptions):
     """How often ranks are started again after one has gone."""
     nnodes: Nodes = "1"
     """Machines of the run, N or MIN:MAX; each runs this command."""
-    rdzv_endpoint: str | None = None
+    rdzv_endpoint: Endpoint | None = None
     """HOST:PORT where the machines meet."""
     rdzv_id: str = "onefold"
     """Name of the run at the rendezvous."""
@@ -276,6 +290,15 @@ class TrainConfig(_RecipeOptions):
     """Steps between printed lines where there is no terminal."""
     json_lines: bool = Field(False, alias="json")
     """Print JSON lines only."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _switch_or_number(cls, value: object, field: ValidationInfo) -> object:
+        """Refuse true for a number, and a number for a switch: YAML's `yes` is true, and true is 1."""
+        kind = cls.model_fields[str(field.field_name)].annotation
+        if (kind is bool) != isinstance(value, bool) and kind is not Any:
+            raise ValueError(f"expected {'' if kind is bool else 'a value other than '}true or false")
+        return value
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -435,6 +458,11 @@ def _sentence(wrong: Mapping[str, Any]) -> str:
     message = wrong["msg"].removeprefix("Value error, ").rstrip(".")
     if wrong["type"] == "extra_forbidden":
         return f"unknown key {key!r}. {did_you_mean(key.replace('-', '_'), field_names())}"
-    return (
-        f"--{key} {wrong['input']!r}: {message[:1].lower()}{message[1:]}." if key else f"{message}."
-    )
+    if not key:
+        return f"{message}."
+    try:
+        given = repr(wrong["input"])
+    except ValueError:  # Python writes no whole number of 4,301 digits
+        given = "with this number"
+    given = given if len(given) <= 100 else f"{given[:97]}..."
+    return f"--{key} {given}: {message[:1].lower()}{message[1:]}."

@@ -23,7 +23,10 @@ def read_config_file(path: str | Path, known: Collection[str]) -> dict[str, Any]
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise TrainError(f"--config {path} cannot be read: {why}.") from None
-    values = _parsed(path, text)
+    try:
+        values = _parsed(path, text)
+    except RecursionError:
+        raise TrainError(f"--config {path} is nested too deeply.") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -52,8 +55,8 @@ def _parsed(path: Path, text: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # Python's own for a number of 4,301 digits
         place = getattr(error, "problem_mark", None)
         where = f" in line {place.line + 1}, column {place.column + 1}" if place else ""
-        said = getattr(error, "problem", None) or " ".join(str(error).split())
+        said = getattr(error, "problem", None) or " ".join(str(error).partition(";")[0].split())
         raise TrainError(f"--config {path} is not valid YAML{where}: {said}.") from None

@@ -11,11 +11,13 @@ or option is reported at once.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onefold.recipe.optimizers import TRAINED, WHOLE
+from onefold.recipe.options import MOST
 from onefold.wording import TrainError, did_you_mean
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ def _listed(names: Iterable[str], last: str) -> str:
 ELSEWHERE = {"lr": "--lr", "weight_decay": "--weight-decay"}
 #: Options that count something.
 COUNTS = ("ns_steps",)
+#: Options that are true or false. All others are numbers.
+SWITCHES = ("amsgrad", "centered", "decoupled_weight_decay", "nesterov")
 #: Options whose value is one of these words.
 WORDS = {"adjust_lr_fn": ("original", MATCH_RMS)}
 
@@ -83,18 +87,18 @@ def _value(name: str, given: object) -> Value:
         if str(given) not in words:
             raise ValueError(f"{name}={given}: expected {_listed(words, 'or')}")
         return str(given)
+    text = str(given).strip()
+    if name in SWITCHES:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{name}={given}: expected true or false")
+        return text.lower() == "true"
     if name in COUNTS:
         number = _number(name, given)
-        if number != int(number):
-            raise ValueError(f"{name}={given}: expected a whole number")
+        if not 1 <= number <= MOST or number != int(number):
+            raise ValueError(f"{name}={given}: expected a whole number, 1 or more")
         return int(number)
-    if isinstance(given, bool | int | float):
-        return given
     if isinstance(given, list | tuple):
         return tuple(_number(name, one) for one in given)
-    text = str(given).strip()
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
     if "," in text:
         return tuple(_number(name, one) for one in text.split(","))
     return _number(name, text)
@@ -102,11 +106,12 @@ def _value(name: str, given: object) -> Value:
 
 def _number(name: str, given: object) -> float:
     try:
-        return float(str(given))
+        number = float(str(given))
     except ValueError:
-        raise ValueError(
-            f"{name}={given}: expected a number, several as 0.9,0.95, or true or false"
-        ) from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={given}: expected a finite number, or several as 0.9,0.95")
+    return number
 
 
 def check_optimizer(config: TrainConfig) -> None:
