@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
@@ -52,3 +54,6 @@ def root(
     ] = False,
 ) -> None:
     """Options before the command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Half of a character, as JSON may hold, can be written in no encoding
+        sys.stdout.reconfigure(errors="backslashreplace")

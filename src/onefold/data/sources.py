@@ -32,6 +32,7 @@ from onefold.data.tables import (
     kind_of_value,
     table_rows,
 )
+from onefold.reading import parse_json
 from onefold.wording import TrainError
 
 #: ("text", [str, ...]) or ("messages", [[{"role": ..., "content": ...}, ...], ...]).
@@ -300,15 +301,21 @@ def _json_lines(path: Path, field: str | None) -> Iterator[tuple[str, Any]]:
 
 def _json(where: str, raw: bytes) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"))
+        row = parse_json(raw.decode("utf-8"))
+        if b"\\ud" in raw.lower():
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+        return row
     except UnicodeDecodeError as error:
         raise TrainError(
             f"{where} byte {error.start} is no UTF-8. Expected JSON in UTF-8, a line each."
         ) from None
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise TrainError(
+            f"{where} {half} alone is half of a character; write both halves, or remove it."
+        ) from None
     except json.JSONDecodeError as error:
         raise TrainError(f"{where} not JSON ({error.msg}).") from None
-    except RecursionError:
-        raise TrainError(f"{where} nested too deeply.") from None
 
 
 def _of_hub(name: str) -> HubData | None:

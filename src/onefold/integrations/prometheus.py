@@ -12,8 +12,6 @@ in bytes, with the labels `run` and `rank`. Needs the extra `onefold[prometheus]
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import re
 import threading
@@ -35,6 +33,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from onefold.observe.meter import flat
+from onefold.reading import parse_json
 
 #: Bytes at the end of `metrics.jsonl` in which the last row is searched.
 _TAIL = 1 << 16
@@ -119,7 +118,7 @@ def last_row(run: Path) -> dict[str, Any]:
         return {}
     for line in reversed(lines):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:  # the line is still being written, or its beginning was not read
             continue
         if isinstance(row, dict) and "step" in row:
@@ -132,7 +131,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {
         re.sub(r"\W+", "_", name): float(value)
         for name, value in flat(dict(row)).items()
-        if isinstance(value, (int, float)) and math.isfinite(value)
+        if isinstance(value, (int, float)) and abs(value) < 1e300
     }
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
 
 import onefold
+from onefold.reading import parse_json
 from onefold.recipe import Recipe
 
 #: Keys of torchtitan's checkpoint configuration that `Checkpoints` reads.
@@ -234,7 +234,7 @@ def by_onefold(config: Any, recipe: str = '{"stage": 3}') -> Trainer.Config:
 def _recipe(config: Any) -> Recipe:
     """Return the configuration's recipe, in torchtitan's precision unless the recipe names one."""
     try:
-        options = json.loads(config.recipe)
+        options = parse_json(config.recipe)
     except ValueError as error:
         raise ValueError(
             f"recipe={config.recipe!r} is no JSON ({error}): write --recipe '{{\"stage\": 3}}'."

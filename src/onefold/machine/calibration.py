@@ -30,6 +30,7 @@ from onefold.machine.fit import Fit, nearest_mean
 from onefold.machine.identity import Identity, this_machine
 from onefold.machine.kernels import Kernels
 from onefold.machine.measured import ADAMW_BYTES, AtRanks, Disk, HostLink, decode
+from onefold.reading import read_json
 
 KIND, VERSION = "onefold-calibration", 1
 #: Days after which a calibration counts as stale: drivers, kernels and other programs change.
@@ -295,7 +296,7 @@ class Calibration:
         """
         path = Path(path) if path is not None else default_path()
         try:
-            found = cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+            found = cls.from_json(read_json(path))
         except FileNotFoundError:
             raise CalibrationError(
                 f"there is no calibration at {path}. Measure this machine with: onefold doctor"

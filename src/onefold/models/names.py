@@ -7,7 +7,6 @@ model of the hub once per machine.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zlib
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from onefold.data.sources import probed
 from onefold.data.tables import is_offline
 from onefold.data.text import smollm2_path
+from onefold.reading import read_json
 from onefold.wording import TrainError, did_you_mean
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _precision(folder: Path) -> str:
 def _json_of(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; {} if the file is missing or holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -22,6 +22,7 @@ from onefold.comm import Sent
 from onefold.observe.memory import Reconciliation
 from onefold.observe.trace import Held, Move, Recording, Work
 from onefold.plan.schema import Account
+from onefold.reading import read_json
 from onefold.recipe import Recipe
 from onefold.recipe.rows import GROUP
 
@@ -274,7 +275,7 @@ def gather_ranks(folder: str | Path) -> tuple[RankObserved, ...]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except (OSError, UnicodeDecodeError) as error:
         raise RunFileError(f"{path} cannot be read ({error}).") from None
     except json.JSONDecodeError as error:

@@ -248,8 +248,8 @@ def _unknown(name: str, known: Iterable[str], what: str) -> str:
 
 
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{where} is {value!r}: expected a number above 0.")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
+        raise ValueError(f"{where} is {value!r}: expected a number above 0 and below 1e30.")
     return float(value)
 
 
@@ -334,6 +334,8 @@ def catalogue(file: str | Path | None = None) -> Catalogue:
         return _merge(builtin(), tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a TOML file: {error}.") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply.") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -154,12 +154,10 @@ class Job:
 
         for name, least in (("seq", 1), ("micro_batch", 0), ("global_batch", 0), ("lora_rank", 0)):
             value = getattr(self, name)
-            if (
-                not isinstance(value, int)
-                or isinstance(value, bool)
-                or not least <= value <= MOST
-            ):
-                raise ValueError(f"{name}={value!r}: expected a whole number from {least} to {MOST}.")
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+                raise ValueError(
+                    f"{name}={value!r}: expected a whole number from {least} to {MOST}."
+                )
         for name, known in (
             ("precision", (None, *COMPUTE_DTYPES)),
             ("model_dtype", tuple(COMPUTE_DTYPES)),

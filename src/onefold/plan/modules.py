@@ -7,7 +7,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import json
 import os
 import re
 import sys
@@ -21,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
+from onefold.reading import read_json
 from onefold.runtime.units import Found, find_units, keeps_dtype
 from onefold.tiling.modules import EmbeddingTile
 from onefold.wording import did_you_mean
@@ -80,7 +80,7 @@ def _from_config(path: Path, as_it_is: bool) -> nn.Module:
             " 'onefold[train]'."
         ) from None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not readable JSON: {error}.") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):

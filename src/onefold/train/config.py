@@ -30,8 +30,8 @@ from pydantic import (
 
 from onefold.models.names import precision_of
 from onefold.recipe.optimizers import TRAINED, WHOLE
-from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.recipe.options import MOST, Precision
+from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.train import optimizers
 from onefold.train.config_file import read_config_file
 from onefold.wording import TrainError, did_you_mean, seconds_of
@@ -297,7 +297,9 @@ class TrainConfig(_RecipeOptions):
         """Refuse true for a number, and a number for a switch: YAML's `yes` is true, and true is 1."""
         kind = cls.model_fields[str(field.field_name)].annotation
         if (kind is bool) != isinstance(value, bool) and kind is not Any:
-            raise ValueError(f"expected {'' if kind is bool else 'a value other than '}true or false")
+            raise ValueError(
+                f"expected {'' if kind is bool else 'a value other than '}true or false"
+            )
         return value
 
     @property

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold.processes.claim import cannot_be_written
+from onefold.reading import parse_json
 from onefold.train.config import TrainConfig
 from onefold.wording import TrainError
 
@@ -175,7 +176,7 @@ class Metrics:
         kept, self.first = [], None
         for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except json.JSONDecodeError:
                 continue  # an incomplete line: the run was killed while it wrote
             if not row.get("done") and row.get("step", row.get("from_step", 0)) <= after:

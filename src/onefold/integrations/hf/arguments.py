@@ -13,7 +13,6 @@ not name one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 import transformers
 
 from onefold.integrations.computing import computing_in
+from onefold.reading import parse_json
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe
 
 #: The name of the field of training arguments.
@@ -99,7 +99,7 @@ def _parsed(name: str, text: str) -> Any:
         except OSError as error:
             raise ValueError(f"{shown} cannot be read: {error.strerror}.") from None
     try:
-        return json.loads(content)
+        return parse_json(content)
     except ValueError as error:
         raise ValueError(f"{shown} is no JSON ({error}): expected {_EXPECTED}.") from None
 

@@ -5,7 +5,6 @@ between nodes, differences between ranks.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from onefold.observe.report.figures import in_bytes, in_seconds, in_unit
 from onefold.observe.runfile import Observed, RankObserved, RunFileError
 from onefold.observe.trace import Recording
 from onefold.plan.schema import Account, compare
+from onefold.reading import parse_json
 
 METRICS = "metrics.jsonl"
 
@@ -60,7 +60,7 @@ def read_metrics(folder: Path) -> Metrics | None:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except json.JSONDecodeError:
             if number == len(lines):  # an incomplete line: the run was killed while it wrote
                 break
@@ -81,7 +81,7 @@ def read_metrics(folder: Path) -> Metrics | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 @dataclass(frozen=True)

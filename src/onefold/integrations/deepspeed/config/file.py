@@ -12,6 +12,7 @@ from typing import Any
 
 from onefold.integrations.deepspeed.config.hjson import HjsonError, parsed
 from onefold.integrations.deepspeed.config.values import is_unset
+from onefold.reading import parse_json
 
 
 def loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -47,12 +48,12 @@ def loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, A
 def _tree(text: str, source: str) -> Any:
     """Parse JSON, or else Hjson, which is JSON with comments and fewer quotes."""
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
+        return parse_json(text, _without_duplicates)
     except json.JSONDecodeError as error:
         said = f"{error.msg} in line {error.lineno}, column {error.colno}"
     try:
         return parsed(text, _without_duplicates)
-    except HjsonError as error:
+    except (HjsonError, RecursionError) as error:
         raise ValueError(f"{source} is not JSON: {said}. Nor is it Hjson: {error}.") from None
 
 

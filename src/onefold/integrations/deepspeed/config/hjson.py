@@ -18,6 +18,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from onefold.reading import parse_json
+
 #: Whitespace and comments: `# ...`, `// ...` and `/* ... */`.
 _SPACE = re.compile(r"(?:\s+|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
 #: What may follow a number, true, false or null on its line.
@@ -174,6 +176,9 @@ class _Reader:
         begin = self.at
         literal = self.take(_LITERAL)
         if literal is not None and _ENDS.match(self.text, self.at):
-            return json.loads(literal)
+            try:
+                return parse_json(literal)
+            except json.JSONDecodeError as error:
+                raise self.error(error.msg) from None
         self.at = begin
         return (self.take(_LINE) or "").strip()

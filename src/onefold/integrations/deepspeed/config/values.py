@@ -66,8 +66,7 @@ def _number(path: str, value: Any, key: Key) -> int | float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{path}={value!r}: expected {wanted}{_without_quotes(value)}.")
     out_of_bounds = (
-        math.isnan(value)
-        or (math.isinf(value) and not (key.endless and value > 0))
+        (not abs(value) < 1 << 63 and not (key.endless and value == math.inf))
         or (key.low is not None and value < key.low)
         or (key.high is not None and value > key.high)
         or (key.above is not None and value <= key.above)
