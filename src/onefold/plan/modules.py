@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _FFN = ("intermediate_size", "n_inner", "ffn_dim", "d_ff")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")
+_SIZES = (*_LAYERS, *_HIDDEN, *_HEADS, *_FFN, "num_key_value_heads", "vocab_size")
 _LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 # -- from code to a module -------------------------------------------------------------------------
@@ -88,6 +89,7 @@ def _from_config(path: Path, as_it_is: bool) -> nn.Module:
             f'{path} has no "model_type", so it is no Hugging Face config. A Llama\'s says'
             ' "model_type": "llama".'
         )
+    _check_sizes(path, values)
     kind = values["model_type"]
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     if kind not in known:
@@ -107,8 +109,24 @@ def _from_config(path: Path, as_it_is: bool) -> nn.Module:
         raise
     except Exception as error:  # a config's values may break anything in the model's own code
         raise ValueError(
-            f"{path}: transformers could not build this model: {type(error).__name__}: {error}"
+            f"{path}: transformers could not build this model: {type(error).__name__}:"
+            f" {' '.join(str(error).split())[:300]}"
         ) from error
+
+
+def _check_sizes(path: Path, values: Mapping[str, Any]) -> None:
+    """Raise ValueError for a size that no model has. transformers would divide by it, or make layers
+    without end.
+    """
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _check_sizes(path, value)
+        most = 10_000 if name in _LAYERS else 1 << 24
+        sized = name in _SIZES and isinstance(value, bool | int | float | str)
+        if sized and (type(value) is not int or not 1 <= value <= most):
+            raise ValueError(
+                f'{path}: "{name}" is {str(value)[:40]}: expected a whole number from 1 to {most}.'
+            )
 
 
 def class_for(config: Any) -> Any:

@@ -11,6 +11,7 @@ Importing this file needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -143,7 +144,8 @@ def write_config(config: TrainConfig, folder: Path, chosen: dict[str, Any]) -> N
 
 
 class Metrics:
-    """The metrics file: one JSON object per line, flushed at once.
+    """The metrics file: one JSON object per line, written at once. Where that fails, with OSError,
+    the file keeps whole lines.
 
     Args:
         after: keep the file's rows up to this step and append to them; None begins a new file.
@@ -153,39 +155,59 @@ class Metrics:
     """
 
     def __init__(self, path: Path, after: int | None = None) -> None:
-        self._path = path
+        self.path = path
         self.first: dict[str, Any] | None = None
         if after is not None and path.is_file():
             self._keep(after)
-        self._file = path.open("w" if after is None else "a", encoding="utf-8")
+        self._file = path.open("wb" if after is None else "ab", buffering=0)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether nobody has removed or replaced the file."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except OSError:
+            return False
 
     def write(self, row: dict[str, Any]) -> None:
         if self.first is None and isinstance(row.get("step"), int):
             self.first = row
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        line, begin = memoryview(json.dumps(row).encode() + b"\n"), self._file.tell()
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(begin)
+                self._file.seek(begin)
+            raise
 
     def cut(self, after: int) -> None:
         """Drop the rows of steps after `after`, to which the run has gone back."""
-        if self._path.is_file():
-            self._file.close()
+        if self.path.is_file():
             self._keep(after)
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file.close()
+            self._file = self.path.open("ab", buffering=0)
 
     def _keep(self, after: int) -> None:
-        kept, self.first = [], None
-        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+        kept, first = [], None
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = parse_json(line)
             except json.JSONDecodeError:
                 continue  # an incomplete line: the run was killed while it wrote
             if not row.get("done") and row.get("step", row.get("from_step", 0)) <= after:
                 kept.append(line + "\n")
-                if self.first is None and isinstance(row.get("step"), int):
-                    self.first = row
-        aside = self._path.with_name(self._path.name + ".unfinished")
-        aside.write_text("".join(kept), encoding="utf-8")
-        aside.replace(self._path)
+                if first is None and isinstance(row.get("step"), int):
+                    first = row
+        aside = self.path.with_name(self.path.name + ".unfinished")
+        try:
+            aside.write_text("".join(kept), encoding="utf-8")
+            aside.replace(self.path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+        self.first = first
 
     def close(self) -> None:
         self._file.close()

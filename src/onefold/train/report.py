@@ -176,7 +176,8 @@ class ConsoleReporter(Reporter):
         )
         kept = [f"{row['model_kind']} {row['model']}"] if row["model"] else []
         kept += [f"checkpoint {row['checkpoint']}"] if row["checkpoint"] else []
-        self.console.print(f"saved {escape(', '.join([*kept, row['metrics']]))}")
+        kept += [row["metrics"]] if row["metrics"] else []
+        self.console.print(f"saved {escape(', '.join(kept) or 'nothing')}")
 
 
 def _figures(row: dict[str, Any], borders: str) -> str:

@@ -18,14 +18,16 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onefold
 from onefold.checkpoint.errors import CheckpointError
 from onefold.comm import StallError
 from onefold.observe.meter import TensorBoard
 from onefold.offload.nvme import TierError
-from onefold.processes.claim import Claim
+from onefold.processes.claim import FULL, Claim, cannot_be_written
 from onefold.processes.peers import Peer, PeerMonitor
 from onefold.processes.ranks import Ranks, join, leave
 from onefold.processes.signals import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
@@ -152,6 +154,8 @@ class Rank:
                 f"{error}\nThis start went on from step {self.run.start}: the steps named above"
                 " count from there."
             )
+        if isinstance(error, OSError) and error.errno in FULL:
+            error = TrainError(cannot_be_written(Path(str(self.config.output)), error))
         if self.config.json_lines:
             kind, names = type(error).__name__, [str(peer) for peer in gone]
             JsonReporter().say("error", rank=self.number, kind=kind, message=str(error), gone=names)
@@ -254,11 +258,13 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
 
 
 class Log:
-    """Sends rows to the metrics file, TensorBoard and the screen, and keeps this start's `rows`."""
+    """Sends rows to the metrics file, TensorBoard and the screen, and keeps this start's `rows`.
+    A run goes on without metrics: where they cannot be written, it says so, here and at its end.
+    """
 
     def __init__(self, run: Run, folder: Path, say: Reporter, after: int | None) -> None:
         first = run.ranks.is_first
-        self.say, self.rows = say, list[Row]()
+        self.say, self.rows, self.lost = say, list[Row](), 0
         self.metrics = Metrics(folder / METRICS if first else Path(os.devnull), after)
         self.files: list[Metrics | TensorBoard] = [self.metrics]
         if run.config.tensorboard and first:
@@ -266,24 +272,48 @@ class Log:
         if after is not None:
             facts = {"ranks": run.ranks.world_size, "stage": run.choice.stage}
             row = {"resumed": True, "from_step": run.start, **facts, "restart": restarts()}
-            self.metrics.write(row)
+            self.write(row, self.metrics)
 
     def row(self, row: Row) -> None:
         """Write one step's figures."""
         self.rows.append(row)
-        for file in self.files:
-            file.write(row)
+        self.write(row, *self.files)
         self.say.say("step", **row)
+
+    def write(self, row: Row, *files: Metrics | TensorBoard) -> None:
+        self._do(lambda file: file.write(row), *files)
 
     def forget(self, step: int) -> None:
         """Drop the rows after `step`, to which the run has gone back."""
         self.rows[:] = [row for row in self.rows if row["step"] <= step]
-        for file in self.files:
-            file.cut(step)
+        self._do(lambda file: file.cut(step), *self.files)
+
+    def done(self, summary: Row) -> None:
+        """Tell that the run is over, and what is missing in its files."""
+        if not self.metrics.is_there:
+            self.say.alert(
+                f"{self.metrics.path} is gone: somebody removed it while the run went on."
+            )
+            summary["metrics"] = None
+        elif self.lost:
+            self.say.alert(f"{self.metrics.path} is not whole: {self.lost} writes failed.")
+        self.say.say("done", **summary)
 
     def close(self) -> None:
-        for file in self.files:
-            file.close()
+        self._do(lambda file: file.close(), *self.files)
+
+    def _do(self, act: Callable[[Any], None], *files: Any) -> None:
+        for file in files:
+            try:
+                act(file)
+            except OSError as error:
+                if not self.lost:
+                    self.say.alert(
+                        f"metrics in {self.metrics.path.parent} cannot be written"
+                        f" ({error.strerror or error}): the training goes on, and its figures are"
+                        " missing there. Free space on that disk, or checkpoints will fail too."
+                    )
+                self.lost += 1
 
 
 def _about_starting(run: Run, me: Rank) -> list[str]:
@@ -368,10 +398,10 @@ def _finish(
         "checkpoint": str(keeper.path) if keeper.path is not None else None,
         "metrics": str(folder / METRICS),
     }
-    log.metrics.write(summary)
+    log.write(summary, log.metrics)
     if not stopped:
         _show_sample(run, log.say, "after")
-    log.say.say("done", **summary)
+    log.done(summary)
 
 
 def _exit_code(run: Run, me: Rank) -> int:
