@@ -47,6 +47,8 @@ _HINTS = {
     errno.ENOTDIR: "a part of the path is a file: choose another folder",
     errno.EEXIST: "a file of this name is in the way: choose another folder",
 }
+#: What the system says of a disk that takes no more.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
 
 

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import operator
+import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import onefold.runtime.updates as updates_of
 from onefold.checkpoint.background import Background
 from onefold.checkpoint.copying import Copying
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import OWNER, Unfinished, flush
+from onefold.checkpoint.folder import FULL, OWNER, Unfinished, flush, in_words
 from onefold.checkpoint.manifest import (
     STATE,
     FileRecord,
@@ -50,6 +51,7 @@ from onefold.checkpoint.together import Said, Together, meet, raise_different, r
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.state.dicts import beside_parameters
+from onefold.wording import readable
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -268,7 +270,7 @@ class _Writing:
                     self.parts = self.copying.run()
                 written, pieces = write_parts(self.folder, rank_file(me), self.parts)
             except Exception as failure:
-                error = worded(failure)
+                error = self._worded(failure)
             said = (error, written, pieces, self.parts.values if me == 0 or written else {})
             reports = self.together.gather(said)
             error = self.together.from_first(self._finish(reports) if me == 0 else None)
@@ -288,8 +290,21 @@ class _Writing:
             self._look(files)
             self.place.commit(self.overwrite)
         except Exception as failure:
-            return worded(failure)
+            return self._worded(failure)
         return None
+
+    def _worded(self, failure: Exception) -> Said:
+        if not isinstance(failure, OSError):
+            return worded(failure)
+        where, room = self.folder.parent, ""
+        if failure.errno in FULL:
+            with contextlib.suppress(OSError):
+                mine = self.folder / rank_file(self.together.rank)
+                free = shutil.disk_usage(where).free + (mine.stat().st_size if mine.exists() else 0)
+                room = (
+                    f" This rank writes {readable(self.parts.nbytes)}, {readable(free)} were free."
+                )
+        return Said(f"no checkpoint can be written in {where}: {in_words(failure)}.{room}")
 
     def _write(
         self, found: tuple[Record, ...], files: dict[str, FileRecord], state: dict[str, Any]

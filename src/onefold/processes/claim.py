@@ -85,10 +85,6 @@ class Claim:
         self._made = []
 
 
-#: What the system says of a disk that takes no more.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 def cannot_be_written(folder: Path, error: OSError) -> str:
     """Return an error message that says what to do."""
     if os.path.exists(folder) and not os.path.isdir(folder):

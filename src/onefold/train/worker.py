@@ -24,10 +24,11 @@ from typing import Any
 
 import onefold
 from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.folder import FULL
 from onefold.comm import StallError
 from onefold.observe.meter import TensorBoard
 from onefold.offload.nvme import TierError
-from onefold.processes.claim import FULL, Claim, cannot_be_written
+from onefold.processes.claim import Claim, cannot_be_written
 from onefold.processes.peers import Peer, PeerMonitor
 from onefold.processes.ranks import Ranks, join, leave
 from onefold.processes.signals import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
@@ -281,12 +282,14 @@ class Log:
         self.say.say("step", **row)
 
     def write(self, row: Row, *files: Metrics | TensorBoard) -> None:
-        self._do(lambda file: file.write(row), *files)
+        for file in files:
+            self.attempt(file.write, row)
 
     def forget(self, step: int) -> None:
         """Drop the rows after `step`, to which the run has gone back."""
         self.rows[:] = [row for row in self.rows if row["step"] <= step]
-        self._do(lambda file: file.cut(step), *self.files)
+        for file in self.files:
+            self.attempt(file.cut, step)
 
     def done(self, summary: Row) -> None:
         """Tell that the run is over, and what is missing in its files."""
@@ -300,20 +303,21 @@ class Log:
         self.say.say("done", **summary)
 
     def close(self) -> None:
-        self._do(lambda file: file.close(), *self.files)
+        for file in self.files:
+            self.attempt(file.close)
 
-    def _do(self, act: Callable[[Any], None], *files: Any) -> None:
-        for file in files:
-            try:
-                act(file)
-            except OSError as error:
-                if not self.lost:
-                    self.say.alert(
-                        f"metrics in {self.metrics.path.parent} cannot be written"
-                        f" ({error.strerror or error}): the training goes on, and its figures are"
-                        " missing there. Free space on that disk, or checkpoints will fail too."
-                    )
-                self.lost += 1
+    def attempt(self, write: Callable[..., None], *given: Any) -> None:
+        """Call `write`; where the disk takes nothing, say so once."""
+        try:
+            write(*given)
+        except OSError as error:
+            if not self.lost:
+                self.say.alert(
+                    f"metrics in {self.metrics.path.parent} cannot be written"
+                    f" ({error.strerror or error}): the training goes on without them. Free space on"
+                    " that disk, or checkpoints will fail too."
+                )
+            self.lost += 1
 
 
 def _about_starting(run: Run, me: Rank) -> list[str]:
@@ -370,7 +374,7 @@ def _finish(
     run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path, done: int, seconds: float
 ) -> None:
     """Write the model, unless time is short; the closing row; a sample of its text. Collective."""
-    observe(run, folder, log.rows)
+    log.attempt(observe, run, folder, log.rows)
     hurried = bool(run.stopped & (Stop.PREEMPT | Stop.TIME))
     stopped = done < run.steps or hurried
     kind, model = None, folder / "model"
