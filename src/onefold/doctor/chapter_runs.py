@@ -166,7 +166,8 @@ def _environment(folder: Path, rank: int, ranks: int) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
-    return child_environment({**ours, **here}, ranks, folder, compiling=False) | placed
+    settings = child_environment({**ours, **here}, ranks, folder, compiling=False, alone=True)
+    return settings | placed
 
 
 def _wait(children: Children, arrived: list[int], deadline: float) -> int | None:

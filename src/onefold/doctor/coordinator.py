@@ -53,7 +53,7 @@ from onefold.doctor.checks import (
 )
 from onefold.doctor.ranks import Children, Stopped
 from onefold.machine.calibration import CalibrationError
-from onefold.processes.host import child_environment
+from onefold.processes.host import child_environment, local_store
 from onefold.processes.signals import noted_signals
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ def check_here(
         )
     with _at_work() as (arrived, folder):
         patience = timedelta(seconds=START.limit)
-        store = dist.TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False)
+        store = local_store(patience)
 
         def environment(rank: int, world: int) -> dict[str, str]:
             here, of = str(rank), str(world)
@@ -430,7 +430,8 @@ def _environment(folder: Path, device: str, ranks: int) -> dict[str, str]:
     ours = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if device == "cpu":
         ours["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-    return child_environment({**ours, **os.environ}, ranks, folder, compiling=False)
+    alone = "RANK" not in os.environ
+    return child_environment({**ours, **os.environ}, ranks, folder, compiling=False, alone=alone)
 
 
 def _line_of(said: str) -> str:

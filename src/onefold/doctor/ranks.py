@@ -135,7 +135,7 @@ def measure_with_ranks(
             "sizes": asdict(sizes),
         }
         (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
-        environment = child_environment(os.environ, world, folder, compiling=False)
+        environment = child_environment(os.environ, world, folder, compiling=False, alone=True)
         ranks = Children(folder)
         try:
             for rank in range(world):

@@ -5,9 +5,12 @@ GPUs.
 from __future__ import annotations
 
 import re
+import socket
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from onefold.cores import physical_cores
 from onefold.processes.signals import CONTROL
@@ -17,6 +20,26 @@ from onefold.wording import TrainError
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Device files of GPU drivers: NVIDIA (two), AMD, NVIDIA Jetson, Windows under WSL.
 DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/nvmap", "/dev/dxg")
+
+#: The address at which the ranks of one machine meet, and the name of that rendezvous for torchrun.
+LOOPBACK, ALONE = "127.0.0.1", "onefold"
+
+
+def local_store(timeout: timedelta = timedelta(minutes=5)) -> Any:
+    """Return torch's store as a server on the loopback interface. By itself it listens on all."""
+    from torch.distributed import TCPStore
+
+    server = socket.create_server((LOOPBACK, 0), backlog=4096)
+    port: int = server.getsockname()[1]
+    return TCPStore(
+        LOOPBACK,
+        port,
+        None,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
@@ -86,11 +109,16 @@ def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def child_environment(
-    environment: Mapping[str, str], nproc: int, control: Path, compiling: bool, online: bool = False
+    environment: Mapping[str, str],
+    nproc: int,
+    control: Path,
+    compiling: bool,
+    online: bool = False,
+    alone: bool = False,
 ) -> dict[str, str]:
     """Return the ranks' environment: cores divided among them, libraries quiet, and the hub's
     libraries offline. `online`: let them use the network, because data of the hub is streamed or
-    the agent downloads the model. Variables that the user has set take precedence.
+    the agent downloads the model. `alone`: no rank is on another machine. Variables that the user has set take precedence.
     """
     ours = {
         **allocator_settings(environment),
@@ -100,6 +128,8 @@ def child_environment(
         "HF_HUB_OFFLINE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    if alone and sys.platform == "linux":
+        ours["GLOO_SOCKET_IFNAME"] = "lo"
     if online:
         del ours["HF_HUB_OFFLINE"]
     if not compiling:  # torch creates this folder anyway; it is removed with the control folder

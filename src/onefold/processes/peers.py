@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from onefold.processes.host import LOOPBACK
 from onefold.processes.ranks import Ranks
 
 #: Seconds to connect the ranks to rank 0.
@@ -126,8 +127,9 @@ class PeerMonitor:
 
 
 def _listener(ranks: int) -> socket.socket:
-    here, both = ("", 0), socket.AF_INET6
-    if socket.has_dualstack_ipv6():
+    alone = os.environ.get("MASTER_ADDR") == LOOPBACK
+    here, both = (LOOPBACK if alone else "", 0), socket.AF_INET6
+    if not alone and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(here, family=both, dualstack_ipv6=True, backlog=ranks)
     return socket.create_server(here, backlog=ranks)

@@ -61,8 +61,10 @@ def agent(file: Path, said: str, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import api
 
+    from onefold.train import alone
     from onefold.wording import TrainError
 
+    alone.register()
     asked = run.parse_args(arguments)
     try:
         _make_ready(file, int(asked.nproc_per_node))

@@ -26,7 +26,7 @@ from onefold.cores import physical_cores
 from onefold.data.sources import needs_hub
 from onefold.models.names import kind_of
 from onefold.processes.claim import Claim
-from onefold.processes.host import child_environment, gpus_here
+from onefold.processes.host import ALONE, child_environment, gpus_here
 from onefold.processes.signals import (
     FINAL,
     GRACE,
@@ -70,14 +70,19 @@ def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
     return cores, f"one a physical core, {cores} here"
 
 
+def is_alone(config: TrainConfig) -> bool:
+    """Return whether the run is on this machine alone, with no rendezvous of the user's."""
+    return config.nodes[1] == 1 and config.rdzv_endpoint is None
+
+
 def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
     """Return torchrun's arguments: its own rendezvous on one machine, the user's on several.
     Raises TrainError if something that several machines need is missing.
     """
     arguments = [f"--nproc-per-node={nproc}", f"--max-restarts={config.max_restarts}"]
     fewest, most = config.nodes
-    if most == 1 and config.rdzv_endpoint is None:
-        return ["--standalone", *arguments]
+    if is_alone(config):
+        return [f"--rdzv-backend={ALONE}", *arguments]
     several = f"--nnodes {config.nnodes}"
     if config.rdzv_endpoint is None:
         raise TrainError(
@@ -168,7 +173,9 @@ def _run(config: TrainConfig, nproc: int, run: str, said: str) -> int:
         file.write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
         online = kind_of(config.model) == "hub" or needs_hub(config.data)
         environment = {
-            **child_environment(os.environ, nproc, control, config.compile, online),
+            **child_environment(
+                os.environ, nproc, control, config.compile, online, is_alone(config)
+            ),
             GRACE: str(seconds_of(config.grace)),
             STARTED: str(time.time()),
             PARENT: str(os.getpid()),

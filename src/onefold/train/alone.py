@@ -1,0 +1,54 @@
+"""torchrun's rendezvous for a run on one machine. torch's own listens on every interface, this one
+on loopback alone.
+"""
+
+from __future__ import annotations
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from onefold.processes.host import ALONE, LOOPBACK, local_store
+
+
+class _Alone(RendezvousHandler):
+    """The rendezvous of one agent, which never waits for another. Its store lives as long as the
+    agent, over all starts of the ranks.
+    """
+
+    def __init__(self) -> None:
+        self._store: TCPStore = local_store()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return ALONE
+
+    def get_run_id(self) -> str:
+        return ALONE
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        where = RendezvousStoreInfo(LOOPBACK, self._store.port)
+        return RendezvousInfo(PrefixStore(ALONE, self._store), 0, 1, where)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None: ...
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def register() -> None:
+    """Let torchrun know it as `--rdzv-backend onefold`."""
+    rendezvous_handler_registry.register(ALONE, lambda parameters: _Alone())
