@@ -133,6 +133,8 @@ def test_a_failure_behind_the_training_is_raised_by_the_next_step_on_every_rank(
         assert "No space left on device" in first and "rank 1" in first and "free space" in first, (
             first
         )
+        where = f"no checkpoint can be written in {tmp_path}: "
+        assert where in first and "This rank writes " in first and " were free." in first, first
         assert second == "stepped", "it is told once"
         assert found["left"] == []
 

@@ -338,3 +338,43 @@ MET = {
 def test_a_hook_that_shard_does_not_find_trains_right_or_is_told(how: str) -> None:
     for said in run_ranks(2, hooks_met_otherwise, how):
         assert MET[how] in said, said
+
+
+def under_adapters(targets: list[str]) -> list[float] | str:
+    """The losses of a sharded model under peft's adapters over a plan, or the error of `shard()`."""
+    from peft import LoraConfig, get_peft_model
+
+    import onefold
+
+    case = Case("Llama", tp=2)
+    dense, experts = meshes(case)
+    model = parallelized(case, dense, experts)
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=targets))
+    mesh = dense["fsdp", "tp"]
+    try:
+        model = onefold.shard(model, onefold.Recipe.zero(1), mesh=mesh, data=("fsdp",))
+    except ValueError as error:
+        return str(error)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    losses = []
+    for tokens in batches_of(case, 0):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def both_targets() -> list[Any]:
+    return [under_adapters(["q_proj", "v_proj"]), under_adapters(["q_proj", "o_proj"])]
+
+
+def test_adapters_over_a_plan_train_where_layers_are_divided_by_outputs_and_are_told_elsewhere() -> (
+    None
+):
+    pytest.importorskip("peft")
+    (first, told), (second, _) = run_ranks(2, both_targets)
+    assert first == second and len(first) == STEPS, (first, second)
+    assert "self_attn.o_proj' is divided by its inputs" in told and "target_modules" in told

@@ -100,6 +100,10 @@ def test_a_users_file_adds_and_changes(tmp_path: Path) -> None:
         ("gpu = 3", "gpu is 3"),
         ("[host.default]\nnvm = 1", "Did you mean 'nvme'"),
         ("not toml", "not a TOML file"),
+        ("a = " + "[" * 5000, "nested too deeply"),
+        ("a = " + "9" * 5000, "Exceeds the limit (4300 digits)"),
+        ("[gpu.h100-80]\ncapacity = true", "gpu.h100-80.capacity is True: expected a number"),
+        ("[gpu.h100-80]\ncapacity = inf", "gpu.h100-80.capacity is inf: expected a number"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_key_and_what_was_expected(

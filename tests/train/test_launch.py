@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from onefold.train.config import resolve
 from onefold.train.launch import ranks_to_start, torchrun_arguments
 from onefold.wording import TrainError
 from ranks import run_ranks
+from started_runs import processes_of, started, wait_for
 
 
 def test_a_process_with_a_rank_joins_and_one_without_starts_ranks() -> None:
@@ -81,7 +85,7 @@ def test_ranks_are_as_many_as_asked_for_or_as_cores() -> None:
 
 def test_torchrun_gets_a_rendezvous_of_its_own_on_one_machine_and_the_users_on_several() -> None:
     assert torchrun_arguments(resolve({"max_restarts": 3}), 2) == [
-        "--standalone",
+        "--rdzv-backend=onefold",
         "--nproc-per-node=2",
         "--max-restarts=3",
     ]
@@ -135,3 +139,39 @@ def test_the_agent_ends_with_a_sentence_where_a_machine_goes_during_the_rendezvo
         and said.count("\n") == 1
         and "lost each other while they met (wait timeout" in said
     ), said
+
+
+def listeners(pids: Iterable[int]) -> set[str]:
+    """The addresses, in hexadecimal, on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(file).removeprefix("socket:[").removesuffix("]"))
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def test_a_run_on_one_machine_listens_on_loopback_alone_and_misses_a_folder_that_is_removed(
+    tmp_path: Path,
+) -> None:
+    job = "--model small_lm:unhurried --tokenizer bytes --seq 64 --device cpu --nproc 2 --steps 20"
+    where = tmp_path / "run"
+    with started(tmp_path, *job.split(), "--eval-every", "0", "--output", str(where)) as process:
+        wait_for(process, lambda row: row["event"] == "step")
+        found = processes_of(tmp_path / "tmp")
+        assert len(found) >= 4  # the command, the agent, two ranks
+        assert listeners(found) == {"0100007F"}
+        shutil.rmtree(where)
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    events = [json.loads(line) for line in out.splitlines()]
+    alerts = [row["text"] for row in events if row["event"] == "alert"]
+    assert alerts == [
+        f"{where / 'metrics.jsonl'} is gone: somebody removed it while the run went on."
+    ]
+    assert events[-1]["event"] == "done" and events[-1]["metrics"] is None

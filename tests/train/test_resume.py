@@ -4,11 +4,13 @@ but the time.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,13 +23,14 @@ from onefold.observe import TensorBoard
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
 from onefold.train import checkpoints
-from onefold.train.config import resolve
+from onefold.train.config import TrainConfig, resolve
 from onefold.train.early import micro_batch_that_divides
 from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.output import Metrics, with_output
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import Reporter
+from onefold.train.worker import Log
 from onefold.wording import TrainError
 
 #: Of ranks.SERVERS.
@@ -305,6 +308,50 @@ def test_metrics_beyond_the_checkpoint_are_cut_and_the_rest_is_gone_on_with(tmp_
     with closing(Metrics(file)) as metrics:
         assert metrics.first is None
     assert file.read_text() == ""
+
+
+class Full:
+    """A file on a disk that takes ten bytes of a line, and then no more."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.takes = file, 10
+
+    def write(self, line: Any) -> int:
+        if not self.takes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = self._file.write(line[: self.takes])
+        self.takes -= count
+        return int(count)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_metrics_on_a_full_disk_are_told_once_and_the_file_keeps_whole_lines(
+    tmp_path: Path,
+) -> None:
+    alerts: list[str] = []
+    say = cast(Any, SimpleNamespace(alert=alerts.append, say=lambda event, **values: None))
+    run = cast(Any, SimpleNamespace(ranks=SimpleNamespace(is_first=True), config=TrainConfig()))
+    log = Log(run, tmp_path, say, None)
+    log.row({"step": 1})
+    whole, log.metrics._file = log.metrics._file, cast(Any, Full(log.metrics._file))
+    log.row({"step": 2})
+    log.row({"step": 3})
+    log.metrics._file = whole
+    log.row({"step": 4})
+    summary: dict[str, Any] = {"metrics": str(tmp_path / "metrics.jsonl")}
+    log.done(summary)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 4] and len(log.rows) == 4
+    begins = f"metrics in {tmp_path} cannot be written (No space left on device): the training goes"
+    assert len(alerts) == 2 and alerts[0].startswith(begins)
+    assert alerts[1] == f"{tmp_path / 'metrics.jsonl'} is not whole: 2 writes failed."
+    assert summary["metrics"]
+    (tmp_path / "metrics.jsonl").unlink()
+    log.done(summary)
+    assert alerts[2].startswith(f"{tmp_path / 'metrics.jsonl'} is gone") and not summary["metrics"]
+    log.close()
 
 
 # -- the order of the samples ----------------------------------------------------------------------

@@ -67,6 +67,14 @@ def refuse_arguments(
             "this module is sharded already; shard a fresh one, or use onefold.engine_of(module)."
         )
     for name, inner in module.named_modules():
+        plan = str(getattr(getattr(inner, "base_layer", None), "_hf_tp_plan", ""))
+        if "rowwise" in plan and hasattr(inner, "lora_A"):
+            raise ValueError(
+                f"{name!r} is divided by its inputs, as transformers' plan says, and peft's adapter"
+                " there fails in the forward pass. Name in target_modules only layers that the plan"
+                " divides by outputs, such as q_proj, v_proj and up_proj, or load the model without a"
+                " plan."
+            )
         if is_sharded(inner) or any(
             isinstance(p, ShardedParameter) for p in inner._parameters.values()
         ):
