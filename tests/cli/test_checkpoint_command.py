@@ -406,3 +406,9 @@ def test_help_says_what_the_exit_status_means() -> None:
         all(name in text for name in ("inspect", "verify", "export", "reshard", "diff"))
         and "Exit status" in text
     )
+
+
+def test_an_export_like_a_folder_without_a_config_is_refused(bare: Path, tmp_path: Path) -> None:
+    result = command("export", bare, tmp_path / "out", "--like", tmp_path, status=2)
+    assert f"--like {tmp_path} has no config.json: name a Hugging Face folder" in result.stderr
+    assert not (tmp_path / "out").exists()
