@@ -154,7 +154,7 @@ def test_a_wrong_file_names_the_key(
     ("content", "said"),
     [
         (b"{", "not JSON"),
-        (b"\xff\xfe\x00", "no text"),
+        (b"\xff\xfe\x00", "No UTF-8"),
         (b"[1, 2]", "no calibration"),
         (b"", "not JSON"),
     ],

@@ -304,10 +304,6 @@ class Calibration:
             ) from None
         except OSError as error:
             raise CalibrationError(f"{path} cannot be read: {error.strerror}.") from None
-        except UnicodeDecodeError:
-            raise CalibrationError(
-                f"{path} is no text: expected the JSON that onefold doctor --calibrate writes."
-            ) from None
         except json.JSONDecodeError as error:
             raise CalibrationError(
                 f"{path} is not JSON (line {error.lineno}: {error.msg}). Measure again: onefold"

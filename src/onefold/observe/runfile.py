@@ -276,7 +276,7 @@ def gather_ranks(folder: str | Path) -> tuple[RankObserved, ...]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         values = read_json(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise RunFileError(f"{path} cannot be read ({error}).") from None
     except json.JSONDecodeError as error:
         raise RunFileError(

@@ -142,7 +142,7 @@ def _seconds(value: Any) -> float:
         or not isinstance(value, (int, float))
         or not 0 < value < 1e9  # NaN is neither; 30 years
     ):
-        raise ValueError("expected a number of seconds above 0 and below 1e9.")
+        raise ValueError("expected a finite number of seconds above 0, and below 1e9.")
     return value
 
 
