@@ -76,7 +76,7 @@ _PARTS = {
                        "integrations/torchtitan.py", "integrations/verl.py"),
     "The plan, the doctor": ("plan", "simulation", "tracing", "doctor", "machine"),
     "Observing, the report": ("observe",),
-    "Training from the command line": ("train", "models", "data", "processes", "wording.py", "cli"),
+    "Training from the command line": ("train", "models", "data", "processes", "reading.py", "wording.py", "cli"),
 }  # fmt: skip
 
 

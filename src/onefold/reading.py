@@ -1,0 +1,110 @@
+"""Read files that a stranger may have written. Nothing here waits, and no size is taken on trust.
+
+| in the file's place                          | raised                                              |
+|----------------------------------------------|-----------------------------------------------------|
+| a fifo, a socket, a device, a folder         | OSError: "it is a fifo, expected a file"            |
+| more bytes than the limit                    | OSError: "it has 2 GiB, expected at most 256 MiB"   |
+| bytes that are no UTF-8 or no JSON           | JSONDecodeError                                     |
+| a number of 4,301 digits, 201 nested objects | JSONDecodeError, where Python has others            |
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from onefold.wording import readable
+
+#: Bytes of the largest JSON file that is read. A manifest takes some 200 for each of its tensors.
+LARGEST = 256 << 20
+#: Objects and lists inside each other that JSON may have: few enough for functions that recurse.
+DEEPEST = 200
+
+_KINDS: list[tuple[Callable[[int], bool], str]] = [
+    (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a fifo"), (stat.S_ISSOCK, "a socket"),
+]  # fmt: skip
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Open a regular file and return its descriptor; also an `opener` for `open`. Links are followed.
+    Raises: OSError: also if something else has the file's name. Opening a fifo would wait.
+    """
+    _refuse(os.stat(path).st_mode, path)  # opening a device may have effects already
+    file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _refuse(os.fstat(file).st_mode, path)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _refuse(mode: int, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(mode):
+        what = next((what for is_kind, what in _KINDS if is_kind(mode)), "a device")
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(code, f"it is {what}, expected a file", os.fspath(path))
+
+
+def read_bytes(path: str | os.PathLike[str], limit: int = LARGEST) -> bytes:
+    """Return the contents of a regular file. Raises: OSError: also for more than `limit` bytes."""
+    with open(path, "rb", opener=open_regular) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            said = f"it has {readable(size)}, expected at most {readable(limit)}"
+            raise OSError(errno.EFBIG, said, os.fspath(path))
+        return file.read(size)
+
+
+def read_json(path: str | os.PathLike[str], limit: int = LARGEST) -> Any:
+    """Return the value in a JSON file. Raises: OSError; JSONDecodeError, which is a ValueError."""
+    return parse_json(read_bytes(Path(path), limit))
+
+
+def parse_json(text: str | bytes, object_pairs_hook: Any = None) -> Any:
+    """Return the value of a JSON text, as `json.loads` does.
+    Raises: JSONDecodeError: for whatever makes the text unreadable.
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode()
+        value = json.loads(text, object_pairs_hook=object_pairs_hook)
+    except UnicodeDecodeError as error:
+        before = error.object[: error.start].decode()
+        raise json.JSONDecodeError("No UTF-8", before, len(before)) from None
+    except RecursionError:
+        raise json.JSONDecodeError("Nested too deeply", str(text), 0) from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        # Python's own limit of digits
+        long = re.search(r"\d{4301,}", str(text))
+        if long is None:
+            raise
+        what = f"A number of {long.end() - long.start()} digits"
+        raise json.JSONDecodeError(what, str(text), long.start()) from error
+    if too_deep(value):
+        raise json.JSONDecodeError("Nested too deeply", text, 0)
+    return value
+
+
+def too_deep(value: Any) -> bool:
+    """Return whether a JSON value has more than `DEEPEST` objects and lists inside each other."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
