@@ -499,6 +499,7 @@ TOGETHER = {
     "pretrained/test_huggingface.py",
     "inspection/test_reshard_and_diff.py",
     "checkpoint/test_tiles_checkpoint.py",
+    "checkpoint/test_hostile_files.py",
     "inspection/test_verify.py",
     "cli/test_checkpoint_command.py",
     "integrations/test_deepspeed.py",

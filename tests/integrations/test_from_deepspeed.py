@@ -128,6 +128,26 @@ def test_an_interval_of_a_parameter_is_that_part_of_it(name: str, made: Path) ->
                 assert torch.equal(out, every[start:stop].double()), (item, stored, start, stop)
 
 
+def test_a_file_of_other_values_and_one_that_is_none_are_refused(
+    made: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(made / "stage-1-fp32-2" / "saved", tmp_path / "saved")
+    (model,) = (folder / TAG).glob("*model_states.pt")
+    rest = {"buffer_names": [], "global_steps": 1, "skipped_steps": 0, "dp_world_size": 2}
+    for contents, words in (
+        ({"module": {}, "param_shapes": [None], **rest}, "as of version 0.19: TypeError"),
+        ({"module": {}, "param_shapes": [], **rest, "global_steps": "a"}, "0.19: ValueError"),
+        ([1], "model_states.pt"),
+    ):
+        torch.save(contents, model)
+        with pytest.raises(CheckpointError, match=words):
+            DeepSpeedSource(folder)
+    model.unlink()
+    os.mkfifo(model)
+    with pytest.raises(CheckpointError, match="it is a fifo, expected a file"):
+        DeepSpeedSource(folder)  # without waiting for somebody to write
+
+
 def test_only_the_files_that_hold_the_elements_are_opened(made: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(made / "stage-1-fp32-2" / "saved", tmp_path / "saved")
     source = DeepSpeedSource(folder)

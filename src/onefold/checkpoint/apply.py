@@ -14,17 +14,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.progress import moved
 from onefold.checkpoint.source import Item, Source
+from onefold.checkpoint.tensorfile import numel_of
 from onefold.checkpoint.together import Together
+from onefold.checkpoint.values import fits, is_number, short
 from onefold.checkpoint.views import Local, Recoded
+from onefold.optim.fresh import fresh_state
 from onefold.optim.owned import StateElsewhere
 from onefold.optim.state_dicts import meet_when_asked, show_states
 from onefold.optim.state_parts import OptimizerParts, placed
+from onefold.optim.verdict import alone
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.buffers import Sharing
@@ -324,6 +329,11 @@ def fit_groups(
                     moment_policy(optimizer, engine.recipe, flat)  # refuses formats that disagree
     except ValueError as error:
         raise CheckpointError(str(error)) from None
+    states: dict[str, set[str]] = {}
+    for item in source.items():
+        if item.kind == "state":
+            part = packed(item.state)
+            states.setdefault(item.name, set()).add(item.state if part is None else part.key)
     for number, (optimizer, stored) in enumerate(zip(optimizers, groups, strict=True)):
         if len(stored) != len(optimizer.param_groups):
             raise CheckpointError(
@@ -338,6 +348,9 @@ def fit_groups(
                     " another model: make the optimizer of model.parameters() after shard(), and"
                     " give both to one load."
                 )
+            where = f"{source.describe}: group {index} of its optimizer {number}"
+            _refuse_options(where, group, saved)
+            _refuse_numbers(source, states, optimizer, group, saved)
             ours = list(dict.fromkeys(names[id(p)] for p in group["params"]))
             here = {source.stored_name(name) for n in ours for name in n}
             theirs = {source.stored_name(name) for name in saved["params"]}
@@ -349,6 +362,75 @@ def fit_groups(
                     f" parameters: it has not {extra[:3] or 'any more'}, and the given one has not"
                     f" {gone[:3] or 'any fewer'}. Make the groups as they were when it was saved."
                 )
+
+
+def _refuse_options(where: str, group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raise CheckpointError if a saved option is of another kind than the group's own."""
+    for key, value in saved.items():
+        # What schedulers keep in a group (initial_lr, max_lr) may not be there yet
+        ours = group.get(key, group.get("lr") if key.endswith("_lr") else None)
+        taken = key != "params" and not (key in LOCAL_OPTIONS and key in group)
+        if taken and not fits(ours, value, strict=True):
+            raise CheckpointError(
+                f"{where} has {key}={short(value)}, where the given optimizer has {short(ours)}:"
+                " Onefold did not write this value, or the optimizer is of another kind."
+            )
+
+
+def _refuse_numbers(
+    source: Source,
+    states: Mapping[str, set[str]],
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    saved: dict[str, Any],
+) -> None:
+    """Raise CheckpointError if a parameter of the group has states without the numbers, such as
+    `step`, that the optimizer keeps beside them, or has others in their place. `states`: the keys
+    of its other states.
+    """
+    known = source.items()
+    merged = group | {k: v for k, v in saved.items() if k not in ("params", *LOCAL_OPTIONS)}
+    expected: dict[int, dict[str, Any]] = {}
+    for name in saved["params"]:
+        numbers, item = source.scalars(name), Item("parameter", name)
+        if item not in known or not group["params"] or not (numbers or name in states):
+            continue
+        dims = len(known[item].shape)
+        if dims not in expected:
+            expected[dims] = _numbers_of(optimizer, merged, dims)
+        for key, ours in expected[dims].items():
+            there = key in numbers or key in states.get(name, ())
+            # torch's steps take an int for no tensor
+            right = key not in numbers or (
+                fits(ours, numbers[key], strict=True)
+                and isinstance(numbers[key], torch.Tensor) >= isinstance(ours, torch.Tensor)
+            )
+            if not (there and right):
+                what = f"{key}={short(numbers[key])}" if there else f"no {key}"
+                raise CheckpointError(
+                    f"{source.describe} has {what} for parameter {name!r}, where"
+                    f" {type(optimizer).__name__} keeps {'a tensor' if ours is None else short(ours)}:"
+                    " Onefold did not write this, or the optimizer is of another kind."
+                )
+
+
+def _numbers_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], dims: int
+) -> dict[str, Any]:
+    """Return the numbers that the optimizer keeps for a parameter of the group with `dims`
+    dimensions, and None for each of its tensors if it is torch's own: others may have tensors for
+    large matrices only. {} if it does not tell.
+    """
+    like = group["params"][0]
+    try:
+        stand_in = torch.zeros((2,) * dims, dtype=like.dtype, device=like.device)
+        with alone(like.device):
+            state = fresh_state(optimizer, group, stand_in)
+    except Exception:
+        return {}
+    numbers = {k: v for k, v in state.items() if is_number(v) and numel_of(np.shape(v)) == 1}
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    return dict.fromkeys(state if own else ()) | numbers
 
 
 def _set_groups(

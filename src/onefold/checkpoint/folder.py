@@ -66,7 +66,8 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self.path, self.known, self._file = path, True, -1
         self._process = os.getpid()
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        # Not through a link, which may lead to any file: the holder's name is written into it
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

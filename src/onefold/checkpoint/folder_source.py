@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,11 +23,23 @@ from onefold.checkpoint.manifest import (
 )
 from onefold.checkpoint.source import Item, Source, Stored, read_common
 from onefold.checkpoint.tensorfile import DTYPES, TensorFile, combine
-from onefold.checkpoint.values import decode
+from onefold.checkpoint.values import decode, short
 from onefold.layout.holders import TensorBox
 from onefold.layout.regions import BoxInterval, whole_region
 from onefold.quant.moment_packing import MomentPacking
+from onefold.reading import parse_json, read_bytes
 from onefold.recipe.moments import BLOCK, SIGNED, grain_of, items_of, packed
+
+#: The values of state.json that loads look into; each may be missing or null. A list stands for any
+#: number of such values, a key of `str` for any key.
+_FORM: dict[str, Any] = {
+    "optimizers": [{"groups": [{"params": [str]}]}],
+    "scalars": {str: {str: object}},
+    "extra_state": {str: object},
+    "data": dict,
+    "data_of": [int],
+    "wire": dict,
+}
 
 #: The most files that are open at a time.
 OPEN = 64
@@ -93,7 +104,7 @@ class FolderSource(Source):
         if self._state is None:
             path = self._path(STATE)
             try:
-                text = path.read_bytes()
+                text = read_bytes(path)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
             record = self.manifest.files.get(STATE)
@@ -101,7 +112,7 @@ class FolderSource(Source):
                 raise DamagedCheckpoint(
                     f"{path} is damaged: its SHA-256 is not the one in the manifest."
                 )
-            self._state = json.loads(text)
+            self._state = state_of_text(text, path)
         return self._state
 
     def _path(self, name: str) -> Path:
@@ -114,10 +125,20 @@ class FolderSource(Source):
         """Return a value of state.json, with its tensors; None if there is none."""
         if key not in self.state:
             return None
-        return decode(self.state[key], lambda number: self.whole(Item("extra", str(number))))
+        return self._decoded(self.state[key], key)
+
+    def _decoded(self, value: Any, where: str) -> Any:
+        try:
+            return decode(value, lambda number: self.whole(Item("extra", str(number))))
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"{self.folder / STATE}, {where}: {error}") from None
 
     def whole(self, item: Item) -> torch.Tensor:
         """Return a whole tensor on the host, checksums verified."""
+        self.stored(item)
+        for record in self.records_of(item):  # before memory of this size is asked for
+            for piece in record.pieces:
+                self._place_of(record, piece)
         before, out = len(self.checks), super().whole(item)
         self.compare_with(self.checks[before:])
         return out
@@ -211,17 +232,21 @@ class FolderSource(Source):
         self, record: Record, piece: StoredPiece, start: int, stop: int, out: torch.Tensor
     ) -> None:
         """Read elements [start, stop) of the flattened tensor or box, which are in `piece`."""
-        item = record.item
-        file, key = self._open(piece.file), key_of(item, piece.start, piece.box)
+        file, key = self._place_of(record, piece)
+        crc = file.read(key, start - piece.start, stop - piece.start, out)
+        self.checks.append(RangeRead(record.item, _offset(piece), start, stop, crc))
+
+    def _place_of(self, record: Record, piece: StoredPiece) -> tuple[TensorFile, str]:
+        """Return the file that holds a piece, and the piece's name there."""
+        file, key = self._open(piece.file), key_of(record.item, piece.start, piece.box)
         entry = file.header.get(key)
         expected = DTYPES[record.dtype], (piece.stop - piece.start,)
         if entry is None or (entry.dtype, entry.shape) != expected:
             raise DamagedCheckpoint(
-                f"{file.path} does not hold {item} as the manifest says: it belongs to another"
+                f"{file.path} does not hold {record.item} as the manifest says: it belongs to another"
                 " checkpoint, or is damaged."
             )
-        crc = file.read(key, start - piece.start, stop - piece.start, out)
-        self.checks.append(RangeRead(item, _offset(piece), start, stop, crc))
+        return file, key
 
     def _open(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -240,11 +265,14 @@ class FolderSource(Source):
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         known = self.state.get("scalars", {}).get(name, {})
-        return {key: decode(value) for key, value in known.items()}
+        return {key: self._decoded(value, f"{key!r} of {name!r}") for key, value in known.items()}
 
     def groups(self) -> list[list[dict[str, Any]]] | None:
-        optimizers = self.state.get("optimizers") or ()
-        return [[decode(group) for group in o["groups"]] for o in optimizers] or None
+        optimizers = self.state.get("optimizers", ())
+        return [
+            [self._decoded(group, "a group of its optimizer") for group in o["groups"]]
+            for o in optimizers
+        ] or None
 
     def compare(self) -> None:
         checks, self.checks = self.checks, []
@@ -286,6 +314,36 @@ class FolderSource(Source):
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def state_of_text(text: bytes, where: Path) -> dict[str, Any]:
+    """Parse a state.json. Raises: CheckpointError: it is none."""
+    try:
+        state = parse_json(text)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{where} is no JSON: {error}.") from None
+    wrong = _wrong_in(state, dict, "it")
+    there = {} if wrong else {key: value for key, value in state.items() if value is not None}
+    for key in there.keys() & _FORM.keys():
+        wrong = wrong or _wrong_in(there[key], _FORM[key], key)
+    if wrong:
+        raise DamagedCheckpoint(f"{where} is not what Onefold writes: {wrong}.")
+    return there
+
+
+def _wrong_in(value: Any, form: Any, where: str) -> str:
+    """Return in what a JSON value differs from `form` (see `_FORM`); "" if in nothing."""
+    kind: Any = form if isinstance(form, type) else type(form)
+    if not isinstance(value, kind):
+        return f"{where} is {short(value)}, expected {kind.__name__}"
+    inside: list[tuple[Any, Any, str]] = []
+    if isinstance(form, list):
+        inside = [(v, form[0], f"{where}[{i}]") for i, v in enumerate(value)]
+    elif isinstance(form, dict) and str in form:
+        inside = [(v, form[str], f"{where}[{key!r}]") for key, v in value.items()]
+    elif isinstance(form, dict):
+        inside = [(value.get(key), f, f"{where}[{key!r}]") for key, f in form.items()]
+    return next(filter(None, (_wrong_in(*each) for each in inside)), "")
 
 
 def _offset(piece: StoredPiece) -> tuple[int, ...]:

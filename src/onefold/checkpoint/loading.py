@@ -5,7 +5,6 @@ own, and the checksums of all bytes read are compared with the manifest.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,15 +23,15 @@ from onefold.checkpoint.apply import (
     fit_model,
 )
 from onefold.checkpoint.background import Background
-from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import checkpoints, latest, of_run
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.per_rank import Lost
 from onefold.checkpoint.saving import Optimizers, check_moment, kinds_of, optimizers_of
-from onefold.checkpoint.source import Item, Source, closed_on_error, read_by_another
+from onefold.checkpoint.source import Source, closed_on_error, read_by_another
 from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
-from onefold.checkpoint.values import decode
+from onefold.checkpoint.values import refuse_another_state, short
 from onefold.checkpoint.views import Prefetched
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
@@ -260,16 +259,22 @@ def _apply(
     # From here on everything has been read, and its checksums are right
     if reader.rules is not None:
         reader.rules.remember()  # an export applies the same rules in reverse
-    _set_extra_state(model, beside.extra_state)
-    if lost is not None:
-        lost.apply()
-    else:
-        engine.residuals.forget()
-    if beside.random is not None:
-        per_rank.restore(beside.random, beside.number, beside.streams)
     with together.each_rank():
+        _set_extra_state(model, beside.extra_state)
+        if lost is not None:
+            lost.apply()
+        else:
+            engine.residuals.forget()
+        if beside.random is not None:
+            per_rank.restore(beside.random, beside.number, beside.streams)
         for name, value in values.items():
-            things[name].load_state_dict(value)
+            try:
+                things[name].load_state_dict(value)
+            except Exception as failure:
+                raise CheckpointError(
+                    f"{source.describe}: the given {type(things[name]).__name__} does not load its"
+                    f" {name} ({type(failure).__name__}: {failure}). Leave {name} out of load()."
+                ) from failure
     return Loaded(
         Path(source.folder or ""),
         source.step,
@@ -304,8 +309,7 @@ class _Beside:
         number, streams, random = 0, len(saved), None
         if rng and streams:
             whose, number, streams = per_rank.stream_of(together.rank, together.data_of, saved)
-            text = bytes(source.whole(Item("rng", str(whose))).numpy())
-            random = decode(json.loads(text))
+            random = per_rank.random_of(source, whose)
         extra, extra_state = source.value("extra"), source.value("extra_state") or {}
         data = _of_rank(source.value("data") or {"all": None}, together)
         return cls(random, number, streams, extra, extra_state, data)
@@ -315,6 +319,8 @@ def _of_rank(data: dict[str, Any], together: Together) -> Any:
     """Return the `data` of this rank; None if ranks differed and their number has changed. Ranks
     that compute with the same data count as one.
     """
+    if not isinstance(data, dict) or not ("all" in data or isinstance(data.get("ranks"), list)):
+        raise DamagedCheckpoint(f"the checkpoint's position in the data is {short(data)}.")
     if "all" in data:
         return data["all"]
     same = len(data["ranks"]) == together.data_ranks
@@ -351,6 +357,8 @@ def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[
         if found is None:
             what = "position in the data" if name == "data" else name
             raise CheckpointError(f"{source.describe} holds no {what}; leave {name} out of load().")
+        if name != "data":
+            refuse_another_state(source.describe, name, thing, found)
         if name == "data" and "ranks" in found and len(found["ranks"]) != together.data_ranks:
             raise CheckpointError(
                 f"{source.describe}: each of its {len(found['ranks'])} ranks was elsewhere in its"

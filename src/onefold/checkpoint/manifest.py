@@ -31,17 +31,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from onefold.checkpoint.source import Item
+from onefold.checkpoint.source import KINDS, Item
 from onefold.checkpoint.tensorfile import DTYPES, numel_of
 from onefold.layout.holders import TensorBox
 from onefold.layout.regions import tile, whole_region
+from onefold.reading import LARGEST, parse_json, read_bytes
 from onefold.recipe.moments import grain_of
+from onefold.wording import readable
 
 #: The latest version of the format, see above.
 VERSION = 2
@@ -111,17 +114,24 @@ class Record:
     def __post_init__(self) -> None:
         if not self.boxed:
             self._check(self.pieces, numel_of(self.shape), "")
-        elif why := tile(self.shape, self.boxes):
-            raise DamagedCheckpoint(f"{self.item}: its pieces do not tile it: {why}.")
-        for box in self.boxes if self.boxed else ():
-            where = f" of the box at {box.offset} of {box.shape}"
-            items = -(-box.numel // grain_of(self.item.state))
-            self._check([p for p in self.pieces if p.box == box], items, where)
+        else:
+            self._check_boxes()
         if self.dtype not in DTYPES:
             raise CheckpointError(
                 f"{self.item} has the dtype {self.dtype!r}, which this version of Onefold does not"
                 " know."
             )
+
+    def _check_boxes(self) -> None:
+        if why := tile(self.shape, self.boxes):
+            raise DamagedCheckpoint(f"{self.item}: its pieces do not tile it: {why}.")
+        in_box: dict[TensorBox | None, list[StoredPiece]] = {}
+        for piece in self.pieces:
+            in_box.setdefault(piece.box, []).append(piece)
+        for box in self.boxes:
+            where = f" of the box at {box.offset} of {box.shape}"
+            items = -(-box.numel // grain_of(self.item.state))
+            self._check(in_box.get(box, []), items, where)
 
     def _check(self, pieces: Sequence[StoredPiece], numel: int, where: str) -> None:
         """Check that `pieces` tile `numel` elements, in order. `where`: the end of messages."""
@@ -175,17 +185,40 @@ class Record:
 
     @classmethod
     def from_json(cls, t: Mapping[str, Any], names: Sequence[str]) -> Record:
-        boxes = [TensorBox(tuple(offset), tuple(shape)) for offset, shape in t.get("boxes", ())]
+        boxes = [TensorBox(_sizes(offset), _sizes(shape)) for offset, shape in t.get("boxes", ())]
+        texts = [t["kind"], t["name"], t.get("state", ""), t["dtype"], *t.get("aliases", ())]
+        if {*map(type, texts)} != {str}:
+            raise ValueError(f"{str(texts)[:60]} where texts are expected")
+        # Of ranks, or of large values in state.json
+        if t["kind"] not in KINDS or (
+            t["kind"] in ("rng", "extra", "residual") and not re.fullmatch("[0-9]{1,9}", t["name"])
+        ):
+            raise ValueError(f"a tensor is {t['kind'][:60]!r} {t['name'][:60]!r}")
         return cls(
-            Item(t["kind"], t["name"], t.get("state", "")),
+            Item(*texts[:3]),
             t["dtype"],
-            tuple(t["shape"]),
+            _sizes(t["shape"]),
             tuple(
                 StoredPiece(names[n], a, b, crc, *(boxes[i] for i in box))
-                for n, a, b, crc, *box in t["pieces"]
+                for n, a, b, crc, *box in map(_sizes, t["pieces"])
             ),
-            tuple(t.get("aliases", ())),
+            tuple(texts[4:]),
         )
+
+
+def _expect(value: Any, kind: type) -> Any:
+    """Return `value`. Raises: ValueError: it is no `kind`."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{repr(value)[:60]} where {kind.__name__} is expected")
+    return value
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    """Return a list of sizes. Raises: ValueError: it is none of 64 bits each."""
+    right = type(values) is list and len(values) <= 64 and {*map(type, values)} <= {int}
+    if right and (not values or (min(values) >= 0 and max(values) < 1 << 62)):
+        return tuple(values)
+    raise ValueError(f"{str(values)[:60]} where sizes are expected")
 
 
 @dataclass(frozen=True)
@@ -243,32 +276,35 @@ class Manifest:
         return json.dumps(body, indent=1)[:-2] + ',\n "tensors": [\n' + tensors + "\n ]\n}\n"
 
     @classmethod
-    def from_text(cls, text: str, where: Path) -> Manifest:
+    def from_text(cls, text: str | bytes, where: Path) -> Manifest:
         """Parse a manifest.
         Raises: CheckpointError: the text is no manifest, or one of a later version.
         """
         try:
-            body = json.loads(text)
+            body = parse_json(text)
             if not isinstance(body, dict) or body.get("format") != "onefold checkpoint":
                 raise CheckpointError(f"{where} is no manifest of an Onefold checkpoint.")
-            if body["version"] > VERSION:
+            if _expect(body["version"], int) > VERSION:
                 raise CheckpointError(
                     f"{where} was written in version {body['version']} of the format, by Onefold"
-                    f" {body['saved_by'].get('onefold', '?')}; this Onefold reads versions up to"
+                    f" {_expect(body['saved_by'], dict).get('onefold', '?')}; this Onefold reads versions up to"
                     f" {VERSION}. Install a later Onefold to read it."
                 )
             names = body["tensor_files"]
             for name in (*names, *body["files"]):
                 _refuse_outside(name, where)
             files = {
-                n: FileRecord(f["bytes"], f["sha256"], f.get("of") == "head")
+                n: FileRecord(
+                    _sizes([f["bytes"]])[0], _expect(f["sha256"], str), f.get("of") == "head"
+                )
                 for n, f in body["files"].items()
             }
-            return cls(
-                tuple(Record.from_json(t, names) for t in body["tensors"]),
-                files,
-                *(body[key] for key in ("step", "created", "saved_by", "version")),
-            )
+            records = tuple(Record.from_json(t, names) for t in body["tensors"])
+            if len({record.item for record in records}) < len(records):
+                raise ValueError("a tensor is listed twice")
+            step = None if body["step"] is None else _sizes([body["step"]])[0]
+            created, saved_by = _expect(body["created"], str), _expect(body["saved_by"], dict)
+            return cls(records, files, step, created, saved_by, body["version"])
         except CheckpointError:
             raise
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -278,8 +314,13 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and its checksum. Raises: OSError."""
+    """Write the manifest and its checksum. Raises: OSError; CheckpointError: it is too large."""
     text = manifest.to_text().encode()
+    if len(text) > LARGEST:
+        raise CheckpointError(
+            f"{len(manifest.records)} tensors make a manifest of {readable(len(text))}, and at most"
+            f" {readable(LARGEST)} are read: save the model in several checkpoints."
+        )
     (folder / MANIFEST).write_bytes(text)
     (folder / CHECKSUM).write_text(checksum_line(text))
 
@@ -294,8 +335,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path, check = path_in(folder, MANIFEST), path_in(folder, CHECKSUM)
     try:
-        text = path.read_bytes()
-        line = check.read_bytes()
+        text = read_bytes(path)
+        line = read_bytes(check)
     except FileNotFoundError as error:
         if not folder.exists():
             raise CheckpointError(f"there is no {folder}.") from None
@@ -310,4 +351,4 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} is damaged: its SHA-256 is {hashlib.sha256(text).hexdigest()}, {CHECKSUM} says"
             f" {said}."
         )
-    return Manifest.from_text(text.decode(), path)
+    return Manifest.from_text(text, path)

@@ -28,10 +28,13 @@ import numpy as np
 import torch
 
 from onefold.checkpoint.apply import StateReader
+from onefold.checkpoint.errors import DamagedCheckpoint
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.together import Together
+from onefold.checkpoint.values import decode
 from onefold.device import default_device, rng_state, set_rng_state
+from onefold.reading import parse_json
 from onefold.runtime.engine import Engine
 
 
@@ -58,6 +61,26 @@ def stream_of(rank: int, data_of: list[int], saved: list[int]) -> tuple[int, int
         return rank, rank, len(saved)
     firsts = [saved.index(at) for at in sorted(set(saved))]
     return firsts[data_of[rank] % len(firsts)], data_of[rank], len(firsts)
+
+
+def random_of(source: FolderSource, rank: int) -> dict[str, Any]:
+    """Return the state of generators that `rank` saved.
+    Raises: CheckpointError: it is none. What the generators do not check themselves is checked here.
+    """
+    text = bytes(source.whole(Item("rng", str(rank))).numpy())
+    try:
+        state: dict[str, Any] = decode(parse_json(text))
+        random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(state["numpy"])
+        torch.Generator().set_state(state["torch"])
+        if not 0 <= state["numpy"][2] <= 624:
+            raise ValueError(f"a position of {state['numpy'][2]} in numpy's 624 numbers")
+    except Exception as error:  # each generator raises errors of its own
+        raise DamagedCheckpoint(
+            f"{source.describe} holds no random generators of rank {rank}"
+            f" ({type(error).__name__}: {error})."
+        ) from None
+    return state
 
 
 def restore(state: dict[str, Any], rank: int, saved_ranks: int) -> None:
@@ -121,6 +144,9 @@ class Lost:
         lost, items = cls(engine), None
         try:
             lost.said = source.value("wire") or {}
+            numbers = [lost.said.get(key, 0) for key in ("ranks", "inner", "drawn")]
+            if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers):
+                raise DamagedCheckpoint(f"{source.describe} counts ranks as {numbers}.")
             items = lost._items(source)
         except Exception as failure:
             reading.error = reading.error or failure

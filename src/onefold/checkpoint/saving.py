@@ -48,6 +48,7 @@ from onefold.checkpoint.parts import (
 )
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
+from onefold.reading import DEEPEST, LARGEST, too_deep
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.state.dicts import beside_parameters
@@ -310,6 +311,12 @@ class _Writing:
         self, found: tuple[Record, ...], files: dict[str, FileRecord], state: dict[str, Any]
     ) -> None:
         text = json.dumps({**state, "step": self.step}) + "\n"
+        if len(text) > LARGEST or too_deep(state):
+            raise CheckpointError(
+                f"extra, data, scheduler and scaler are {len(text)} bytes of JSON, of which at most"
+                f" {LARGEST}, and at most {DEEPEST} objects in each other, could be loaded: give"
+                " large values as tensors."
+            )
         (self.folder / STATE).write_text(text, encoding="utf-8")
         for thing in self.texts:
             thing.save_pretrained(str(self.folder))

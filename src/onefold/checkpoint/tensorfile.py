@@ -32,6 +32,7 @@ import torch
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.progress import moved
+from onefold.reading import open_regular, parse_json
 
 #: Bytes per system call. Small enough that checksum and copy find them in the CPU's cache.
 CHUNK = 4 << 20
@@ -109,16 +110,20 @@ def header_of(
 
 
 def parse_header(head: bytes) -> dict[str, TensorSpan]:
-    """Return each tensor's position, given a file's header. A damaged header may raise any
-    exception.
-    """
-    table = json.loads(head[8:])
-    table.pop("__metadata__", None)
-    spans = {}
-    for key, t in table.items():
-        begin, end = (len(head) + t["data_offsets"][i] for i in (0, 1))
-        spans[key] = TensorSpan(DTYPES[t["dtype"]], tuple(t["shape"]), begin, end)
-    return spans
+    """Return each tensor's position, given a file's header. Raises: ValueError: it is damaged."""
+    try:
+        table = parse_json(head[8:])
+        table.pop("__metadata__", None)
+        spans = {}
+        for key, t in table.items():
+            sizes = [*t["shape"], *t["data_offsets"]]
+            if len(sizes) > 66 or not all(type(n) is int and 0 <= n < 1 << 62 for n in sizes):
+                raise ValueError(f"tensor {key[:60]!r} has sizes that no tensor has")
+            begin, end = (len(head) + t["data_offsets"][i] for i in (0, 1))
+            spans[key] = TensorSpan(DTYPES[t["dtype"]], tuple(t["shape"]), begin, end)
+        return spans
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         try:
-            self._file = os.open(self.path, os.O_RDONLY)
+            self._file = open_regular(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from None
         try:
@@ -217,10 +222,9 @@ class TensorFile:
     def _parse(self) -> dict[str, TensorSpan]:
         try:
             header = parse_header(self.head)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except ValueError as error:
             raise DamagedCheckpoint(
-                f"{self.path} has a header that is none of the safetensors format"
-                f" ({type(error).__name__}: {error})."
+                f"{self.path} has a header that is none of the safetensors format ({error})."
             ) from None
         end = len(self.head)
         for key, entry in sorted(header.items(), key=lambda item: (item[1].begin, item[1].end)):

@@ -26,18 +26,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.tensorfile import CODES, DTYPES, bytes_of
+from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from onefold.checkpoint.tensorfile import CODES, DTYPES, bytes_of, numel_of
 
 #: Tensors up to this size in bytes are stored in the JSON file itself.
 INLINE = 16 << 10
 
 _Convert = Callable[[Any], Any]
+#: Looked up here and not in torch, whose functions a name in a file could otherwise reach.
+_NAMED = {
+    str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)
+}
 #: Types stored as one tagged JSON value: (types, tag, to JSON, from JSON).
 _SIMPLE: list[tuple[type | tuple[type, ...], str, _Convert, _Convert]] = [
     ((bytes, bytearray), "$bytes", lambda v: base64.b64encode(bytes(v)).decode(), base64.b64decode),
     (complex, "$complex", lambda v: [v.real, v.imag], lambda v: complex(*v)),
-    (torch.dtype, "$dtype", lambda v: str(v).removeprefix("torch."), lambda v: getattr(torch, v)),
+    (torch.dtype, "$dtype", lambda v: str(v).removeprefix("torch."), lambda v: _NAMED[v]),
     (torch.device, "$device", str, torch.device),
     (PurePath, "$path", str, PurePath),
 ]
@@ -121,20 +125,35 @@ def _encode_array(value: Any, where: str, keep: Keep | None) -> Any:
 
 
 def decode(value: Any, fetch: Fetch | None = None) -> Any:
-    """Return the value that `encode` was given. `fetch`: returns a stored tensor by its number."""
+    """Return the value that `encode` was given. `fetch`: returns a stored tensor by its number.
+    Raises: CheckpointError: `encode` has not written this.
+    """
     if isinstance(value, list):
         return [decode(v, fetch) for v in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1 or not (name := next(iter(value))).startswith("$"):
         return {k: decode(v, fetch) for k, v in value.items()}
-    return _decode_tagged(name, value[name], fetch)
+    try:
+        return _decode_tagged(name, value[name], fetch)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever the constructors of the types raise
+        raise DamagedCheckpoint(
+            f"{short(value)} is no value that Onefold writes ({type(error).__name__}: {error})."
+        ) from None
+
+
+def short(value: Any) -> str:
+    """Return the beginning of a value's text."""
+    text = repr(value)
+    return text if len(text) <= 100 else text[:96] + " ..."
 
 
 def _decode_tagged(name: str, inner: Any, fetch: Fetch | None) -> Any:
     if name in ("$tensor", "$array", "$scalar"):
         tensor = _decode_tensor(inner, fetch)
-        if name == "$tensor":
+        if name == "$tensor" or not isinstance(tensor, torch.Tensor):  # `fetch` has a stand-in
             return tensor
         return tensor.numpy() if name == "$array" else tensor.numpy()[()]
     if name not in _READ:
@@ -153,8 +172,90 @@ def _decode_tensor(inner: dict[str, Any], fetch: Fetch | None) -> torch.Tensor:
                 " files."
             )
         return fetch(inner["stored"])
-    tensor = torch.empty(inner["shape"], dtype=DTYPES[inner["dtype"]], device="cpu")
-    data = base64.b64decode(inner["data"])
+    data, dtype = base64.b64decode(inner["data"]), DTYPES[inner["dtype"]]
+    if numel_of(inner["shape"]) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes of data for {inner['shape']}")
+    tensor = torch.empty(inner["shape"], dtype=dtype, device="cpu")
     if tensor.numel():
         bytes_of(tensor)[:] = data
     return tensor
+
+
+def fits(ours: Any, value: Any, strict: bool = False) -> bool:
+    """Return whether a loaded `value` may take the place of `ours`: it is of the same kind.
+
+    | ours                       | value                                                                  |
+    |----------------------------|------------------------------------------------------------------------|
+    | a number, or a tensor      | a number, or a tensor of as many; `strict`: finite where ours is       |
+    | a tuple; a list            | of the same length; of any: each element fits ours                     |
+    | a dict                     | each value fits ours of that key                                       |
+    | None, or nothing there yet | anything that `decode` returns                                         |
+    | text, True, ...            | of the same type                                                       |
+    | any of these               | None; `strict`: not for a number or for several values                 |
+    | what `encode` refuses      | nothing: a method, an optimizer                                        |
+    """
+    try:
+        # As both would come back from a file: a path as any path, a tuple of another class as a tuple
+        return _fits(decode(encode(ours, "")), decode(encode(value, "")), strict)
+    except CheckpointError:
+        return False
+
+
+def _fits(ours: Any, value: Any, strict: bool) -> bool:
+    several = isinstance(ours, (list, tuple, dict))
+    if ours is None or (value is None and not (strict and (several or is_number(ours)))):
+        return True
+    if isinstance(ours, dict):
+        return isinstance(value, dict) and all(
+            _fits(ours.get(key), v, strict) for key, v in value.items()
+        )
+    if several:
+        last = len(ours) - 1
+        return (
+            isinstance(value, (list, tuple))
+            and (isinstance(ours, list) or len(value) == len(ours))
+            and (last < 0 or all(_fits(ours[min(i, last)], v, strict) for i, v in enumerate(value)))
+        )
+    if not is_number(ours):
+        return isinstance(value, type(ours))
+    same = is_number(value) and numel_of(np.shape(value)) == numel_of(np.shape(ours))
+    return same and (not (strict and _finite(ours)) or _finite(value))
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number or a tensor, and not True or False."""
+    numbers = (int, float, np.number, torch.Tensor)
+    return isinstance(value, numbers) and not isinstance(value, bool)
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return bool(value.isfinite().all())
+    return abs(value) < 1 << 63 if isinstance(value, int) else math.isfinite(value)
+
+
+def refuse_another_state(source: str, name: str, thing: Any, state: Any) -> None:
+    """Check a state of `thing` (a scheduler, a scaler) before its `load_state_dict` takes it: most
+    write every key to an attribute, so that a key may also stand for a method.
+    Raises: CheckpointError: a value is of another kind than what has its name now.
+    """
+    ours = thing.state_dict() if callable(getattr(thing, "state_dict", None)) else None
+    if not isinstance(ours, dict) or not ours:  # a scaler that is disabled takes nothing
+        return
+    given = f"the given {type(thing).__name__}"
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{source}: its {name} is {short(state)}, and {given} loads a dict: it was saved with"
+            f" another kind of {name}. Leave {name} out of load()."
+        )
+    for key, value in state.items():
+        now: Any = ours[key] if key in ours else getattr(thing, str(key), None)
+        if key == "_schedulers" and key in ours:  # of torch's ChainedScheduler and SequentialLR
+            now = tuple(now)
+        if not fits(now, value, strict=name == "scaler"):  # a schedule's best loss begins as inf
+            raise CheckpointError(
+                f"{source}: its {name} has {short(value)} as {key!r}, where {given} has {short(now)}:"
+                f" it was saved with another kind of {name}. Leave {name} out of load()."
+            )
+        for inner, its in zip(thing._schedulers, value, strict=True) if type(now) is tuple else ():
+            refuse_another_state(source, name, inner, its)

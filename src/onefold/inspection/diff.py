@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from onefold.checkpoint.folder_source import FolderSource
+from onefold.checkpoint.per_rank import random_of
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.tensorfile import bytes_of, numel_of
-from onefold.checkpoint.values import decode
+from onefold.checkpoint.values import decode, encode
 
 #: Elements compared at a time.
 BLOCK = 1 << 20
@@ -304,10 +305,9 @@ def _random(source: FolderSource) -> dict[str, dict[str, str]]:
     out = {}
     for item in source.records:
         if item.kind == "rng":
-            states = json.loads(bytes(source.whole(item).numpy()))
             digests = {
-                name: hashlib.sha256(json.dumps(state).encode()).hexdigest()[:12]
-                for name, state in states.items()
+                name: hashlib.sha256(json.dumps(encode(state, name)).encode()).hexdigest()[:12]
+                for name, state in random_of(source, int(item.name)).items()
             }
             out[f"rank {item.name}"] = digests
     return out

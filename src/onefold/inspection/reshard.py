@@ -43,6 +43,7 @@ from onefold.checkpoint.manifest import (
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CHUNK, DTYPES, Planned, numel_of, write_tensors
 from onefold.layout import FlatLayout
+from onefold.reading import open_regular
 from onefold.recipe.moments import grain_of, items_of, packed
 
 #: Bytes of a tensor in memory at a time. A rank's larger part of a tensor becomes several pieces.
@@ -158,7 +159,7 @@ def _copy(source: Path, folder: Path, name: str, recorded: FileRecord) -> FileRe
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as old, (folder / name).open("xb") as new:
+        with open(path, "rb", opener=open_regular) as old, (folder / name).open("xb") as new:
             while block := old.read(CHUNK):
                 digest.update(block)
                 new.write(block)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import threading
@@ -21,8 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import OWNER, in_words
+from onefold.checkpoint.folder_source import state_of_text
 from onefold.checkpoint.manifest import (
     CHECKSUM,
     MANIFEST,
@@ -46,6 +48,8 @@ from onefold.checkpoint.tensorfile import (
     numel_of,
     parse_header,
 )
+from onefold.checkpoint.values import decode
+from onefold.reading import open_regular, parse_json, read_bytes
 
 #: Bytes of a tensor that one thread checks at a time.
 SEGMENT = 64 << 20
@@ -147,19 +151,17 @@ def _manifest(out: Examination) -> Manifest | None:
     if line is not None and not sound:
         _blame(out, text, line)
     try:
-        return Manifest.from_text(text.decode(), folder / MANIFEST)
+        return Manifest.from_text(text, folder / MANIFEST)
     except CheckpointError as error:
         if sound and _is_later(text):
             raise
         out.add(MANIFEST, f"it cannot be read: {error}")
-    except UnicodeDecodeError as error:
-        out.add(MANIFEST, f"it cannot be read: byte {error.start} is no UTF-8.")
     return None
 
 
 def _small(out: Examination, name: str) -> bytes | None:
     with _told(out, name):
-        data = path_in(out.folder, name).read_bytes()
+        data = read_bytes(path_in(out.folder, name))
         out.files, out.nbytes = out.files + 1, out.nbytes + len(data)
         return data
     return None
@@ -220,7 +222,7 @@ def _shown(line: bytes) -> str:
 def _is_later(text: bytes) -> bool:
     """Return whether a later version wrote this manifest, which is then not damaged."""
     try:
-        version = json.loads(text)["version"]
+        version = parse_json(text)["version"]
     except (ValueError, KeyError, TypeError):
         return False
     return isinstance(version, int) and version > VERSION
@@ -262,10 +264,9 @@ def _check_file(
     holds = f" It holds a part of {len(inside)} tensors: {names}." if inside else ""
     with _told(out, name, holds):
         path = path_in(out.folder, name)
-        size = path.stat().st_size
-        if not path.is_file():
-            out.add(name, "it is a folder; expected a file.")
-            return
+        file = open_regular(path)
+        size = os.fstat(file).st_size
+        os.close(file)
         out.files += 1
         if size != recorded.nbytes:
             how = "it was cut short" if size < recorded.nbytes else "something was added"
@@ -280,7 +281,7 @@ def _check_whole(out: Examination, name: str, recorded: FileRecord, named: bool)
     """Check a file that has one checksum. `named`: report a wrong checksum. False if a wrong size
     has been reported already.
     """
-    with (out.folder / name).open("rb") as file:
+    with open(out.folder / name, "rb", opener=open_regular) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         out.nbytes += file.tell()
     if digest != recorded.sha256:
@@ -289,9 +290,10 @@ def _check_whole(out: Examination, name: str, recorded: FileRecord, named: bool)
             out.add(name, f"its bytes are not those that were saved {sums}.")
     elif name == STATE:
         try:
-            json.loads((out.folder / name).read_bytes())
-        except ValueError as error:
-            out.add(name, f"it is no JSON: {error}.")
+            state = state_of_text(read_bytes(out.folder / name), out.folder / name)
+            decode(state, lambda number: torch.empty(0))
+        except CheckpointError as error:
+            out.add(name, str(error))
 
 
 def _check_tensors(
@@ -300,7 +302,7 @@ def _check_tensors(
     """Check a tensor file: its header, then every piece."""
     path = out.folder / name
     length = recorded.nbytes - sum((p.stop - p.start) * DTYPES[r.dtype].itemsize for r, p in inside)
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         head = file.read(min(max(0, length), LARGEST_HEADER, recorded.nbytes))
         if not _is_head(head, recorded):
             # The manifest may leave tensors of the file out (checkpoint/stages.py): ask the file
@@ -358,7 +360,7 @@ class _Reading:
         self, path: Path, pieces: Iterable[tuple[Record, StoredPiece, TensorSpan]]
     ) -> Iterator[tuple[Record, StoredPiece, str]]:
         """Yield the pieces whose bytes differ from what was saved, with a description."""
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             waiting = [
                 (r, p, [self.pool.submit(self._crc, file.fileno(), *ab) for ab in _segments(span)])
                 for r, p, span in pieces

@@ -240,18 +240,6 @@ class _Trials:
             own if by_default.update == ELEMENTWISE else GroupVerdict(own.update, by_default.reason)
         )
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        apart = [self.device] if self.device.type != "cpu" else []
-        kind = {"device_type": self.device.type} if apart else {}
-        with (
-            torch.random.fork_rng(devices=apart, **kind),
-            torch.enable_grad(),
-            _uncompiled(),
-            _Alone(self.device),
-        ):
-            yield
-
     def takes_stacks(self) -> bool:
         generator = torch.Generator().manual_seed(0)
 
@@ -261,7 +249,7 @@ class _Trials:
         start, grads, how = drawn(), [drawn() for _ in range(_TRIED)], _How({})
         halves = [(start[i : i + 2], [g[i : i + 2] for g in grads]) for i in (0, 2)]
         try:
-            with self._alone():
+            with alone(self.device):
                 (whole,) = _run(self.optimizer, [(start, grads)], how)
                 parts = [run for half in halves for run in _run(self.optimizer, [half], how)]
         except Exception:
@@ -299,7 +287,7 @@ class _Trials:
         key = how.key(self.optimizer)
         depends = (*self._depends, shape, key, known)
         if depends not in self._known:
-            with self._alone():
+            with alone(self.device):
                 found = _try(self.optimizer, shape, how, self.device, known)
             if key is None:
                 return found
@@ -384,6 +372,22 @@ class _Alone(TorchDispatchMode):
             if self.device.type != "cpu":
                 torch.get_device_module(self.device).manual_seed(0)
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def alone(device: torch.device) -> Iterator[None]:
+    """Inside, an optimizer steps a stand-in on `device`: nothing communicates, and no generator of
+    random numbers moves.
+    """
+    apart = [device] if device.type != "cpu" else []
+    kind = {"device_type": device.type} if apart else {}
+    with (
+        torch.random.fork_rng(devices=apart, **kind),
+        torch.enable_grad(),
+        _uncompiled(),
+        _Alone(device),
+    ):
+        yield
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:

@@ -27,6 +27,7 @@ from onefold.pretrained.export import (
 )
 from onefold.pretrained.fitted import Outline
 from onefold.pretrained.streams import Progress
+from onefold.reading import read_json
 
 
 def export_folder(
@@ -87,8 +88,10 @@ def export_folder(
 
 def _say_dtype(path: Path, dtype: torch.dtype) -> None:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except (OSError, ValueError):
+        return
+    if not isinstance(config, dict):
         return
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")

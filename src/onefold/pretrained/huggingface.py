@@ -12,7 +12,6 @@ initialized first.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Together, meet
 from onefold.pretrained.fitted import Fitted, Outline, copies, refuse_shapes, some, unwrapped
 from onefold.pretrained.hf_names import is_transformers, reading
+from onefold.reading import read_json
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of, is_sharded
 
@@ -244,7 +244,7 @@ def open_source(path: Path) -> HuggingFaceSource:
 def _index(path: Path) -> dict[str, list[str]]:
     """Read an index: {file: names of its tensors}."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        found = read_json(path)["weight_map"]
         out: dict[str, list[str]] = {}
         for key, file in found.items():
             out.setdefault(file, []).append(key)
@@ -317,7 +317,7 @@ def _instead(path: Path) -> str:
 def _quantized(folder: Path) -> str | None:
     """Return the quantization method that the folder's config.json names, if any."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
         found = config.get("quantization_config")
     except (OSError, ValueError, AttributeError):
         return None

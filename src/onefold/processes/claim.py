@@ -117,7 +117,7 @@ def _locked(path: Path, run: str, end: float) -> tuple[int, bool]:
     }
     while True:
         record = None
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, file)
             claimed = _try(file, fcntl.LOCK_EX)

@@ -26,6 +26,7 @@ from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import load as load_checkpoint
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.stages import STAGES_JOINED
+from onefold.checkpoint.values import fits
 from onefold.models.names import weights_digest
 from onefold.recipe.optimizers import TRAINED
 from onefold.recipe.options import NODES
@@ -137,6 +138,12 @@ def _checkpoint_at(path: Path) -> Path:
     return found[0]
 
 
+#: Values of the kinds that a run saves, in the state of its `DataOrder` and in `extra`.
+_ORDER = {"samples": 0, "global_batch": 0, "seed": 0, "fingerprint": "", "skipped": 0}
+_EXTRA = {"steps": 0, "optimizer": "", "options": {}, "wire_bytes_total": 0,
+          "wire_bytes_between_total": 0, "wire_bytes_plain_total": 0}  # fmt: skip
+
+
 def read_point(path: Path) -> Point:
     """Read the metadata of the checkpoint at `path`, without its tensors.
     Raises CheckpointError if it is damaged, TrainError if `onefold train` did not save it.
@@ -147,8 +154,9 @@ def read_point(path: Path) -> Point:
         manifest = source.manifest
     finally:
         source.close()
-    dicts = isinstance(data, dict) and isinstance(extra, dict)
-    if manifest.step is None or not dicts or "all" not in data:
+    order = data.get("all") if isinstance(data, dict) else None
+    whole = isinstance(order, dict) and order.keys() >= _ORDER.keys()
+    if manifest.step is None or not (whole and fits(_ORDER, order) and fits(_EXTRA, extra)):
         raise TrainError(
             f"{path} does not say where in its data a run stood: it was not saved by `onefold"
             " train`. Export it and start from the model: --model FOLDER."

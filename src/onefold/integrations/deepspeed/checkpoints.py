@@ -27,6 +27,7 @@ from onefold.checkpoint import CheckpointError
 from onefold.checkpoint.folder import in_words, latest
 from onefold.checkpoint.loading import source_of
 from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
+from onefold.integrations.deepspeed.checkpoint_reader.folder import named_in
 from onefold.pretrained.adapters import embedding_layers
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def _find(root: Path, tag: str | None) -> Found | None:
     """
     if tag is None:
         try:
-            tag = (root / _LATEST).read_text().strip()
+            tag = named_in(root / _LATEST)
         except OSError:
             newest = latest(root)
             if newest is None:

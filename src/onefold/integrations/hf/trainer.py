@@ -26,6 +26,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import onefold
 from onefold.checkpoint.together import Together
+from onefold.checkpoint.values import refuse_another_state
 from onefold.integrations import vllm
 from onefold.integrations.figures import Figures
 from onefold.integrations.hf import loading, saving
@@ -311,7 +312,9 @@ class TrainerMixin(_Host):
             return
         saving.load_state(self.model, self._torch_optimizer(), checkpoint)
         schedule = os.path.join(checkpoint, SCHEDULER_NAME)
-        self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+        state = torch.load(schedule, weights_only=True)
+        refuse_another_state(schedule, "scheduler", self.lr_scheduler, state)
+        self.lr_scheduler.load_state_dict(state)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Load the loss scale, unless this run computes in another precision than fp16."""

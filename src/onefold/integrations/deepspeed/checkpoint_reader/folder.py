@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onefold.checkpoint.errors import CheckpointError
+from onefold.reading import read_bytes
 
 _SHARD = re.compile(
     r"^(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<other>\d+)_?optim_states\.pt$"
@@ -90,7 +91,7 @@ def _chosen(path: Path, tag: str | None) -> Path:
         return path
     given = tag
     if tag is None and (path / _LATEST).is_file():
-        tag = (path / _LATEST).read_text(errors="replace").strip()
+        tag = named_in(path / _LATEST)
     found = sorted(p.name for p in _tags(path))
     if tag is None:
         if not found:
@@ -114,6 +115,11 @@ def _chosen(path: Path, tag: str | None) -> Path:
             f" {', '.join(found) or 'none'}."
         )
     return folder
+
+
+def named_in(latest: Path) -> str:
+    """Return the tag that a file `latest` names. Raises: OSError."""
+    return read_bytes(latest, 1 << 16).decode(errors="replace").strip()
 
 
 def _is_tag(folder: Path) -> bool:

@@ -13,6 +13,7 @@ the disk when they are used.
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 
 from onefold.checkpoint.errors import CheckpointError
+from onefold.reading import open_regular
 
 
 class Attributes:
@@ -75,6 +77,7 @@ def read_pickle(path: Path) -> Any:
     """
     with _lock, torch.serialization.safe_globals([*STAND_INS, *_plain_values()]):
         try:
+            os.close(open_regular(path))  # torch would wait for a fifo
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except FileNotFoundError:
             raise CheckpointError(

@@ -14,6 +14,7 @@ optimizer state is another flat tensor of the same elements.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ def read_shard(path: Path) -> Shard:
         return _shard(path, contents["optimizer_state_dict"])
     except CheckpointError:
         raise
-    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+    except Exception as error:  # whatever values of other kinds than DeepSpeed's lead to
         raise CheckpointError(
             f"{path} is no optimizer file of DeepSpeed's ZeRO as of version 0.19:"
             f" {type(error).__name__} {error}."
@@ -117,6 +118,11 @@ def _shard(path: Path, saved: Mapping[str, Any]) -> Shard:
         _with_step(dict(states.get(i, {})), groups, i, saved.get("base_optimizer_state_step"))
         for i in range(len(masters))
     ]
+    for master, state in zip(masters, listed, strict=True):
+        if not isinstance(master, torch.Tensor) or not math.isfinite(float(state.get("step", 0))):
+            raise TypeError(
+                f"a flat group is a {type(master).__name__} with {state.get('step')} steps"
+            )
     scaler = saved.get("loss_scaler")
     return Shard(
         path=path,

@@ -93,6 +93,17 @@ class DeepSpeedSource(Source):
     def __init__(self, path: Path | str, tag: str | None = None) -> None:
         self.files = find(path, tag)
         self.folder = self.files.tag
+        try:
+            self._open()
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever values of other kinds than DeepSpeed's lead to
+            raise CheckpointError(
+                f"{self.folder} is no checkpoint of DeepSpeed's ZeRO as of version 0.19:"
+                f" {type(error).__name__}: {error}."
+            ) from None
+
+    def _open(self) -> None:
         self._shards: dict[int, Shard] = {}
         self._models: dict[int, Mapping[str, Any]] = {}
         first, model = read_shard(self.files.shards[0]), self._model(0)

@@ -30,6 +30,7 @@ from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.source import Item, Source
 from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
+from onefold.integrations.deepspeed.checkpoint_reader.folder import named_in
 from onefold.integrations.deepspeed.names.parameter_facts import DEPTH, alone
 from onefold.integrations.deepspeed.saving import write_tensors
 from onefold.recipe.options import bytes_of
@@ -246,7 +247,7 @@ class _Tensor:
 def _folder(folder: str | os.PathLike[str], tag: str | None) -> Path:
     path = Path(folder)
     if tag is None and (path / _LATEST).is_file():
-        tag = (path / _LATEST).read_text(errors="replace").strip()
+        tag = named_in(path / _LATEST)
     return path if tag is None else path / tag
 
 
