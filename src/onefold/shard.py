@@ -233,7 +233,7 @@ def _laid_out(
     preflight(engine)
     if incoming is not None:
         incoming.settle(engine)
-    if not isinstance(group, Group):  # onefold.unsharded starts from rank 0's values
+    if not given:  # onefold.unsharded starts from rank 0's values
         compare_copies(engine, names)
     values = rank_0_needs_values(engine, module)
     refuse_missing_boxes(engine, values)

@@ -262,7 +262,7 @@ def test_merging_takes_the_memory_of_a_unit_and_a_buffer(tmp_path: Path) -> None
     ("options", "said"),
     [
         ({"lora_targets": "q_porj"}, "no linear layer of that name. Did you mean 'q_proj'"),
-        ({"lora_targets": ""}, "no linear layer of that name. Known: "),
+        ({"lora_targets": "?"}, "no linear layer of that name. Known: "),
         ({"lora_targets": "embed_tokens"}, "no linear layer of that name"),
     ],
 )

@@ -469,7 +469,10 @@ def elsewhere(folder: str, names: dict[str, str], case: Case) -> dict[str, Any]:
     out["coordinate"] = mesh.get_coordinate()
     for name, path in names.items():
         if name != "whole":
-            out[name] = told(lambda path=path: onefold.load(path, model=model, optimizer=optimizer))
+            own = torch.optim.Adafactor(model.parameters()) if name == "rows" else optimizer
+            out[name] = told(
+                lambda path=path, own=own: onefold.load(path, model=model, optimizer=own)
+            )
             continue
         loaded = onefold.load(path, model=model, optimizer=optimizer)
         out[name] = loaded.data, loaded.notes

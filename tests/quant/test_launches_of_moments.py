@@ -80,6 +80,7 @@ class Operators(TorchDispatchMode):
             "detach",
             "view",
             "slice",
+            "_has_compatible_shallow_copy_type",
         ):
             self.found[name] += 1
         return func(*args, **(kwargs or {}))

@@ -291,7 +291,7 @@ def _check_whole(out: Examination, name: str, recorded: FileRecord, named: bool)
     elif name == STATE:
         try:
             state = state_of_text(read_bytes(out.folder / name), out.folder / name)
-            decode(state, lambda number: torch.empty(0))
+            decode(state, lambda number: torch.empty(0, device="cpu"))
         except CheckpointError as error:
             out.add(name, str(error))
 
