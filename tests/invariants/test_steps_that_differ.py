@@ -294,8 +294,26 @@ def last_bit(model: nn.Module, rank: int) -> None:
     three_steps(model, sgd(model, lr=0.1 + rank * 1e-17))
 
 
+def other_orders_and_names(model: nn.Module, rank: int) -> None:
+    """What code makes of a set of names is in another order on each rank."""
+    params = list(model.parameters())
+    turn = slice(None, None, -1 if rank else 1)
+    groups = [{"params": params[:3][turn], "name": f"rank {rank}", "seen": float(rank)}]
+    first = torch.optim.AdamW(groups, lr=0.1, foreach=bool(rank))
+    second = sgd(model, momentum=0.9)
+    second.param_groups[0]["params"] = params[3:]
+    if rank:  # nothing has a gradient yet
+        first.step()
+    for step in range(3):
+        backward(model, step)
+        for optimizer in (first, second)[turn]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def steps_without_passes(model: nn.Module, rank: int) -> None:
     optimizer = sgd(model)
+    backward(model, 0)
     for _ in range(200):
         optimizer.step()
     assert len(onefold.engine_of(model).group.updates) < 100
@@ -308,7 +326,8 @@ def goes_on_after_an_error(model: nn.Module, rank: int) -> None:
 
 
 RIGHT: list[Train] = [
-    another_model, two_optimizers, scaled, last_bit, steps_without_passes, goes_on_after_an_error,
+    another_model, two_optimizers, scaled, last_bit, other_orders_and_names, steps_without_passes,
+    goes_on_after_an_error,
 ]  # fmt: skip
 
 

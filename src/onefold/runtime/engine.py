@@ -435,7 +435,7 @@ class Engine:
 
     def note_update(self, name: str, items: Iterator[str]) -> None:
         """Note what clipping or an optimizer is about to do, for the ranks to compare."""
-        if not self.group.alone:
+        if not self.group.alone and self.step_count:  # before a first pass nothing has a gradient
             updates.note(self.group.updates, name, items)
 
     def tell_failure(self) -> None:

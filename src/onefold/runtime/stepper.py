@@ -195,9 +195,9 @@ class Steppers:
                 known[key] = chosen[self._stepper_of(optimizer, entry.flat, key[1], verdict_of)]
             known[key].append(entry)
         apart = {s: chosen[s] for s in self.apart if chosen[s] or s.collective}
-        said = {
-            group: f"{len(some)} parameters (checksum {zlib.crc32(repr(some).encode()):08x})"
-            for group, some in members.items()
+        said = {  # in any order: code may make a group of a set of names
+            group: f"{len(some)} parameters (checksum {zlib.crc32(repr(sorted(some)).encode()):08x})"
+            for group, some in sorted(members.items())
         }
         self._chosen[optimizer] = _Choice(groups, entries, apart, said)
         return apart

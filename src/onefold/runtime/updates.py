@@ -7,6 +7,7 @@ the next backward pass (runtime/backward.py), and the updates themselves in a sa
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 _ITEM, _UPDATE = "\t", "\n"
+#: Options that say how torch computes an update, not which.
+_HOW = ("foreach", "fused", "capturable", "differentiable")
 #: Updates that are kept in words, if no backward pass comes.
 _KEPT = 64
 
@@ -27,28 +30,31 @@ def note(updates: list[tuple[str, ...]], name: str, items: Iterator[str]) -> Non
 
 
 def together(updates: Sequence[tuple[str, ...]]) -> str:
-    return _UPDATE.join(map(_ITEM.join, updates))
+    """Return the updates in one text. Their order is left out: that of two optimizers is free."""
+    return _UPDATE.join(sorted(map(_ITEM.join, updates)))
 
 
 def of_step(optimizer: Optimizer, members: Mapping[int, str]) -> Iterator[str]:
-    """Yield the numbers of the groups of `members`, and these: what tells which parameters a group
-    has. Tensors on a device are left out: reading them would make the host wait.
+    """Yield the numbers among the optimizer's options in the groups of `members`, and these: what
+    tells which parameters a group has. What code keeps in a group besides (a name, a rank) is left
+    out, and so are tensors on a device: reading them would make the host wait.
     """
     for number, those in members.items():
         where = f" in group {number}"
         for key, value in optimizer.param_groups[number].items():
-            if value is not None and (said := in_words(value)):
+            option = key == "lr" or (key in optimizer.defaults and key not in _HOW)
+            if option and (said := in_words(value)):
                 yield f"{key}={said}{where}"
         yield those + where
 
 
 def in_words(value: Any) -> str:
-    """Return a number, a switch, a text or a few numbers in words; "" for anything else. Hosts of
-    different kinds may differ in the last bit of a cosine, so it is left out.
+    """Return a number, a switch or a few numbers in words; "" for anything else. Hosts of different
+    kinds may differ in the last bit of a cosine, so it is left out.
     """
     if isinstance(value, float):
         return f"{value:.7g}"
-    if isinstance(value, (str, int)):
+    if isinstance(value, int):
         return str(value)
     if isinstance(value, (tuple, list)) and value and isinstance(value[0], (float, int)):
         return f"({', '.join(map(in_words, value))})"
@@ -65,16 +71,16 @@ def difference(texts: Mapping[int, str]) -> str:
     """
     (first, mine), *others = sorted(texts.items())
     other, theirs = next((each for each in others if each[1] != mine), (first, mine))
-    for one, two in zip_longest(mine.split(_UPDATE), theirs.split(_UPDATE), fillvalue=""):
+    here, there = (Counter(filter(None, text.split(_UPDATE))) for text in (mine, theirs))
+    only = sorted((here - there).elements()), sorted((there - here).elements())
+    for one, two in zip_longest(*only, fillvalue=""):
         name, *of_one = one.split(_ITEM)
         second, *of_two = two.split(_ITEM)
         if name != second:
             said = [f"called {each}" if each else "called nothing more" for each in (name, second)]
-        elif one != two:
+        else:
             items = next(pair for pair in zip_longest(of_one, of_two) if pair[0] != pair[1])
             said = [f"called {name} with {each or 'nothing more'}" for each in items]
-        else:
-            continue
         return (
             f"since the last backward pass rank {first} {said[0]} where rank {other} {said[1]}."
             " Every rank must clip and step alike, with the same numbers in the optimizer's groups,"
