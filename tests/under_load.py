@@ -54,9 +54,6 @@ FILES = [
     "tests/observe/test_ranks_observed.py",
     "tests/observe/test_what_a_run_leaves.py",
     "tests/doctor/test_measure.py",
-    "tests/benchmarks/test_checkpoint_benchmark.py",
-    "tests/benchmarks/test_offload_benchmark.py",
-    "tests/benchmarks/test_peers.py",
     "tests/benchmarks/test_wires.py",
 ]
 

@@ -18,8 +18,8 @@ _HEAD = """\
 # The plan beside published figures
 
 Written by `python -m benchmarks.validation` from the tables in `benchmarks/data`; do not edit. Ratios are predicted ÷ published, misses
-included. The questions of `tests/benchmarks/data/planner_cases.csv` are a test of their own
-(`tests/benchmarks/test_planner_cases.py`); most of them ask for one figure of a paper, which `benchmarks.validation.formulas` or,
+included. The questions of `tests/plan/data/planner_cases.csv` are a test of their own
+(`tests/plan/test_cases.py`); most of them ask for one figure of a paper, which `benchmarks.validation.formulas` or,
 for a published system, `benchmarks.validation.systems` answers: no whole plan.
 
 Three kinds of table: **formula** (both sides compute; they must agree but for rounding and what the sources misprint), **memory** and

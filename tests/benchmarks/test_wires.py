@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -13,21 +12,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-from benchmarks.harness import Run
-from benchmarks.on_gpu import chapters
 from benchmarks.peers import model
 from benchmarks.peers.settings import Setting
 from benchmarks.wires import __main__ as wires
-from benchmarks.wires import hosts, launch, worker
-from benchmarks.wires.sides import SIDES, Link, chosen_sides, read_rate
-
-from benchmarks import gpu, pages
+from benchmarks.wires import hosts
+from benchmarks.wires.sides import Link
 
 SLOW = Link(100e6)
 TINY = Setting(model="gpt-tiny", tokens=32, precision="bf16", ranks=4, warmup=1, steps=2)
@@ -51,28 +45,6 @@ def in_networks(namespaces: set[str]) -> list[int]:
         except OSError:  # it has ended, or is not ours to look at
             continue
     return found
-
-
-def made_up_run(side: str, number: int, seconds: float, between: int, loss: float = 2.0) -> Run:
-    """A run of four ranks and two steps; the last rank is a tenth slower, and each host's first
-    knows what its link carried.
-    """
-    ranks: list[dict[str, Any]] = [
-        {
-            "rank": rank,
-            "losses": [loss, loss, loss],
-            "step_s": [seconds * (1.1 if rank == 3 else 1.0)] * 2,
-            "inside_bytes": 500,
-            "between_bytes": between,
-        }
-        | (
-            {"interface_bytes": 2 * between + 100, "queue_bytes": 2 * between + 200, "dropped": 0}
-            if rank % 2 == 0
-            else {}
-        )
-        for rank in range(4)
-    ]
-    return Run(side, number, "ok", ranks)
 
 
 def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_is_left(
@@ -187,124 +159,3 @@ with joined(Link(100e6)) as pair:
     while in_networks(made) and time.monotonic() < end:  # those that a host was about to start
         time.sleep(0.1)
     assert in_networks(made) == []
-
-
-def test_bytes_are_a_hosts_and_a_step_lasts_until_its_slowest_rank() -> None:
-    elements = model.count_parameters("gpt-tiny")
-    runs = [
-        made_up_run(side, n, s * n, b)
-        for n in (1, 2)
-        for side, s, b in (("onefold-3", 3.0, 6 * elements), ("ddp", 1.5, elements))
-    ]
-    runs.append(Run("fsdp2", 1, "failed", error="Traceback\nValueError: boom\n"))
-    ours, theirs, failed, absent = wires.rows(TINY, SLOW, runs, ["deepspeed-3"])
-    assert ours["between_bytes"] == 2 * 6 * elements / 2 and ours["equivalents"] == 3.0
-    assert ours["expected"] == pytest.approx(3 - model.count_at_the_turn("gpt-tiny") / elements)
-    assert ours["inside_bytes"] == 500 and ours["interface_bytes"] == (12 * elements + 100) / 2
-    assert ours["step_s"] == pytest.approx((3.3 + 6.6) / 2) and ours["faster"] == 1.0
-    assert theirs["faster"] == pytest.approx(2.0) and theirs["loss_difference"] == 0.0
-    assert ours["busy"] == pytest.approx(8 * (12 * elements + 200) / 2 / 100e6 / ours["step_s"])
-    assert ours["ledger_between"] is None and ours["agree"]
-    assert failed["status"] == "failed" and absent["status"] == "not installed"
-    assert "fsdp2: failed: ValueError: boom" in pages.table(
-        wires.COLUMNS, [ours, theirs, failed, absent]
-    )
-    runs[0].ranks[2]["losses"][-1] = 2.5
-    apart = wires.rows(TINY, SLOW, runs)[0]
-    assert apart["agree"] is False and "NO" in pages.cells(wires.COLUMNS, apart)
-
-
-def test_a_move_is_divided_by_where_the_other_ranks_of_its_group_are() -> None:
-    from onefold.comm.ledger import TrafficLedger
-
-    traffic = TrafficLedger()
-    counter = worker.LedgerCounter(traffic, ranks_a_host=2, rank=1)
-    for group, nbytes in (("0-3", 300), ("0-1", 40), ("1,3", 5)):
-        traffic.record("all-gather", "unit", nbytes, group=group)
-    assert counter.bytes() == {"ledger_inside": 140, "ledger_between": 205, "control_bytes": 0}
-    assert worker.read_ranks("0-1,4") == [0, 1, 4]
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (["--rates", "fast"], "100M, 1G"),
-        (["--sides", "zeropp++"], "onefold-3"),
-        (["--steps", "0"], "at least 1"),
-    ],
-)
-def test_a_wrong_command_line_is_told_what_to_write(
-    asked: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert wires.main(asked) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_sides_are_chosen_in_the_order_of_a_round_and_a_family_takes_all_of_it() -> None:
-    assert chosen_sides(list(SIDES)[::-1]) == list(SIDES)
-    ours = [name for name, side in SIDES.items() if side.family == "onefold"]
-    assert chosen_sides(["onefold"]) == ours
-    assert chosen_sides(["fsdp2"]) == ["fsdp2"], "a side of that name is that side"
-    assert [read_rate(text) for text in ("100M", "2.5G", "10G")] == [1e8, 2.5e9, 1e10]
-
-
-def test_where_there_can_be_no_hosts_the_command_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setitem(hosts.TOOLS, "tc", None)
-    assert wires.main(["--output", str(tmp_path)]) == 0
-    assert "skipped: tc cannot be found: install iproute2" in capsys.readouterr().out
-    assert wires.main(["--output", str(tmp_path), "--json"]) == 0
-    assert "install iproute2" in json.loads(capsys.readouterr().out)["skipped"]
-    assert list(tmp_path.iterdir()) == [], "what was measured elsewhere is not overwritten"
-
-
-def test_a_turn_that_fails_or_takes_too_long_is_told_and_ends(
-    permitted: None, tmp_path: Path
-) -> None:
-    def python(text: str) -> str:
-        script = tmp_path / "python"
-        script.write_text(f"#!/bin/sh\n{text}\n")
-        script.chmod(0o755)
-        return str(script)
-
-    told = '  File "/home/somebody/lib/site-packages/peer/engine.py", line 7: boom'
-    failed = launch.run_side(
-        "ddp", TINY, SLOW, python=python(f"echo '{told}'; exit 7"), timeout=300
-    )
-    assert (failed["status"], failed["error"]) == (
-        "failed",
-        'File "site-packages/peer/engine.py", line 7: boom',
-    )
-    late = launch.run_side("ddp", TINY, SLOW, python=python("echo waiting; sleep 600"), timeout=8)
-    assert late["status"] == "timeout" and "last said: waiting" in late["error"]
-    assert {child.name() for child in psutil.Process().children(recursive=True)}.isdisjoint(
-        {"unshare", "nsenter", "sleep"}
-    )
-
-
-def test_the_chapter_of_the_gpu_benchmark_fails_where_streams_change_a_bit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[tuple[str, bool]] = []
-
-    def run(
-        name: str, setting: Setting, options: argparse.Namespace, **more: Any
-    ) -> dict[str, Any]:
-        changes = more.get("changes", {})
-        asked.append((name, changes.get("overlap", True)))
-        losses = [3.0, 2.5 if changes and name == "hsdp" else 2.0]
-        return {
-            "status": "ok",
-            "ranks": [{"losses": losses, "between_bytes": 6 * 75, "numel": 100}] * setting.ranks,
-        }
-
-    monkeypatch.setattr(chapters, "run", run)
-    table, outcomes = chapters.groups(argparse.Namespace(precisions=["bf16"], device="cpu"))
-    rows = {row[0]: row[1:] for row in table.rows}
-    assert list(rows) == list(chapters.RECIPES) and set(asked) == {
-        (n, True) for n in chapters.RECIPES
-    } | {(n, False) for n in chapters.TWICE}
-    assert rows["zeropp"] == ["bf16", "2.000000", "0.0e+00", "the same bits", "0.750", "0.375"]
-    assert rows["hsdp"][3] == "DIFFERS" and [o["status"] for o in outcomes].count("differs") == 1
-    assert set(chapters.RECIPES) <= set(SIDES) and "groups" in gpu.CHAPTERS

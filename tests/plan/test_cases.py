@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.validation import __main__ as page
 from benchmarks.validation.formulas import (
     activations,
     compute,
@@ -24,6 +25,8 @@ from benchmarks.validation.formulas import (
     traffic,
 )
 from benchmarks.validation.systems import SYSTEMS, blocks_of
+
+from benchmarks import reach
 
 ROWS = list(
     csv.DictReader(
@@ -204,3 +207,17 @@ def test_the_answer_lies_within_the_tolerance(row: dict[str, str]) -> None:
 def test_the_answer_is_the_formulas_value_where_one_is_given(row: dict[str, str]) -> None:
     answer = ANSWERS[row["id"]](json.loads(row["inputs_json"]))
     assert answer == pytest.approx(float(row["reference_formula_value"]), rel=2e-4), row["question"]
+
+
+def test_pages_say_what_the_plan_answers() -> None:
+    """Run `python -m benchmarks.validation` and `python -m benchmarks.reach` after a change."""
+    docs = Path(__file__).parents[2] / "docs"
+    assert (docs / "validation.md").read_text(encoding="utf-8") == page.page()
+    (place,) = (p for p in reach.PLACES if p.memory == 80)
+    at = 1 + reach.PLACES.index(place)
+    rows = [
+        line.strip("|").split("|") for line in reach.PAGE.read_text(encoding="utf-8").split("\n")
+    ]
+    shown = {cells[0].strip(): cells[at].strip() for cells in rows if len(cells) > at}
+    told = shown["llama-3-8b"].removesuffix(" ●")
+    assert told == reach.cell(reach.answered("llama-3-8b", place))
