@@ -47,6 +47,7 @@ def of_the_first_hour(name: str, options: harness.Options, left: float) -> Chapt
 def check(options: harness.Options) -> Chapter:
     """`onefold doctor --check` without the chapters that are ours; its JSON is kept too."""
     table = Table("onefold doctor --check --quick", ("check", "found", "seconds", "said"))
+    options.output.mkdir(parents=True, exist_ok=True)
     file, asked = options.output / "gpu-check.json", ["doctor", "--check", "--quick"]
     command = [sys.executable, "-m", "onefold", *asked]
     command += ["--device", options.device, "--json", str(file)]
