@@ -325,3 +325,41 @@ def dies_after_an_interrupt() -> bool:
 
 def test_a_model_that_was_interrupted_is_freed() -> None:
     assert run_ranks(1, dies_after_an_interrupt) == [True]
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"), [(3, {"offload_optimizer": "cpu"}), (2, {"moments": "int8"})]
+)
+def test_a_step_that_is_interrupted_at_its_end_leaves_groups_whole(
+    stage: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import onefold
+    import onefold.optim.step_hooks as hooks
+
+    def losses(interrupted: int) -> list[float]:
+        torch.manual_seed(0)
+        model = onefold.shard(
+            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
+            onefold.Recipe.zero(stage, **options),
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        x, out = torch.randn(6, 4), []
+        for number in range(6):
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            out.append(loss.item())
+            with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+                if number == interrupted:
+                    show = hooks._Step.show
+
+                    def ctrl_c(step: Any, show: Any = show) -> None:
+                        patched.setattr(hooks._Step, "show", show)
+                        raise KeyboardInterrupt
+
+                    patched.setattr(hooks._Step, "show", ctrl_c)
+                optimizer.step()
+            assert len(optimizer.param_groups[0]["params"]) == 4
+        return out
+
+    assert losses(2) == losses(-1)

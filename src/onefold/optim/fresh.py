@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from onefold.runtime.stepper import kept_by, own_attributes, own_numbers
+from onefold.runtime.stepper import held_inside, kept_by, own_attributes, own_numbers
 
 
 def probe(data: torch.Tensor, optimizer: Optimizer, like: Any) -> nn.Parameter:
@@ -25,7 +25,8 @@ def probe(data: torch.Tensor, optimizer: Optimizer, like: Any) -> nn.Parameter:
 
 def twin_of(optimizer: Optimizer, group: dict[str, Any], probes: Sequence[nn.Parameter]) -> Any:
     """Return a copy of `optimizer` that has `probes` in a copy of its group `group`, no state, and no
-    hook. It counts apart.
+    hook. It counts apart. So do copies of the optimizers that it holds: those that step parameters of
+    `group` have the probes too.
     """
     twin = object.__new__(type(optimizer))
     # Schedulers replace `step` in the instance by one that counts
@@ -37,7 +38,24 @@ def twin_of(optimizer: Optimizer, group: dict[str, Any], probes: Sequence[nn.Par
     tensors = {k: v.clone() for k, v in group.items() if isinstance(v, torch.Tensor)}
     twin.param_groups = [{**group, **tensors, **own_numbers(group), "params": [*probes]}]
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    here, twins = {id(p) for p in group["params"]}, dict[int, Any]()
+    for each in held_inside(optimizer).values():
+        if id(each) not in twins:
+            its = next((g for g in each.param_groups if here & {*map(id, g["params"])}), None)
+            has = probes if its is not None else ()
+            twins[id(each)] = twin_of(each, its or each.param_groups[0], has)
+    if twins:
+        twin.__dict__.update({k: _exchanged(v, twins) for k, v in own_attributes(twin).items()})
     return twin
+
+
+def _exchanged(value: Any, twins: Mapping[int, Any]) -> Any:
+    """Return `value` with `twins` in the places of the optimizers with these ids."""
+    if isinstance(value, dict):
+        return {k: twins.get(id(v), v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [twins.get(id(v), v) for v in value]
+    return twins.get(id(value), value)
 
 
 _KEPT_IN = (dict, list, set, defaultdict, OrderedDict)

@@ -91,21 +91,23 @@ class _Step:
 
     def show(self) -> None:
         """Let the parameters show the whole shape again, and the groups have all of theirs."""
-        while self.full:
-            group, every = self.full.pop()
+        while self.full:  # what is undone leaves the list last: this may be interrupted
+            group, every = self.full[-1]
             group["params"] = every
-        params, self.bare = self.bare, []
+            self.full.pop()
         if self.chosen is not None:
             self.chosen.end()
-        if params:
+        if self.bare:
+            face(self.bare)
+            self.bare = []
             stepping.depth -= 1
-            face(params)
 
     def restore_gradients(self) -> None:
         while self.aside:
-            param, grad = self.aside.pop()
+            param, grad = self.aside[-1]
             if param.grad is None:
                 param.grad = grad
+            self.aside.pop()
 
 
 _steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
@@ -335,7 +337,7 @@ def _faced(optimizer: Optimizer, *_: Any) -> None:
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _nested(optimizer):
         return
-    step = _steps.pop(optimizer, None)
+    step = _steps.get(optimizer)
     with disable_torch_function():
         if step is not None:
             step.show()
@@ -345,6 +347,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             elsewhere += engine.optimizer_has_stepped(entries)
         state_dicts.show_states(optimizer)
         faced_states.stepped_elsewhere(optimizer, [entry.param for entry in elsewhere])
+    _steps.pop(optimizer, None)  # last: `_end` undoes a step that was interrupted before
 
 
 def _has_returned(optimizer: Optimizer) -> None:
@@ -356,7 +359,7 @@ def _has_returned(optimizer: Optimizer) -> None:
 
 def _end(optimizer: Optimizer) -> None:
     """Undo what `_before` did, if the step has raised: `_after` never ran."""
-    step = _steps.pop(optimizer, None)
+    step = _steps.get(optimizer)
     if step is not None:
         with disable_torch_function():
             step.show()
@@ -364,6 +367,7 @@ def _end(optimizer: Optimizer) -> None:
             for engine, entries in _entries_of(optimizer).items() if step.writes else ():
                 engine.optimizer_has_stepped(entries)  # some of them, before it was interrupted
             state_dicts.show_states(optimizer)
+        _steps.pop(optimizer, None)
 
 
 for _hook in (_first, _before, _faced, _after):  # a compiled step calls them as they are

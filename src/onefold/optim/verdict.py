@@ -327,6 +327,8 @@ class _How:
 
     def make(self, optimizer: Optimizer, params: list[nn.Parameter]) -> Any:
         if self.group is None:
+            if held_inside(optimizer):  # made anew, it might hold these: a trial would step them
+                raise TypeError("it holds other optimizers")
             given = [{"params": params, **self.options}] if self.options else params
             return type(optimizer)(given, **_arguments(optimizer))
         return twin_of(

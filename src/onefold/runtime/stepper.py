@@ -598,13 +598,13 @@ def only(
     for param in params:
         wanted.setdefault(groups[id(param)], []).append(param)
     before = optimizer.param_groups
-    optimizer.param_groups = [
-        {**before[i], **own_numbers(before[i]), "params": some}
-        for i, some in sorted(wanted.items())
-    ]
-    if device is not None:
-        Chosen(optimizer, optimizer.param_groups, device)  # they are copies: nothing to undo
     try:
+        optimizer.param_groups = [
+            {**before[i], **own_numbers(before[i]), "params": some}
+            for i, some in sorted(wanted.items())
+        ]
+        if device is not None:
+            Chosen(optimizer, optimizer.param_groups, device)  # they are copies: nothing to undo
         with _counting_apart(optimizer, groups):
             yield
     finally:
