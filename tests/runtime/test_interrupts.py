@@ -183,7 +183,9 @@ def test_an_interrupt_inside_onefold_leaves_no_trace_in_the_numbers(stage: int) 
 
 
 class _NthLine:
-    """Interrupts at the n-th line of one function. Python handles no signal at `try:`."""
+    """Interrupts at the n-th line of one function. Python handles no signal at `try:`,
+    and what ends a `with` is torch's (`no_grad`).
+    """
 
     def __init__(self, code: Any, n: int) -> None:
         self.code, self.left = code, n
@@ -192,7 +194,7 @@ class _NthLine:
         if frame.f_code is not self.code:
             return None
         text = linecache.getline(self.code.co_filename, frame.f_lineno).strip()
-        if event == "line" and text != "try:":
+        if event == "line" and not text.startswith(("try:", "with ")):
             self.left -= 1
             if not self.left:
                 sys.settrace(None)
@@ -248,7 +250,7 @@ def interrupt_at_every_line(stage: int, precision: Any) -> list[str]:
                 found.append(f"{name}, line {at}: {error!r}"[:150])
                 break
             at += 1
-        if at < 8:
+        if at < 8 and (stage or name != "enter"):  # stage 0 in fp32 on one rank has no passes
             found.append(f"{name}: only {at} lines were seen")
     return found
 
