@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import linecache
 import os
 import sys
 import weakref
@@ -179,6 +180,86 @@ def interrupt_inside(stage: int, stride: int) -> list[str]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_interrupt_inside_onefold_leaves_no_trace_in_the_numbers(stage: int) -> None:
     assert run_ranks(1, interrupt_inside, stage, 37) == [[]]
+
+
+class _NthLine:
+    """Interrupts at the n-th line of one function. Python handles no signal at `try:`,
+    and what ends a `with` is torch's (`no_grad`).
+    """
+
+    def __init__(self, code: Any, n: int) -> None:
+        self.code, self.left = code, n
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code is not self.code:
+            return None
+        text = linecache.getline(self.code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not text.startswith(("try:", "with ")):
+            self.left -= 1
+            if not self.left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupt_at_every_line(stage: int, precision: Any) -> list[str]:
+    import onefold
+    from onefold.runtime.forward import Forward
+    from onefold.runtime.state import dicts, start
+
+    torch.manual_seed(0)
+    models = [TinyMLP(), TinyMLP()]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        onefold.shard(model, onefold.Recipe.zero(stage, precision=precision))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in models]
+    x, found = features_of(0, 4, 7), []
+
+    def step(which: int) -> float:
+        optimizers[which].zero_grad()
+        value = models[which](x).float().square().mean()
+        value.backward()
+        optimizers[which].step()
+        return value.item()
+
+    def read() -> None:
+        with onefold.full_params(models[0]):
+            pass
+
+    def unwrapped(function: Any) -> Any:
+        return function.__wrapped__.__code__
+
+    for name, code, use in (
+        ("showing", unwrapped(dicts.showing), lambda: onefold.full_state_dict(models[0])),
+        ("full_params", unwrapped(start.full_params), read),
+        ("enter", Forward.enter.__code__, lambda: models[0](x)),
+    ):
+        at, tracer = 1, _NthLine(code, 0)
+        while tracer.left <= 0:  # else the function has fewer lines
+            tracer = _NthLine(code, at)
+            with contextlib.suppress(KeyboardInterrupt):
+                sys.settrace(tracer)
+                try:
+                    use()
+                finally:
+                    sys.settrace(None)
+            try:
+                if (values := (step(0), step(1)))[0] != values[1]:
+                    found.append(f"{name}, line {at}: losses {values}")
+            except Exception as error:
+                found.append(f"{name}, line {at}: {error!r}"[:150])
+                break
+            at += 1
+        if at < 8 and (stage or name != "enter"):  # stage 0 in fp32 on one rank has no passes
+            found.append(f"{name}: only {at} lines were seen")
+    return found
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (3, "bf16")])
+def test_an_interrupt_at_any_line_leaves_the_optimizers_parameters_in_the_model(
+    stage: int, precision: str
+) -> None:
+    assert run_ranks(1, interrupt_at_every_line, stage, precision) == [[]]
 
 
 def one_rank_alone(stage: int) -> list[float]:

@@ -20,7 +20,7 @@ from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import in_words
 from onefold.checkpoint.progress import Signs
 from onefold.comm import CollectiveContext, Group, StallError
-from onefold.comm.pending import stall_error
+from onefold.comm.pending import CHECKPOINT, stall_error
 from onefold.runtime.engine import Engine
 from onefold.runtime.uninitialized import UninitializedError
 
@@ -214,7 +214,7 @@ class Together:
             )
         engine = self._engine()
         step, heard = (engine.step_count, engine.group.heard) if engine is not None else (0, None)
-        context = CollectiveContext("control", "(checkpoint)", step, "state")
+        context = CollectiveContext("control", CHECKPOINT, step, "state")
         cause = RuntimeError(f"no rank has written or read anything for {self._timeout:.0f} s")
         name, me = self._group.group_name, self.ranks[self.rank]
         raise stall_error(context, waited, cause, name, me, self.ranks, heard, places=self._places)

@@ -81,6 +81,16 @@ class CollectiveContext:
         )
 
 
+#: The unit of a stall in a save or a load
+CHECKPOINT = "(checkpoint)"
+_SAVING = (
+    "A rank is stopped, or its disk or file system hangs or takes longer than this for one write or"
+    " one read."
+)
+_PASSES = (
+    "Ranks must run the same forward and backward passes on a sharded model, each with a batch of its"
+    " own, step the same optimizers, and have the same parameters frozen."
+)
 #: Of a stall in a forward pass
 _GENERATING = (
     " To generate texts, whose lengths differ between ranks, call generate(..., synced_gpus=True), so"
@@ -151,8 +161,7 @@ def stall_error(
         *(f"  rank {r}{at[r]}: {notes[r]}" for r in sorted(notes)),
         *([f"The ranks could not tell each other more: {silent}."] if silent else []),
         (
-            "Ranks must run the same forward and backward passes on a sharded model, each with a"
-            " batch of its own, step the same optimizers, and have the same parameters frozen."
+            (_SAVING if context.unit == CHECKPOINT else _PASSES)
             + (_GENERATING if context.phase == "forward" else "")
             + " If a rank may be slower than this, raise stall_timeout in the recipe."
         ),

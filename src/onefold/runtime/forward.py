@@ -125,8 +125,8 @@ class Forward:
                 self._current = ForwardPass(self.write_counters)
             self._entered.add(unit.index)
             self.spans.enter()
-            unit.leases.in_use += 1
-            this.in_use = True
+            # In one statement: Ctrl-C may come between two
+            unit.leases.in_use, this.in_use = unit.leases.in_use + 1, True
             if recompute:
                 self.backward.event()
             elif torch.is_grad_enabled() or self.progress.graded:
@@ -214,8 +214,7 @@ class Forward:
         if this.in_use:
             if unit.leases.in_use == 1:
                 swap_out(unit)
-            unit.leases.in_use -= 1
-            this.in_use = False
+            unit.leases.in_use, this.in_use = unit.leases.in_use - 1, False
             self.spans.leave(unit.name, self.progress.phase, keep)
 
     def _begin_pass(self, this: OpenPass, is_root: bool) -> None:

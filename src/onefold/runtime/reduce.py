@@ -636,12 +636,10 @@ class Reducer:
             unit.ready = unit.launched = unit.late = False
             unit.aside, unit.aside_bytes = [], 0
             for flat in unit.flats:
-                for buffer in flat.grads.values():
-                    self.pool.give(buffer)
-                flat.grads.clear()
-                for buffer in flat.held.values():
-                    self.pool.give(buffer)
-                flat.held.clear()
+                # Forgotten first: after a second Ctrl-C in here, the next call gives none twice
+                for buffers in (flat.grads, flat.held):
+                    while buffers:
+                        self.pool.give(buffers.popitem()[1])
                 for entry in flat.entries:
                     if entry.pending_grad is not None and entry.param.grad is entry.pending_grad:
                         entry.param.grad = None

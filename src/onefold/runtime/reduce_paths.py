@@ -176,10 +176,12 @@ class Sending(ABC):
         del pending
         self.forget_parts()
         nothing = self.r.buffer.new_empty(0)
-        for buffer in (self.r.buffer, self.sent, self.receive_buffer):
-            if buffer is not None:
-                self.by.pool.give(buffer)
+        taken = self.r.buffer, self.sent, self.receive_buffer
+        # Forgotten first: Ctrl-C may come in here, and the next call must give none twice
         self.r.buffer, self.sent, self.receive_buffer = nothing, None, None
+        for buffer in taken:
+            if buffer is not None and buffer.numel():
+                self.by.pool.give(buffer)
 
     def forget_parts(self) -> None:
         """Drop the parts that are stored in no buffer of the pool."""

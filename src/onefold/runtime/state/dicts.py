@@ -52,13 +52,20 @@ def as_parameters(engine: Engine, wholes: Mapping[str, torch.Tensor]) -> dict[En
 @contextlib.contextmanager
 def showing(shown: Mapping[Entry, nn.Parameter]) -> Iterator[None]:
     """Replace the modules' own parameters by these, inside the context."""
-    try:
-        for entry, param in shown.items():
-            Flat.swap(entry, param, entry.param)
-        yield
-    finally:
+
+    def back() -> None:
         for entry, param in shown.items():
             Flat.swap(entry, entry.param, param)
+
+    try:
+        try:
+            for entry, param in shown.items():
+                Flat.swap(entry, param, entry.param)
+            yield
+        finally:
+            back()
+    finally:
+        back()  # again: Ctrl-C may have come during the first
 
 
 @contextlib.contextmanager

@@ -184,55 +184,62 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
     shown: list[tuple[Entry, nn.Parameter, torch.Tensor]] = []
     wrong = None
     try:
-        with disable_torch_function():
-            for unit in engine.units:
-                for flat in unit.flats:
-                    if flat.unsharded:
-                        continue
-                    full = whole_masters(engine.resources, flat)
-                    held.append((unit, flat, None if flat.tiled else full))
-                    engine.memory.add(
-                        GATHERED, flat.layout.numel * flat.dtypes.master.itemsize, unit.name
-                    )
-                    for entry in flat.entries:
-                        whole = flat.view(full, entry)
-                        if flat.tiled:
-                            whole = _place_in(joint, entry, whole).copy_(whole)
-                        shown_as = (
-                            whole
-                            if entry.box is None
-                            else dtensor_over(whole, entry.box.spec(whole.dtype))
+        try:
+            with disable_torch_function():
+                for unit in engine.units:
+                    for flat in unit.flats:
+                        if flat.unsharded:
+                            continue
+                        full = whole_masters(engine.resources, flat)
+                        held.append((unit, flat, None if flat.tiled else full))
+                        engine.memory.add(
+                            GATHERED, flat.layout.numel * flat.dtypes.master.itemsize, unit.name
                         )
-                        stand_in = nn.Parameter(shown_as, requires_grad=False)
-                        flat.swap(entry, stand_in)
-                        if write:
-                            shown.append((entry, stand_in, whole))
-                    del full, whole
-        engine.full_params_depth, engine.full_params_write = 1, write
-        yield
-    finally:
-        entered, engine.full_params_depth = engine.full_params_depth, 0
-        with disable_torch_function(), torch.no_grad():
-            try:
-                wrong = _take_over(shown) if entered else None
-            finally:  # first of all, the model is as it was: what follows needs memory
-                shown.clear()
-                for unit, flat, _ in held:
-                    for entry in flat.entries:
-                        flat.swap(entry, entry.param)
-                    engine.memory.add(
-                        GATHERED, -flat.layout.numel * flat.dtypes.master.itemsize, unit.name
-                    )
-            if write and entered:
+                        for entry in flat.entries:
+                            whole = flat.view(full, entry)
+                            if flat.tiled:
+                                whole = _place_in(joint, entry, whole).copy_(whole)
+                            shown_as = (
+                                whole
+                                if entry.box is None
+                                else dtensor_over(whole, entry.box.spec(whole.dtype))
+                            )
+                            stand_in = nn.Parameter(shown_as, requires_grad=False)
+                            flat.swap(entry, stand_in)
+                            if write:
+                                shown.append((entry, stand_in, whole))
+                        del full, whole
+            engine.full_params_depth, engine.full_params_write = 1, write
+            yield
+        finally:
+            entered, engine.full_params_depth = engine.full_params_depth, 0
+            with disable_torch_function(), torch.no_grad():
                 try:
-                    for _, flat, kept in held:
-                        full = kept if kept is not None else _apart(joint, flat)
-                        rewrite_masters(engine.resources, flat, full)
-                finally:
-                    engine.make_stale()
-                engine.uninitialized.look()
-        if wrong:
-            raise ValueError(wrong)
+                    wrong = _take_over(shown) if entered else None
+                finally:  # first of all, the model is as it was: what follows needs memory
+                    shown.clear()
+                    for unit, flat, _ in held:
+                        for entry in flat.entries:
+                            flat.swap(entry, entry.param)
+                        engine.memory.add(
+                            GATHERED, -flat.layout.numel * flat.dtypes.master.itemsize, unit.name
+                        )
+                if write and entered:
+                    try:
+                        for _, flat, kept in held:
+                            full = kept if kept is not None else _apart(joint, flat)
+                            rewrite_masters(engine.resources, flat, full)
+                    finally:
+                        engine.make_stale()
+                    engine.uninitialized.look()
+            if wrong:
+                raise ValueError(wrong)
+    finally:  # again: Ctrl-C may have come during the first
+        engine.full_params_depth = 0
+        with disable_torch_function():
+            for _, flat, _ in held:
+                for entry in flat.entries:
+                    flat.swap(entry, entry.param)
 
 
 def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | None:
