@@ -7,41 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mixture_models import Copied, Summed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from models import features_of
 from ranks import run_ranks
-
-
-class Sum(torch.autograd.Function):
-    """What all ranks along `tp` add up. Its gradient reaches each of them whole."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
-        out = x.clone()
-        dist.all_reduce(out, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad, None
-
-
-class Copy(torch.autograd.Function):
-    """Whole on every rank along `tp`. Its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # type: ignore[override]
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
 
 
 class Parts(nn.Module):
@@ -63,9 +35,9 @@ class Parts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.down))
         group, x = None if self.tp is None else self.tp.get_group(), self.first(x)
-        x = x if group is None else Copy.apply(x, group)
+        x = x if group is None else Copied.apply(x, group)
         x = (x @ up.t()).tanh() @ down.t()
-        return (x if group is None else Sum.apply(x, group)).square().mean()
+        return (x if group is None else Summed.apply(x, group)).square().mean()
 
 
 def sharded(stage: int, said: bool, seed: int | None = None) -> Any:
