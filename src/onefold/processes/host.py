@@ -118,7 +118,8 @@ def child_environment(
 ) -> dict[str, str]:
     """Return the ranks' environment: cores divided among them, libraries quiet, and the hub's
     libraries offline. `online`: let them use the network, because data of the hub is streamed or
-    the agent downloads the model. `alone`: no rank is on another machine. Variables that the user has set take precedence.
+    the agent downloads the model. `alone`: no rank is on another machine. Variables that the user has
+    set take precedence.
     """
     ours = {
         **allocator_settings(environment),
