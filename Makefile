@@ -40,11 +40,11 @@ BROWSER := { command -v chromium || command -v chromium-browser || command -v go
 
 test: $(VENV)/.dev
 	@$(BROWSER)
-	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 test-all: $(VENV)/.dev
 	@$(BROWSER)
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --all $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup --all $(ARGS)
 	@$(MAKE) --no-print-directory test-processors ARGS=
 
 # Stand-ins for other processors, each with a cache of its own for torch's compiler (its keys do not name the processor). The last one gives products of each shape bits of their own (tests/products_by_shape.py).
@@ -61,7 +61,7 @@ test-processors: $(VENV)/.dev
 	@failed=; for processor in $(PROCESSORS); do \
 		echo "$$processor"; \
 		compiled=$$(mktemp -d); \
-		env $$processor TORCHINDUCTOR_CACHE_DIR=$$compiled $(TEST_ENV) $(BIN)/python -m pytest -q -n 4 $(BITS) $(ARGS) \
+		env $$processor TORCHINDUCTOR_CACHE_DIR=$$compiled $(TEST_ENV) $(BIN)/python -m pytest -q -n 4 --dist loadgroup $(BITS) $(ARGS) \
 			|| failed="$$failed $$processor"; \
 		rm -rf $$compiled; \
 	done; \

@@ -37,238 +37,14 @@ sys.path.insert(0, str(TESTS))
 if importlib.util.find_spec("onefold") is None:
     sys.path.insert(0, str(TESTS.parent / "src"))
 
+import on_ranks
+from on_ranks import folder, pytest_pyfunc_call
+
+__all__ = ["folder", "pytest_pyfunc_call"]
+
 import products_by_shape  # `make test-processors` sets what it looks at
 
 products_by_shape.install()
-
-# Files whose tests start processes by the dozen or trace whole models: they take minutes together,
-# so `make test-fast` leaves them out.
-SLOW_FILES = {
-    ".": [
-        "test_coming_from.py",
-        "test_site.py",
-        "test_tour.py",
-        "test_wheel.py",
-    ],
-    "benchmarks": ["test_wires.py"],
-    "checkpoint": [
-        "test_dcp.py",
-        "test_every_setting.py",
-        "test_faults.py",
-        "test_groups_checkpoint.py",
-        "test_moments_checkpoint.py",
-        "test_offloaded_states.py",
-        "test_round_trips.py",
-        "test_tiles_checkpoint.py",
-    ],
-    "cli": [
-        "test_checkpoint_command.py",
-        "test_doctor_check_whole.py",
-        "test_doctor_command.py",
-        "test_plan_command.py",
-        "test_plan_simulate_command.py",
-        "test_plan_wires_command.py",
-        "test_train_command.py",
-    ],
-    "comm": [
-        "test_native.py",
-        "test_native_divergence.py",
-        "test_native_reduce.py",
-        "test_native_virtual.py",
-    ],
-    "data": [
-        "test_large_data.py",
-    ],
-    "doctor": [
-        "test_checks.py",
-        "test_checks_under_torchrun.py",
-        "test_measure.py",
-    ],
-    "habits": [
-        "test_habits.py",
-    ],
-    "inspection": [
-        "test_reshard_and_diff.py",
-    ],
-    "integrations": [
-        "test_deepspeed.py",
-        "test_deepspeed_init.py",
-        "test_deepspeed_name.py",
-        "test_deepspeed_offload.py",
-        "test_deepspeed_parameters.py",
-        "test_deepspeed_save_pretrained.py",
-        "test_deepspeed_surface.py",
-        "test_deepspeed_trainer.py",
-        "test_deepspeed_trainer_memory.py",
-        "test_deepspeed_trl.py",
-        "test_from_deepspeed.py",
-        "test_hf.py",
-        "test_hf_fp16.py",
-        "test_hf_trainer.py",
-        "test_hf_trl.py",
-        "test_hf_vllm.py",
-        "test_hf_whole_matrices.py",
-        "test_lightning.py",
-        "test_plugins.py",
-        "test_published_scripts.py",
-        "test_zero_to_fp32.py",
-    ],
-    "invariants": [
-        "test_bytes_at_rest.py",
-        "test_bytes_of_groups.py",
-        "test_diverging_ranks.py",
-        "test_groups.py",
-        "test_import.py",
-        "test_nothing_left_behind.py",
-        "test_steps_that_differ.py",
-        "test_stopped_ranks.py",
-        "test_two_nodes.py",
-        "test_waits.py",
-        "test_wire_bytes.py",
-    ],
-    "layout": [
-        "test_spec.py",
-    ],
-    "models": [
-        "test_folder.py",
-        "test_hub.py",
-        "test_lora.py",
-    ],
-    "observe": [
-        "test_measured.py",
-        "test_ranks_observed.py",
-        "test_report_command.py",
-        "test_report_in_browser.py",
-        "test_what_a_run_leaves.py",
-    ],
-    "offload": [
-        "test_activation_offload.py",
-        "test_activations.py",
-        "test_groups_offloaded.py",
-        "test_heap.py",
-        "test_nvme_folder.py",
-        "test_offload.py",
-        "test_offload_faults.py",
-    ],
-    "optim": [
-        "test_clipping_and_scaling.py",
-        "test_elementwise_optimizers.py",
-        "test_ema.py",
-        "test_kept_by_parameters.py",
-        "test_whole_states.py",
-    ],
-    "plan": [
-        "test_asked_and_answered.py",
-        "test_choice.py",
-        "test_code.py",
-        "test_groups_planned.py",
-        "test_matrix.py",
-        "test_owned.py",
-        "test_planned_for.py",
-        "test_planner.py",
-        "test_replay.py",
-        "test_sums_planned.py",
-        "test_tiers_planned.py",
-    ],
-    "pretrained": [
-        "test_adapters.py",
-        "test_adapters_beside_lora.py",
-        "test_export.py",
-        "test_huggingface.py",
-        "test_whole_tensors.py",
-    ],
-    "processes": [
-        "test_claim.py",
-    ],
-    "quant": [
-        "test_codecs.py",
-        "test_kernels.py",
-        "test_kernels_compiled.py",
-        "test_moments.py",
-    ],
-    "recording": [
-        "test_recording.py",
-    ],
-    "runtime": [
-        "test_as_in_plain_pytorch.py",
-        "test_broken_backward.py",
-        "test_buffers.py",
-        "test_copies_follow_writes.py",
-        "test_differentiate.py",
-        "test_forward_writes.py",
-        "test_frozen_between_micro_batches.py",
-        "test_frozen_weights.py",
-        "test_gradient_hooks.py",
-        "test_meta_device.py",
-        "test_meta_first.py",
-        "test_micro_batches.py",
-        "test_odd_loops.py",
-        "test_odd_models.py",
-        "test_odd_parameters.py",
-        "test_operators.py",
-        "test_precision.py",
-        "test_recomputed_adapters.py",
-        "test_refusals.py",
-        "test_refusals_of_late_changes.py",
-        "test_state_dicts.py",
-        "test_step_before_backward.py",
-        "test_transformers_architectures.py",
-        "test_last_units.py",
-        "test_unsharded.py",
-        "test_waits_of_dropped_work.py",
-        "test_wire_codecs.py",
-    ],
-    "parallel": [
-        "test_checkpoints_of_meshes.py",
-        "test_context_parallel.py",
-        "test_dtensor_parameters.py",
-        "test_axes_crossed.py",
-        "test_eight_ranks.py",
-        "test_experts.py",
-        "test_gradients_of_dtensors.py",
-        "test_hooks_beside_axes.py",
-        "test_marks.py",
-        "test_pipelines.py",
-        "test_published_compositions.py",
-        "test_published_transformers.py",
-        "test_ranks_that_die.py",
-        "test_recipes_beside_axes.py",
-        "test_tensor_parallel.py",
-        "test_transformers_plans.py",
-        "test_transformers_trainer.py",
-    ],
-    "simulation": [
-        "test_simulate.py",
-        "test_timeline.py",
-    ],
-    "tiling": [
-        "test_tiles.py",
-    ],
-    "tracing": [
-        "test_trace.py",
-        "test_trace_shortcuts.py",
-    ],
-    "train": [
-        "test_a_step_late.py",
-        "test_choice_with_tiers.py",
-        "test_choose.py",
-        "test_drill.py",
-        "test_early.py",
-        "test_examples.py",
-        "test_machines.py",
-        "test_optimizers.py",
-        "test_pipeline_of_a_run.py",
-        "test_recipes.py",
-        "test_run.py",
-        "test_starts.py",
-        "test_survival.py",
-        "test_wires_of_a_run.py",
-    ],
-    "virtual": [
-        "test_virtual_device.py",
-    ],
-}
-
 
 # Files of many combinations of the same few properties: a run takes one in n cases of each test
 # (`_sample`); `--all` takes all of them.
@@ -467,33 +243,6 @@ ONLY_WITH_ALL = {
 }
 
 
-# Files with a fixture that is made once for all of their tests: pytest-xdist gives each of them to
-# one worker.
-TOGETHER = {
-    "pretrained/test_adapters.py",
-    "pretrained/test_export.py",
-    "integrations/test_from_deepspeed.py",
-    "pretrained/test_huggingface.py",
-    "inspection/test_reshard_and_diff.py",
-    "checkpoint/test_tiles_checkpoint.py",
-    "checkpoint/test_hostile_files.py",
-    "inspection/test_verify.py",
-    "cli/test_checkpoint_command.py",
-    "integrations/test_deepspeed.py",
-    "integrations/test_published_scripts.py",
-    "integrations/test_deepspeed_transformers.py",
-    "integrations/test_zero_to_fp32.py",
-    "observe/test_report_in_browser.py",
-    "observe/test_report_page.py",
-    "observe/test_what_a_run_leaves.py",
-    "plan/test_planned_for.py",
-    "simulation/test_disk_timed.py",
-    "simulation/test_tiers_timed.py",
-    "simulation/test_timeline.py",
-    "train/test_wires_of_a_run.py",
-}
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="every case of the files in tests/conftest.py's SAMPLED"
@@ -520,10 +269,8 @@ def _sample(cases: list[pytest.Function], n: int) -> set[pytest.Function]:
 
 def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
     """The items that a run without `--all` leaves out."""
-    gone = sorted(name for name in SAMPLED if not (TESTS / name).exists())
-    assert not gone, f"SAMPLED names {', '.join(gone)}, which is not there"
     every = {TESTS / name: n for name, n in SAMPLED.items()}
-    whole = [item for item in items if ONLY_WITH_ALL & _names_of(item)]
+    whole = [i for i in items if i.get_closest_marker("slow") or ONLY_WITH_ALL & _names_of(i)]
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         # What is not parametrized is always run
@@ -544,19 +291,6 @@ def _makes_once(item: pytest.Item) -> bool:
     return known is not None and any(
         found[-1].scope == "module" for found in known.name2fixturedefs.values()
     )
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand out test by test, and the files of `TOGETHER` whole, which come first."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return file if file.rpartition("tests/")[2] in TOGETHER else nodeid
-
-    return Scheduling(config, log)
 
 
 def _takes_all(config: pytest.Config) -> bool:
@@ -594,19 +328,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not _takes_all(config) and (left_out := _sampled(items)):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
-    slow = {TESTS / room / name for room, names in SLOW_FILES.items() for name in names}
-    gone = sorted(str(path.relative_to(TESTS)) for path in slow if not path.exists())
-    assert not gone, f"SLOW_FILES names {', '.join(gone)}, which is not there"
     for item in items:
-        if item.path in slow:
-            item.add_marker(pytest.mark.slow)
-        elsewhere = _makes_once(item) and item.path.relative_to(TESTS).as_posix() not in TOGETHER
-        assert not elsewhere, (
-            f"{item.nodeid} uses a fixture of its module: add the file to TOGETHER in"
-            " tests/conftest.py"
-        )
-    # What takes long first: the end is shared evenly by the workers
-    items.sort(key=lambda item: item.path not in slow)
+        if _makes_once(item):  # by one worker
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    on_ranks.form_groups(items)
 
 
 def pytest_collection_finish() -> None:
@@ -624,9 +349,6 @@ def pytest_configure(config: pytest.Config) -> None:
     count = ALL if _takes_all(config) else SAMPLE
     settings.register_profile("onefold", _ANY_SPEED, max_examples=count)
     settings.load_profile("onefold")
-    config.addinivalue_line(
-        "markers", "slow: takes more than some 10 seconds; `-m 'not slow'` leaves it out"
-    )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -649,8 +371,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     folder = tempfile.mkdtemp(prefix="onefold-tests-")
     config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
-    some = ["core"] if config.option.markexpr else list(ranks.SERVERS)
-    ranks.start_shared(some, folder)
+    ranks.start_shared(ranks.SERVERS, folder)
     os.environ[ranks.SHARED] = folder
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import standin
 import virtual
-from models import TinyGPT, tokens_of
+from zoo import TinyGPT, tokens_of
 
 DEVICE = "virtual"
 

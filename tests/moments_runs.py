@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models import features_of
+from zoo import features_of
 
 
 class Net(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from models import Block, TinyGPT, TinyMLP, features_of
+from zoo import Block, TinyGPT, TinyMLP, features_of
 
 
 def model_of(kind: str) -> nn.Module:

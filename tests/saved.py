@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import onefold
-from models import TinyGPT, tokens_of
+from zoo import TinyGPT, tokens_of
 
 
 class Config:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import onefold
-from models import TinyGPT, tokens_of
+from zoo import TinyGPT, tokens_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+import ranks
 from ranks import RankFailure, outcomes_of, run_ranks
 
 PROCESSOR = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ONEFOLD_TEST_PRODUCTS")
@@ -78,3 +83,76 @@ def test_a_rank_that_hangs_is_killed() -> None:
 def test_a_rank_that_dies_is_told_from_one_that_answers() -> None:
     outcomes = outcomes_of(2, die_on_rank_0)
     assert [(o.error, o.exitcode) for o in outcomes] == [("died", 7), ("", 0)]
+
+
+NEIGHBOURS = """
+import os, threading
+import pytest, torch
+import torch.distributed as dist
+from on_ranks import on_ranks
+
+@on_ranks(2)
+@pytest.mark.parametrize("power", [lambda x: x, lambda x: x * x])
+def test_good(power, folder):
+    (folder / str(dist.get_rank())).write_text("")
+    dist.barrier()
+    assert len(list(folder.iterdir())) == 2 and power(1) == 1
+
+@on_ranks(2)
+def test_uneven():
+    total = torch.ones(1)
+    if dist.get_rank() == 1:
+        raise ValueError("of rank one")
+    dist.all_reduce(total)
+
+@on_ranks(2)
+def test_both_raise():
+    assert dist.get_rank() > 5, "alike"
+
+@on_ranks(2)
+def test_skips():
+    pytest.skip("not here")
+
+@on_ranks(2)
+def test_dies():
+    if dist.get_rank() == 0:
+        os._exit(7)
+    dist.barrier()
+
+@on_ranks(2)
+def test_dtype_left():
+    torch.set_default_dtype(torch.float64)
+
+@on_ranks(2)
+def test_last():
+    dist.barrier()
+"""
+
+
+def test_neighbours_on_ranks_share_a_start_and_have_results_of_their_own(tmp_path: Path) -> None:
+    """Whatever happens in one test, those behind it are run."""
+    tests = Path(__file__).parent
+    (tmp_path / "conftest.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(tests)!r})\nimport ranks, on_ranks\n"
+        "from on_ranks import folder, pytest_pyfunc_call\nranks.PRELOADED[:] = ['torch']\n"
+        "def pytest_configure(config):\n    config.addinivalue_line('markers', 'on_ranks: there')\n"
+        "def pytest_addoption(parser):\n    parser.addoption('--all', action='store_true')\n"
+        "def pytest_collection_modifyitems(items):\n    on_ranks.form_groups(items)\n"
+        "def pytest_unconfigure():\n    ranks.stop_fork_servers()\n"
+    )
+    (tmp_path / "test_neighbours.py").write_text(NEIGHBOURS)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": ranks.absolute_path()},
+    )
+    ended = {name: how for how, name in re.findall(r"^(\w+) \S*::(\w+)", run.stdout, re.M)}
+    good = {"test_good": "PASSED", "test_last": "PASSED"}
+    bad = dict.fromkeys(
+        ["test_uneven", "test_both_raise", "test_dies", "test_dtype_left"], "FAILED"
+    )
+    assert ended == good | bad, run.stdout
+    assert "4 failed, 3 passed, 1 skipped" in run.stdout, run.stdout
+    for words in ("rank 1: ValueError: of rank one", "rank 0: AssertionError: alike", "died"):
+        assert words in run.stdout

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from models import TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
+from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
 STAGES = (0, 1, 2, 3)
 STALL_TIMEOUT = 30.0  # seconds: long for a busy machine, short for a test that fails

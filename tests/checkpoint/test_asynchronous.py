@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models import TinyGPT, tokens_of
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 
 def start(stage: int, seed: int = 1, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

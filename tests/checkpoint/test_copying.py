@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import virtual
-from models import TinyGPT, tokens_of
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 HELD = 0.3  # seconds
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
-from models import TinyGPT, tokens_of
 from moments_runs import unlike
 from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
 from whole_optimizers import MADE, Words, words_of
+from zoo import TinyGPT, tokens_of
 
 Whole = dict[str, Any]  # "name" or "name/state key" -> the whole tensor
 

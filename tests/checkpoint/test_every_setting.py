@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import OddPart, tokens_of
 from ranks import run_ranks
+from zoo import OddPart, tokens_of
 
 STAGES = (0, 1, 2, 3)
 Whole = dict[str, dict[str, Any]]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from models import TinyGPT, tokens_of
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.inspection.diff import differences
 from onefold.inspection.reshard import reshard
 from onefold.inspection.summary import summarize
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 RECIPES: list[dict[str, Any]] = [
     {"stage": 3, "shard_group": 2},

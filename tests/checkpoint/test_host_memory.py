@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models import TinyMLP
 from ranks import run_ranks
+from zoo import TinyMLP
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "invariants"))
 from memory_probe import (

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.optim import lr_scheduler
 
 import onefold
-from models import TinyMLP, tokens_of
 from onefold.checkpoint import CheckpointError
 from onefold.checkpoint.folder import remove_litter
 from onefold.checkpoint.loading import source_of
@@ -37,6 +36,7 @@ from onefold.pretrained.huggingface import HuggingFaceSource
 from onefold.reading import DEEPEST, LARGEST
 from ranks import run_ranks
 from saved import Run, copied
+from zoo import TinyMLP, tokens_of
 
 Change = Callable[[dict[str, Any]], object]
 DEEP = json.loads("[" * 150 + "]" * 150)

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import TinyGPT, tokens_of
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 TIERS: dict[str, tuple[int, dict[str, Any]]] = {
     "device": (3, {}),

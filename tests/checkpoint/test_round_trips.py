@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import TinyGPT, tokens_of
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 
 class Odd(nn.Module):

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import TinyGPT, tokens_of
 from ranks import run_ranks
 from tiny_transformers import (
     FAMILIES,
@@ -27,6 +26,7 @@ from tiny_transformers import (
     opened,
     saved_folders,
 )
+from zoo import TinyGPT, tokens_of
 
 SERVER = "libraries"
 

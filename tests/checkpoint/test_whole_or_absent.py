@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models import TinyGPT, TinyMLP, tokens_of
 from ranks import outcomes_of, run_ranks
+from zoo import TinyGPT, TinyMLP, tokens_of
 
 
 def start(stage: int = 3, depth: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 import onefold
 import standin
-from models import TinyMLP, features_of
 from onefold.checkpoint.together import Together
 from onefold.comm import StallError
 from onefold.comm.communicators import Communicators
 from onefold.processes.ranks import join, leave
 from ranks import run_ranks
 from started_runs import a_free_port
+from zoo import TinyMLP, features_of
 
 RANKS = 8
 #: A rank talks to those 1, 2 and 4 places before and behind it (4 before is 4 behind).

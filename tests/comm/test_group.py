@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 import standin
-from models import TinyMLP, features_of
 from onefold.comm import CollectiveContext, Group
 from onefold.comm.communicators import backend_of
 from ranks import run_ranks
+from zoo import TinyMLP, features_of
 
 HERE = CollectiveContext("state", "(test)", 0, "state")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

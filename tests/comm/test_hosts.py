@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import onefold
 import standin
-from models import TinyMLP, features_of
 from onefold.comm import group as groups
 from onefold.comm.communicators import (
     communicators_of,
@@ -29,6 +28,7 @@ from onefold.comm.communicators import (
 from onefold.device import device_identity, of_local_rank
 from onefold.layout import Topology
 from ranks import run_ranks
+from zoo import TinyMLP, features_of
 
 TWO, UNEVEN, SCATTERED, ONE = "aabb", "aaab", "abab", "aaaa"
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import standin
 from invariants.test_same_numbers import Run
-from models import TinyMLP, features_of
 from ranks import run_ranks
 from trials import STAGES, GPTCase, MLPCase, differences, train_sharded
+from zoo import TinyMLP, features_of
 
 Recipes = dict[str, tuple[GPTCase, int, dict[str, Any]]]
 

@@ -27,9 +27,9 @@ from invariants.test_diverging_ranks import (
     four_steps,
     said_when_given_up,
 )
-from models import ResidualBlock, TinyMLP
 from ranks import outcomes_of, run_ranks
 from trials import STAGES, Case, differences, train_sharded
+from zoo import ResidualBlock, TinyMLP
 
 ALONE: list[tuple[int, dict[str, Any]]] = [
     *((stage, {}) for stage in STAGES),

@@ -16,9 +16,9 @@ import onefold
 import standin
 from comm.test_native import Frozen, FrozenLater, Scaled
 from invariants.test_same_numbers import Run
-from models import TinyMLP, features_of
 from ranks import run_ranks
 from trials import STAGES, differences, train_sharded
+from zoo import TinyMLP, features_of
 
 RECIPES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     **{

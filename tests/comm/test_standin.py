@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import standin
-from models import features_of
 from ranks import outcomes_of, run_ranks
+from zoo import features_of
 
 
 def by(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import virtual
-from models import TinyGPT, tokens_of
 from onefold.device import (
     CopyStream,
     HostBuffers,
@@ -29,6 +28,7 @@ from onefold.device import (
     with_index,
 )
 from onefold.device.streams import clocked
+from zoo import TinyGPT, tokens_of
 
 
 def test_what_has_no_streams_copies_at_once() -> None:

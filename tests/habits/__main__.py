@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     assert given.what == "run" or (columns == list(COLUMNS) and not words), (
         "the page has all habits in all columns"
     )
-    preload("habits.verdicts", "habits.loop", "models")
+    preload("habits.verdicts", "habits.loop", "zoo")
     began, kept = time.monotonic(), _kept(given.results)
     tasks = [
         task

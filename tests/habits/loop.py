@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from habits.registry import REPLACES, Habit
-from models import Block
+from zoo import Block
 
 VOCABULARY, WIDTH, LENGTH = 17, 10, 6
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import onefold
-from models import TinyGPT, tokens_of
 from onefold.checkpoint import CheckpointError
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import MANIFEST, read_manifest
@@ -26,6 +25,7 @@ from onefold.inspection.verify import examine
 from onefold.runtime.parameters.parameter import disable_torch_function
 from ranks import run_ranks
 from saved import Run, copied
+from zoo import TinyGPT, tokens_of
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from models import TinyGPT
+from zoo import TinyGPT
 
 VOCABULARY = 61
 

@@ -55,7 +55,7 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def under_ddp(batches: list[torch.Tensor]) -> list[float]:
-    from models import TinyGPT
+    from zoo import TinyGPT
 
     torch.manual_seed(3)
     model = nn.parallel.DistributedDataParallel(TinyGPT())
@@ -80,7 +80,7 @@ def beside_accelerate(recipe: str) -> dict[str, list[float]]:
     import torch.distributed as dist
     from hf_trials import fresh_state
 
-    from models import TinyGPT
+    from zoo import TinyGPT
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}
     seen: list[torch.Tensor] = []

@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("prometheus_client")
 import onefold
-from models import TinyGPT, tokens_of
 from onefold.integrations.prometheus import serve
 from onefold.observe.meter import Meter
+from zoo import TinyGPT, tokens_of
 
 
 def asked(port: int) -> dict[str, float]:

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from wire import counted_sends, elements_of, formula, train_steps
 
-from models import TinyMLP, features_of
 from ranks import run_ranks
+from zoo import TinyMLP, features_of
 
 STEPS = 4
 

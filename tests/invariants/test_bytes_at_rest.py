@@ -28,9 +28,9 @@ from memory_probe import (
 from torch import nn
 
 import states
-from models import TinyMLP, features_of
 from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
+from zoo import TinyMLP, features_of
 
 WIDTH, DEPTH = 384, 8  # 8 blocks of 1.2 MB x 2 in fp32: 18.9 MB
 

@@ -29,11 +29,11 @@ import torch
 import onefold
 from invariants.memory_probe import living_bytes
 from invariants.wire import counted_sends, train_steps
-from models import TinyMLP, features_of
 from onefold.layout import round_up
 from onefold.memory import MASTERS, PARAMETERS
 from onefold.quant import codec
 from ranks import run_ranks
+from zoo import TinyMLP, features_of
 
 PARTS: dict[str, dict[str, Any]] = {
     "all ranks": {"group": "flat"},

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import TinyMLP, features_of
 from ranks import run_ranks
 from saved import Run
+from zoo import TinyMLP, features_of
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "onefold"
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import ResidualBlock, TinyMLP, features_of
 from ranks import Outcome, outcomes_of, run_ranks
 from trials import (
     STAGES,
@@ -32,6 +31,7 @@ from trials import (
     train_reference,
     train_sharded,
 )
+from zoo import ResidualBlock, TinyMLP, features_of
 
 # Seconds, of the recipe: no rank that runs is so late, however busy the machine is
 STALL_TIMEOUT = 5.0

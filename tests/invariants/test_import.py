@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import TinyMLP, features_of
 from ranks import absolute_path, run_ranks
+from zoo import TinyMLP, features_of
 
 # Of the processor's time, not of the clock's, and as a share of torch's own. That of a short import
 # is longer beside others too (their data is in the caches), so the least of many counts, each in a

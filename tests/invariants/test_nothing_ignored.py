@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import onefold
-from models import Block, TinyGPT
 from onefold import Recipe
 from ranks import run_ranks
+from zoo import Block, TinyGPT
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from memory_probe import MIB, give_memory_back_at_once, living_bytes, resident_bytes
 
-from models import TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import absolute_path, run_ranks
+from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
 TESTS = Path(__file__).parent.parent
 
@@ -214,7 +214,7 @@ def test_a_deleted_model_takes_its_threads_and_sockets_along(stage: int) -> None
 PROGRAM = """
     import json, os, sys, torch, torch._dynamo, torch.distributed as dist, onefold
     sys.path.insert(0, {tests!r})
-    from models import TinyGPT, tokens_of
+    from zoo import TinyGPT, tokens_of
     started = []  # each program is forked before anything but imports has happened, and ends as the interpreter ends
     programs = [(rank, ending) for ending in ("clean", "forgotten", "error") for rank in (0, 1)]
     for rank, ending in programs:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from models import Checkpointing, TinyGPT
 from ranks import run_ranks
 from trials import STAGES, Curve, GPTCase, differences, fresh, train, train_reference, train_sharded
+from zoo import Checkpointing, TinyGPT
 
 MICRO_BATCHES = 3
 

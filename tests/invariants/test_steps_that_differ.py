@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from models import ResidualBlock, TinyMLP, features_of
 from onefold.ema import EMA
 from ranks import run_ranks
+from zoo import ResidualBlock, TinyMLP, features_of
 
 STAGES: list[tuple[int, dict[str, Any]]] = [
     (0, {}), (1, {}), (2, {}), (3, {}), (3, {"offload_optimizer": "cpu"}), (2, {"reduce_at": "boundary"}),

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from models import TinyMLP, features_of
 from ranks import outcomes_of
+from zoo import TinyMLP, features_of
 
 #: Seconds after which the test gives up.
 HANG = 120.0

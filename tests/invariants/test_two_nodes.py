@@ -13,10 +13,10 @@ import torch
 
 import onefold
 from invariants.test_same_numbers import MICRO_BATCHES, Bits, Run, compare
-from models import TinyGPT, TinyMLP, features_of
 from onefold.comm.communicators import inner_of
 from ranks import run_ranks
 from trials import STAGES
+from zoo import TinyGPT, TinyMLP, features_of
 
 FLAT: Bits = [("stage 3, flat", 3, {"group": "flat"})]
 

@@ -19,8 +19,8 @@ import torch
 import standin
 import virtual
 from late_steps import Trial, under_schedules
-from models import TinyGPT, tokens_of
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 pytestmark = pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
 

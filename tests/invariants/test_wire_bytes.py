@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from wire import counted_sends, elements_of, formula, formula_over_nodes, train_steps
 
-from models import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import absolute_path, run_ranks
+from zoo import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
 
 STEPS = 3
 

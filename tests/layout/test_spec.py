@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import TinyMLP, features_of
 from onefold.layout import Dtypes, FlatLayout, ShardSpec, Topology, overlap
 from onefold.layout.spec import CODED_ALIGNMENT
 from onefold.plan.wire import gathered, part_bytes
 from onefold.quant import codec
 from onefold.recipe import Recipe
 from ranks import run_ranks
+from zoo import TinyMLP, features_of
 
 shapes = st.lists(st.lists(st.integers(1, 60), max_size=3).map(tuple), min_size=1, max_size=8)
 topologies = st.sampled_from([(1, 1), (2, 2), (3, 3), (4, 2), (6, 3), (6, 2), (4, 1), (8, 4)]).map(

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import onefold
-from models import TinyGPT, tokens_of
+from zoo import TinyGPT, tokens_of
 
 
 def sharded(

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from observed_loops import one_step, sharded
 
 import onefold
-from models import TinyMLP, features_of
 from onefold.comm.communicators import format_ranks
 from onefold.observe import Meter, measured, reconciled, record, write_observed
 from onefold.observe.trace import Recording
 from ranks import run_ranks
+from zoo import TinyMLP, features_of
 
 
 @dataclass

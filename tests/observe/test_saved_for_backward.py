@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from models import TinyGPT, tokens_of
 from onefold.observe import watch_activations
 from onefold.plan.schema import ACTIVATIONS, LOGITS
+from zoo import TinyGPT, tokens_of
 
 
 class Chain(nn.Module):

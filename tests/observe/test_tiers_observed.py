@@ -13,10 +13,10 @@ from observed_loops import one_step
 from torch import nn
 
 import onefold
-from models import TinyGPT
 from onefold.observe import Meter, measured, record
 from onefold.observe.memory import moments_of
 from onefold.plan.schema import GRADIENTS, MASTERS, MOMENTS
+from zoo import TinyGPT
 
 
 def offloaded(folder: Path, tier: str) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -15,11 +15,11 @@ from observed_activations import offloaded, top_hooks
 from torch import Tensor, nn
 
 import onefold
-from models import Checkpointing, TinyGPT, TinyMLP, features_of, tokens_of
 from onefold.observe import watch_activations
 from onefold.offload.activations import ACTIVATIONS_MOVING, ACTIVATIONS_ON_HOST
 from ranks import run_ranks
 from trials import STAGES, STALL_TIMEOUT, Curve, GPTCase, differences, fresh, train, train_sharded
+from zoo import Checkpointing, TinyGPT, TinyMLP, features_of, tokens_of
 
 MIB = 1 << 20
 

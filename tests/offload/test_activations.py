@@ -21,10 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from models import Checkpointing, TinyGPT, features_of, tokens_of
 from onefold.offload.activations import ACTIVATIONS_MOVING, ACTIVATIONS_ON_HOST, ActivationStore
 from onefold.offload.arena import ALIGNMENT, IDLE_SLABS
 from onefold.offload.saved import Copy, Kept, Moved
+from zoo import Checkpointing, TinyGPT, features_of, tokens_of
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import TinyGPT, tokens_of
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 #: Options of Recipe.zero by name; those that move parameters need stage 3.
 STATES: dict[str, dict[str, Any]] = {

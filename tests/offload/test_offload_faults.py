@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import TinyGPT, tokens_of
 from ranks import outcomes_of, run_ranks
+from zoo import TinyGPT, tokens_of
 
 
 def sharded(nvme: str, **options: Any) -> Any:

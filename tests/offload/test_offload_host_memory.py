@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import states
-from models import TinyGPT, tokens_of
 from onefold.runtime.parameters.interval import disable_torch_function
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 #: (stage, options of Recipe.zero) by name.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import onefold
-from models import TinyMLP, features_of
+from zoo import TinyMLP, features_of
 
 Loop = Callable[[nn.Module], None]
 

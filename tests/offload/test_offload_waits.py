@@ -14,7 +14,6 @@ from torch import nn
 
 import onefold
 import virtual
-from models import TinyGPT, tokens_of
 from onefold.comm import StallError
 from onefold.device import new_stream, use_stream
 from onefold.device.copies import CopyStream
@@ -22,6 +21,7 @@ from onefold.memory import STAGING, pool
 from onefold.offload import in_backward
 from onefold.offload.activations import ActivationStore
 from onefold.offload.storage import joined
+from zoo import TinyGPT, tokens_of
 
 
 def offloaded(**options: Any) -> Any:

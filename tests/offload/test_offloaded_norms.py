@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import onefold
 import onefold.offload.step
 import virtual
-from models import TinyGPT, tokens_of
+from zoo import TinyGPT, tokens_of
 
 TIERS: dict[str, dict[str, Any]] = {
     "host": {"offload_optimizer": "cpu"},

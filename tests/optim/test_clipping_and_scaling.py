@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from models import TinyMLP, features_of
 from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
 from trials import STAGES, MLPCase, differences, fresh, train_reference, train_sharded
+from zoo import TinyMLP, features_of
 
 NORMS = [2.0, 1.0, 3.0, math.inf]
 

@@ -17,9 +17,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import onefold
 import onefold.runtime.parts as parts
-from models import features_of
 from moments_runs import Net, unlike
 from ranks import outcomes_of, run_ranks
+from zoo import features_of
 
 DECAY = 0.7
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from models import TinyGPT, tokens_of
 from onefold.integrations.deepspeed import initialize
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 LOADERS = (
     "onefold.load",

@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import onefold
-from models import TinyMLP, features_of
 from onefold.runtime.parameters import parameter
 from ranks import run_ranks
+from zoo import TinyMLP, features_of
 
 
 class Careful(torch.optim.AdamW):

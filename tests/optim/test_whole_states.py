@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onefold
 import onefold.runtime.parts as parts
-from models import features_of
 from moments_runs import Net, close, train, unlike
 from onefold.memory.pool import TierError
 from onefold.runtime.parameters.interval import local_part
 from ranks import outcomes_of, run_ranks
+from zoo import features_of
 
 TILE = 8000  # bytes: the larger weights of `Net` are cut into several
 

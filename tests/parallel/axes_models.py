@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from models import TinyGPT, tokens_of
+from zoo import TinyGPT, tokens_of
 
 VOCABULARY, WIDTH, LENGTH = 61, 16, 12
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from models import TinyGPT, tokens_of
+from zoo import TinyGPT, tokens_of
 
 VOCABULARY, WIDTH, LENGTH = 61, 16, 12
 

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from models import features_of
 from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.manifest import read_manifest
 from onefold.pretrained.export_folder import export_folder
 from ranks import run_ranks
+from zoo import features_of
 
 
 class Running(nn.Module):

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader, DistributedSampler
 
-from models import tokens_of
 from ranks import RankFailure, run_ranks
+from zoo import tokens_of
 
 SERVER = "libraries"
 

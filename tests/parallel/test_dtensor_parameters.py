@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from models import tokens_of
 from ranks import run_ranks
+from zoo import tokens_of
 
 NAME = "layers.0.feed_forward.w2.weight"  # [16, 40], Shard(1)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from models import features_of
 from ranks import run_ranks
+from zoo import features_of
 
 WIDTH, HIDDEN, EXPERTS = 8, 12, 4
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from models import tokens_of
 from ranks import run_ranks
+from zoo import tokens_of
 
 CASES = {
     "plain activations": Case(),

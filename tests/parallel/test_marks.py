@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from models import features_of
 from onefold.runtime.marks import Marks, _equal
 from ranks import RankFailure, run_ranks
+from zoo import features_of
 
 
 class SumBackwardSame(torch.autograd.Function):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import features_of
 from ranks import run_ranks
+from zoo import features_of
 
 
 def stages() -> list[nn.Module]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from models import features_of
 from ranks import run_ranks
+from zoo import features_of
 
 
 class Parts(nn.Module):

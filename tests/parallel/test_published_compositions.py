@@ -54,8 +54,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from models import tokens_of
 from ranks import run_ranks
+from zoo import tokens_of
 
 # -- checkpoints -----------------------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ from pipeline_models import batch_of, built, called
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from models import TinyMLP, features_of
 from ranks import Outcome, outcomes_of
+from zoo import TinyMLP, features_of
 
 #: Seconds of the recipe, and in which every rank must have given up: gloo's notice of a connection
 #: that closed, the wait for notes, and what a busy machine adds. Of a collective that nobody watches.

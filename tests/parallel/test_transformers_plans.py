@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from models import tokens_of
 from ranks import run_ranks
+from zoo import tokens_of
 
 SERVER = "libraries"
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from models import tokens_of
 from ranks import run_ranks
+from zoo import tokens_of
 
 SERVER = "libraries"
 

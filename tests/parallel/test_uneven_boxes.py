@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from models import features_of
 from ranks import run_ranks
+from zoo import features_of
 
 #: {name: (shape, the dimension that is divided; None: it is not)}. Over 3 ranks rows are 1, 1, 0; 2, 2,
 #: 1; 3, 3, 1; and so on.

@@ -20,7 +20,6 @@ from torch import nn
 
 import onefold
 from examples import examples
-from models import TinyGPT
 from onefold.plan.activity import Activity, blocks_of, stretched
 from onefold.plan.choose import Question, largest_model
 from onefold.plan.hardware import Machine, machine
@@ -30,6 +29,7 @@ from onefold.plan.schema import MOMENTS
 from onefold.plan.subject import subject_of
 from onefold.simulation.simulate import simulate
 from onefold.tracing.trace import trace
+from zoo import TinyGPT
 
 
 class Language(nn.Module):

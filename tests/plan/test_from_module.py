@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import onefold
-from models import TinyGPT, TinyMLP
 from onefold.plan.modules import model_shape, module_of, transformer_of
 from onefold.tracing.trace import trace
+from zoo import TinyGPT, TinyMLP
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

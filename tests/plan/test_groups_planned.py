@@ -16,7 +16,6 @@ from legs import by_link
 from torch import nn
 
 import onefold
-from models import TinyGPT, tokens_of
 from onefold.memory import MOMENTS
 from onefold.observe.memory import moments_by_tier
 from onefold.offload import preflight
@@ -27,6 +26,7 @@ from onefold.plan.states import at_rest, bound_of, topology_of, units_of
 from onefold.plan.wire import elsewhere, legs_of, wire
 from onefold.recipe import Recipe
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 ALL_PARTS = {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"}
 #: (stage, precision, micro-batches, options of Recipe.zero). Nodes have two ranks; groups of one

@@ -13,7 +13,6 @@ from random_plans import GIB, activity, gpus
 from torch import nn
 
 import onefold
-from models import TinyGPT
 from onefold.memory import GATHERED, GRADIENTS, MASTERS, PARAMETERS
 from onefold.plan import api
 from onefold.plan.activity import frozen_active
@@ -27,6 +26,7 @@ from onefold.plan.shapes import ModelShape
 from onefold.plan.subject import with_lora
 from onefold.recipe import Recipe, Tier
 from onefold.runtime.units import offloaded_of_sizes
+from zoo import TinyGPT
 
 
 def test_offload_moves_every_state_once_and_none_is_lost() -> None:

@@ -15,7 +15,6 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from models import tokens_of
 from onefold.plan import hardware
 from onefold.plan.degrees import Degrees
 from onefold.plan.job import Job
@@ -23,6 +22,7 @@ from onefold.plan.mesh_account import MeshAccount, MeshQuestion, account_of
 from onefold.plan.schema import FRAGMENTATION
 from onefold.plan.shapes import Transformer, model_of
 from ranks import run_ranks
+from zoo import tokens_of
 
 SERVER = "libraries"
 

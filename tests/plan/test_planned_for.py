@@ -16,12 +16,12 @@ from random_plans import gpus
 from torch import nn
 
 import onefold
-from models import TinyGPT
 from onefold.memory import PARAMETERS
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
 from onefold.plan.planner import Plan, plan
 from onefold.plan.schema import Account
+from zoo import TinyGPT
 
 
 def make_gpt() -> nn.Module:

@@ -19,7 +19,6 @@ from random_plans import GIB
 
 import onefold
 import standin
-from models import TinyGPT, tokens_of
 from onefold.device.copies import WINDOW
 from onefold.memory import LEAVING, MOMENTS
 from onefold.plan import hardware
@@ -37,6 +36,7 @@ from onefold.plan.traffic import Software
 from onefold.plan.wire import legs_of, summed_bytes, wire
 from onefold.recipe import Recipe
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 NATIVE: dict[str, Any] = {"reduce": "native"}
 #: (stage, precision, micro-batches, options) on four ranks, two on each of two nodes.

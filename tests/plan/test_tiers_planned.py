@@ -16,7 +16,6 @@ from torch import nn
 
 import onefold
 import virtual
-from models import TinyGPT, tokens_of
 from onefold.device.copies import WINDOW
 from onefold.memory import LEAVING, MOMENTS
 from onefold.observe.memory import moments_by_tier
@@ -33,6 +32,7 @@ from onefold.plan.wire import wire
 from onefold.recipe import Recipe
 from onefold.tracing.trace import trace
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 #: Options of Recipe.zero by name.
 STATES: dict[str, dict[str, Any]] = {

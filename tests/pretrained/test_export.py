@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models import TinyGPT
 from ranks import run_ranks
 from tiny_transformers import (
     FAMILIES,
@@ -30,6 +29,7 @@ from tiny_transformers import (
     opened,
     saved_folders,
 )
+from zoo import TinyGPT
 
 SERVER = "libraries"
 

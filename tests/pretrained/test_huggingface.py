@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from models import TinyMLP, features_of
 from ranks import run_ranks
 from tiny_transformers import (
     FAMILIES,
@@ -32,6 +31,7 @@ from tiny_transformers import (
     opened,
     saved_folders,
 )
+from zoo import TinyMLP, features_of
 
 SERVER = "libraries"
 

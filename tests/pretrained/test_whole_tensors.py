@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import onefold
-from models import Block, TinyGPT
 from onefold.pretrained import whole_tensors
 from ranks import RankFailure, run_ranks
+from zoo import Block, TinyGPT
 
 WIDTH = 8
 

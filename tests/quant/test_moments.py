@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from models import features_of
 from moments_runs import different, left_of, made, train
 from needed import skip_without
 from ranks import run_ranks
+from zoo import features_of
 
 skip_without("torchao", "the formats are torchao's: pip install onefold[lowbit]")
 SERVER = "libraries"

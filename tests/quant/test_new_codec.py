@@ -60,10 +60,10 @@ CHANGES: Changes = {
 
 def seen() -> dict[str, Any]:
     import onefold
-    from models import TinyGPT, tokens_of
     from onefold import Recipe
     from onefold.quant import codec
     from onefold.recipe.options import OPTIONS
+    from zoo import TinyGPT, tokens_of
 
     by, off = codec("int3"), []
     for numel in (0, 1, 7, 8, 63, 64, 65, 1000):

@@ -69,8 +69,8 @@ def recipes() -> dict[str, Any]:
 
 def trained(folder: str) -> dict[str, Any]:
     import onefold
-    from models import TinyGPT, tokens_of
     from onefold.observe import Meter
+    from zoo import TinyGPT, tokens_of
 
     def run(name: str, load: str = "", **options: Any) -> tuple[list[float], dict[str, Any]]:
         torch.manual_seed(0)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import onefold
-from models import TinyMLP
 from onefold import Placement, Recipe, Row
+from zoo import TinyMLP
 
 R, S = Placement.REPLICATED, Placement.SHARDED
 SWITCHES = ("reshard_after_forward", "overlap", "cast_inputs")

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import onefold
-from models import TinyMLP, features_of
 from recording import seen
+from zoo import TinyMLP, features_of
 
 _70B = "llama-3-70b --gpus 64 --seq 4096"
 #: What stands behind `onefold plan`, but for --json.

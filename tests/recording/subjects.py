@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import Block, OddPart, TinyGPT, TinyMLP, features_of, tokens_of
+from zoo import Block, OddPart, TinyGPT, TinyMLP, features_of, tokens_of
 
 
 class AdaptedBlock(Block):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from models import TinyMLP
 from onefold.optim.verdict import refuse_unless_elementwise
 from ranks import run_ranks
+from zoo import TinyMLP
 
 
 class Net(nn.Module):

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import onefold
-from models import TinyGPT, TinyMLP, features_of, tokens_of
 from onefold.runtime.saved_tensors import cached_casts
 from ranks import run_ranks
 from trials import Case, GPTCase, MLPCase, assert_trains_as_ddp
+from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
 WIDTH = 24
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import ResidualBlock, TinyMLP
 from onefold.memory.pool import GATHERED, IDLE, REDUCTION
 from ranks import run_ranks
 from trials import (
@@ -21,6 +20,7 @@ from trials import (
     train_sharded,
 )
 from unreduced import MODES, no_sync
+from zoo import ResidualBlock, TinyMLP
 
 
 class Broken(Exception):

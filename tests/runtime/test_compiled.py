@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import onefold
-from models import TinyGPT, TinyMLP, features_of, tokens_of
 from onefold.runtime import differentiate
 from ranks import run_ranks
 from trials import GPTCase, assert_trains_as_ddp
+from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
 
 def frames_of_a_compiled_model(stage: int, backward: bool) -> tuple[int, int, list[str]]:

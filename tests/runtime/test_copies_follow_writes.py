@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import onefold
-from models import TinyMLP, features_of
 from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
+from zoo import TinyMLP, features_of
 
 RECIPES: dict[str, dict[str, Any]] = {
     "whole": {"stage": 1},

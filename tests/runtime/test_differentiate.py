@@ -14,9 +14,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from models import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import outcomes_of, run_ranks
 from trials import STAGES
+from zoo import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
 
 Loss = Callable[[nn.Module, int], torch.Tensor]
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import Block, TinyGPT
 from ranks import run_ranks
 from trials import Case, GPTCase, assert_trains_as_ddp, fresh
+from zoo import Block, TinyGPT
 
 
 class Cubed(torch.autograd.Function):

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import onefold
-from models import features_of
 from onefold.runtime.parameters.interval import ShardedParameterError
 from ranks import run_ranks
 from trials import Case, differences, train_reference, train_sharded
+from zoo import features_of
 
 
 def clamped(weight: nn.Parameter) -> None:

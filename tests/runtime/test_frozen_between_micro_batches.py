@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import ResidualBlock, TinyMLP
 from ranks import run_ranks
 from trials import (
     Case,
@@ -22,6 +21,7 @@ from trials import (
     train_sharded,
 )
 from unreduced import MODES, no_sync
+from zoo import ResidualBlock, TinyMLP
 
 
 class Headless(TinyMLP):

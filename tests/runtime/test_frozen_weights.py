@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import onefold
-from models import TinyGPT, tokens_of
 from onefold.memory import MASTERS, PARAMETERS
 from onefold.runtime.parameters.values import StoragelessError
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 
 class Adapted(TinyGPT):

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from models import TinyMLP
 from onefold.runtime.unit import State
 from ranks import run_ranks
+from zoo import TinyMLP
 
 
 def begun_inside(options: dict[str, Any]) -> list[tuple[str, bool]]:

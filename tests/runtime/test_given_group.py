@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from models import TinyMLP
 from ranks import run_ranks
+from zoo import TinyMLP
 
 
 def shard_over(group: Any, stage: int = 3) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from models import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
 from trials import STAGES
+from zoo import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
 
 #: What is hooked, in a GPT whose head is its embedding.
 HOOKED = ("tokens.weight", "blocks.1.mlp.0.weight", "blocks.2.norm_1.bias", "norm.weight")

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import ResidualBlock, TinyMLP, features_of
 from ranks import outcomes_of, run_ranks
 from trials import MLPCase, assert_trains_as_ddp
+from zoo import ResidualBlock, TinyMLP, features_of
 
 SOURCE = os.path.join("src", "onefold")
 INTERRUPTS = (KeyboardInterrupt, SystemExit, GeneratorExit)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models import ResidualBlock, TinyMLP, features_of
 from ranks import outcomes_of, run_ranks
+from zoo import ResidualBlock, TinyMLP, features_of
 
 #: Elements of a block: each of its four parameters begins at a multiple of 64; two ranks cut at
 #: multiples of 64.

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import Block, ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
 from onefold.memory import GATHERED
 from ranks import run_ranks
 from trials import MLPCase, differences, fresh, train_sharded
+from zoo import Block, ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
 
 TIMEOUT = 30.0
 

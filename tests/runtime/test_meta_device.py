@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
 from trials import STAGES, GPTCase, differences, train, train_sharded
+from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
 WIDTH, DEPTH = 512, 16  # 16 blocks of 2.1 MB x 2: 67 MB in fp32
 

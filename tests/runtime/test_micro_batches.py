@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import ResidualBlock, TinyGPT
 from ranks import run_ranks
 from trials import (
     Case,
@@ -21,6 +20,7 @@ from trials import (
     train_reference,
     train_sharded,
 )
+from zoo import ResidualBlock, TinyGPT
 
 
 class DropsOneMicroBatch(MLPCase):

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from models import ResidualBlock, TinyMLP, features_of
 from ranks import run_ranks
+from zoo import ResidualBlock, TinyMLP, features_of
 
 #: Where nothing travels before the boundary, so that a rank can leave out a micro-batch.
 WAITING: dict[str, tuple[int, dict[str, Any]]] = {

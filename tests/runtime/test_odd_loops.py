@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import Block, TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
 from trials import (
     STAGES,
@@ -27,6 +26,7 @@ from trials import (
     train,
     train_sharded,
 )
+from zoo import Block, TinyGPT, TinyMLP, features_of, tokens_of
 
 
 class EvaluationAndGeneration(GPTCase):

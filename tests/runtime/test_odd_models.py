@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import Block, ResidualBlock, TinyGPT, TinyMLP, features_of
 from trials import Case, Curve, GPTCase, MLPCase, assert_trains_as_ddp
+from zoo import Block, ResidualBlock, TinyGPT, TinyMLP, features_of
 
 
 class CalledSeveralTimes(MLPCase):

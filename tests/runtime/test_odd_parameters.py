@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import states
-from models import Block, ResidualBlock, TinyGPT, TinyMLP, features_of
 from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
 from trials import STAGES, Case, Curve, GPTCase, MLPCase, assert_trains_as_ddp, fresh, train_sharded
+from zoo import Block, ResidualBlock, TinyGPT, TinyMLP, features_of
 
 
 class TiedEmbedding(GPTCase):

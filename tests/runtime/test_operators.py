@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import nn
 
-from models import TinyMLP, features_of
 from onefold.runtime.parameters import schema
 from onefold.runtime.parameters.interval import (
     Interval,
@@ -30,6 +29,7 @@ from onefold.runtime.parameters.interval import (
     tensors_among,
 )
 from ranks import run_ranks
+from zoo import TinyMLP, features_of
 
 SAMPLES = 1  # of each operator; `--all`: 5
 CUT = 1 << 30

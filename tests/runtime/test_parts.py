@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import onefold
 import onefold.runtime.parts as parts
-from models import Block, TinyGPT, features_of
 from moments_runs import Net
 from onefold.optim.state_parts import OptimizerParts, Outline
 from onefold.quant.encoded_storage import EncodedStorage
@@ -23,6 +22,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.storage import OnDisk
 from ranks import run_ranks
+from zoo import Block, TinyGPT, features_of
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "onefold"
 

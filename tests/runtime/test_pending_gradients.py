@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import onefold
 import virtual
-from models import TinyMLP, features_of
 from onefold.offload import in_backward
 from ranks import run_ranks
+from zoo import TinyMLP, features_of
 
 WIDTH = 8
 #: {name: options of the recipe}

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import states
-from models import TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
+from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
 STALL_TIMEOUT = 20.0
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from models import features_of
 from ranks import run_ranks
+from zoo import features_of
 
 
 class LowRank(nn.Module):

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from models import ResidualBlock, TinyMLP, features_of
 from ranks import run_ranks
 from trials import STAGES
+from zoo import ResidualBlock, TinyMLP, features_of
 
 SHARDED = (1, 2, 3)  # stages at which a rank's optimizer sees less than the whole
 

@@ -13,9 +13,9 @@ import torch
 from test_refusals import SHARDED, Action, Adapter, run, sharded, told
 from torch import nn
 
-from models import TinyMLP
 from ranks import run_ranks
 from trials import STAGES
+from zoo import TinyMLP
 
 # -- saved as objects ------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from models import ResidualBlock, features_of
 from onefold.runtime import gather, schedule
 from ranks import run_ranks
+from zoo import ResidualBlock, features_of
 
 LAYERS, SKIPPED = 8, 3
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from models import features_of
 from ranks import run_ranks
+from zoo import features_of
 
 WIDTH = 6
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import Block, TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
 from trials import STAGES, GPTCase, fresh
+from zoo import Block, TinyGPT, TinyMLP, features_of, tokens_of
 
 
 def sharded_gpt(

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import TinyGPT, TinyMLP, features_of, tokens_of
 from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
 from trials import STAGES
+from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
 
 def sharded(

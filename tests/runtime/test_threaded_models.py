@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from models import TinyMLP, features_of
 from ranks import run_ranks
+from zoo import TinyMLP, features_of
 
 
 class ReadsWeights(TinyMLP):

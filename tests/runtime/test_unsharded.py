@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models import Block, TinyGPT, tokens_of
 from ranks import run_ranks
 from trials import STAGES, MeanOverRanks
+from zoo import Block, TinyGPT, tokens_of
 
 
 def change(model: Any) -> None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import onefold
 import standin
 import virtual
-from models import TinyGPT, tokens_of
 from onefold.comm import StallError
 from onefold.memory.pool import GATHERED
 from ranks import run_ranks
+from zoo import TinyGPT, tokens_of
 
 pytestmark = pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
 

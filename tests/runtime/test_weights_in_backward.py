@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from models import features_of
 from ranks import run_ranks
+from zoo import features_of
 
 
 class Product(torch.autograd.Function):

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import onefold
 from invariants.test_same_numbers import Run as Accumulating
-from models import TinyGPT, tokens_of
 from onefold.memory import RESIDUALS
 from onefold.quant.integers import Int4
 from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
 from trials import GPTCase, differences, train_sharded
+from zoo import TinyGPT, tokens_of
 
 CODECS: dict[str, dict[str, Any]] = {
     "gather": {"gather_codec": "int8"},

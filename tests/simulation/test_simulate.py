@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from models import TinyGPT
 from onefold.observe import resident_memory
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
 from onefold.plan.shapes import model_of as shape_of
@@ -25,6 +24,7 @@ from onefold.simulation.simulate import simulate
 from onefold.simulation.stand_in import stand_in
 from ranks import run_ranks
 from replayed import batch_of, model_of
+from zoo import TinyGPT
 
 RESETS_PEAK = os.access("/proc/self/clear_refs", os.W_OK)
 with_transformers = pytest.mark.skipif(

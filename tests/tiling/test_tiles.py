@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from models import Attention, TinyGPT, TinyMLP, features_of, tokens_of
 from ranks import run_ranks
 from trials import STAGES, GPTCase, MLPCase, assert_trains_as_ddp, differences, fresh, train_sharded
+from zoo import Attention, TinyGPT, TinyMLP, features_of, tokens_of
 
 # Bytes: 20 rows of 20 numbers in fp32; the embedding, the head and the linear layers of a TinyGPT's
 # blocks take more

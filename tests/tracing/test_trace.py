@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from measured_memory import RealStep, seeded
 from torch import Tensor, nn
 
-from models import TinyGPT, TinyMLP, features_of, tokens_of
 from onefold.tracing.repeat import checkpointed
 from onefold.tracing.trace import trace
+from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

@@ -12,8 +12,8 @@ from measured_memory import RealStep, seeded
 from test_trace import GROUPED, batch_of, build, needs_transformers
 from torch import Tensor, nn
 
-from models import TinyGPT, TinyMLP, features_of, tokens_of
 from onefold.tracing.trace import ActivationTrace, trace, trace_at
+from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
 # -- shortcuts -------------------------------------------------------------------------------------
 

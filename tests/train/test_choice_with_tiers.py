@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from models import TinyGPT
 from onefold.memory import MOMENTS
 from onefold.plan import api
 from onefold.train import choose as choosing
 from onefold.train.choose import Asked, Choice, choose
+from zoo import TinyGPT
 
 MIB = 1 << 20
 

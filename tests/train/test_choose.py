@@ -14,7 +14,6 @@ from choices import asked
 from torch import nn
 
 import onefold
-from models import TinyGPT
 from onefold.memory import GRADIENTS
 from onefold.observe.runfile import read_observed
 from onefold.plan import api
@@ -26,6 +25,7 @@ from onefold.train.prepare import prepare
 from onefold.train.report import observe
 from onefold.wording import TrainError
 from ranks import run_ranks
+from zoo import TinyGPT
 
 MIB = 1 << 20
 ROOMY = 1 << 34

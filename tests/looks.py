@@ -1,0 +1,117 @@
+"""What a sharded model holds, sends and gathers: the one file of the tests that knows what is inside.
+
+A change of the source that renames an attribute edits this file and no other. Sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+
+import onefold
+
+#: {tier: {category: bytes}}
+Held = dict[str, dict[str, int]]
+
+
+def engine(model: nn.Module) -> Any:
+    """For the functions below, and for tests that hold it weakly."""
+    return onefold.engine_of(model)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    try:
+        return engine(model) is not None
+    except ValueError:
+        return False
+
+
+def watch(model: nn.Module) -> None:
+    """Count the wire, the moves between tiers and peaks from here on."""
+    of = engine(model)
+    of.memory.now()
+    of.memory.record = True
+    for ledger in (of.memory, of.transfers.host):
+        ledger.reset_peak()
+    of.traffic.reset()
+    of.transfers.moved.reset()
+
+
+def units(model: nn.Module) -> list[tuple[str, int]]:
+    """(name, elements with padding) of each unit, the root first."""
+    return [(unit.name, unit.numel) for unit in engine(model).units]
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Held:
+    """What rests now, with the optimizer's states as "moments" if it is given. Buffers whose number
+    depends on how far a disk is are left out.
+    """
+    of = engine(model)
+    tiers = {
+        "device": of.memory.now(),
+        "host": of.transfers.host.now(),
+        "nvme": of.transfers.disk.now(),
+    }
+    if optimizer is not None:
+        from onefold.observe.memory import moments_by_tier
+
+        for tier, nbytes in moments_by_tier(optimizer, of).items():
+            tiers[tier] = tiers[tier] | {"moments": tiers[tier].get("moments", 0) + nbytes}
+    for category in ("staging buffers", "idle buffers"):
+        tiers["host"].pop(category, None)
+    found = {tier: {k: n for k, n in what.items() if n} for tier, what in tiers.items()}
+    return {tier: what for tier, what in found.items() if what}
+
+
+def peak(model: nn.Module) -> dict[str, int]:
+    """{category: bytes} on the device when they were most since `watch`."""
+    return engine(model).memory.peak()
+
+
+def host_peak(model: nn.Module) -> dict[str, int]:
+    return engine(model).transfers.host.peak()
+
+
+def sent(model: nn.Module) -> dict[str, int]:
+    """{move: bytes that this rank sent} since `watch`."""
+    return engine(model).traffic.by_move()
+
+
+def sent_by_link(model: nn.Module) -> dict[str, int]:
+    """The same inside a node and between nodes."""
+    return engine(model).traffic.by_link()
+
+
+def moved(model: nn.Module) -> dict[str, int]:
+    """{"up", "down", "read", "written": bytes between tiers} since `watch`."""
+    return engine(model).transfers.moved.by_move()
+
+
+def moves(model: nn.Module) -> list[tuple[str, str, str, int]]:
+    """(phase, move, unit, bytes) of each message since `watch`, in order."""
+    return [(e.phase, e.move, e.unit, e.nbytes) for e in engine(model).traffic.events]
+
+
+def gathered(model: nn.Module) -> list[str]:
+    """Names of the units whose parameters are whole on this rank now, at stage 3."""
+    return [unit.name for unit in engine(model).gather.gathered.values()]
+
+
+def living() -> int:
+    """The memory behind every tensor that Python can reach on the CPU, each storage once: it is
+    counted without Onefold's own ledgers.
+    """
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        try:
+            is_tensor = issubclass(type(thing), torch.Tensor)
+        except Exception:  # a proxy whose class raises
+            continue
+        if is_tensor and thing.device.type == "cpu":
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
