@@ -87,7 +87,7 @@ matrix: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python tests/integrations/matrix.py write
 
 habits: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m tests.habits write
+	$(TEST_ENV) $(BIN)/python -m tests.scripts write
 
 record: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python tests/recording/record.py $(ARGS)

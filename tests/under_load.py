@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: What starts processes, sends signals, kills or waits.
 FILES = [
     "tests/test_ranks.py",
-    "tests/habits/test_habits.py",
+    "tests/scripts/test_scripts.py",
     "tests/processes/test_claim.py",
     "tests/train/test_starts.py",
     "tests/train/test_survival.py",

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from habits.registry import BITS, COLUMNS, EITHER, REFUSED, ROUNDING, Habit
-from habits.subjects import SUBJECTS
-from habits.verdicts import Verdict, sentence
+from scripts.registry import BITS, COLUMNS, EITHER, REFUSED, ROUNDING, Habit
+from scripts.subjects import SUBJECTS
+from scripts.verdicts import Verdict, sentence
 
 PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
 UNKNOWN = "not run"
@@ -16,7 +16,7 @@ Found = Mapping[tuple[str, str], Verdict]
 
 HEAD = """# Habits of scripts, and what they mean after `shard()`
 
-Written by `python -m tests.habits write`; the tests check that every line is as they find it. {count} habits, as people write them, each
+Written by `python -m tests.scripts write`; the tests check that every line is as they find it. {count} habits, as people write them, each
 in an ordinary training loop of three steps: on two ranks at every stage, against DDP, and on one process, against plain PyTorch. Losses,
 final whole weights, buffers and every number that the habit prints are compared.
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from habits.loop import Script
-from habits.registry import EITHER, ROUNDING, habit
+from scripts.loop import Script
+from scripts.registry import EITHER, ROUNDING, habit
 
 PLAIN: dict[str, Any] = {"reference": "plain"}
 

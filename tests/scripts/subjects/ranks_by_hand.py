@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from habits.loop import Script
-from habits.registry import EITHER, ROUNDING, habit
+from scripts.loop import Script
+from scripts.registry import EITHER, ROUNDING, habit
 
 
 @habit(

@@ -16,10 +16,19 @@ import pytest
 from hypothesis import given, note, reject, settings
 from hypothesis import strategies as st
 
-from habits import page
-from habits.registry import COLUMNS, REFUSED, REPLACES, STALLED, Habit, everything
-from habits.subjects import SUBJECTS
-from habits.verdicts import CRASH, DIFFERENT, HANG, Task, of_error, sentence, surprises, verdicts_of
+from scripts import page
+from scripts.registry import COLUMNS, REFUSED, REPLACES, STALLED, Habit, everything
+from scripts.subjects import SUBJECTS
+from scripts.verdicts import (
+    CRASH,
+    DIFFERENT,
+    HANG,
+    Task,
+    of_error,
+    sentence,
+    surprises,
+    verdicts_of,
+)
 
 KNOWN = everything()
 
@@ -59,7 +68,7 @@ def test_every_habit_is_right_or_refused_as_declared_and_the_page_says_so(
         if said.get((title, column)) != (now := page.told(KNOWN[title], column, verdict))
     ]
     assert not other, (
-        "docs/habits.md is not as found; `python -m tests.habits write` writes it:\n"
+        "docs/habits.md is not as found; `python -m tests.scripts write` writes it:\n"
         + "\n".join(other)
     )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from habits.loop import Script, World
-from habits.registry import habit
+from scripts.loop import Script, World
+from scripts.registry import habit
 
 
 def sharded(s: Script) -> bool:

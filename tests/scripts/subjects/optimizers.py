@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from habits.loop import Script, _step
-from habits.registry import EITHER, REFUSED, ROUNDING, habit
+from scripts.loop import Script, _step
+from scripts.registry import EITHER, REFUSED, ROUNDING, habit
 
 OPTIMIZERS = {
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1),

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from habits.loop import Script
-from habits.registry import BITS, EITHER, ROUNDING, habit
+from scripts.loop import Script
+from scripts.registry import BITS, EITHER, ROUNDING, habit
 
 
 class Features(nn.Module):

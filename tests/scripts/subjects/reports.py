@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from habits.loop import Script
-from habits.registry import BITS, EITHER, ROUNDING, habit
+from scripts.loop import Script
+from scripts.registry import BITS, EITHER, ROUNDING, habit
 
 EXACT: dict[str, Any] = {
     "parameters: `sum(p.numel() for p in model.parameters())`": lambda s: sum(p.numel() for p in s.model.parameters()),

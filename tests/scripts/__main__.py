@@ -1,4 +1,4 @@
-"""`python -m tests.habits [run WORDS | write | list]`: see the package."""
+"""`python -m tests.scripts [run WORDS | write | list]`: see the package."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ TESTS = Path(__file__).parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [str(TESTS), *([str(TESTS.parent / "src")] if "onefold" not in sys.modules else [])]
 
-from habits import page
-from habits.registry import COLUMNS, REFUSED, everything
-from habits.verdicts import Task, Verdict, sentence, surprises, tasks_of, verdicts_of
 from ranks import preload, stop_fork_servers
+from scripts import page
+from scripts.registry import COLUMNS, REFUSED, everything
+from scripts.verdicts import Task, Verdict, sentence, surprises, tasks_of, verdicts_of
 
 
 def main(arguments: list[str]) -> int:
     """Run the habits with these words in their title (all without any), say what surprises, and
     write the page if asked to.
     """
-    parser = argparse.ArgumentParser(prog="python -m tests.habits", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.scripts", description=main.__doc__)
     parser.add_argument("what", nargs="?", choices=("run", "write", "list"), default="run")
     parser.add_argument("words", nargs="*", help="run: part of `subject: title`")
     parser.add_argument("--columns", default=",".join(COLUMNS), help="run: of one,0,1,2,3")
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     assert given.what == "run" or (columns == list(COLUMNS) and not words), (
         "the page has all habits in all columns"
     )
-    preload("habits.verdicts", "habits.loop", "zoo")
+    preload("scripts.verdicts", "scripts.loop", "zoo")
     began, kept = time.monotonic(), _kept(given.results)
     tasks = [
         task

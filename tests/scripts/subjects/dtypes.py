@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from habits.loop import Net, Script
-from habits.registry import EITHER, REFUSED, ROUNDING, habit
+from scripts.loop import Net, Script
+from scripts.registry import EITHER, REFUSED, ROUNDING, habit
 
 LOOSE: dict[str, Any] = {"rtol": 3e-2, "atol": 3e-3}
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from habits.registry import REPLACES, Habit
+from scripts.registry import REPLACES, Habit
 from zoo import Block
 
 VOCABULARY, WIDTH, LENGTH = 17, 10, 6

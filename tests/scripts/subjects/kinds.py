@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from habits.loop import Net, Script
-from habits.registry import EITHER, ROUNDING, habit
+from scripts.loop import Net, Script
+from scripts.registry import EITHER, ROUNDING, habit
 
 
 def features(seed: int) -> Tensor:

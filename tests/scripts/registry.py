@@ -143,12 +143,12 @@ def habit(
 
 def everything() -> dict[str, Habit]:
     """All habits, in the order of their subjects' names in `SUBJECTS`."""
-    from habits import subjects
+    from scripts import subjects
 
     found = {module.name for module in pkgutil.iter_modules(subjects.__path__)}
     assert found == set(subjects.SUBJECTS), (
         f"subjects/__init__.py and its folder differ in {found ^ set(subjects.SUBJECTS)}"
     )
     for name in subjects.SUBJECTS:
-        importlib.import_module(f"habits.subjects.{name}")
+        importlib.import_module(f"scripts.subjects.{name}")
     return {title: habit for title, habit in HABITS.items() if habit.subject in subjects.SUBJECTS}

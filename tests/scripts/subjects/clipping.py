@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from habits.loop import Script
-from habits.registry import BITS, EITHER, ROUNDING, STALLED, habit
+from scripts.loop import Script
+from scripts.registry import BITS, EITHER, ROUNDING, STALLED, habit
 
 
 @habit("`torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)`", "gradients", expect=ROUNDING)

@@ -7,6 +7,6 @@ is refused, what is the same.
     page.py          docs/habits.md, from the verdicts
     subjects/        the habits, a module for each subject
 
-`python -m tests.habits` runs all of them, `python -m tests.habits run "weight decay"` those with
-these words in their title, and `python -m tests.habits write` writes docs/habits.md.
+`python -m tests.scripts` runs all of them, `python -m tests.scripts run "weight decay"` those with
+these words in their title, and `python -m tests.scripts write` writes docs/habits.md.
 """

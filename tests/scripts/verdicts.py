@@ -35,8 +35,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onefold
-from habits.loop import Result, World, differences, run
-from habits.registry import (
+from ranks import outcomes_of
+from scripts.loop import Result, World, differences, run
+from scripts.registry import (
     BITS,
     COLUMNS,
     EITHER,
@@ -47,7 +48,6 @@ from habits.registry import (
     Habit,
     everything,
 )
-from ranks import outcomes_of
 
 #: Titles of habits that are run together, and the column.
 Task = tuple[tuple[str, ...], str]
@@ -187,7 +187,7 @@ def work(tasks: Sequence[Task], folder: str) -> None:
     # Attention on the CPU too: second derivatives need the plain one
     torch.backends.cuda.enable_flash_sdp(False)
     everything()
-    importlib.import_module("habits.deliberate")
+    importlib.import_module("scripts.deliberate")
     rank, references = dist.get_rank(), {}  # type: ignore[var-annotated]
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     gc.collect()

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from habits.loop import Net, Script
-from habits.registry import BITS, EITHER, ROUNDING, habit
+from scripts.loop import Net, Script
+from scripts.registry import BITS, EITHER, ROUNDING, habit
 
 
 def each(change: Any, no_grad: bool = True) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from habits.loop import Net, Script
-from habits.registry import BITS, EITHER, REFUSED, ROUNDING, STALLED, habit
+from scripts.loop import Net, Script
+from scripts.registry import BITS, EITHER, REFUSED, ROUNDING, STALLED, habit
 
 
 def through_file(value: Any) -> Any:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from habits.loop import Net, Script
-from habits.registry import ROUNDING, habit
+from scripts.loop import Net, Script
+from scripts.registry import ROUNDING, habit
 
 # Stage 0 holds wholes, as DDP does. Under DDP the gradient of a term outside its forward pass comes
 # on top of the averaged one, or

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from habits.loop import Script
-from habits.registry import EITHER, habit
+from scripts.loop import Script
+from scripts.registry import EITHER, habit
 
 INITS = {
     "`nn.init.normal_(w, std=0.1)`": lambda w: nn.init.normal_(w, std=0.1),

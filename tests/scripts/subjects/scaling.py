@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from habits.loop import Script
-from habits.registry import ROUNDING, habit
+from scripts.loop import Script
+from scripts.registry import ROUNDING, habit
 
 
 class Scaled:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from habits.loop import Script
-from habits.registry import EITHER, ROUNDING, STALLED, habit
+from scripts.loop import Script
+from scripts.registry import EITHER, ROUNDING, STALLED, habit
 
 
 @habit("`model.eval()`, `torch.no_grad()`, a loss, `model.train()`", "log")

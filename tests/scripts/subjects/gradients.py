@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from habits.loop import Script
-from habits.registry import BITS, EITHER, ROUNDING, habit
+from scripts.loop import Script
+from scripts.registry import BITS, EITHER, ROUNDING, habit
 
 
 def each(change: Any) -> Any:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from habits.loop import Net, Script
-from habits.registry import EITHER, ROUNDING, habit
+from scripts.loop import Net, Script
+from scripts.registry import EITHER, ROUNDING, habit
 
 LATE = {"sharded": EITHER, "zero": EITHER, "reference": "plain"}
 
