@@ -1,6 +1,4 @@
-"""What moments rest in: the recipe's words, their sizes and names, each refusal in its sentence,
-each note.
-"""
+"""What moments rest in: their sizes and names."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold import Recipe
-from onefold.integrations.deepspeed.config import read_deepspeed
 from onefold.recipe.moments import FORMATS, bytes_of_moments, grain_of, items_of, packed
 
 
@@ -85,62 +82,3 @@ def test_only_recipes_that_pack_ask_for_whole_blocks() -> None:
     assert {moments: Recipe.zero(3, moments=moments).block for moments in (None, *FORMATS)} == {
         None: 0, "fp32": 0, "bf16": 0, "int8": 256, "fp8": 256, "int4": 256,
     }  # fmt: skip
-    assert "moments in int4" in Recipe.zero(2, moments="int4").describe()
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (
-            {"moments": "int2"},
-            "moments='int2': expected one of 'fp32', 'bf16', 'int8', 'fp8', 'int4', or None.",
-        ),
-        ({"moments": torch.bfloat16}, "moments=torch.bfloat16: expected one of 'fp32'"),
-        ({"stochastic_rounding": 1}, "stochastic_rounding=1: expected True or False."),
-        ({"rounding_seed": 0.5}, "rounding_seed=0.5: expected a whole number."),
-        ({"moment": "int8"}, "Did you mean 'moments'?"),
-        (
-            {"moments": "int8", "offload_optimizer": "nvme", "nvme": "/a", "chunk": 65536},
-            "it has to be a multiple of 262144 elements",
-        ),
-        (
-            {"moments": "int4", "offload_optimizer": "nvme", "nvme": "/a", "chunk": 65536},
-            "it has to be a multiple of 131072 elements",
-        ),
-    ],
-    ids=str,
-)
-def test_a_wrong_value_is_refused_in_a_sentence(options: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        Recipe.zero(3, **options)  # type: ignore[arg-type]
-    assert sentence in str(caught.value)
-
-
-def test_rounding_that_rounds_nothing_is_noted() -> None:
-    (note,) = Recipe.zero(3, stochastic_rounding=True).notes
-    assert note.startswith(
-        "stochastic_rounding=True has no effect where nothing is rounded to bf16"
-    )
-    assert Recipe.zero(3, moments="int8", stochastic_rounding=True).notes == (note,)
-    for effective in (
-        {"moments": "bf16"},
-        {"master_dtype": "bf16"},
-        {"moments": "int8", "master_dtype": "bf16"},
-    ):
-        assert Recipe.zero(3, stochastic_rounding=True, **effective).notes == ()  # type: ignore[arg-type]
-    (note,) = Recipe.zero(3, moments="bf16", rounding_seed=4).notes
-    assert note == "rounding_seed=4 has no effect without stochastic_rounding=True."
-
-
-def test_deepspeeds_bf16_optimizer_states_become_bf16_moments() -> None:
-    read = read_deepspeed(
-        {
-            "bf16": {"enabled": True, "bf16_optimizer_states": True},
-            "zero_optimization": {"stage": 2},
-        }
-    )
-    assert Recipe.zero(**read.recipe_arguments).moments == "bf16" and read.without_effect == ()
-    read = read_deepspeed({"bf16": {"enabled": False, "bf16_optimizer_states": True}})
-    assert "moments" not in read.recipe_arguments and [path for path, _ in read.without_effect] == [
-        "bf16.bf16_optimizer_states"
-    ]

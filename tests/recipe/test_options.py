@@ -1,5 +1,5 @@
 """The table of options and what is made from it agree: the signature of `Recipe.zero`, the fields of
-a recipe, command lines, configuration files, the mapping of DeepSpeed's keys, the page of options.
+a recipe, command lines, configuration files, the page of options.
 
     python tests/recipe/test_options.py     # writes the tables of docs/options.md anew
 """
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import types
 import typing
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -22,12 +21,6 @@ import typer
 
 from onefold import Recipe
 from onefold.cli.app import app
-from onefold.integrations.deepspeed.config.keys import AIO, OFFLOAD, SECTIONS, TOP
-from onefold.integrations.deepspeed.config.reader import read_deepspeed
-from onefold.quant import registry
-from onefold.recipe import options as table
-from onefold.recipe.core import DTYPES
-from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import OPTIONS, Option, ZeroOptions, choices_of
 from onefold.train.config import TrainConfig
 
@@ -82,9 +75,8 @@ def test_the_fields_of_a_recipe_begin_as_the_options_do() -> None:
         assert kept[name].default == OPTIONS[name].read(OPTIONS[name].default) == begins, name
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "stage"])
-def test_every_option_reaches_the_recipe_or_is_said_to_change_nothing(name: str) -> None:
-    beside: dict[str, Any] = {
+def test_every_option_reaches_the_recipe_or_is_said_to_change_nothing() -> None:
+    needs: dict[str, dict[str, Any]] = {
         "optimizer_over": {"shard_group": 2},
         "offload_gradients": {"offload_optimizer": "nvme", "nvme": "/disk"},
         "offload_param": {"offload_optimizer": "cpu"},
@@ -96,16 +88,11 @@ def test_every_option_reaches_the_recipe_or_is_said_to_change_nothing(name: str)
         "wire_rounding": {"reduce_codec": "int8"},
         "stochastic_rounding": {"moments": "bf16"},
         "rounding_seed": {"moments": "bf16", "stochastic_rounding": True},
-    }.get(name, {})
-    plain, changed = Recipe.zero(3, **beside), Recipe.zero(3, **beside, **{name: another(OPTIONS[name])})  # fmt: skip
-    assert plain != changed or changed.notes
-
-
-def test_the_choices_are_those_of_the_parts_that_execute_them() -> None:
-    assert choices_of(table.Moments) == tuple(FORMATS)
-    assert choices_of(table.Dtype) == tuple(DTYPES)
-    for name in choices_of(table.FrozenCodec):
-        assert registry.codec(name) is not None
+    }
+    for name in OPTIONS.keys() - {"stage"}:
+        beside = needs.get(name, {})
+        changed = Recipe.zero(3, **beside, **{name: another(OPTIONS[name])})
+        assert changed != Recipe.zero(3, **beside) or changed.notes, name
 
 
 # -- command lines and configuration files ----------------------------------------------------------
@@ -136,11 +123,10 @@ def test_a_configuration_file_has_the_options_of_the_command() -> None:
             assert TrainConfig(**{name: option.default}).arguments() == {}
 
 
-@pytest.mark.parametrize(
-    "name", [o.name for o in OPTIONS.values() if o.commands and o.optional and o.name != "precision"]
-)  # fmt: skip
-def test_none_takes_an_option_of_a_file_back(name: str) -> None:
-    assert OPTIONS[name].of_text("none") is None
+def test_none_takes_an_option_of_a_file_back() -> None:
+    for option in OPTIONS.values():
+        if option.commands and option.optional and option.name != "precision":
+            assert option.of_text("none") is None, option.name
 
 
 def test_the_table_needs_no_torch() -> None:
@@ -149,52 +135,6 @@ def test_the_table_needs_no_torch() -> None:
         [sys.executable, "-c", code], text=True, capture_output=True, env=dict(os.environ)
     )
     assert done.stdout.strip() == "False", done.stderr
-
-
-# -- DeepSpeed's keys -------------------------------------------------------------------------------
-
-#: A configuration that sets each key that decides options.
-DEEPSPEED: dict[str, Any] = {
-    "communication_data_type": "fp32",
-    "data_types": {"grad_accum_dtype": "fp32"},
-    "bf16": {"enabled": True, "bf16_optimizer_states": True},
-    "aio": {"queue_depth": 4, "intra_op_parallelism": 2},
-    "zero_optimization": {
-        "stage": 3, "overlap_comm": False, "stage3_prefetch_bucket_size": 0, "sub_group_size": 1 << 20,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}, "offload_param": {"device": "cpu"},
-        "zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True,
-    },
-}  # fmt: skip
-#: What cannot stand beside that.
-DEEPSPEED_TOO: dict[str, Any] = {
-    "fp16": {"enabled": True, "auto_cast": False},
-    "zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True},
-}
-MASTERS_OF_16_BITS: dict[str, Any] = {
-    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
-    "zero_optimization": {"stage": 2},
-}
-
-
-def decided() -> set[str]:
-    """The options that DeepSpeed's keys are said to decide."""
-    sections = [TOP, AIO, *SECTIONS.values(), *OFFLOAD.values()]
-    return {name for keys in sections for key in keys.values() for name in key.becomes}
-
-
-def test_keys_of_deepspeed_decide_options_of_the_table_and_no_others() -> None:
-    configs = DEEPSPEED, DEEPSPEED_TOO, MASTERS_OF_16_BITS
-    read = [read_deepspeed(config).recipe_arguments for config in configs]
-    assert set().union(*read) == decided() <= OPTIONS.keys()
-    for arguments in read:
-        for name, value in arguments.items():
-            OPTIONS[name].read(value)
-
-
-def test_a_key_that_decides_an_option_is_neither_inert_nor_left_for_later() -> None:
-    for keys in (TOP, AIO, *SECTIONS.values(), *OFFLOAD.values()):
-        for name, key in keys.items():
-            assert not (key.becomes and (key.inert or key.later)), name
 
 
 # -- the page ---------------------------------------------------------------------------------------
@@ -237,35 +177,6 @@ def with_tables(page: str) -> str:
 def test_the_page_has_the_table_as_it_is() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == with_tables(page), "write it anew: make options"
-
-
-# -- an option that is missing somewhere is found ---------------------------------------------------
-
-EXTRA = Option("made_up", bool, False, OPTIONS["overlap"].check, "Nothing.", table.ENGINE, ("train", "plan"))  # fmt: skip
-CHECKS: list[Callable[[], None]] = [
-    test_the_signature_has_every_option_with_its_type_and_its_default,
-    test_a_configuration_file_has_the_options_of_the_command,
-    test_the_page_has_the_table_as_it_is,
-    lambda: test_a_command_has_the_options_that_the_table_gives_it_and_no_others("train"),
-    lambda: test_a_command_has_the_options_that_the_table_gives_it_and_no_others("plan"),
-]
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_an_option_of_the_table_alone_is_missed(
-    check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(OPTIONS, "made_up", EXTRA)  # type: ignore[arg-type]
-    with pytest.raises(AssertionError):
-        check()
-
-
-def test_options_name_the_codecs_that_there_are() -> None:
-    from onefold.quant import CODECS
-    from onefold.recipe.checks import _FROZEN_CODECS, _WIRE_CODECS
-
-    assert {*_FROZEN_CODECS, *_WIRE_CODECS, "plain"} == set(CODECS)
-    assert set(_WIRE_CODECS) >= {"int8", "fp8", "int4"}
 
 
 if __name__ == "__main__":
