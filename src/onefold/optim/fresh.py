@@ -2,16 +2,100 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from onefold.runtime.stepper import held_inside, kept_by, own_attributes, own_numbers
+from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.stepper import (
+    TouchesReal,
+    held_inside,
+    kept_by,
+    own_attributes,
+    own_numbers,
+    raw,
+)
+
+
+class Communicates(RuntimeError):
+    """A step communicates by itself."""
+
+
+class _Alone(TorchDispatchMode):
+    """Refuses writes to `real` tensors, and collectives: another rank may make this trial at another
+    time, or not at all. Random numbers are the same in every call, so that an update that draws some
+    (a first basis) comes out alike beside another one. Leave the generators as they were around it.
+    """
+
+    def __init__(self, real: Sequence[torch.Tensor], device: torch.device) -> None:
+        super().__init__()
+        self.real = {_storage_of(each) for each in real}
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise Communicates(f"it calls {func.name()}")
+        for i, each in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+            if each.alias_info is not None and each.alias_info.is_write:
+                written = args[i] if i < len(args) else kwargs.get(each.name)
+                for some in written if isinstance(written, (list, tuple)) else (written,):
+                    if isinstance(some, torch.Tensor) and _storage_of(some) in self.real:
+                        raise TouchesReal(
+                            "a copy of it that steps a small matrix writes to the model's own"
+                            " parameters or gradients. Let it find them in `self.param_groups` alone."
+                        )
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.default_generator.manual_seed(0)
+            if self.device.type != "cpu":
+                torch.get_device_module(self.device).manual_seed(0)
+        return func(*args, **kwargs)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def alone(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
+    """Inside, a copy of `optimizer` steps a stand-in on `device`: nothing communicates, nothing that
+    the optimizer itself steps is written to, and no generator of random numbers moves.
+    """
+    apart = [device] if device.type != "cpu" else []
+    kind = {"device_type": device.type} if apart else {}
+    with disable_torch_function():
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        real = [t for p in params for t in (p, p.grad) if t is not None]
+        mode = _Alone(real, device)
+    before, raw.optimizer = raw.optimizer, optimizer
+    try:
+        with (
+            torch.random.fork_rng(devices=apart, **kind),
+            torch.enable_grad(),
+            _uncompiled(),
+            mode,
+        ):
+            yield
+    finally:
+        raw.optimizer = before
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Inside, compiled functions run as they are written. Under a dispatch mode the compiler would
+    pass them over, and never compile them again.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes a second
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def probe(data: torch.Tensor, optimizer: Optimizer, like: Any) -> nn.Parameter:
@@ -44,16 +128,17 @@ def twin_of(optimizer: Optimizer, group: dict[str, Any], probes: Sequence[nn.Par
             its = next((g for g in each.param_groups if here & {*map(id, g["params"])}), None)
             has = probes if its is not None else ()
             twins[id(each)] = twin_of(each, its or each.param_groups[0], has)
-    if twins:
-        twin.__dict__.update({k: _exchanged(v, twins) for k, v in own_attributes(twin).items()})
+    for name, value in own_attributes(twin).items() if twins else ():
+        twin.__dict__[name] = _exchanged(value, twins)
     return twin
 
 
 def _exchanged(value: Any, twins: Mapping[int, Any]) -> Any:
     """Return `value` with `twins` in the places of the optimizers with these ids."""
-    if isinstance(value, dict):
-        return {k: twins.get(id(v), v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
+    some = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (dict, list, tuple)) and any(id(v) in twins for v in some):
+        if isinstance(value, dict):
+            return {k: twins.get(id(v), v) for k, v in value.items()}
         return [twins.get(id(v), v) for v in value]
     return twins.get(id(value), value)
 
@@ -93,7 +178,8 @@ def fresh_state(
     one.grad = torch.zeros_like(one)
     twin = twin_of(optimizer, group, [one])
     give_tables(twin, optimizer, [one], param)
-    twin.step()
+    with alone(optimizer, like.device):
+        twin.step()
     state = dict(twin.state.get(one, {}))
     step = state.get("step")
     if isinstance(step, torch.Tensor):

@@ -46,7 +46,7 @@ from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.operators import stepping
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
-from onefold.runtime.stepper import Chosen, held_inside, raw, refuse_cut_inside
+from onefold.runtime.stepper import Chosen, TouchesReal, held_inside, raw, refuse_cut_inside
 from onefold.runtime.updates import of_step
 
 _changes = threading.RLock()  # several threads may shard models, and free them
@@ -186,6 +186,8 @@ def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """
     if _nested(optimizer):
         return None
+    if raw.optimizer is not None:
+        _refuse_inside_a_part(optimizer, raw.optimizer)
     _end(optimizer)
     calls = torch_methods.calls_of_step(optimizer)
     if not calls:
@@ -202,6 +204,20 @@ def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return _before(optimizer, args, kwargs)
     optimizer.register_step_pre_hook(_before)
     return None
+
+
+def _refuse_inside_a_part(optimizer: Optimizer, outer: Optimizer) -> None:
+    """Raise TouchesReal if `optimizer` steps parameters of a model. `outer` is tried, or steps a part
+    of its parameters: it makes several steps where the user's code makes one.
+    """
+    sharded = {id(entry.param) for engine in list(engines) for entry in engine.entries}
+    if any(id(p) in sharded for group in optimizer.param_groups for p in group["params"]):
+        name, inner = type(outer).__name__, type(optimizer).__name__
+        raise TouchesReal(
+            f"the step() of {name} also calls that of {inner}, which would step the model's parameters"
+            f" several times for each step of {name}. Hold {inner} as an attribute of {name}, alone or"
+            " in a list, tuple or dict, and leave all parameters to the optimizers that are held."
+        )
 
 
 def _nested(optimizer: Optimizer) -> bool:

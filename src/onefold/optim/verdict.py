@@ -26,12 +26,10 @@ attributes and tables: the matrices of a trial have those of a parameter of each
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import inspect
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -39,15 +37,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from onefold.optim.fresh import give_tables, probe, twin_of
+from onefold.optim.fresh import Communicates, alone, give_tables, probe, twin_of
 from onefold.recipe import Recipe
 from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, WHOLE
 from onefold.runtime.parameters.interval import spec_of
 from onefold.runtime.stepper import (
     GroupVerdict,
     Part,
+    TouchesReal,
     groups_of,
     held_inside,
     kept_by,
@@ -249,7 +247,7 @@ class _Trials:
         start, grads, how = drawn(), [drawn() for _ in range(_TRIED)], _How({})
         halves = [(start[i : i + 2], [g[i : i + 2] for g in grads]) for i in (0, 2)]
         try:
-            with alone(self.device):
+            with alone(self.optimizer, self.device):
                 (whole,) = _run(self.optimizer, [(start, grads)], how)
                 parts = [run for half in halves for run in _run(self.optimizer, [half], how)]
         except Exception:
@@ -287,7 +285,7 @@ class _Trials:
         key = how.key(self.optimizer)
         depends = (*self._depends, shape, key, known)
         if depends not in self._known:
-            with alone(self.device):
+            with alone(self.optimizer, self.device):
                 found = _try(self.optimizer, shape, how, self.device, known)
             if key is None:
                 return found
@@ -352,56 +350,6 @@ class _Remembers(RuntimeError):
     """A state of a parameter is kept outside of `self.state`."""
 
 
-class _Communicates(RuntimeError):
-    """A step communicates by itself."""
-
-
-class _Alone(TorchDispatchMode):
-    """Refuses collectives: another rank may make this trial at another time, or not at all. Random
-    numbers are the same in every call, so that an update that draws some (a first basis) comes out
-    alike beside another one. Leave the generators as they were around it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise _Communicates(f"it calls {func.name()}")
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            torch.default_generator.manual_seed(0)
-            if self.device.type != "cpu":
-                torch.get_device_module(self.device).manual_seed(0)
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def alone(device: torch.device) -> Iterator[None]:
-    """Inside, an optimizer steps a stand-in on `device`: nothing communicates, and no generator of
-    random numbers moves.
-    """
-    apart = [device] if device.type != "cpu" else []
-    kind = {"device_type": device.type} if apart else {}
-    with (
-        torch.random.fork_rng(devices=apart, **kind),
-        torch.enable_grad(),
-        _uncompiled(),
-        _Alone(device),
-    ):
-        yield
-
-
-def _uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """Inside, compiled functions run as they are written. Under a dispatch mode the compiler would
-    pass them over, and never compile them again.
-    """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes a second
-        return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
 def _is_plain(value: Any) -> bool:
     """Return whether `repr(value)` describes `value` completely."""
     if isinstance(value, dict):
@@ -447,12 +395,14 @@ def _try(
     grads = [way + 0.3 * drawn() for _ in range(_TRIED)]
     try:
         (whole,) = _run(optimizer, [(start, grads)], how)
-    except _Communicates as error:
+    except Communicates as error:
         return GroupVerdict(
             REFUSED,
             f"its step communicates by itself ({error}), and Onefold has one rank step each matrix."
             " Use its version for one device.",
         )
+    except TouchesReal as error:
+        return GroupVerdict(REFUSED, f"it cannot be tried: {error}")
     except Exception as error:
         if how.options or how.group is not None:
             return None

@@ -453,8 +453,14 @@ def raw_step(optimizer: Optimizer) -> None:
         raw.optimizer = before
 
 
+class TouchesReal(ValueError):
+    """A part of a step, or a trial, would change parameters that are not its own."""
+
+
 class _Raw(threading.local):
-    """The optimizer whose own update runs in this thread, for a `super().step()` in it."""
+    """The optimizer that is tried, or whose own update runs, in this thread: a `super().step()` in it
+    is no step of its own, and one of another optimizer over the model's parameters is refused.
+    """
 
     optimizer: Optimizer | None = None
 
