@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import inspect
 import linecache
 import os
 import sys
@@ -444,3 +445,61 @@ def test_a_step_that_is_interrupted_at_its_end_leaves_groups_whole(
         return out
 
     assert losses(2) == losses(-1)
+
+
+def interrupt_the_step(stage: int, options: dict[str, Any]) -> list[str]:
+    import onefold
+    import onefold.optim.step_hooks as hooks
+    from onefold.runtime import stepper
+
+    torch.manual_seed(0)
+    model = onefold.shard(
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
+        onefold.Recipe.zero(stage, **options),
+        units=[nn.Linear],
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    x, found = torch.randn(6, 4), []
+
+    def step(tracer: Any = None) -> None:
+        optimizer.zero_grad()
+        (model(x).float() - x.sum(1, keepdim=True)).square().mean().backward()
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.settrace(tracer)
+            try:
+                optimizer.step()
+            finally:
+                sys.settrace(None)
+
+    step()
+    functions = {f for f in vars(hooks._Step).values() if inspect.isfunction(f)}
+    functions |= {hooks._before, hooks._after, stepper.step_parts, inspect.unwrap(stepper.only)}
+    functions |= {stepper.raw_step, stepper.note, stepper.undo, stepper._give, stepper._count_apart}
+    for function in sorted(functions, key=lambda f: f.__qualname__):
+        code = function.__code__
+        at, tracer = 1, _NthLine(code, 0)
+        while tracer.left <= 0 and code.co_filename != "<string>":
+            tracer = _NthLine(code, at)
+            try:
+                step(tracer)
+                before = {k: v.clone() for k, v in onefold.full_state_dict(model).items()}
+                step()
+                now = onefold.full_state_dict(model)
+            except Exception as error:
+                return [*found, f"{function.__qualname__}, line {at}: {error!r}"[:150]]
+            group = optimizer.param_groups[0]
+            if any(torch.equal(now[name], before[name]) for name in now):
+                found.append(f"{function.__qualname__}, line {at}: parameters stay as they are")
+            if len(group["params"]) != 4 or group["foreach"] is not None or stepper.raw.notes:
+                found.append(f"{function.__qualname__}, line {at}: the step is not undone")
+            at += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"), [(3, {"offload_optimizer": "cpu"}), (2, {"moments": "int8"})]
+)
+def test_a_step_that_is_interrupted_at_any_line_leaves_every_parameter_training(
+    stage: int, options: dict[str, Any]
+) -> None:
+    assert run_ranks(1, interrupt_the_step, stage, options) == [[]]

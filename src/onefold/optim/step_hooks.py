@@ -46,7 +46,15 @@ from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.operators import stepping
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
-from onefold.runtime.stepper import Chosen, TouchesReal, held_inside, raw, refuse_cut_inside
+from onefold.runtime.stepper import (
+    TouchesReal,
+    choose_implementation,
+    held_inside,
+    note,
+    raw,
+    refuse_cut_inside,
+    undo,
+)
 from onefold.runtime.updates import of_step
 
 _changes = threading.RLock()  # several threads may shard models, and free them
@@ -59,22 +67,22 @@ class _Step:
 
     Attributes:
         calls: how many calls of the optimizer's `step` were counted when it began.
+        noted: how many changes were noted then (runtime/stepper.py).
         bare: the parameters that are plain until it ends. See [Note: bare parameters].
-        chosen: the implementation of torch's to use until then.
         aside: (parameter, gradient) of those that are stepped elsewhere.
-        full: (group, its parameters) of groups that leave these out.
         writes: from now on parameters may have been written to.
     """
 
     calls: int
+    noted: int
     bare: list[nn.Parameter] = field(default_factory=list)
-    chosen: Chosen | None = None
     aside: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
-    full: list[tuple[dict[str, Any], list[torch.Tensor]]] = field(default_factory=list)
     writes: bool = False
 
-    def make_bare(self, params: list[nn.Parameter], chosen: Chosen) -> None:
-        self.bare, self.chosen = params, chosen
+    def make_bare(self, params: list[nn.Parameter]) -> None:
+        self.bare = params
+        note(face, params)
+        note(setattr, stepping, "depth", stepping.depth)
         stepping.depth += 1
         bare(params)
 
@@ -86,21 +94,13 @@ class _Step:
         for group in optimizer.param_groups:
             rest = [p for p in group["params"] if id(p) not in gone]
             if len(rest) < len(group["params"]):
-                self.full.append((group, group["params"]))
+                note(group.__setitem__, "params", group["params"])
                 group["params"] = rest
 
     def show(self) -> None:
         """Let the parameters show the whole shape again, and the groups have all of theirs."""
-        while self.full:  # what is undone leaves the list last: this may be interrupted
-            group, every = self.full[-1]
-            group["params"] = every
-            self.full.pop()
-        if self.chosen is not None:
-            self.chosen.end()
-        if self.bare:
-            face(self.bare)
-            self.bare = []
-            stepping.depth -= 1
+        undo(self.noted)
+        self.bare = []
 
     def restore_gradients(self) -> None:
         while self.aside:
@@ -192,7 +192,7 @@ def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     calls = torch_methods.calls_of_step(optimizer)
     if not calls:
         torch_methods.count_from_now_on(optimizer)
-    _steps[optimizer] = _Step(calls)
+    _steps[optimizer] = _Step(calls, len(raw.notes))
     after: Any = optimizer._optimizer_step_post_hooks
     # `_faced` comes first: the user's own hooks see parameters as outside the step
     if after and not any(hook is _faced for hook in after.values()):
@@ -289,8 +289,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                     param.grad = None
                 step.leave_out(optimizer, gone)
         if found:
-            chosen = Chosen(optimizer, optimizer.param_groups, next(iter(found)).device)
-            step.make_bare([e.param for entries in found.values() for e in entries], chosen)
+            choose_implementation(optimizer, optimizer.param_groups, next(iter(found)).device)
+            step.make_bare([e.param for entries in found.values() for e in entries])
     return changed
 
 

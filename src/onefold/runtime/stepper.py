@@ -33,6 +33,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -319,30 +320,18 @@ FUSED_ON = frozenset(("cuda", "xpu"))
 FEW, SMALL = 32 << 20, 64 << 10
 
 
-class Chosen:
-    """Sets options of parameter groups until `end`."""
-
-    def __init__(
-        self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], device: torch.device
-    ) -> None:
-        """`groups`: the optimizer's, or copies of them. `device`: that of the model which the
-        parameters belong to.
-        """
-        self._set: list[tuple[dict[str, Any], str]] = []
-        if type(optimizer) not in _KNOWN:
-            return
-        for group in groups:
-            if (name := _best(group, device)) is not None:
-                group[name] = True
-                self._set.append((group, name))
-                if name == "fused":
-                    _bring_steps(optimizer, group["params"])
-
-    def end(self) -> None:
-        """Make the groups again as the user made them."""
-        options, self._set = self._set, []
-        for group, name in options:
-            group[name] = None
+def choose_implementation(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], device: torch.device
+) -> None:
+    """Set options of `groups`, the optimizer's or copies of them, until `undo`. `device`: that of
+    the model which the parameters belong to.
+    """
+    for group in groups if type(optimizer) in _KNOWN else ():
+        if (name := _best(group, device)) is not None:
+            note(group.__setitem__, name, None)
+            group[name] = True
+            if name == "fused":
+                _bring_steps(optimizer, group["params"])
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -446,11 +435,13 @@ def raw_step(optimizer: Optimizer) -> None:
     function: Any = type(optimizer).step
     while getattr(function, "hooked", False):
         function = function.__wrapped__
-    before, raw.optimizer = raw.optimizer, optimizer
+    noted = len(raw.notes)
     try:
+        note(setattr, raw, "optimizer", raw.optimizer)
+        raw.optimizer = optimizer
         function(optimizer)
     finally:
-        raw.optimizer = before
+        undo(noted)
 
 
 class TouchesReal(ValueError):
@@ -458,14 +449,38 @@ class TouchesReal(ValueError):
 
 
 class _Raw(threading.local):
-    """The optimizer that is tried, or whose own update runs, in this thread: a `super().step()` in it
-    is no step of its own, and one of another optimizer over the model's parameters is refused.
+    """What steps have under way in this thread.
+
+    Attributes:
+        optimizer: the one that is tried, or whose own update runs: a `super().step()` in it is no step
+            of its own, and one of another optimizer over the model's parameters is refused.
+        notes: what undoes what they have changed for a time. See [Note: interrupts].
     """
 
     optimizer: Optimizer | None = None
 
+    def __init__(self) -> None:
+        self.notes: list[Callable[[], Any]] = []
+
 
 raw = _Raw()
+
+
+# [Note: interrupts] Ctrl-C may come at any line, also in a `finally`. So what undoes a change is noted
+# before the change. It may run twice, and leaves the notes last. What an interrupted `finally` leaves
+# is undone at the end of the step around it (optim/step_hooks.py), before the user's code goes on.
+
+
+def note(function: Callable[..., Any], *args: Any) -> None:
+    """Have `undo` call the function."""
+    raw.notes.append(partial(function, *args))
+
+
+def undo(noted: int) -> None:
+    """Undo what was noted since there were `noted` notes, the last first."""
+    while len(raw.notes) > noted:
+        raw.notes[-1]()
+        raw.notes.pop()
 
 
 #: Attributes that torch gives every optimizer, and replaces or hooks by itself.
@@ -541,21 +556,14 @@ def _is_like(value: Any, data: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape == data.shape
 
 
-@contextlib.contextmanager
-def _counting_apart(optimizer: Optimizer, groups: Mapping[int, int]) -> Iterator[None]:
-    """Inside this context the optimizer counts with copies: in its attributes, and in states that
-    are no parameter's. At the end it has the numbers that it had before.
+def _count_apart(optimizer: Optimizer, groups: Mapping[int, int]) -> None:
+    """Until `undo` the optimizer counts with copies: in its attributes, and in states that are no
+    parameter's. Then it has the numbers again that it had before.
     """
     attributes, state = optimizer.__dict__, optimizer.state
     own, others = own_attributes(optimizer), _states_of_its_own(state)
-    attributes.update(
-        own_numbers({name: value for name, value in own.items() if not _by_id(value, groups)})
-    )
-    for key, value in own_numbers(others).items():
-        dict.__setitem__(state, key, value)
-    try:
-        yield
-    finally:
+
+    def count_as_before() -> None:
         for name, value in own_attributes(optimizer).items():
             if not _counts(value) or _by_id(value, groups):
                 continue  # it keeps more than numbers of its own there by now
@@ -570,6 +578,13 @@ def _counting_apart(optimizer: Optimizer, groups: Mapping[int, int]) -> Iterator
                 dict.__setitem__(state, key, others[key])
             else:
                 dict.__delitem__(state, key)
+
+    note(count_as_before)
+    attributes.update(
+        own_numbers({name: value for name, value in own.items() if not _by_id(value, groups)})
+    )
+    for key, value in own_numbers(others).items():
+        dict.__setitem__(state, key, value)
 
 
 def _by_id(value: Any, groups: Mapping[int, int]) -> bool:
@@ -603,18 +618,19 @@ def only(
     wanted: dict[int, list[torch.Tensor]] = {}
     for param in params:
         wanted.setdefault(groups[id(param)], []).append(param)
-    before = optimizer.param_groups
+    before, noted = optimizer.param_groups, len(raw.notes)
     try:
+        note(setattr, optimizer, "param_groups", before)
         optimizer.param_groups = [
             {**before[i], **own_numbers(before[i]), "params": some}
             for i, some in sorted(wanted.items())
         ]
         if device is not None:
-            Chosen(optimizer, optimizer.param_groups, device)  # they are copies: nothing to undo
-        with _counting_apart(optimizer, groups):
-            yield
+            choose_implementation(optimizer, optimizer.param_groups, device)
+        _count_apart(optimizer, groups)
+        yield
     finally:
-        optimizer.param_groups = before
+        undo(noted)
 
 
 @dataclass
@@ -633,17 +649,17 @@ class Part:
     state: dict[Any, Any] | None
     first: bool | None = None
 
-    def swap(self, state: dict[Any, Any]) -> None:
-        """Exchange the data, gradient and state that it has and the parameter has."""
-        param = self.param
-        data, grad, kept = param.data, param.grad, state.get(param)
-        param.grad, param.data = None, self.data
-        param.grad = self.grad
-        if self.state is not None:
-            state[param] = self.state
-        elif kept is not None:
-            del state[param]
-        self.data, self.grad, self.state = data, grad, kept
+
+def _give(
+    state: dict[Any, Any], param: Any, data: torch.Tensor, grad: Any, known: dict[Any, Any] | None
+) -> None:
+    """Let the parameter have this data, gradient and state."""
+    param.grad, param.data = None, data
+    param.grad = grad
+    if known is not None:
+        state[param] = known
+    elif state.get(param) is not None:
+        del state[param]
 
 
 def step_parts(
@@ -660,16 +676,20 @@ def step_parts(
     for part in parts:
         if part.first is not None:
             _begin_again(optimizer, part)
-    swapped: list[Part] = []
-    bare(plain)
+    state, noted = optimizer.state, len(raw.notes)
     try:
+        note(face, plain)
+        bare(plain)
         for part in parts:
-            part.swap(optimizer.state)
-            swapped.append(part)
+            param = part.param
+            note(_give, state, param, param.data, param.grad, state.get(param))
+            _give(state, param, part.data, part.grad, part.state)
         with only(optimizer, groups, [part.param for part in parts], device):
-            update(optimizer)
+            try:
+                update(optimizer)
+            finally:
+                for part in parts:
+                    part.data, part.state = part.param.data, state.get(part.param)
+                    part.grad = None
     finally:
-        for part in swapped:
-            part.swap(optimizer.state)
-            part.grad = None
-        face(plain)
+        undo(noted)
