@@ -77,7 +77,7 @@ class Uneven(BaseException):
 # -- on a rank -------------------------------------------------------------------------------------
 
 
-def serve(tests: list[tuple[str, str, dict[str, int], bool]], folder: str) -> None:
+def serve(tests: list[tuple[str, str, list[int], bool]], folder: str) -> None:
     """Run tests one after the other: (module, name, positions of its parameters, every)."""
     import torch.distributed as dist
 
@@ -91,7 +91,7 @@ def serve(tests: list[tuple[str, str, dict[str, int], bool]], folder: str) -> No
     faulthandler.cancel_dump_traceback_later()
 
 
-def _run(module: str, name: str, positions: dict[str, int], every: bool, folder: Path) -> Said:
+def _run(module: str, name: str, positions: list[int], every: bool, folder: Path) -> Said:
     import torch
 
     environment, here, began = dict(os.environ), os.getcwd(), time.monotonic()
@@ -119,19 +119,35 @@ def _run(module: str, name: str, positions: dict[str, int], every: bool, folder:
     return said
 
 
-def _arguments(
-    function: Any, positions: dict[str, int], folder: Path, every: bool
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _parametrized(function: Any) -> list[list[dict[str, Any]]]:
+    """For each `parametrize` of a test, its rows: {name: value}."""
+    found = []
     for mark in getattr(function, "pytestmark", []):
-        if mark.name != "parametrize":
-            continue
-        named, values = mark.args[:2]
-        names = [n.strip() for n in named.split(",")] if isinstance(named, str) else list(named)
-        value = list(values)[positions[names[0]]]
-        if isinstance(value, type(pytest.param())):
-            value = value.values if len(names) > 1 else value.values[0]
-        found.update(zip(names, value if len(names) > 1 else [value], strict=True))
+        if mark.name == "parametrize":
+            named, values = mark.args[:2]
+            names = [n.strip() for n in named.split(",")] if isinstance(named, str) else list(named)
+            rows = [v.values if isinstance(v, type(pytest.param())) else v for v in values]
+            rows = [
+                row if len(names) > 1 or isinstance(value, type(pytest.param())) else (row,)
+                for row, value in zip(rows, values, strict=True)
+            ]
+            found.append([dict(zip(names, row, strict=True)) for row in rows])
+    return found
+
+
+def _positions(item: Any) -> list[int]:
+    """Which row of each `parametrize` the test has."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return [
+        next(i for i, row in enumerate(rows) if all(given[k] is v for k, v in row.items()))
+        for rows in _parametrized(item.function)
+    ]
+
+
+def _arguments(function: Any, positions: list[int], folder: Path, every: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for rows, position in zip(_parametrized(function), positions, strict=True):
+        found |= rows[position]
     taken = function.__code__.co_varnames[: function.__code__.co_argcount]
     given = {"folder": folder, "every": every}
     return found | {name: value for name, value in given.items() if name in taken}
@@ -227,7 +243,7 @@ def _start(asked: tuple[int, bool, str], items: list[Any]) -> None:
         (
             item.module.__name__,
             item.function.__name__,
-            dict(item.callspec.indices) if hasattr(item, "callspec") else {},
+            _positions(item),
             item.config.getoption("--all") or any("::" in a for a in item.config.args),
         )
         for item in items

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -162,3 +163,65 @@ class OddPart(nn.Module):
             + self.down(torch.tanh(self.up(x) + self.again(x))) * self.gain
             + self.pair.sum()
         )
+
+
+# -- models whose ranks go different ways ----------------------------------------------------------
+
+
+class DropsBlocks(nn.Module):
+    """x (batch, 7) -> the same. Each rank skips blocks at random, by a generator of its own
+    (LayerDrop).
+    """
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResidualBlock(7) for _ in range(depth))
+        self.leave = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if torch.rand(()) > 0.5:
+                x = block(x)
+        return self.leave(x)
+
+
+class DropsBlocksRecomputed(DropsBlocks):
+    """One checkpoint over all blocks: backward begins by walking the blocks forwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class ChosenByRank(DropsBlocks):
+    """Three experts: ranks choose different ones, and nobody the third, which has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[dist.get_rank() % 2](x) * 2
+
+
+class OtherOrder(DropsBlocks):
+    """Even ranks apply the blocks forwards, odd ones backwards; they are of one size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in list(self.blocks) if dist.get_rank() % 2 == 0 else list(self.blocks)[::-1]:
+            x = block(x)
+        return self.leave(x)
+
+
+class TwoExits(nn.Module):
+    """x (batch, 7) -> what comes out behind the first block and at the end, (batch, 5) each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(7, 10)
+        self.first = ResidualBlock(10)
+        self.early = nn.Linear(10, 5)
+        self.tail = nn.ModuleList(ResidualBlock(10) for _ in range(2))
+        self.leave = nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(torch.tanh(self.enter(x)))
+        early = self.early(x)
+        for block in self.tail:
+            x = block(x)
+        return early, self.leave(x)

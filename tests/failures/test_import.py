@@ -12,8 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from ranks import absolute_path, run_ranks
+import looks
+import onefold
+from on_ranks import on_ranks
+from ranks import absolute_path
+from reference import adamw, sgd, train
 from zoo import TinyMLP, features_of
 
 # Of the processor's time, not of the clock's, and as a share of torch's own. That of a short import
@@ -132,90 +137,39 @@ def test_import_by_itself_loads_no_torch_and_every_name_is_there_when_it_is_aske
     assert run_program(LAZY, tmp_path) == [False, True, "shard", [], [], True]
 
 
-def test_everything_promised_is_exported() -> None:
-    import onefold
-
-    promised = {"Recipe", "shard", "clip_grad_norm_", "full_params", "full_state_dict", "load_full_state_dict", "no_sync",
-                "GradScaler", "engine_of", "initialize", "StallError", "ShardedParameterError"}  # fmt: skip
-    missing = sorted(name for name in promised if not hasattr(onefold, name))
-    assert not missing, f"onefold lacks {missing}"
-    undocumented = sorted(
-        name for name in promised if not (getattr(onefold, name).__doc__ or "").strip()
-    )
-    assert not undocumented, f"no docstring: {undocumented}"
-
-
-def patched_by_sharding(stage: int) -> list[str]:
-    """Names of torch that differ while a sharded model is alive."""
-    import onefold
-
-    homes: list[Any] = [
-        torch,
-        torch.Tensor,
-        torch.nn.Module,
-        torch.optim.Optimizer,
-        torch.optim.AdamW,
-        dist,
-        torch.nn.functional,
-    ]
-    before = [dict(vars(home)) for home in homes]
-    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=10.0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model(features_of(0, 4, 7)).sum().backward()
-    optimizer.step()
-    changed = []
-    for home, names in zip(homes, before, strict=True):
-        now = dict(vars(home))
-        changed += [
-            f"{home.__name__}.{name}"
-            for name in names
-            if callable(names[name]) and now.get(name) is not names[name]
-        ]
-    return changed
-
-
 #: What optim/torch_methods.py puts around methods of torch's, which have no hooks there.
 AROUND = {
-    "Module.zero_grad",
-    "Optimizer.add_param_group",
-    "Optimizer.load_state_dict",
-    "Optimizer.profile_hook_step",
-    "Optimizer.state_dict",
-    "Optimizer.zero_grad",
-}
+    "Module.zero_grad", "Optimizer.add_param_group", "Optimizer.load_state_dict", "Optimizer.profile_hook_step",
+    "Optimizer.state_dict", "Optimizer.zero_grad",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2, fresh=True)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_sharding_patches_nothing_of_torch_but_what_one_file_lists(stage: int) -> None:
-    for changed in run_ranks(2, patched_by_sharding, stage):
-        assert set(changed) == AROUND
-
-
-def ledgers_of_two(stage: int) -> dict[str, int]:
-    """Train one of two models: the other one's ledgers, units and gradients stay as they were."""
-    import onefold
-
-    recipe = onefold.Recipe.zero(stage, stall_timeout=10.0)
-    busy, idle = onefold.shard(TinyMLP(), recipe), onefold.shard(TinyMLP(), recipe)
-    optimizer = torch.optim.SGD(busy.parameters(), lr=0.1)
-    quiet = onefold.engine_of(idle)
-    quiet.traffic.reset()
-    held = sum(quiet.memory.now().values())
-    for step in range(3):
-        busy(features_of(step, 4, 7)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {
-        "same engine": int(onefold.engine_of(busy) is quiet),
-        "traffic": quiet.traffic.total(),
-        "memory": sum(quiet.memory.now().values()) - held,
-        "gradients": sum(p.grad is not None for p in idle.parameters()),
+    homes: list[Any] = [
+        torch, torch.Tensor, nn.Module, torch.optim.Optimizer, torch.optim.AdamW, dist, nn.functional
+    ]  # fmt: skip
+    before = [dict(vars(home)) for home in homes]
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage))
+    train(model, adamw(model), [features_of(0, 4, 7)])
+    changed = {
+        f"{home.__name__}.{name}"
+        for home, names in zip(homes, before, strict=True)
+        for name in names
+        if callable(names[name]) and vars(home).get(name) is not names[name]
     }
+    assert changed == AROUND
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_engines_do_not_touch_each_other(stage: int) -> None:
-    assert (
-        run_ranks(2, ledgers_of_two, stage)
-        == [{"same engine": 0, "traffic": 0, "memory": 0, "gradients": 0}] * 2
-    )
+    recipe = onefold.Recipe.zero(stage)
+    busy, idle = onefold.shard(TinyMLP(), recipe), onefold.shard(TinyMLP(), recipe)
+    looks.watch(idle)
+    held = looks.held(idle)
+    train(busy, sgd(busy), [features_of(step, 4, 7) for step in range(3)])
+    assert looks.engine(busy) is not looks.engine(idle)
+    assert looks.held(idle) == held and looks.sent(idle) == {}
+    assert all(p.grad is None for p in idle.parameters())

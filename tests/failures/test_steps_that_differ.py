@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
+from on_ranks import on_ranks
 from onefold.ema import EMA
-from ranks import run_ranks
 from zoo import ResidualBlock, TinyMLP, features_of
 
 STAGES: list[tuple[int, dict[str, Any]]] = [
@@ -145,94 +145,68 @@ def said(train: Callable[[], Any]) -> str:
     return ""
 
 
-def errors_of(rows: list[Train], stage: int, options: dict[str, Any]) -> list[str]:
-    out = []
-    for train in rows:
-        model = sharded(stage, **options)
-        out.append(said(partial(train, model, dist.get_rank())))
-        dist.barrier()
-    return out
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(("stage", "options"), STAGES)
 def test_ranks_that_step_differently_stop_on_every_rank(
     stage: int, options: dict[str, Any]
 ) -> None:
-    rows = [train for train in WRONG if stage in (0, 3) or train not in STALLS]
-    for rank, by_row in enumerate(run_ranks(2, errors_of, rows, stage, options)):
-        for train, message in zip(rows, by_row, strict=True):
-            for word in (
-                *WRONG[train],
-                f"rank {rank} found at the end of",
-                "step ",
-                "rank 1 called",
-            ):
+    rank = dist.get_rank()
+    for train, words in WRONG.items():
+        if stage in (0, 3) or train not in STALLS:
+            message = said(partial(train, sharded(stage, **options), rank))
+            dist.barrier()
+            for word in (*words, f"rank {rank} found at the end of", "step ", "rank 1 called"):
                 assert word in message, (train.__name__, word, message)
 
 
+@on_ranks(2, fresh=True)
 def test_where_a_rank_waits_for_one_that_left_out_a_step_the_error_says_who_stepped() -> None:
-    for (message,) in run_ranks(2, errors_of, [left_out], 1, {}):
-        for word in (
-            "rank 0: waiting in all-gather of unit '(root)' (forward, step 2, after SGD.step())",
-            "(backward, step 2), ",
-            "step the same optimizers",
-        ):
-            assert word in message, (word, message)
+    message = said(partial(left_out, sharded(1), dist.get_rank()))
+    for word in (
+        "rank 0: waiting in all-gather of unit '(root)' (forward, step 2, after SGD.step())",
+        "(backward, step 2), ",
+        "step the same optimizers",
+    ):
+        assert word in message, (word, message)
 
 
 # -- in a save and a load --------------------------------------------------------------------------
 
 
-def saves_and_loads(folder: str, stage: int) -> dict[str, str]:
-    rank, out = dist.get_rank(), {}
-    model = sharded(stage)
-    optimizer = sgd(model, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
-    backward(model, 0)
-    optimizer.step()
-    path = Path(folder) / f"{stage}"
-    out["equal steps"] = said(
-        partial(onefold.save, path, model=model, optimizer=optimizer, scheduler=scheduler)
-    )
-    things = {"optimizer": optimizer, "scheduler": scheduler}
-    for name in things:
-        given = {k: v for k, v in things.items() if k != name or rank == 0}
-        for call in (onefold.load, onefold.load_async):
-            call: Any
-            out[f"{call.__name__} {name}"] = said(partial(call, path, model=model, **given))
-        if name == "optimizer":
-            out["save"] = said(partial(onefold.save, path, model=model, overwrite=True, **given))
-    out["load"] = said(partial(onefold.load, path, model=model, **things))
-    for call in (onefold.save, onefold.save_async):
-        if rank == 0:
-            optimizer.step()
-        name = call.__name__
-        out[f"last {name}"] = said(partial(call, path, model=model, overwrite=True))
-    return out
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_saves_and_loads_of_ranks_that_differ_are_refused_on_every_rank(
-    stage: int, tmp_path: Path
+    stage: int, folder: Path
 ) -> None:
-    for out in run_ranks(2, saves_and_loads, str(tmp_path), stage):
-        assert out.pop("equal steps") == out.pop("load") == "", out
-        for name in ("save", "save_async"):
-            last = out.pop(f"last {name}")
-            assert "rank 0 called SGD.step() where rank 1 called nothing more" in last, (name, last)
-        for call, message in out.items():
-            kind = "LinearLR" if "scheduler" in call else "SGD"
-            what = "scheduler" if "scheduler" in call else "optimizer"
-            expected = f"was given {what} {kind} on rank 0 and None on rank 1"
-            assert message.startswith(call.split()[0].removesuffix("_async")), (call, message)
-            assert expected in message, (call, message)
+    rank, model = dist.get_rank(), sharded(stage)
+    optimizer = sgd(model, momentum=0.9)
+    things = {"optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.LinearLR(optimizer)}
+    backward(model, 0)
+    optimizer.step()
+    path = folder / "saved"
+    assert said(partial(onefold.save, path, model=model, **things)) == ""
+    calls: list[Any] = [onefold.load, onefold.load_async]
+    for name, what in (("optimizer", "SGD"), ("scheduler", "LinearLR")):
+        given = {k: v for k, v in things.items() if k != name or rank == 0}
+        messages = [said(partial(call, path, model=model, **given)) for call in calls]
+        if name == "optimizer":
+            messages += [said(partial(onefold.save, path, model=model, overwrite=True, **given))]
+        for message in messages:
+            assert f"was given {name} {what} on rank 0 and None on rank 1" in message, message
+    assert said(partial(onefold.load, path, model=model, **things)) == ""
+    savers: list[Any] = [onefold.save, onefold.save_async]
+    for call in savers:
+        if rank == 0:
+            optimizer.step()
+        last = said(partial(call, path, model=model, overwrite=True))
+        assert "rank 0 called SGD.step() where rank 1 called nothing more" in last, last
 
 
 # -- what may differ -------------------------------------------------------------------------------
 
 
 def other_micro_batches(model: nn.Module, rank: int) -> None:
-    """Rank 1 has one micro-batch of two: see tests/runtime/test_missing_micro_batches.py."""
+    """Rank 1 has one micro-batch of two: see test_raised.py."""
     optimizer = sgd(model)
     for step in range(3):
         if rank == 0:
@@ -331,7 +305,10 @@ RIGHT: list[Train] = [
 ]  # fmt: skip
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(("stage", "options"), STAGES)
 def test_what_may_differ_between_ranks_is_no_error(stage: int, options: dict[str, Any]) -> None:
     rows = [*RIGHT, other_micro_batches] if stage < 2 or options.get("reduce_at") else RIGHT
-    assert run_ranks(2, errors_of, rows, stage, options) == [[""] * len(rows)] * 2
+    for train in rows:
+        assert said(partial(train, sharded(stage, **options), dist.get_rank())) == "", train
+        dist.barrier()
