@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import inspect
 import linecache
 import os
 import sys
@@ -16,11 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ranks import outcomes_of, run_ranks
-from trials import MLPCase, assert_trains_as_ddp
+import looks
+import onefold
+from on_ranks import on_ranks
+from ranks import outcomes_of
+from reference import NEAR, built, differences, weights
 from zoo import ResidualBlock, TinyMLP, features_of
 
 SOURCE = os.path.join("src", "onefold")
@@ -85,70 +88,113 @@ class InterruptedSGD(torch.optim.SGD):
                 p.data.add_(p.grad, alpha=-0.1)
 
 
-class InterruptedEverywhere(MLPCase):
+def interrupted_everywhere(model: Any, average: bool) -> list[float]:
     """In each step, passes are interrupted at every place, and then the step itself: the cell is
-    called again.
+    called again. `average`: the gradients over ranks by hand, where DDP cannot go on.
     """
+    optimizer, losses = InterruptedSGD(model.parameters(), lr=0.1), []
 
-    units = (ResidualBlock,)
-    reference = "mean"  # DDP cannot go on after an interrupted backward pass
+    def step(batch: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        for parameter in model.parameters() if average else ():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        return loss.item()
 
-    def build(self) -> nn.Module:
-        return Interrupted()
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return InterruptedSGD(model.parameters(), lr=0.1)
-
-    def step(self, model: nn.Module, optimizer: Any, rank: int, step: int) -> float:
-        inner: Any = next(m for m in model.modules() if isinstance(m, Interrupted))
-        batch = self.batch(rank, step)
+    for number in range(3):
+        batch = features_of(10 * number + dist.get_rank(), 4, 7)
         for place in ("forward", "caught", "backward", "recomputation", "block", "part"):
-            inner.at, inner.kind = place, INTERRUPTS[step % 3]
+            model.at, model.kind = place, INTERRUPTS[number % 3]
             optimizer.zero_grad()
-            hook = {"block": inner.blocks[1], "part": inner.enter}.get(place)
-            handle = hook and hook.register_forward_hook(lambda *_, p=place: inner.reach(p))
+            hook = {"block": model.blocks[1], "part": model.enter}.get(place)
+            handle = hook and hook.register_forward_hook(lambda *_, p=place: model.reach(p))
             with contextlib.suppress(BaseException):
                 if place == "part":
-                    inner.enter(batch)
-                self.loss(model, batch).backward()
-            inner.at = ""
+                    model.enter(batch)
+                model(batch).square().mean().backward()
+            model.at = ""
             if handle:
                 handle.remove()
-        if step == 1:
+        if number == 1:
             optimizer.interrupted = True
             with contextlib.suppress(KeyboardInterrupt):
-                super().step(model, optimizer, rank, step)
-        return super().step(model, optimizer, rank, step)
+                step(batch)
+        losses.append(step(batch))
+    return losses
 
 
+@on_ranks(2)
 def test_a_loop_that_is_interrupted_everywhere_and_goes_on_trains_as_in_plain_pytorch() -> None:
-    assert_trains_as_ddp(InterruptedEverywhere)
+    plain: Any = built(Interrupted)
+    losses = interrupted_everywhere(plain, average=True)
+    for stage in range(4):
+        recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
+        model = onefold.shard(built(Interrupted), recipe, units=(ResidualBlock,))
+        assert interrupted_everywhere(model, average=False) == pytest.approx(losses, rel=1e-5)
+        assert differences(plain.state_dict(), weights(model), **NEAR) == []
 
 
-class _Nth:
-    """Interrupts the n-th call of a function of Onefold's, as a signal does."""
+class Nth:
+    """Interrupts, as a signal does, at the n-th call of a function of Onefold's; or, of functions
+    that must be safe there, at the n-th line. Python handles no signal at `try:`, and what ends a
+    `with` is torch's (`no_grad`).
+    """
 
-    def __init__(self, n: int) -> None:
-        self.left = n
+    def __init__(self, n: int, lines_of: frozenset[Any] = frozenset()) -> None:
+        self.left, self.lines_of = n, lines_of
 
-    def __call__(self, frame: Any, event: str, arg: Any) -> None:
-        if event == "call" and SOURCE in frame.f_code.co_filename:
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if self.lines_of and code not in self.lines_of:
+            return None
+        counts = event == "call" and SOURCE in code.co_filename
+        if self.lines_of:
+            text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            counts = event == "line" and not text.startswith(("try:", "with "))
+        if counts:
             self.left -= 1
             if not self.left:
                 sys.settrace(None)
                 raise KeyboardInterrupt
+        return self
+
+    def during(self, use: Any) -> bool:
+        """Whether it came to that place."""
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.settrace(self)
+            try:
+                use()
+            finally:
+                sys.settrace(None)
+        return self.left <= 0
 
 
-def interrupt_inside(stage: int, stride: int) -> list[str]:
-    import onefold
+def read(model: nn.Module) -> None:
+    with onefold.full_params(model):
+        pass
 
-    torch.manual_seed(0)
-    models = [TinyMLP(), TinyMLP()]
-    models[1].load_state_dict(models[0].state_dict())
+
+#: (stage, options, every n-th call)
+RECIPES: list[tuple[int, dict[str, Any], int]] = [
+    (0, {"precision": "fp32"}, 7), (2, {"precision": "bf16"}, 37), (3, {"precision": "bf16"}, 37), (3, {"offload_optimizer": "cpu"}, 37),
+    (2, {"moments": "int8"}, 37),
+]  # fmt: skip
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(("stage", "options", "stride"), RECIPES)
+@pytest.mark.parametrize("lines", [False, True])
+def test_an_interrupt_inside_onefold_leaves_no_trace_in_the_numbers(
+    stage: int, options: dict[str, Any], stride: int, lines: bool
+) -> None:
+    models = [built(TinyMLP), built(TinyMLP)]
     for model in models:
-        onefold.shard(model, onefold.Recipe.zero(stage, precision="bf16"))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in models]
-    x, found = features_of(0, 4, 7), []
+        onefold.shard(model, onefold.Recipe.zero(stage, **options))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
+    x, guarded = features_of(0, 4, 7), looks.guarded_at_every_line() if lines else frozenset()
 
     def loss(which: int) -> Tensor:
         optimizers[which].zero_grad()
@@ -160,114 +206,37 @@ def interrupt_inside(stage: int, stride: int) -> list[str]:
         optimizers[which].step()
         return value.item()
 
-    for of in ("forward", "backward"):
-        at, tracer = 1, _Nth(0)
-        while tracer.left <= 0:  # else the pass has fewer calls
-            before, tracer = loss(0) if of == "backward" else None, _Nth(at)
-            with contextlib.suppress(KeyboardInterrupt):
-                sys.settrace(tracer)
-                try:
-                    loss(0) if before is None else before.backward()
-                finally:
-                    sys.settrace(None)
-            if (values := (step(0), step(1)))[0] != values[1]:
-                found.append(f"{of}, call {at}: losses {values}")
-            at += stride
-        if at < 300:
-            found.append(f"{of}: only {at} calls were seen")
-    return found
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_interrupt_inside_onefold_leaves_no_trace_in_the_numbers(stage: int) -> None:
-    assert run_ranks(1, interrupt_inside, stage, 37) == [[]]
-
-
-class _NthLine:
-    """Interrupts at the n-th line of one function. Python handles no signal at `try:`,
-    and what ends a `with` is torch's (`no_grad`).
-    """
-
-    def __init__(self, code: Any, n: int) -> None:
-        self.code, self.left = code, n
-
-    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        if frame.f_code is not self.code:
-            return None
-        text = linecache.getline(self.code.co_filename, frame.f_lineno).strip()
-        if event == "line" and not text.startswith(("try:", "with ")):
-            self.left -= 1
-            if not self.left:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-
-def interrupt_at_every_line(stage: int, precision: Any) -> list[str]:
-    import onefold
-    from onefold.runtime.forward import Forward
-    from onefold.runtime.state import dicts, start
-
-    torch.manual_seed(0)
-    models = [TinyMLP(), TinyMLP()]
-    models[1].load_state_dict(models[0].state_dict())
-    for model in models:
-        onefold.shard(model, onefold.Recipe.zero(stage, precision=precision))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in models]
-    x, found = features_of(0, 4, 7), []
-
-    def step(which: int) -> float:
-        optimizers[which].zero_grad()
-        value = models[which](x).float().square().mean()
-        value.backward()
-        optimizers[which].step()
-        return value.item()
-
-    def read() -> None:
-        with onefold.full_params(models[0]):
-            pass
-
-    def unwrapped(function: Any) -> Any:
-        return function.__wrapped__.__code__
-
-    for name, code, use in (
-        ("showing", unwrapped(dicts.showing), lambda: onefold.full_state_dict(models[0])),
-        ("full_params", unwrapped(start.full_params), read),
-        ("enter", Forward.enter.__code__, lambda: models[0](x)),
-    ):
-        at, tracer = 1, _NthLine(code, 0)
-        while tracer.left <= 0:  # else the function has fewer lines
-            tracer = _NthLine(code, at)
-            with contextlib.suppress(KeyboardInterrupt):
-                sys.settrace(tracer)
-                try:
-                    use()
-                finally:
-                    sys.settrace(None)
-            try:
-                if (values := (step(0), step(1)))[0] != values[1]:
-                    found.append(f"{name}, line {at}: losses {values}")
-            except Exception as error:
-                found.append(f"{name}, line {at}: {error!r}"[:150])
-                break
-            at += 1
-        if at < 8 and (stage or name != "enter"):  # stage 0 in fp32 on one rank has no passes
-            found.append(f"{name}: only {at} lines were seen")
-    return found
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (3, "bf16")])
-def test_an_interrupt_at_any_line_leaves_the_optimizers_parameters_in_the_model(
-    stage: int, precision: str
-) -> None:
-    assert run_ranks(1, interrupt_at_every_line, stage, precision) == [[]]
+    uses: dict[str, Any] = {
+        "forward": lambda: loss(0),
+        "backward": lambda: pending.backward(),
+        "full_state_dict": lambda: onefold.full_state_dict(models[0]),
+        "full_params": lambda: read(models[0]),
+    }
+    for name, use in uses.items():
+        at, reached = 1, True
+        while reached:  # else it has fewer calls or lines
+            pending = loss(0) if name == "backward" else x
+            reached = Nth(at, guarded).during(use)
+            values = step(0), step(1)
+            assert values[0] == values[1], f"{name}, {at}"
+            at += 1 if lines else stride
+    # A step may be half done; the next one is whole
+    group, at, reached = optimizers[0].param_groups[0], 1, True
+    while reached:
+        step(0)
+        pending = loss(0)
+        pending.backward()
+        reached = Nth(at, guarded).during(optimizers[0].step)
+        before = onefold.full_state_dict(models[0])
+        step(0)
+        stays = [n for n, v in onefold.full_state_dict(models[0]).items() if v.equal(before[n])]
+        assert not stays and len(group["params"]) == 16 and group["foreach"] is None, at
+        at += 1 if lines else stride
+    assert at > 8, "it was hardly interrupted"
 
 
 def one_rank_alone(stage: int) -> list[float]:
     """Rank 0 is interrupted in two forward passes and goes on, rank 1 notices nothing."""
-    import torch.distributed as dist
-
-    import onefold
 
     torch.manual_seed(0)
     inner: Any = Interrupted()
@@ -317,8 +286,9 @@ class HasPartThatCallsItself(nn.Module):
         return self.block(self.part(x))
 
 
-def call_themselves(stage: int) -> list[str]:
-    import onefold
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_module_that_calls_itself_may_raise_and_is_one_pass(stage: int) -> None:
 
     recipe = onefold.Recipe.zero(stage, stall_timeout=10.0)
     for model in (CallsItself(), HasPartThatCallsItself()):
@@ -336,16 +306,13 @@ def call_themselves(stage: int) -> list[str]:
         out = part(torch.ones(2, 4))
         assert torch.allclose(out, expected), (out, expected)
         out.sum().backward()
-    return []
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_module_that_calls_itself_may_raise_and_is_one_pass(stage: int) -> None:
-    assert run_ranks(2, call_themselves, stage) == [[], []]
-
-
-def out_of_memory(stage: int) -> list[str]:
-    import onefold
+def test_memory_that_runs_out_in_full_params_or_unsharded_leaves_the_model_sharded(
+    stage: int,
+) -> None:
     from onefold.runtime.state import start
 
     def fails(function: Any, at: int) -> Any:
@@ -378,18 +345,10 @@ def out_of_memory(stage: int) -> list[str]:
         with onefold.full_params(model):
             assert all(torch.equal(p, plain[key]) for key, p in model.named_parameters())
         model(features_of(0, 4, 7)).sum().backward()
-    return []
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_memory_that_runs_out_in_full_params_or_unsharded_leaves_the_model_sharded(
-    stage: int,
-) -> None:
-    assert run_ranks(2, out_of_memory, stage) == [[], []]
-
-
-def dies_after_an_interrupt() -> bool:
-    import onefold
+@on_ranks(1)
+def test_a_model_that_was_interrupted_is_freed() -> None:
 
     def interrupted() -> weakref.ref[Any]:
         model: Any = onefold.shard(Interrupted(), onefold.Recipe.zero(3, precision="bf16"))
@@ -402,104 +361,4 @@ def dies_after_an_interrupt() -> bool:
     other = onefold.shard(TinyMLP(), onefold.Recipe.zero(3, precision="bf16"))
     other(features_of(0, 4, 7))  # the next pass in this thread
     gc.collect()
-    return gone() is None
-
-
-def test_a_model_that_was_interrupted_is_freed() -> None:
-    assert run_ranks(1, dies_after_an_interrupt) == [True]
-
-
-@pytest.mark.parametrize(
-    ("stage", "options"), [(3, {"offload_optimizer": "cpu"}), (2, {"moments": "int8"})]
-)
-def test_a_step_that_is_interrupted_at_its_end_leaves_groups_whole(
-    stage: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import onefold
-    import onefold.optim.step_hooks as hooks
-
-    def losses(interrupted: int) -> list[float]:
-        torch.manual_seed(0)
-        model = onefold.shard(
-            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
-            onefold.Recipe.zero(stage, **options),
-        )
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        x, out = torch.randn(6, 4), []
-        for number in range(6):
-            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            out.append(loss.item())
-            with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
-                if number == interrupted:
-                    show = hooks._Step.show
-
-                    def ctrl_c(step: Any, show: Any = show) -> None:
-                        patched.setattr(hooks._Step, "show", show)
-                        raise KeyboardInterrupt
-
-                    patched.setattr(hooks._Step, "show", ctrl_c)
-                optimizer.step()
-            assert len(optimizer.param_groups[0]["params"]) == 4
-        return out
-
-    assert losses(2) == losses(-1)
-
-
-def interrupt_the_step(stage: int, options: dict[str, Any]) -> list[str]:
-    import onefold
-    import onefold.optim.step_hooks as hooks
-    from onefold.runtime import stepper
-
-    torch.manual_seed(0)
-    model = onefold.shard(
-        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
-        onefold.Recipe.zero(stage, **options),
-        units=[nn.Linear],
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    x, found = torch.randn(6, 4), []
-
-    def step(tracer: Any = None) -> None:
-        optimizer.zero_grad()
-        (model(x).float() - x.sum(1, keepdim=True)).square().mean().backward()
-        with contextlib.suppress(KeyboardInterrupt):
-            sys.settrace(tracer)
-            try:
-                optimizer.step()
-            finally:
-                sys.settrace(None)
-
-    step()
-    functions = {f for f in vars(hooks._Step).values() if inspect.isfunction(f)}
-    functions |= {hooks._before, hooks._after, stepper.step_parts, inspect.unwrap(stepper.only)}
-    functions |= {stepper.raw_step, stepper.note, stepper.undo, stepper._give, stepper._count_apart}
-    for function in sorted(functions, key=lambda f: f.__qualname__):
-        code = function.__code__
-        at, tracer = 1, _NthLine(code, 0)
-        while tracer.left <= 0 and code.co_filename != "<string>":
-            tracer = _NthLine(code, at)
-            try:
-                step(tracer)
-                before = {k: v.clone() for k, v in onefold.full_state_dict(model).items()}
-                step()
-                now = onefold.full_state_dict(model)
-            except Exception as error:
-                return [*found, f"{function.__qualname__}, line {at}: {error!r}"[:150]]
-            group = optimizer.param_groups[0]
-            if any(torch.equal(now[name], before[name]) for name in now):
-                found.append(f"{function.__qualname__}, line {at}: parameters stay as they are")
-            if len(group["params"]) != 4 or group["foreach"] is not None or stepper.raw.notes:
-                found.append(f"{function.__qualname__}, line {at}: the step is not undone")
-            at += 1
-    return found
-
-
-@pytest.mark.parametrize(
-    ("stage", "options"), [(3, {"offload_optimizer": "cpu"}), (2, {"moments": "int8"})]
-)
-def test_a_step_that_is_interrupted_at_any_line_leaves_every_parameter_training(
-    stage: int, options: dict[str, Any]
-) -> None:
-    assert run_ranks(1, interrupt_the_step, stage, options) == [[]]
+    assert gone() is None
