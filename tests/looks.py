@@ -132,3 +132,9 @@ def guarded_at_every_line() -> frozenset[Any]:
     functions += [stepper.raw_step, stepper.note, stepper.undo, stepper._give, stepper._count_apart]
     codes = [inspect.unwrap(f).__code__ for f in functions]
     return frozenset(code for code in codes if code.co_filename != "<string>")
+
+
+def say_that_optimizers_can_be_fused_on(device: str) -> None:
+    from onefold.runtime import stepper
+
+    stepper.FUSED_ON = frozenset((device,))

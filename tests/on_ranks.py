@@ -59,15 +59,18 @@ class Said:
     seconds: float = 0.0
 
 
-def on_ranks(count: int, fresh: bool = False, server: str = "") -> Callable[[Test], Test]:
+def on_ranks(
+    count: int, fresh: bool = False, server: str = "", seconds: float = TIME
+) -> Callable[[Test], Test]:
     """The body of the test runs on each of `count` ranks.
 
     Args:
         fresh: in a start of its own.
         server: what the ranks have imported, one of `ranks.SERVERS`; the module's `SERVER` or
             "core" if not given.
+        seconds: that the test may take, which bound a hang only.
     """
-    return pytest.mark.on_ranks(count, fresh=fresh, server=server)
+    return pytest.mark.on_ranks(count, fresh=fresh, server=server, seconds=seconds)
 
 
 class Uneven(BaseException):
@@ -77,17 +80,17 @@ class Uneven(BaseException):
 # -- on a rank -------------------------------------------------------------------------------------
 
 
-def serve(tests: list[tuple[str, str, list[int], bool]], folder: str) -> None:
+def serve(tests: list[tuple[str, str, list[int], bool]], folder: str, seconds: float) -> None:
     """Run tests one after the other: (module, name, positions of its parameters, every)."""
     import torch.distributed as dist
 
     for at, test in enumerate(tests):
-        faulthandler.dump_traceback_later(TIME, exit=True)
+        faulthandler.dump_traceback_later(seconds, exit=True)
         said = _run(*test, folder=Path(folder, f"of-{at}"))
         told = Path(folder, f"{at}-{dist.get_rank()}")
         told.with_suffix(".part").write_text(json.dumps(asdict(said)))
         told.with_suffix(".part").rename(told)
-        _agree(folder, at, said)
+        _agree(folder, at, said, seconds)
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -167,14 +170,14 @@ def _shown(raised: BaseException) -> str:
     return "".join(told.format())
 
 
-def _agree(folder: str, at: int, said: Said) -> None:
+def _agree(folder: str, at: int, said: Said, seconds: float) -> None:
     """Wait for the other ranks to end this test. There is no collective in it: who failed may stand
     at another one than the rest.
     """
     import torch.distributed as dist
 
     others = [Path(folder, f"{at}-{rank}") for rank in range(dist.get_world_size())]
-    until = time.monotonic() + (GRACE if said.error else TIME)
+    until = time.monotonic() + (GRACE if said.error else seconds)
     while not all(other.exists() for other in others):
         if time.monotonic() > until:
             raise Uneven(f"this rank {said.error or 'was through'}, others did not end")
@@ -187,9 +190,10 @@ def _agree(folder: str, at: int, said: Said) -> None:
 # -- in pytest -------------------------------------------------------------------------------------
 
 
-def _asked(item: pytest.Item) -> tuple[int, bool, str] | None:
+def _asked(item: pytest.Item) -> tuple[int, bool, str, float] | None:
+    """(ranks, fresh, server, seconds), None of a test that runs here."""
     mark = item.get_closest_marker("on_ranks")
-    return mark and (mark.args[0], mark.kwargs["fresh"], mark.kwargs["server"])
+    return mark and (mark.args[0], *mark.kwargs.values())
 
 
 def _group(item: pytest.Item) -> str:
@@ -234,11 +238,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _start(asked: tuple[int, bool, str], items: list[Any]) -> None:
+def _start(asked: tuple[int, bool, str, float], items: list[Any]) -> None:
     """One start for these tests; afterwards `_told` has the first of them, and as many more as it
     came to.
     """
-    count, _, server = asked
+    count, _, server, seconds = asked
     told = [
         (
             item.module.__name__,
@@ -250,8 +254,9 @@ def _start(asked: tuple[int, bool, str], items: list[Any]) -> None:
     ]
     with tempfile.TemporaryDirectory(prefix="onefold-tests-") as folder:
         outcomes = ranks.outcomes_of(
-            count, serve, told, folder, timeout=60 + TIME * len(items), grace=5.0, server=server
-        )
+            count, serve, told, folder, seconds,
+            timeout=60 + seconds * len(items), grace=5.0, server=server,
+        )  # fmt: skip
         for at, item in enumerate(items):
             files = [Path(folder, f"{at}-{rank}") for rank in range(count)]
             if at and not any(file.exists() for file in files):

@@ -55,7 +55,7 @@ def dropped_reductions(folder: str, options: dict[str, Any]) -> tuple[int, int, 
     """On one of two ranks: a backward pass that raises with reductions under way, whose buffers are
     written to as soon as they are dropped. (Buffers, sums that come back, what no wait orders.)
     """
-    from late_steps import _raising_behind
+    from waits.trials import _raising_behind
 
     rank = dist.get_rank()
     virtual.start(seed=None, check=False)
@@ -118,7 +118,7 @@ def test_buffers_of_dropped_reductions_are_given_to_what_comes_behind_them(
 
 
 def weights_after(raising: bool, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    from late_steps import _raising_behind
+    from waits.trials import _raising_behind
 
     torch.manual_seed(0)
     model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stall_timeout=20.0, **options))
