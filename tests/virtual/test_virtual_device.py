@@ -4,11 +4,7 @@ none found where there is none.
 
 from __future__ import annotations
 
-import gc
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,71 +129,6 @@ def test_dropout_and_autocast_give_the_same_bits_in_any_order() -> None:
 
 
 @virtual.alone
-def test_autocast_computes_products_in_the_lower_dtype_and_norms_in_fp32() -> None:
-    x = torch.randn(4, 4, device="virtual", requires_grad=True)
-    with torch.autocast("virtual", dtype=torch.bfloat16):
-        y = x @ x
-        assert (y.dtype, F.layer_norm(y, (4,)).dtype, y.softmax(0).dtype, (y + 1).dtype) == (
-            torch.bfloat16,
-            *(torch.float32,) * 2,
-            torch.bfloat16,
-        )
-        assert (
-            F.cross_entropy(y, torch.zeros(4, dtype=torch.long, device="virtual")).dtype
-            == torch.float32
-        )
-
-
-def convolved(device: str) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    layers = [
-        nn.Conv2d(3, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(4, 2, 2, groups=2),
-        nn.GroupNorm(1, 2),
-    ]
-    model = nn.Sequential(*layers).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(2):
-        images = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(3)).to(device)
-        model(images).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [t.detach().cpu() for t in model.state_dict().values()]
-
-
-@virtual.alone
-def test_convolutions_and_buffers_of_norms_have_the_bits_of_the_cpu() -> None:
-    expected = convolved("cpu")
-    for seed in (None, *range(10)):
-        virtual.start(seed)
-        assert_same(convolved("virtual"), expected)
-        assert virtual.violations() == [], seed
-
-
-@virtual.alone
-def test_an_operator_that_no_kernel_runs_is_refused_when_it_is_called() -> None:
-    with pytest.raises(
-        NotImplementedError, match="_thnn_fused_lstm_cell has no kernel for the CPU"
-    ):
-        nn.LSTM(4, 4).to("virtual")(torch.ones(3, 2, 4, device="virtual"))
-
-
-@virtual.alone
-def test_a_backward_pass_on_the_cpu_before_the_device_came_does_no_harm() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch, virtual; torch.ones(2, requires_grad=True).sum().backward(); virtual.start(0);"
-         "x = torch.ones(3, device='virtual:1', requires_grad=True); (x * 3).sum().backward(); print(x.grad.tolist())"],
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.strip() == "[3.0, 3.0, 3.0]", (
-        done.stdout + done.stderr
-    )
-
-
-@virtual.alone
 def test_nothing_runs_until_somebody_waits_and_a_steps_only_waits_are_those_asked_for() -> None:
     trained("virtual", steps=1)
     torch.accelerator.synchronize()
@@ -218,75 +149,7 @@ def test_nothing_runs_until_somebody_waits_and_a_steps_only_waits_are_those_aske
     ]
 
 
-@virtual.alone
-def test_random_numbers_follow_the_seed_and_the_generator() -> None:
-    torch.manual_seed(3)
-    a = torch.rand(5, device="virtual")
-    state = torch.get_device_module("virtual").get_rng_state()
-    b = torch.rand(5, device="virtual")
-    torch.get_device_module("virtual").set_rng_state(state)
-    assert torch.equal(b, torch.rand(5, device="virtual")) and not torch.equal(a, b)
-    torch.manual_seed(3)
-    assert torch.equal(a, torch.rand(5, device="virtual"))
-    generator = torch.Generator("virtual").manual_seed(7)
-    c = torch.randn(5, device="virtual", generator=generator)
-    assert torch.equal(
-        c, torch.randn(5, device="virtual", generator=torch.Generator("virtual").manual_seed(7))
-    )
-
-
 # ---- torch's view of it
-
-
-@virtual.alone
-def test_torch_takes_it_for_its_accelerator_with_four_devices() -> None:
-    assert (
-        str(torch.accelerator.current_accelerator()) == "virtual"
-        and torch.accelerator.device_count() == 4
-    )
-    torch.accelerator.set_device_index(2)
-    assert torch.empty(1, device="virtual").device == torch.device("virtual:2")
-    with torch.Stream("virtual:1") as stream:
-        assert torch.accelerator.current_stream(torch.device("virtual:1")) == stream
-        assert torch.empty(1, device="virtual").device == torch.device("virtual:1")
-    with pytest.raises(RuntimeError, match="same device"):
-        torch.ones(2, device="virtual:0") + torch.ones(2, device="virtual:1")
-    with pytest.raises(RuntimeError, match="same device"):
-        torch.ones(2, device="virtual:0") + torch.ones(2)
-    assert (torch.ones(2, device="virtual:0") + torch.tensor(2.0)).tolist() == [3, 3]
-
-
-@virtual.alone
-def test_copies_between_devices_keep_the_order_of_both_streams() -> None:
-    for seed in range(20):
-        virtual.reset(seed)
-        a = torch.arange(6.0, device="virtual:0")
-        b = torch.empty(6, device="virtual:3").fill_(-1)
-        a.mul_(2)
-        b.copy_(a)
-        b.add_(1)
-        a.zero_()
-        assert b.tolist() == [1, 3, 5, 7, 9, 11] and a.sum().item() == 0
-        assert virtual.violations() == []
-
-
-@virtual.alone
-def test_memory_is_counted_and_comes_back() -> None:
-    before = torch.accelerator.memory_allocated()
-    torch.accelerator.reset_peak_memory_stats()
-    x = torch.empty(1000, device="virtual")
-    y = torch.empty(1000, device="virtual")
-    assert torch.accelerator.memory_allocated() - before == 2 * 4096
-    del y
-    gc.collect()
-    assert torch.accelerator.memory_allocated() - before == 4096
-    assert torch.accelerator.max_memory_allocated() - before == 2 * 4096
-    x.untyped_storage().resize_(0)
-    assert torch.accelerator.memory_allocated() == before
-    with pytest.raises(RuntimeError, match="resized to 0"):
-        x + 1
-    x.untyped_storage().resize_(4000)
-    assert x.fill_(2).sum().item() == 2000
 
 
 @virtual.alone
@@ -302,30 +165,6 @@ def test_freed_memory_goes_to_the_next_allocation_of_its_stream_and_to_no_other(
 
 
 @virtual.alone
-def test_views_share_memory_and_indices_masks_and_shapes_of_data_work() -> None:
-    for seed in (None, 0, 1):
-        virtual.start(seed)
-        x = torch.arange(12.0, device="virtual").reshape(3, 4)
-        x.t()[1].mul_(10)
-        x[1:, ::2] += 100
-        x.unfold(1, 2, 2)[0, 1, 0] = 7
-        assert x.tolist() == [[0, 10, 7, 3], [104, 50, 106, 7], [108, 90, 110, 11]]
-        assert x[x > 100].tolist() == [104, 106, 108, 110]
-        assert x[torch.tensor([2, 0])].shape == (2, 4)
-        assert torch.nonzero(x > 105).tolist() == [[1, 2], [2, 0], [2, 2]]
-        x[x > 100] = 0.0
-        assert x.max().item() == 90
-        assert torch.view_as_real(
-            torch.ones(2, dtype=torch.complex64, device="virtual") * 1j
-        ).tolist() == [[0, 1], [0, 1]]
-        values, order = torch.sort(torch.tensor([3, 1, 2], device="virtual"))
-        assert (values.tolist(), order.tolist()) == ([1, 2, 3], [1, 2, 0])
-        out = torch.empty(0, device="virtual")
-        torch.add(x, 1, out=out)
-        assert out.shape == (3, 4) and torch.equal(out.cpu(), x.cpu() + 1)
-
-
-@virtual.alone
 def test_a_failure_on_the_device_raises_at_the_next_wait_and_names_the_operator() -> None:
     x = torch.ones(3, device="virtual")
     x.gather(0, torch.tensor([7], device="virtual"))
@@ -337,7 +176,7 @@ def test_a_failure_on_the_device_raises_at_the_next_wait_and_names_the_operator(
 # ---- mistakes, each named; and the same program without the mistake
 
 
-def both(program: Callable[[bool], None], *words: str, seeds: int = 10) -> virtual.Violation:
+def both(program: Callable[[bool], None], *words: str, seeds: int = 4) -> virtual.Violation:
     """Runs `program(True)`, which is right, and `program(False)`, which lacks a wait, by several
     seeds. Returns the violation found.
     """
@@ -450,24 +289,6 @@ def test_memory_freed_while_another_stream_uses_it_is_named_as_reused() -> None:
 
 
 @virtual.alone
-def test_memory_may_be_reused_when_the_allocating_stream_waited_for_the_others() -> None:
-    side = torch.Stream("virtual")
-    for seed in range(20):
-        virtual.reset(seed)
-        main = torch.accelerator.current_stream()
-        x = torch.ones(1000, device="virtual")
-        side.wait_stream(main)
-        with side:
-            y = x * 3
-        del x
-        # Gets the memory; nothing touches it before the wait
-        fresh = torch.empty(1000, device="virtual")
-        main.wait_stream(side)
-        fresh.zero_()
-        assert y.sum().item() == 3000 and virtual.violations() == []
-
-
-@virtual.alone
 def test_the_host_may_not_write_pinned_memory_under_a_copy() -> None:
     host = torch.empty(8).pin_memory()
     results = set()
@@ -541,26 +362,6 @@ def test_pinned_memory_that_a_copy_still_uses_is_given_to_nobody() -> None:
 
 
 @virtual.alone
-def test_rows_and_columns_that_do_not_overlap_may_be_used_at_once() -> None:
-    side = torch.Stream("virtual")
-    for seed in range(5):
-        virtual.reset(seed)
-        x = torch.zeros(16, 8, device="virtual")
-        side.wait_stream(torch.accelerator.current_stream())
-        x[:, :4].add_(1)
-        with side:
-            x[:, 4:].add_(2)
-        torch.accelerator.synchronize()
-        assert x.sum().item() == 16 * 4 * 3 and virtual.violations() == []
-    with virtual.allowing_violations() as found:
-        x[:, :4].add_(1)
-        with side:
-            x[:, 3:].add_(2)
-        virtual.drain()
-    assert_named(found, "aten::add_")
-
-
-@virtual.alone
 def test_backward_passes_run_on_the_streams_of_the_forward_pass_without_violations() -> None:
     side = torch.Stream("virtual")
     for seed in range(20):
@@ -588,48 +389,6 @@ def test_a_violation_in_a_backward_pass_names_the_node() -> None:
             x.grad.add_(1)
         virtual.drain()
     assert_named(found, "MulBackward0", "aten::add_")
-
-
-@virtual.alone
-def test_events_may_say_no_for_a_while_but_get_there() -> None:
-    waited = set()
-    for seed in range(20):
-        virtual.reset(seed)
-        x = torch.zeros(4, device="virtual")
-        for _ in range(3):
-            x.add_(1)
-        event = torch.accelerator.current_stream().record_event()
-        asked = 0
-        while not event.query():
-            asked += 1
-            assert asked < 1000
-        waited.add(asked)
-        assert virtual.cpu_alias(x).tolist() == [3] * 4
-        assert virtual.synchronizations() == []
-    assert len(waited) > 2 and max(waited) > 3, waited
-
-
-@virtual.alone
-def test_the_order_of_independent_streams_depends_on_the_seed_alone() -> None:
-    streams = [torch.Stream("virtual") for _ in range(3)]
-
-    def order(seed: int) -> str:
-        virtual.reset(seed)
-        ran: list[str] = []
-        for number in range(4):
-            for name, stream in zip("abc", streams, strict=True):
-                virtual.enqueue(
-                    stream, lambda name=name, number=number: ran.append(f"{name}{number}")
-                )
-        streams[0].synchronize()
-        virtual.drain()
-        assert all(
-            [x for x in ran if x[0] == name] == [f"{name}{i}" for i in range(4)] for name in "abc"
-        ), "a stream is in order"
-        return " ".join(ran)
-
-    orders = [order(seed) for seed in range(30)]
-    assert orders == [order(seed) for seed in range(30)] and len(set(orders)) > 8, set(orders)
 
 
 # ---- host synchronizations
@@ -680,21 +439,6 @@ def test_host_synchronizations_are_counted_and_refused(kind: str) -> None:
     ):
         act(x)
     act(x)
-
-
-@virtual.alone
-def test_pinned_copies_that_do_not_block_are_no_synchronization() -> None:
-    x = torch.ones(4, device="virtual")
-    host = torch.empty(4, pin_memory=True)
-    half = torch.empty(4, dtype=torch.bfloat16, pin_memory=True)
-    virtual.drain()
-    with virtual.no_synchronization():
-        host.copy_(x, non_blocking=True)
-        half.copy_(x, non_blocking=True)  # converted on the device
-        x.copy_(half, non_blocking=True)
-        x.copy_(host, non_blocking=True)
-    virtual.drain()
-    assert half.tolist() == [1, 1, 1, 1]
 
 
 @virtual.alone
@@ -845,21 +589,6 @@ def test_collectives_of_several_ranks_in_any_order_neither_hang_nor_mix() -> Non
 
 
 @virtual.alone
-def test_events_measure_time_and_say_when_they_cannot() -> None:
-    first, last = (
-        torch.Event("virtual", enable_timing=True),
-        torch.Event("virtual", enable_timing=True),
-    )
-    first.record()
-    virtual.enqueue(None, lambda: time.sleep(0.02))
-    last.record()
-    with pytest.raises(RuntimeError, match="must be completed"):
-        first.elapsed_time(last)
-    last.synchronize()
-    assert first.elapsed_time(last) >= 20
-
-
-@virtual.alone
 def test_a_wait_for_what_never_comes_raises_and_says_what_waits() -> None:
     virtual.start(0, timeout=1)
     done = [False]
@@ -870,63 +599,3 @@ def test_a_wait_for_what_never_comes_raises_and_says_what_waits() -> None:
         torch.accelerator.synchronize()
     done[0] = True
     virtual.drain()
-
-
-@virtual.alone
-def test_several_threads_enqueue_and_wait() -> None:
-    errors: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            torch.accelerator.set_device_index(number % 4)
-            with torch.Stream(f"virtual:{number % 4}") as stream:
-                for i in range(30):
-                    x = torch.full((64,), float(i), device="virtual")
-                    (x.requires_grad_() * 2).sum().backward()
-                    assert x.grad.sum().item() == 128
-                    stream.synchronize()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-
-
-@virtual.alone
-def test_a_process_ends_with_work_to_do_and_compiles_once() -> None:
-    code = (
-        "import torch, virtual; virtual.start(1); x = torch.ones(4, device='virtual') + 1;"
-        " virtual.enqueue(None, print, reads=[x])"
-    )
-    started = time.monotonic()
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for _ in range(3)
-    ]
-    said = [p.communicate(timeout=200)[0] for p in running]
-    assert all(p.returncode == 0 for p in running) and said == ["tensor([2., 2., 2., 2.])\n"] * 3, (
-        said
-    )
-    assert time.monotonic() - started < 150
-
-
-def test_without_a_compiler_the_tests_are_skipped_with_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(virtual, "_failure", None)
-    monkeypatch.setattr(virtual, "_library", None)
-    monkeypatch.setattr(virtual, "BUILD", tmp_path)
-    monkeypatch.setattr(virtual, "_compiler", lambda: None)
-    if sys.platform == "linux" and torch.accelerator.current_accelerator() is None:
-        assert not virtual.available() and "needs a C++ compiler" in virtual.why_not()
-        with pytest.raises(RuntimeError, match="C\\+\\+ compiler"):
-            virtual.start()
