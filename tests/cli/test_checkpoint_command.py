@@ -4,11 +4,9 @@ and how it fails.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 typer = pytest.importorskip("typer", reason="typer is not installed")
 pytest.importorskip("rich", reason="rich is not installed")
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from onefold.checkpoint.manifest import MANIFEST
@@ -125,35 +123,6 @@ def test_inspect_says_what_a_checkpoint_holds(first: Path) -> None:
     assert "blocks.0.mlp.0.weight" not in text
 
 
-def test_every_command_takes_the_output_folder_of_a_run(root: Path, tmp_path: Path) -> None:
-    """As the README shows it: the checkpoints are in OUTPUT/checkpoints, and `OUTPUT` is what a
-    user has typed before.
-    """
-    run = tmp_path / "run"
-    copied(root, run / "checkpoints")
-    assert (
-        said("inspect", run)["checkpoints"]
-        == said("inspect", run / "checkpoints")["checkpoints"]
-        != []
-    )
-    assert [c["problems"] for c in said("verify", run)["checkpoints"]] == [[], []]
-    assert said("diff", run, run / "checkpoints" / "step-00000003")["equal"]
-    assert said("reshard", run, tmp_path / "two", "--ranks", 2)["source"] == str(
-        run / "checkpoints" / "step-00000003"
-    )
-    injured(root / "step-00000002", run / "checkpoints" / "step-00000004")
-    assert not said("verify", run, status=1)["whole"]
-
-    kept_none = tmp_path / "kept none"
-    (kept_none / "model").mkdir(parents=True)
-    for name in ("train.yaml", "metrics.jsonl"):
-        (kept_none / name).touch()
-    for name in ("inspect", "verify"):
-        assert "has kept no checkpoint; --save-every N keeps some. Its model is in" in refused(
-            name, kept_none
-        )
-
-
 def test_inspect_lists_tensors_when_asked_and_those_of_a_name(first: Path) -> None:
     text = command("inspect", first, "--tensors").stdout
     for words in ("blocks.0.mlp.0.weight", "[80, 20]", "head.weight", "rank-00000.safetensors"):
@@ -187,16 +156,6 @@ def test_inspect_of_a_folder_of_checkpoints_lists_them_the_newest_first(
         "not whole",
     ):
         assert words in text, (words, text)
-
-
-def test_inspect_reads_a_hugging_face_folder(tmp_path: Path) -> None:
-    save_file(
-        {"w": torch.zeros(3, 4), "v": torch.zeros(5, dtype=torch.bfloat16)},
-        tmp_path / "model.safetensors",
-    )
-    found = said("inspect", tmp_path)
-    assert found["form"] == "Hugging Face" and found["parameters"] == 17 and found["groups"] == []
-    assert "Hugging Face" in command("inspect", tmp_path, "--tensors").stdout
 
 
 def test_inspect_and_diff_read_what_deepspeed_saved(tmp_path: Path) -> None:
@@ -242,18 +201,6 @@ def test_verify_ends_with_0_for_a_whole_checkpoint_and_with_1_naming_what_is_not
         and problem["tensor"]
         and "CRC-32" in problem["what"]
     )
-
-
-def test_verify_of_a_folder_of_checkpoints_verifies_each(
-    root: Path, first: Path, tmp_path: Path
-) -> None:
-    assert len(said("verify", root)["checkpoints"]) == 2
-    copied(first, tmp_path / "step-1")
-    injured(first, tmp_path / "step-2")
-    copied(first, tmp_path / "step-3")
-    (tmp_path / "step-3" / MANIFEST).unlink()
-    found = said("verify", tmp_path, status=1)
-    assert [c["whole"] for c in found["checkpoints"]] == [True, False, False] and not found["whole"]
 
 
 # -- reshard and export ----------------------------------------------------------------------------
@@ -339,17 +286,6 @@ def test_diff_ends_with_1_and_says_what_differs(root: Path, first: Path) -> None
     assert names and all(".norm_1." in n for n in names)
 
 
-def test_diff_compares_with_weights_of_hugging_face(bare: Path, tmp_path: Path) -> None:
-    command("export", bare, tmp_path / "hf")
-    assert said("diff", bare, tmp_path / "hf", "--only", "weights")["equal"]
-    assert "the same" in command("diff", tmp_path / "hf", bare, "--only", "weights").stdout
-    found = said("diff", bare, tmp_path / "hf", status=1)
-    assert found["skipped"] == ["rest", "random"] and {t["what"] for t in found["tensors"]} == {
-        "only in the first"
-    }
-    assert "random: not compared" in command("diff", bare, tmp_path / "hf", status=1).stdout
-
-
 # -- what cannot be done ---------------------------------------------------------------------------
 
 
@@ -384,28 +320,6 @@ def test_ctrl_c_ends_with_130_and_leaves_nothing(
     monkeypatch.setattr("onefold.inspection.reshard._copy", interrupted)
     result = command("reshard", first, tmp_path / "b", "--ranks", 2, status=130)
     assert "stopped by SIGINT" in result.stderr and os.listdir(tmp_path) == []
-
-
-def test_a_terminal_sees_how_far_it_is(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onefold.cli.checkpoint import verify_command
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    screen = Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", screen)
-    verify_command(first)
-    assert "verifying step-00000002" in screen.getvalue()
-
-
-def test_help_says_what_the_exit_status_means() -> None:
-    text = " ".join(CliRunner().invoke(app, ["checkpoint", "--help"]).output.split())
-    assert (
-        all(name in text for name in ("inspect", "verify", "export", "reshard", "diff"))
-        and "Exit status" in text
-    )
 
 
 def test_an_export_like_a_folder_without_a_config_is_refused(bare: Path, tmp_path: Path) -> None:

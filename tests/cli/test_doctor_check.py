@@ -4,7 +4,6 @@ gets a sentence.
 
 from __future__ import annotations
 
-import io
 import json
 import signal
 from collections.abc import Iterator
@@ -13,28 +12,16 @@ from typing import Any
 
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from onefold.cli import doctor as command
 from onefold.cli import doctor_check
 from onefold.cli.doctor import doctor_command
-from onefold.cli.doctor_tables import show_chapter
 from onefold.doctor import chapters, coordinator
-from onefold.doctor.chapter_runs import CHAPTERS, DONE, FAILED, RanksRun, Scope
+from onefold.doctor.chapter_runs import CHAPTERS, DONE, RanksRun, Scope
 from onefold.doctor.chapters import Chapter
 from onefold.doctor.checks import LEFT_OUT, OK, WRONG, Outcome
 from onefold.doctor.ranks import Stopped
-from ranks import absolute_path
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
-    monkeypatch.setenv("PYTHONPATH", absolute_path())
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def doctor(*arguments: str) -> Result:
@@ -108,7 +95,6 @@ def test_what_cannot_be_gets_a_sentence(arguments: list[str], said: str) -> None
 
 
 FINE = Outcome("collectives", OK, "fine", seconds=0.5)
-ALL = ", ".join(CHAPTERS)
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, *found: Chapter, ends: Any = None) -> list[Scope]:
@@ -139,60 +125,6 @@ def found(name: str, status: str) -> Chapter:
     return Chapter(name, f"The [{name}]", ("step ms", "expected"), [["512.25", "500"]], runs, 2.0)
 
 
-@pytest.mark.parametrize(("status", "shown", "code"), [(DONE, OK, 0), (FAILED, WRONG, 1)])
-def test_on_gpus_the_chapters_follow_the_checks(
-    status: str, shown: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked = with_gpus(monkeypatch, found("block", DONE), found("lost", status))
-    result = doctor("--check", "--json", str(tmp_path / "check.json"))
-    assert result.exit_code == code, result.output
-    (scope,) = asked
-    assert (scope.device, scope.gpus, scope.tiny) == ("cuda", 2, False)
-    said = result.stdout
-    places = [said.index(words) for words in ("Checks", "The [block]", "The [lost]")]
-    assert places == sorted(places) and "512.25" in said and "not measured" not in said
-    assert f"lost: {shown} (2 s)" in said and ("a [wheel] came off" in said) == (code == 1)
-    report = json.loads((tmp_path / "check.json").read_text())
-    assert [(c["name"], c["status"]) for c in report["chapters"]] == [
-        ("block", OK),
-        ("lost", shown),
-    ]
-    assert report["chapters"][0]["rows"] == [["512.25", "500"]]
-    assert report["chapters"][0]["runs"][0]["ranks"] == [{"step_s": 0.5}]
-    assert report["ok"] is (code == 0) and report["chapters_left_out"] == ""
-    printed = doctor("--check", "--json")
-    assert json.loads(printed.stdout)["chapters"] == report["chapters"]
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("cpu", "this needs a GPU"),
-        ("quick", "--quick leaves it out"),
-        ("launcher", "run onefold doctor --check on one machine, without a launcher"),
-    ],
-)
-def test_where_the_chapters_are_left_out_one_line_says_why(
-    how: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if how == "cpu":
-        told(monkeypatch, FINE)
-        monkeypatch.setattr(chapters, "measure_chapters", lambda *_: pytest.fail("measured"))
-    else:
-        asked = with_gpus(monkeypatch, found("block", DONE))
-    if how == "launcher":
-        monkeypatch.setattr(doctor_check, "joins", lambda environment: True)
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setattr(doctor_check, "check_with_launcher", lambda *_: [FINE])
-    more = ["--quick"] if how == "quick" else []
-    result = doctor("--check", *more, "--json", str(tmp_path / "check.json"))
-    assert result.exit_code == 0, result.output
-    assert f"not measured ({ALL}): {said}" in result.stdout.splitlines()
-    report = json.loads((tmp_path / "check.json").read_text())
-    assert report["chapters"] == [] and report["chapters_left_out"] == said
-    assert how == "cpu" or not asked
-
-
 def test_a_signal_keeps_what_was_found_before_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -206,36 +138,3 @@ def test_a_signal_keeps_what_was_found_before_it(
     assert [c["name"] for c in report["checks"]] == ["collectives"]
     assert [c["name"] for c in report["chapters"]] == ["block"]
     assert report["chapters_left_out"] == "stopped by SIGTERM"
-
-
-@pytest.mark.parametrize("width", [60, 80, 110, 200])
-def test_a_chapter_cuts_no_word_on_a_narrow_terminal(width: int) -> None:
-    columns = (
-        "tokens",
-        "backend",
-        *(f"{what} ms" for what in ("compute", "exposed", "expected") * 3),
-    )
-    rows = [[f"{n},192", "nccl", *[f"{n}12.25"] * 9] for n in (1, 2)]
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    show_chapter(console, Chapter("block", "Blocks", columns, rows).to_json())
-    said = console.file.getvalue()
-    for word in ("tokens", "backend", "compute", "exposed", "expected", "1,192", "212.25"):
-        assert word in said, said
-    assert all(len(line) <= width for line in said.splitlines())
-
-
-@pytest.mark.slow
-def test_the_chapters_are_rehearsed_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    told(monkeypatch, FINE)
-    monkeypatch.setattr(chapters, "CHAPTERS", ("exchange", "communicators"))
-    result = doctor("--check", "--rehearse", "--json", str(tmp_path / "check.json"))
-    assert result.exit_code == 0, result.output
-    report = json.loads((tmp_path / "check.json").read_text())
-    assert [(c["name"], c["status"]) for c in report["chapters"]] == [
-        ("exchange", OK),
-        ("communicators", OK),
-    ]
-    assert all(len(run["ranks"]) == 2 for c in report["chapters"] for run in c["runs"])
-    assert "all-to-all and sum" in result.stdout and "the process group" in result.stdout

@@ -20,10 +20,10 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from calibrations import calibration, elsewhere
+from calibrations import calibration
 from onefold.cli.doctor import doctor_command
 from onefold.comm import MOVES
-from onefold.machine.calibration import Calibration, default_path
+from onefold.machine.calibration import Calibration
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 COMMAND = "import typer; from onefold.cli.doctor import doctor_command; typer.run(doctor_command)"
@@ -78,19 +78,6 @@ def test_it_says_what_the_machine_has_without_measuring(cache: Path) -> None:
     assert not cache.exists()
 
 
-def test_tables_say_the_same_for_people() -> None:
-    result = doctor("--device", "cpu")
-    assert result.exit_code == 0, result.output
-    for words in (
-        "processor",
-        "free",
-        "onefold train starts",
-        "There is no calibration at",
-        "onefold doctor --calibrate",
-    ):
-        assert words in result.stdout
-
-
 def test_a_saved_calibration_is_shown() -> None:
     calibration().save()
     shown = doctor("--device", "cpu").stdout
@@ -106,17 +93,6 @@ def test_a_saved_calibration_is_shown() -> None:
     said = json.loads(doctor("--device", "cpu", "--json").stdout)
     assert Calibration.from_json(said["calibration"]).measured_ranks == (1, 2, 4)
     assert said["note"] == ""
-
-
-def test_a_calibration_from_elsewhere_is_told_of_and_not_shown(tmp_path: Path) -> None:
-    elsewhere(calibration()).save()
-    said = json.loads(doctor("--device", "cpu", "--json").stdout)
-    assert said["calibration"] is None
-    assert "was measured on another machine: a processor 'Abacus 3000'" in said["note"]
-
-    asked = doctor("--device", "cpu", "--output", str(default_path()))
-    assert asked.exit_code == 2
-    assert "another machine" in asked.stderr
 
 
 @pytest.mark.parametrize(
@@ -149,20 +125,6 @@ def test_what_cannot_be_gets_a_sentence(
     assert said in result.stderr
     as_json = json.loads(doctor("--device", "cpu", "--json", *arguments).stdout)
     assert as_json["event"] == "error" and said in as_json["message"]
-
-
-def test_under_a_launcher_it_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    result = doctor("--device", "cpu", "--calibrate")
-    assert result.exit_code == 2
-    assert "Run it once, without a launcher" in result.stderr
-
-
-def test_cuda_without_a_gpu_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    result = doctor("--device", "cuda")
-    assert result.exit_code == 2
-    assert "torch finds no GPU here" in result.stderr
 
 
 # -- with ranks ------------------------------------------------------------------------------------
@@ -269,13 +231,3 @@ def test_a_rank_that_dies_is_told_of(place: Place) -> None:
     assert "was ended by SIGKILL" in json.loads(out)["message"] and "was ended by SIGKILL" in err
     assert place.files() == []
     until(lambda: not place.processes())
-
-
-@pytest.mark.slow
-def test_ranks_do_not_outlive_a_killed_command(place: Place) -> None:
-    process = place.start("--calibrate", "--ranks", "2")
-    until(lambda: len(place.processes("onefold.doctor.ranks")) == 2)
-    process.kill()
-    process.communicate(timeout=300)
-    until(lambda: not place.processes())
-    assert not (place.folder / "doctor.json").exists()

@@ -34,11 +34,3 @@ def test_help_cuts_nothing_and_breaks_no_paragraph_early(width: int) -> None:
             if text and word and re.match(r" \w", line) and re.match(r" \w", following):
                 # The first word of a line did not fit on the line before
                 assert len(line.rstrip()) + 1 + len(word[0]) >= width - 1, f"{words}: {line!r}"
-
-
-def test_help_says_how_a_switch_and_a_choice_are_written() -> None:
-    said = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "80"}).output
-    text = " ".join(re.sub("[│╭╮╰╯─]", " ", said).split())
-    assert "--activation-checkpointing <choice>" in text
-    assert "One of none, full, selective." in text
-    assert "--no-compile" in text and "--no-merge" not in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -26,24 +25,6 @@ def test_the_table_says_exact_line_by_line() -> None:
         row = next(line for line in lines if name in line)
         assert row.rstrip().endswith("exact"), row
     assert any("takes" in line and "gathered units" in line for line in lines)
-
-
-def test_bytes_copied_to_the_host_and_back_stand_beside_the_closed_form() -> None:
-    ask = [word if word != "none" else "optimizer" for word in ASK]
-    shown = CliRunner().invoke(app, ask)
-    assert shown.exit_code == 0, shown.output
-    for name in ("copied: up", "copied: down"):
-        row = next(line for line in shown.output.splitlines() if name in line)
-        assert row.rstrip().endswith("exact"), row
-
-
-def test_state_on_nvme_and_tiles_stand_beside_the_closed_form() -> None:
-    ask = [word if word != "none" else "optimizer-nvme" for word in ASK]
-    shown = CliRunner().invoke(app, [*ask, "--tile", "200KB"])
-    assert shown.exit_code == 0, shown.output
-    for name in ("copied: read", "copied: written", "sent: all-gather"):
-        row = next(line for line in shown.output.splitlines() if name in line)
-        assert row.rstrip().endswith("exact"), row
 
 
 def test_a_mesh_is_simulated_as_a_rank_of_each_stage_that_differs() -> None:
@@ -91,44 +72,3 @@ def test_what_cannot_be_simulated_gets_a_sentence(options: list[str], says: str)
     assert "at rest" in shown.output, "the plan stands all the same"
     found = json.loads(CliRunner().invoke(app, [*ASK, *options, "--json"]).stdout)
     assert found["event"] == "error" and says in found["message"] and len(found["stages"]) == 4
-
-
-def test_a_trace_without_a_timeline_is_refused(tmp_path: Path) -> None:
-    for options, says in (
-        (ASK[:-1], "belongs to --simulate"),
-        (ASK, "there is no timeline of a stand-in"),
-    ):
-        shown = CliRunner().invoke(app, [*options, "--trace", str(tmp_path / "step.json")])
-        assert shown.exit_code == 2
-        assert says in " ".join(shown.output.split())
-        assert not (tmp_path / "step.json").exists()
-
-
-def test_a_rank_without_a_simulation_is_refused() -> None:
-    shown = CliRunner().invoke(app, ["plan", "--params", "2e7", "--rank", "3"])
-    assert shown.exit_code == 2
-    assert "belongs to --simulate" in shown.output
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_where_nothing_fits_the_stage_that_was_asked_for_is_simulated(stage: int) -> None:
-    ask = [
-        "plan",
-        "--params",
-        "7e10",
-        "--gpus",
-        "8",
-        "--stage",
-        str(stage),
-        "--offload",
-        "none",
-        "--simulate",
-    ]
-    told = json.loads(CliRunner().invoke(app, [*ask, "--json"]).stdout)
-    assert told["recommended"] is None and f"the nearest is stage {stage}" in told["why_not"]
-    found = told["simulation"]
-    assert found["exact"] and found["scheme"].startswith(f"stage {stage}")
-    assert sorted(found["account"]["wire"]) == (
-        ["all-gather", "reduce-scatter"] if stage else ["all-reduce"]
-    )
-    assert f"simulated: stage {stage}" in CliRunner().invoke(app, ask).stdout

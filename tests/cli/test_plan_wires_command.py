@@ -5,7 +5,6 @@ sentence.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,6 @@ from typer.testing import CliRunner, Result
 from onefold.cli.plan import plan_command
 
 PLAIN = ("gpt2", "--gpus", "16", "--link", "1g", "--seq", "64")
-
-
-@pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def command(*arguments: str) -> Result:
@@ -83,49 +77,3 @@ def test_what_cannot_be_gets_a_sentence(arguments: tuple[str, ...], words: str) 
     assert found.exit_code == 2 and words in found.stderr and "Traceback" not in found.stderr, (
         found.output
     )
-
-
-def test_a_simulation_runs_groups_and_refuses_codecs() -> None:
-    small = (
-        "--params",
-        "1e6",
-        "--gpus",
-        "4",
-        "--per-node",
-        "2",
-        "--seq",
-        "16",
-        "--stage",
-        "3",
-        "--precision",
-        "fp32",
-        "--json",
-    )
-    groups = command(*small, "--second-copy", "--simulate")
-    assert groups.exit_code == 0 and json.loads(groups.stdout)["simulation"]["exact"] is True, (
-        groups.output
-    )
-    by_itself = json.loads(command(*small, "--simulate").stdout)
-    sent = by_itself["simulation"]["account"]["wire"], by_itself["recommended"]["account"]["wire"]
-    # Over the two nodes that are planned
-    assert by_itself["simulation"]["exact"] is True and sent[0] == sent[1]
-    native = json.loads(command(*small, "--reduce", "native", "--simulate").stdout)
-    assert (
-        native["simulation"]["exact"] is True
-        and native["recipe"]["reduce"] == "native" == native["sums"]["asked"]
-    )
-    codecs = command(*small, "--reduce-codec", "int4", "--simulate")
-    assert (
-        codecs.exit_code == 2 and "nothing is encoded in it" in json.loads(codecs.stdout)["message"]
-    )
-
-
-def test_a_tile_that_cuts_nothing_is_said() -> None:
-    (note,) = (
-        n
-        for n in json.loads(
-            command("--params", "1e7", "--gpus", "8", "--tile", "1GB", "--json").stdout
-        )["notes"]
-        if "tile" in n
-    )
-    assert "no effect" in note

@@ -5,7 +5,6 @@ leaves nothing behind.
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 
 from onefold.comm import MOVES, Group
 from onefold.doctor.bench import Bench
-from onefold.doctor.benchmark_blocks import MIB, Block, Gated, Sizes, block_flops, gated_flops
+from onefold.doctor.benchmark_blocks import MIB, Sizes
 from onefold.doctor.disk import measure_disk
 from onefold.doctor.measure import measure, says
 from onefold.doctor.moves import FlatMoves
@@ -52,6 +51,7 @@ def measured_on_a_rank(counts: dict[int, int]) -> tuple[tuple[AtRanks, ...], lis
     return at, said
 
 
+@pytest.mark.slow
 def test_ranks_measure_together_and_agree() -> None:
     (first, said), (second, silence), (third, _) = run_ranks(3, measured_on_a_rank, {1: 1, 3: 1})
     assert [a.ranks for a in first] == [1, 3]
@@ -112,20 +112,6 @@ def test_moves_do_what_the_engine_does_and_count_as_the_ledger_does() -> None:
         assert torch.equal(result["all-reduce"][2], place * 6)
 
 
-def test_a_block_has_the_parameters_that_its_flops_count() -> None:
-    matrices = sum(p.numel() for p in Block(64).parameters() if p.dim() == 2)
-    assert matrices == 12 * 64 * 64
-    assert block_flops(64, 32) == 6 * matrices * 32 + 12 * 64 * 32 * 32
-    assert Block(64)(torch.zeros(2, 5, 64)).shape == (2, 5, 64)
-
-
-def test_a_gated_block_has_the_parameters_that_its_flops_count() -> None:
-    for hidden in (64, 128, 256):
-        matrices = sum(p.numel() for p in Gated(hidden).parameters() if p.dim() == 2)
-        assert gated_flops(hidden, 32) == 6 * matrices * 32 + 12 * hidden * 32 * 32
-    assert Gated(64)(torch.zeros(2, 5, 64)).shape == (2, 5, 64)
-
-
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     found = measure_disk(tmp_path, 8 * MIB)
     assert found.write > 0 < found.read
@@ -153,28 +139,3 @@ def test_a_folder_that_cannot_be_measured_is_refused(
     with pytest.raises(ValueError, match="No space left on device"):
         measure_disk(tmp_path, 8 * MIB)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("quick", [False, True])
-def test_sizes_ascend_and_fit_the_memory(device: str, quick: bool) -> None:
-    sizes = Sizes.for_device(device, quick)
-    assert list(sizes.move_bytes) == sorted(sizes.move_bytes)
-    assert sizes.move_bytes[0] <= 64 << 10
-    assert sizes.overlap_bytes <= max(sizes.move_bytes)
-    small = sizes.within(64 * MIB)
-    assert max(small.move_bytes) <= 8 * MIB
-    assert 16 * max(small.optimizer_numels) <= 32 * MIB
-    assert small.overlap_bytes in small.move_bytes
-
-
-def test_without_memory_the_smallest_sizes_stay() -> None:
-    least = TINY.within(0)
-    assert least == replace(
-        TINY,
-        matrices=((8, 8, 8),),
-        move_bytes=(1024,),
-        copy_bytes=(1024,),
-        optimizer_numels=(256,),
-        overlap_bytes=1024,
-    )

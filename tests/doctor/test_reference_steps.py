@@ -4,18 +4,18 @@ its ledgers say.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from onefold.comm import Group
 from onefold.doctor.bench import Bench
-from onefold.doctor.benchmark_blocks import Sizes, gated_flops, reference_bytes
-from onefold.doctor.reference_steps import MICRO_BATCHES, Reference, Training, take_steps
+from onefold.doctor.benchmark_blocks import Sizes
+from onefold.doctor.reference_steps import Training, take_steps
 from onefold.machine.measured import StepPoint
 from onefold.shard import engine_of
 from ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 TINY = Sizes(
     dtypes=("float32", "bfloat16"), matrices=(), blocks=(), copy_bytes=(), optimizer_numels=(), move_bytes=(), overlap_bytes=0,
@@ -53,23 +53,3 @@ def test_reference_steps_send_what_is_noted_of_them() -> None:
         assert all(point.calls[move] > 0 for move in point.wire)
     whole, divided = first[:2]
     assert divided.stepped < whole.stepped == whole.numel == divided.numel
-
-
-def test_a_lone_rank_takes_steps_at_one_stage_and_sends_nothing() -> None:
-    there = bench()
-    points = take_steps(there, None)
-    assert [(p.dtype, p.stage, p.wire, p.calls) for p in points] == [
-        (d, 0, {}, {}) for d in TINY.dtypes
-    ]
-    assert all(p.seconds > 0 and p.kernels.products > 0 and p.kernels.others > 0 for p in points)
-    assert points[0].numel == sum(p.numel() for p in Reference(16).parameters())
-    assert points[0].flops > MICRO_BATCHES * 4 * gated_flops(16, 8)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_steps_that_do_not_fit_the_memory_are_left_out(device: str) -> None:
-    sizes = Sizes.for_device(device)
-    needed = sorted(reference_bytes(h, t) for h, t in sizes.steps)
-    assert sizes.within(2 * needed[-1]).steps == sizes.steps
-    assert len(sizes.within(2 * needed[-1] - 2).steps) == len(sizes.steps) - 1
-    assert replace(sizes, steps=()).within(1 << 40).steps == ()

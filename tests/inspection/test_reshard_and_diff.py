@@ -4,7 +4,6 @@ have in common.
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import onefold
 from onefold.checkpoint import CheckpointError
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import MANIFEST, read_manifest
-from onefold.checkpoint.source import Item, Source, Stored
-from onefold.inspection import reshard as resharding
+from onefold.checkpoint.source import Item
 from onefold.inspection.diff import Difference, Tolerance, differences
 from onefold.inspection.reshard import reshard
 from onefold.inspection.verify import examine
@@ -119,26 +117,6 @@ def loads(root: str) -> list[list[str]]:
     return out
 
 
-def test_large_tensors_become_several_pieces(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resharding, "BLOCK", 1000)
-    target = reshard(saved, tmp_path / "b", 2)
-    assert (
-        max(
-            p.stop - p.start
-            for r in read_manifest(target).records
-            for p in r.pieces
-            if r.dtype == "F32"
-        )
-        == 250
-    )
-    assert examine(target).problems == [] and compared(saved, target).equal
-    run = Run(seed=5)
-    assert onefold.load(target, model=run.model, optimizer=run.optimizer).step == 2
-    assert compared(saved, run.save(tmp_path / "c"), parts=["weights", "optimizer"]).equal
-
-
 def test_damage_is_not_written_on_under_a_new_checksum(saved: Path, tmp_path: Path) -> None:
     for name in ("rank-00000.safetensors", "state.json", "config.json"):
         source = copied(saved, tmp_path / f"damaged {name}")
@@ -235,107 +213,6 @@ def test_everything_that_resumes_is_compared(saved: Path, tmp_path: Path) -> Non
     assert list(said) == [("random", "rank 0, torch")]
     assert [d.item.kind for d in found.tensors] == ["extra"], "the table"
     assert found.differing("rest") == (1, 4) and found.differing("weights") == (0, 0)
-
-
-def test_a_checkpoint_without_what_the_other_has_differs(saved: Path, tmp_path: Path) -> None:
-    found = compared(saved, Run().save(tmp_path / "b", optimizer=None, scheduler=None, extra=None))
-    states = [d for d in found.tensors if d.what == "only in the first"]
-    assert {d.item.state for d in states} == {"exp_avg", "exp_avg_sq", ""} and found.differing(
-        "weights"
-    ) == (0, 0)
-    assert ("optimizer", "there", "absent") in {(v.where, v.first, v.second) for v in found.values}
-    assert "scheduler" in {v.where for v in found.values}
-
-
-class Held(Source):
-    """Tensors in memory as a source of weights."""
-
-    describe = "memory"
-
-    def __init__(
-        self, tensors: dict[str, torch.Tensor], aliases: dict[str, str] | None = None
-    ) -> None:
-        self._tensors, self._aliases = (
-            {Item("parameter", n): t for n, t in tensors.items()},
-            aliases or {},
-        )
-
-    def items(self) -> dict[Item, Stored]:
-        return {i: Stored(t.dtype, tuple(t.shape)) for i, t in self._tensors.items()}
-
-    def aliases(self) -> dict[str, str]:
-        return self._aliases
-
-    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
-        out.copy_(self._tensors[item].reshape(-1)[start:stop])
-
-
-def held(a: Any, b: Any, **options: Any) -> Difference:
-    return differences(Held({"w": torch.as_tensor(a)}), Held({"w": torch.as_tensor(b)}), **options)
-
-
-def test_the_same_bits_are_the_same_and_other_bits_are_not() -> None:
-    nan, inf = math.nan, math.inf
-    assert held([1.0, nan, inf], [1.0, nan, inf]).equal
-    (d,) = held([0.0, 1.0], [-0.0, 1.0]).tensors
-    assert (d.differing, d.largest, d.what) == (1, 0.0, "values")
-    assert held([0.0], [-0.0], tolerance=Tolerance(1e-9)).equal
-    (d,) = held([1.0, 2.0, nan], [1.5, 2.0, 3.0]).tensors
-    assert d.differing == 2 and math.isnan(d.largest) and d.at == 2
-    assert not held([nan], [1.0], tolerance=Tolerance(1e9, 1.0)).equal
-    (d,) = held([inf, 1.0], [1.0, 1.0]).tensors
-    assert d.largest == inf and d.at == 0
-    (d,) = held([[1, 2], [3, 4]], [[1, 2], [3, 9]]).tensors
-    assert (d.largest, d.at, d.of) == (5.0, 3, 4)
-    assert not held([True], [False]).equal and held(torch.ones(0), torch.ones(0)).equal
-
-
-def test_shapes_dtypes_and_names_that_differ_are_said() -> None:
-    (d,) = held(torch.zeros(2, 3), torch.zeros(3, 2)).tensors
-    assert (d.what, d.first, d.second) == ("shape", "float32 [2, 3]", "float32 [3, 2]")
-    (d,) = held(torch.ones(4), torch.ones(4, dtype=torch.bfloat16)).tensors
-    assert d.what == "dtype"
-    assert held(
-        torch.full((4,), 1.001),
-        torch.full((4,), 1.001).bfloat16(),
-        tolerance=Tolerance(relative=2**-8),
-    ).equal
-    found = differences(
-        Held({"a": torch.ones(1), "b": torch.ones(1)}),
-        Held({"b": torch.ones(1), "c": torch.ones(1)}),
-    )
-    assert [(d.item.name, d.what) for d in found.tensors] == [
-        ("a", "only in the first"),
-        ("c", "only in the second"),
-    ]
-
-
-def test_tied_weights_are_found_under_any_of_their_names() -> None:
-    w = torch.randn(3)
-    tied = Held({"tokens": w}, {"head": "tokens"})
-    assert differences(tied, Held({"head": w})).equal and differences(Held({"head": w}), tied).equal
-    assert differences(tied, Held({"head": w, "tokens": w})).equal
-    assert not differences(tied, Held({"head": w + 1, "tokens": w})).equal
-
-
-@pytest.mark.parametrize("numel", [1, 999, 2500])
-def test_blocks_do_not_change_what_is_found(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
-    generator = torch.Generator().manual_seed(numel)
-    a = torch.randn(numel, generator=generator)
-    b = torch.where(
-        torch.rand(numel, generator=generator) < 0.1, a + torch.randn(numel, generator=generator), a
-    )
-    whole = held(a, b)
-    monkeypatch.setattr("onefold.inspection.diff.BLOCK", 100)
-    assert held(a, b) == whole
-    gap = (a.double() - b.double()).abs()
-    if whole.tensors:
-        (d,) = whole.tensors
-        assert (d.differing, d.largest, d.at) == (
-            int((gap > 0).sum()),
-            float(gap.max()),
-            int(gap.argmax()),
-        )
 
 
 def test_a_damaged_checkpoint_is_not_compared(saved: Path, tmp_path: Path) -> None:

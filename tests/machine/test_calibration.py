@@ -14,8 +14,8 @@ import pytest
 
 from calibrations import BANDWIDTH, LATENCY, calibration, elsewhere
 from onefold.comm import MOVES
-from onefold.machine.calibration import FRESH_DAYS, Calibration, CalibrationError, default_path
-from onefold.machine.measured import AtRanks, Overlap
+from onefold.machine.calibration import FRESH_DAYS, Calibration, CalibrationError
+from onefold.machine.measured import AtRanks
 
 
 def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
@@ -23,31 +23,6 @@ def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
     path = found.save(tmp_path / "new" / "doctor.json")
     assert Calibration.load(path) == found
     assert [p.name for p in path.parent.iterdir()] == ["doctor.json"]
-
-
-def test_the_file_is_in_the_cache_folder_unless_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert calibration().save() == default_path() == tmp_path / "onefold" / "doctor.json"
-    assert Calibration.load().measured_ranks == (1, 2, 4)
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative/folder")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_path() == tmp_path / "home" / ".cache" / "onefold" / "doctor.json"
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = calibration(1).save(tmp_path / "doctor.json")
-    before = path.read_bytes()
-
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.replace", full)
-    with pytest.raises(CalibrationError, match="No space left"):
-        calibration(1, 2).save(path)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_from_elsewhere_is_refused_by_name(tmp_path: Path) -> None:
@@ -58,22 +33,6 @@ def test_a_file_from_elsewhere_is_refused_by_name(tmp_path: Path) -> None:
     ):
         Calibration.load(path)
     assert Calibration.load(path, anywhere=True) == found
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"cores": 4096}, "4096 cores where"),
-        ({"gpus": ("Slide Rule", "Slide Rule")}, "2 × Slide Rule were where no GPU"),
-    ],
-)
-def test_other_cores_or_gpus_are_another_machine(
-    tmp_path: Path, change: dict[str, Any], said: str
-) -> None:
-    here = calibration()
-    here = replace(here, identity=replace(here.identity, gpus=()))
-    other = replace(here, identity=replace(here.identity, **change))
-    assert other.identity.differences(here.identity)[0].startswith(said)
 
 
 def test_another_torch_or_an_old_date_makes_it_stale_but_not_foreign(tmp_path: Path) -> None:
@@ -90,11 +49,6 @@ def test_another_torch_or_an_old_date_makes_it_stale_but_not_foreign(tmp_path: P
         later
     ) or f"{FRESH_DAYS + 1} days ago" in found.stale(later)
     assert "other programs took 60%" in replace(found, busy=0.6).stale()
-
-
-def test_no_file_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match="onefold doctor --calibrate"):
-        Calibration.load(tmp_path / "doctor.json")
 
 
 def spoil(values: dict[str, Any], *path: str | int, to: Any = None) -> dict[str, Any]:
@@ -150,24 +104,6 @@ def test_a_wrong_file_names_the_key(
         Calibration.load(file)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"{", "not JSON"),
-        (b"\xff\xfe\x00", "No UTF-8"),
-        (b"[1, 2]", "no calibration"),
-        (b"", "not JSON"),
-    ],
-)
-def test_what_is_no_calibration_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
-    file = tmp_path / "doctor.json"
-    file.write_bytes(content)
-    with pytest.raises(CalibrationError, match=said):
-        Calibration.load(file)
-    with pytest.raises(CalibrationError, match="cannot be read"):
-        Calibration.load(tmp_path)
-
-
 # -- questions -------------------------------------------------------------------------------------
 
 
@@ -179,10 +115,6 @@ def test_rates_are_those_measured_at_measured_places() -> None:
     assert found.copy_rate(2) == pytest.approx(1e8 / 2e-2)
 
 
-def test_a_shape_between_has_a_rate_between() -> None:
-    assert 5e9 < calibration().block_rate(128, 128) < 2e10
-
-
 @pytest.mark.parametrize("move", MOVES)
 def test_a_move_takes_latency_and_bytes_over_bandwidth(move: str) -> None:
     found = calibration()
@@ -192,68 +124,6 @@ def test_a_move_takes_latency_and_bytes_over_bandwidth(move: str) -> None:
         )
     assert found.fit(move, 2).latency_s == pytest.approx(LATENCY, rel=1e-6)
     assert found.fit(move, 2).bytes_per_s == pytest.approx(BANDWIDTH / 2, rel=1e-6)
-
-
-def test_one_rank_moves_nothing() -> None:
-    found = calibration()
-    assert found.seconds_for("all-gather", 1e9, 1) == 0
-    assert found.fit("all-gather", 1).seconds(1e9) == 0
-    assert found.hidden(1) == 1.0
-
-
-def test_numbers_of_ranks_between_are_interpolated() -> None:
-    found = calibration()
-    rates = [found.block_rate(64, 64, ranks=r) for r in (1, 2, 3, 4)]
-    assert rates == sorted(rates, reverse=True)
-    assert len(set(rates)) == 4
-    times = [found.seconds_for("all-gather", 1e6, r) for r in (2, 3, 4)]
-    assert times == sorted(times)
-    assert len(set(times)) == 3
-
-
-def test_numbers_of_ranks_beyond_say_what_to_measure() -> None:
-    with pytest.raises(
-        CalibrationError,
-        match=r"8 ranks: this machine was measured with 1,2,4\. .* --ranks 1,2,4,8",
-    ):
-        calibration().block_rate(64, 64, ranks=8)
-    with pytest.raises(CalibrationError, match="measured with none"):
-        calibration(1).seconds_for("all-gather", 1, 2)
-
-
-def test_an_optimizer_step_takes_longer_for_a_larger_shard() -> None:
-    found = calibration()
-    times = [found.optimizer_seconds(n) for n in (10**3, 10**5, 10**6, 10**8)]
-    assert times == sorted(times)
-    assert found.optimizer_seconds(10**6) == pytest.approx(1e-2)  # 28e6 bytes
-
-
-def test_an_unknown_dtype_or_move_says_what_is_known() -> None:
-    with pytest.raises(CalibrationError, match="'float16' was not measured: known are float32"):
-        calibration().block_rate(64, 64, dtype="float16")
-    with pytest.raises(CalibrationError, match="unknown move 'gather': expected one of all-gather"):
-        calibration().seconds_for("gather", 1, 2)
-
-
-@pytest.mark.parametrize(
-    ("compute", "gather", "together", "hidden"),
-    [
-        (1.0, 0.5, 1.0, 1.0),
-        (1.0, 0.5, 1.5, 0.0),
-        (1.0, 0.5, 1.25, 0.5),
-        (1.0, 0.5, 2.0, 0.0),
-        (0.5, 1.0, 0.9, 1.0),
-    ],
-)
-def test_hidden_is_the_share_of_the_shorter_that_vanished(
-    compute: float, gather: float, together: float, hidden: float
-) -> None:
-    assert Overlap(compute, gather, together, compute).hidden == pytest.approx(hidden)
-
-
-def test_compute_is_never_faster_beside_a_gather() -> None:
-    assert Overlap(1.0, 1.0, 1.0, 0.9).slowdown == 1.0
-    assert Overlap(1.0, 1.0, 1.0, 1.6).slowdown == 1.6
 
 
 def test_several_ranks_without_their_moves_are_incomplete() -> None:

@@ -10,8 +10,7 @@ from observed_loops import one_step, sharded
 from torch import nn
 
 import onefold
-from onefold.observe import measured, reconciled, record, resident_memory
-from onefold.observe import memory as memory_module
+from onefold.observe import measured, reconciled, record
 from onefold.observe.memory import moments_of
 from onefold.plan.schema import ACTIVATIONS, ENGINE, MASTERS, MOMENTS, PARAMETERS, compare
 
@@ -37,19 +36,6 @@ def test_bytes_at_rest_are_the_bytes_of_the_tensors(stage: int, precision: str) 
     assert account.wire == {} and account.links == {}, "a lone rank sends nothing"
 
 
-def test_moments_that_share_a_storage_count_once() -> None:
-    weight = nn.Parameter(torch.zeros(10))
-    optimizer = torch.optim.AdamW([weight])
-    both = torch.zeros(20)
-    optimizer.state[weight] = {
-        "exp_avg": both[:10],
-        "exp_avg_sq": both[10:],
-        "inner": [{"deep": torch.zeros(3, dtype=torch.float64)}],
-        "n": 3,
-    }
-    assert moments_of(optimizer) == 20 * 4 + 3 * 8
-
-
 def test_the_peak_of_a_recorded_step_holds_engine_moments_and_activations_at_one_moment() -> None:
     model, optimizer = sharded(3, "bf16")
     one_step(model, optimizer)
@@ -70,24 +56,6 @@ def test_the_peak_of_a_recorded_step_holds_engine_moments_and_activations_at_one
     )
 
 
-def test_seconds_of_a_step_are_parts_of_it() -> None:
-    model, optimizer = sharded(3, "bf16")
-    one_step(model, optimizer)
-    with record(model, optimizer) as seen:
-        for step in range(2):
-            one_step(model, optimizer, step)
-    seconds = measured(model, optimizer, seen).seconds
-    assert seen.steps == 2
-    assert seconds["step"] == seen.seconds / 2
-    assert (
-        seconds["compute"] > 0
-        and seconds["optimizer"] > 0
-        and seconds["exposed communication"] == 0
-    )
-    assert seconds["compute"] + seconds["optimizer"] <= seconds["step"]
-    assert measured(model, optimizer, seen, step_seconds=1.5).seconds["step"] == 1.5
-
-
 def test_an_account_compares_with_itself_line_by_line() -> None:
     model, optimizer = sharded(3, "bf16")
     one_step(model, optimizer)
@@ -101,16 +69,6 @@ def test_an_account_compares_with_itself_line_by_line() -> None:
     }
 
 
-def test_a_recording_without_a_whole_step_is_refused() -> None:
-    model, optimizer = sharded()
-    with record(model, optimizer) as seen:
-        pass
-    with pytest.raises(ValueError, match="no whole step"):
-        measured(model, optimizer, seen)
-    with pytest.raises(ValueError, match="not sharded"):
-        measured(nn.Linear(2, 2))
-
-
 def test_on_a_cpu_the_ledger_lies_inside_the_resident_memory() -> None:
     model = onefold.shard(nn.Linear(2048, 2048), onefold.Recipe.zero(3))
     account = measured(model)
@@ -119,37 +77,3 @@ def test_on_a_cpu_the_ledger_lies_inside_the_resident_memory() -> None:
     assert found.ledger == account.rest_bytes >= 2048 * 2048 * 4
     assert 0 < found.ledger < found.resident <= found.resident_peak
     assert found.unaccounted == found.resident - found.ledger
-
-
-def test_resident_memory_follows_what_is_allocated() -> None:
-    before, _ = resident_memory()
-    # More than the C library would serve from memory that was freed before
-    block = torch.ones(96 << 20, dtype=torch.uint8)
-    after, peak = resident_memory()
-    assert after - before >= block.numel() // 2, (
-        f"96 MiB were filled, resident memory went from {before} to {after}"
-    )
-    assert peak >= after
-
-
-def test_without_proc_the_highest_resident_memory_is_known(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: object
-) -> None:
-    monkeypatch.setattr(memory_module, "_STATUS", memory_module.Path(str(tmp_path)) / "nothing")
-    now, peak = resident_memory()
-    assert now == peak > 10 << 20
-
-
-@pytest.mark.parametrize(
-    ("ranks", "per_node", "expected"),
-    [
-        (4, 4, {"inside": 900}),
-        (4, 2, {"inside": 300, "between": 600}),
-        (4, 1, {"between": 900}),
-        (4, 8, {"inside": 900}),
-    ],
-)
-def test_links_share_the_wire_by_peers(ranks: int, per_node: int, expected: dict[str, int]) -> None:
-    from onefold.observe.measure import _links
-
-    assert _links(900, ranks, per_node) == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from observed_loops import one_step, sharded
 from torch import nn
 
 import onefold
-from onefold.observe import Meter, TensorBoard, flat
-from onefold.observe import meter as meter_module
+from onefold.observe import Meter
 
 KEYS = {
     "step", "loss", "grad_norm", "lr", "scale", "skipped", "tokens", "tokens_per_s", "mfu", "step_ms", "exposed_ms", "wire_bytes", "memory",
@@ -39,20 +37,6 @@ def test_a_row_holds_every_figure_as_a_plain_number() -> None:
     assert json.loads(json.dumps(row)) == row
 
 
-def test_memory_is_the_ledgers_with_the_moments() -> None:
-    model, optimizer = sharded(3, "bf16")
-    meter = Meter(model, optimizer)
-    assert "moments" not in meter.step()["memory"]["now"], (
-        "before the first step the optimizer holds nothing"
-    )
-    one_step(model, optimizer)
-    row = meter.step()
-    ledger = onefold.engine_of(model).memory
-    state = sum(t.untyped_storage().nbytes() for s in optimizer.state.values() for t in s.values())
-    assert row["memory"]["now"] == {**ledger.now(), "moments": state}
-    assert row["memory"]["peak"] == {**ledger.peak(), "moments": state}
-
-
 def test_bytes_and_waits_are_those_of_the_step() -> None:
     model, optimizer = sharded()
     meter, traffic = Meter(model, optimizer), onefold.engine_of(model).traffic
@@ -63,14 +47,6 @@ def test_bytes_and_waits_are_those_of_the_step() -> None:
     second, third = meter.step(), meter.step()
     assert [row["wire_bytes"] for row in (first, second, third)] == [1000, 500, 0]
     assert first["exposed_ms"] >= 250 and second["exposed_ms"] == third["exposed_ms"] == 0
-
-
-def test_time_before_start_is_left_out() -> None:
-    model, optimizer = sharded()
-    meter = Meter(model, optimizer)
-    meter._begun -= 100.0  # as if an evaluation had taken that long
-    meter.start()
-    assert meter.step()["step_ms"] < 50_000
 
 
 class Scaler:
@@ -109,45 +85,3 @@ def test_what_cannot_be_measured_is_refused_with_a_sentence() -> None:
         Meter(model, optimizer, flops_per_token=1.0, peak_flops=0)
     with pytest.raises(ValueError, match=r"loss has shape \(2,\): expected one number"):
         Meter(model, optimizer).step(loss=torch.zeros(2))
-
-
-def test_flat_joins_names_and_leaves_out_what_is_not_known() -> None:
-    row = {
-        "loss": 1.5,
-        "mfu": None,
-        "memory": {"now": {"moments": 3, "master weights": 4}},
-        "note": "text",
-    }
-    assert flat(row) == {"loss": 1.5, "memory/now/moments": 3, "memory/now/master weights": 4}
-    assert flat({"a": {"b": 1}}, ".") == {"a.b": 1}
-
-
-def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with TensorBoard(tmp_path) as board:
-        for step in (1, 2):
-            board.write(
-                {
-                    "step": step,
-                    "loss": 2.0 / step,
-                    "memory": {"now": {"master weights": 7}},
-                    "mfu": None,
-                }
-            )
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) == {"loss", "memory/now/master_weights"}
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
-
-
-def test_without_tensorboard_a_sentence_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def missing(name: str) -> Any:
-        raise ModuleNotFoundError(f"No module named {name!r}", name="tensorboard")
-
-    monkeypatch.setattr(meter_module, "import_module", missing)
-    with pytest.raises(ModuleNotFoundError, match="pip install tensorboard"):
-        TensorBoard(tmp_path)

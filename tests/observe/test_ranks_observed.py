@@ -91,33 +91,6 @@ def within(seen: Recording) -> bool:
     )
 
 
-@pytest.mark.parametrize(("stage", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])
-def test_recorded_bytes_are_the_formulas(stage: int, factor: int, tmp_path: Path) -> None:
-    """2Ψ(N-1)/N at stages 0 to 2, 3Ψ(N-1)/N at stage 3 less a gather of the last units, in
-    bytes of fp32, padding included.
-    """
-    for rank, seen in enumerate(run_ranks(2, rank_of_a_run, stage, str(tmp_path))):
-        expected = (factor * seen.numel - (seen.turn if stage == 3 else 0)) * 4 // 2
-        assert sum(seen.wire.values()) == seen.sent == expected, (
-            f"rank {rank}: {seen.wire}, the formula says {expected}"
-        )
-        assert sum(sum(moves.values()) for moves in seen.by_unit.values()) == expected and set(
-            seen.by_unit
-        ) == set(seen.units)
-        assert seen.links == {"between": expected} and seen.groups == {"0-1"}
-        assert seen.inside and 0 <= seen.waits <= seen.exposed + 1e-6, (
-            f"rank {rank}: {seen.waits} of {seen.exposed} s in moves"
-        )
-        assert seen.row["exposed_ms"] == pytest.approx(1000 * seen.exposed, abs=5)
-        if stage == 3:
-            for unit in seen.units:
-                assert seen.moves.count(("all-gather", unit)) == (1 if unit in TURN else 2), (
-                    unit,
-                    seen.moves,
-                )
-                assert seen.moves.count(("reduce-scatter", unit)) == 1, (unit, seen.moves)
-
-
 def test_the_ranks_files_make_one_report(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="plotly is not installed")
     from onefold.observe.report import build
@@ -156,13 +129,6 @@ def mixed_precision(stage: int) -> tuple[dict[str, int], set[str]]:
         "a category fell below nothing"
     )
     return seen.peak(), {m.dtype for m in seen.moves}
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_in_mixed_precision_16_bits_travel_and_every_level_adds_up(stage: int) -> None:
-    for peak, dtypes in run_ranks(2, mixed_precision, stage):
-        assert dtypes == {"bfloat16"}
-        assert peak["master weights"] > 0 and peak["moments"] > 0
 
 
 def of_a_subset() -> set[str]:

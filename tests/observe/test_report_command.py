@@ -9,7 +9,7 @@ import pytest
 
 typer = pytest.importorskip("typer", reason="typer is not installed")
 pytest.importorskip("plotly", reason="plotly is not installed")
-from synthetic_run import write_metrics, write_run
+from synthetic_run import write_run
 from typer.testing import CliRunner
 
 from onefold.cli.report import report_command
@@ -26,15 +26,6 @@ def test_it_writes_the_page_and_says_where(tmp_path: Path) -> None:
         done.output == f"wrote {tmp_path / 'report.html'}\n"
         and (tmp_path / "report.html").stat().st_size > 1e6
     )
-
-
-def test_it_says_what_the_run_left_out(tmp_path: Path) -> None:
-    write_metrics(tmp_path, steps=3)
-    done = CliRunner().invoke(
-        app, [str(tmp_path), "--output", str(tmp_path / "deep" / "page.html")]
-    )
-    assert done.exit_code == 0 and (tmp_path / "deep" / "page.html").exists()
-    assert "without memory: The run left no observed.json." in done.output
 
 
 def test_json_holds_the_path_the_figures_and_what_is_missing(tmp_path: Path) -> None:

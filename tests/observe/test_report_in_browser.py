@@ -122,6 +122,7 @@ def test_every_chart_is_drawn_and_nothing_complains(
         assert seen.requests == [report.resolve().as_uri()], "the page is to open offline"
 
 
+@pytest.mark.slow
 def test_choosing_a_rank_shows_that_ranks_step(browser: Any, report: Path) -> None:
     end = "() => document.querySelector('[data-figure=timeline]').layout.xaxis.range[1]"
     with opened(browser, report, 1280) as seen:
@@ -132,6 +133,7 @@ def test_choosing_a_rank_shows_that_ranks_step(browser: Any, report: Path) -> No
         assert seen.problems == []
 
 
+@pytest.mark.slow
 def test_a_window_that_is_made_narrow_and_wide_again_keeps_fitting(
     browser: Any, report: Path
 ) -> None:
@@ -143,6 +145,7 @@ def test_a_window_that_is_made_narrow_and_wide_again_keeps_fitting(
         assert seen.problems == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_from_its_ground(browser: Any, report: Path, scheme: str) -> None:
     with opened(browser, report, 1280, scheme) as seen:
@@ -157,6 +160,7 @@ def test_text_stands_out_from_its_ground(browser: Any, report: Path, scheme: str
         assert (shade < 60) == (scheme == "dark")
 
 
+@pytest.mark.slow
 def test_headings_form_an_outline_and_charts_have_names(browser: Any, report: Path) -> None:
     with opened(browser, report, 1280) as seen:
         headings = seen.page.evaluate(
@@ -175,6 +179,7 @@ def test_headings_form_an_outline_and_charts_have_names(browser: Any, report: Pa
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", ["metrics alone", "bare", "off the device", "crowded"])
 def test_poor_and_crowded_runs_fit_too(browser: Any, tmp_path: Path, kind: str, width: int) -> None:

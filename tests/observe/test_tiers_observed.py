@@ -105,35 +105,3 @@ def test_a_recorded_step_has_the_levels_of_each_tier_and_its_account_the_peaks(
     assert not beyond.host.record and not beyond.moved.wanted(), (
         "nothing is kept outside of a recording"
     )
-
-
-def test_stepping_what_is_away_counts_as_the_optimizers_time(tmp_path: Path) -> None:
-    """The engine steps it in a hook in front of the optimizer's own step."""
-    model, optimizer = offloaded(tmp_path, "nvme")
-    one_step(model, optimizer)
-    with record(model, optimizer) as seen:
-        one_step(model, optimizer)
-    (step,) = (w for w in seen.work if w.kind == "optimizer")
-    inside = sum(
-        m.nbytes for m in seen.moves if m.move == "read" and step.start <= m.launched <= step.end
-    )
-    states = sum(seen.peak(tier="nvme").get(c, 0) for c in (MASTERS, MOMENTS))
-    assert inside >= states > 0, (
-        f"{inside:,} bytes are read while the optimizer steps, masters and states are {states:,}"
-    )
-
-
-def test_a_lone_rank_with_nothing_away_has_no_other_tiers() -> None:
-    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(3))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    one_step(model, optimizer)
-    with record(model, optimizer) as seen:
-        one_step(model, optimizer)
-    account = measured(model, optimizer, seen)
-    assert (
-        seen.tiers == {}
-        and seen.moved() == {}
-        and account.offloaded == {}
-        and account.host == account.nvme == 0
-    )
-    assert "io" not in account.seconds

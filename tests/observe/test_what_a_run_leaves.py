@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 from onefold.cli.app import app
 from onefold.observe.report import build
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("plotly", reason="plotly is not installed")
 SOURCE = str(Path(__file__).parents[2] / "src")

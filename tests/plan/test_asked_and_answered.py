@@ -5,11 +5,9 @@ positions, depth, odd modules.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,12 +18,11 @@ from torch import nn
 
 import onefold
 from examples import examples
-from onefold.plan.activity import Activity, blocks_of, stretched
+from onefold.plan.activity import Activity, stretched
 from onefold.plan.choose import Question, largest_model
 from onefold.plan.hardware import Machine, machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.planner import Plan, plan
-from onefold.plan.schema import MOMENTS
+from onefold.plan.planner import plan
 from onefold.plan.subject import subject_of
 from onefold.simulation.simulate import simulate
 from onefold.tracing.trace import trace
@@ -150,31 +147,6 @@ def test_each_optimizer_moves_its_own_bytes_in_its_own_time() -> None:
     assert seconds["sgd"] / seconds["adamw"] == pytest.approx(12 / 28)
 
 
-@pytest.mark.parametrize(
-    ("job", "total"), [(Job(), 18), (Job(precision="fp32"), 16), (Job(optimizer="lion"), 14)]
-)
-def test_states_are_those_of_the_papers_formula_at_the_bytes_that_the_first_note_states(
-    job: Job, total: int
-) -> None:
-    found = plan(1e9, machine(8, 8, "a100-80"), job, largest=False)
-    assert f"= {total};" in found.notes[0]
-    assert found.stages[0].states == total * 10**9
-    assert found.stages[3].states == pytest.approx(total * 1e9 / 8, abs=1)
-    sums = found.stages[0].account.rest
-    assert found.stages[0].states >= sum(sums.values()) - sums[MOMENTS] / 100
-
-
-def test_gradients_that_are_summed_in_16_bits_weigh_2_bytes() -> None:
-    found = plan(
-        1e8,
-        machine(2, 2, "a100-80"),
-        Job.of({"accumulate_dtype": "bf16"}, "the test"),
-        largest=False,
-    )
-    assert "2 gradients (bf16)" in found.notes[0] and "= 16;" in found.notes[0]
-    assert found.stages[0].states == 16 * 10**8
-
-
 # -- depth -----------------------------------------------------------------------------------------
 
 
@@ -219,62 +191,7 @@ def test_the_largest_model_is_at_least_this_one_if_and_only_if_this_one_fits(
     )
 
 
-def test_the_search_for_the_largest_ends_and_says_so() -> None:
-    found = plan(5.0, machine(8, 8, "h100-80"), Job())
-    assert any("is looked for up to 1,024 blocks" in note for note in found.notes)
-    assert any(
-        "is looked for up to 4,096 samples" in note
-        for note in plan("gpt2", machine(1, 1, "h200"), Job(seq=1)).notes
-    )
-    with pytest.raises(ValueError, match="at most 1e\\+15"):
-        plan(1e30, machine(8))
-
-
 # -- what a run could not do -----------------------------------------------------------------------
-
-
-class Positions(nn.Module):
-    """Sixty-four learned positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions, self.head = (
-            nn.Embedding(100, 8),
-            nn.Embedding(64, 8),
-            nn.Linear(8, 100),
-        )
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(
-            self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
-        )
-        return out
-
-
-def test_a_sample_longer_than_the_positions_is_refused_or_noted() -> None:
-    with pytest.raises(ValueError, match="row 99 of an embedding of 64 rows, as no run could"):
-        plan(Positions(), here(2), Job(seq=100), largest=False)
-    assert plan(Positions(), here(2), Job(seq=64), largest=False).recommended is not None
-    long, short = (plan("gpt2", machine(8), Job(seq=s), largest=False).notes for s in (2048, 1024))
-    assert any("gpt2 has 1,024 learned positions" in note for note in long)
-    assert not any(
-        "positions" in note
-        for note in (*short, *plan("llama-2-7b", machine(8), Job(seq=8192), largest=False).notes)
-    )
-
-
-def test_a_precision_that_the_gpu_has_no_units_for_is_noted() -> None:
-    notes = plan("gpt2", machine(8, 8, "v100-32"), Job(seq=512), largest=False).notes
-    assert any(
-        "has no bf16: seconds are at its fp32 rate; --precision fp16" in note for note in notes
-    ), notes
-    for gpu, precision in (("v100-32", "fp16"), ("a100-80", "bf16")):
-        assert not any(
-            "has no" in n
-            for n in plan(
-                "gpt2", machine(8, 8, gpu), Job(seq=512, precision=precision), largest=False
-            ).notes
-        )
 
 
 def test_adapters_larger_than_what_they_adapt_are_refused() -> None:
@@ -282,51 +199,7 @@ def test_adapters_larger_than_what_they_adapt_are_refused() -> None:
         plan("gpt2", machine(8), Job(lora_rank=1000))
 
 
-def test_a_plan_states_what_its_seconds_assume_of_software() -> None:
-    assumed = [
-        n
-        for n in plan("gpt2", machine(64, 8, "h100-80"), Job(seq=512), largest=False).notes
-        if n.startswith("seconds assume")
-    ]
-    hops = "7 µs × up to 7 hops"
-    for figure in (
-        "77% of the rate",
-        "80% of the links'",
-        "90% of the compute",
-        hops,
-        "2.9% waiting for the slowest of 64",
-    ):
-        assert len(assumed) == 1 and figure in assumed[0], assumed
-    (alone,) = (
-        n
-        for n in plan("gpt2", machine(1, 1, "h100-80"), Job(seq=512), largest=False).notes
-        if n.startswith("seconds assume")
-    )
-    assert "hops" not in alone and "77%" in alone
-    unknown = replace(here(2), gpu=replace(here(2).gpu, name="here"))
-    assert not any(
-        "seconds assume" in note
-        for note in plan("gpt2", unknown, Job(seq=512), largest=False).notes
-    )
-
-
 # -- what is printed -------------------------------------------------------------------------------
-
-
-def test_a_plan_prints_as_the_command_does_and_has_a_short_repr(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = onefold.plan("gpt2", gpus=8, seq=512, largest=False)
-    shown = str(found)
-    assert (
-        "use stage 1" in shown
-        and "all states, papers' way" in shown
-        and "\n" in shown
-        and "Candidate(" not in shown
-    )
-    assert repr(found) == "Plan(gpt2 on 8 × h100-80: stage 1, micro-batch 1)"
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert json.loads(str(found))["schema"] == 1
 
 
 # -- odd modules -----------------------------------------------------------------------------------
@@ -377,26 +250,6 @@ def test_whatever_a_module_raises_is_a_sentence(kind: type[nn.Module], words: st
         plan(kind(), here(2), Job(seq=16), largest=False)
 
 
-def test_whatever_a_factory_raises_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = ModuleType("onefold_tests_odd")
-    made.value = 3  # type: ignore[attr-defined]
-    made.raises = lambda: {}["HOME_OF_DATA"]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "onefold_tests_odd", made)
-    (tmp_path / "onefold_tests_syntax.py").write_text("def f(:\n")
-    (tmp_path / "onefold_tests_top.py").write_text("raise RuntimeError('no data')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for source, words in (
-        ("onefold_tests_odd:value", "value is of type int; expected a function"),
-        ("onefold_tests_odd:raises", "calling raises.. failed: KeyError"),
-        ("onefold_tests_syntax:f", "importing onefold_tests_syntax failed: SyntaxError"),
-        ("onefold_tests_top:f", "importing onefold_tests_top failed: RuntimeError: no data"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            plan(source, here(2))
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -415,20 +268,3 @@ def test_a_machine_that_cannot_be_is_refused_in_a_sentence(
     for nothing in ("", Path("")):
         with pytest.raises(ValueError, match="name is empty"):
             onefold.plan(nothing, gpus=8)
-
-
-def test_an_encoder_with_a_decoder_is_planned(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    config = {
-        "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2,
-        "num_heads": 4, "vocab_size": 97, "decoder_start_token_id": 0,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    found: Plan = plan(tmp_path, here(2), Job(seq=16), largest=False)
-    assert found.recommended is not None and found.source == "traced from the module"
-
-
-def test_a_model_without_a_config_is_simulated_as_it_is_planned() -> None:
-    found = simulate(Language(), onefold.Recipe.zero(3), 4, seq=16)
-    assert found.exact and found.source == "the module"
-    assert len(blocks_of(plan(Language(), here(4), Job(seq=16), largest=False).model)) == 4

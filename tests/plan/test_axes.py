@@ -7,10 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
-import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,24 +15,17 @@ from typer.testing import CliRunner
 
 import onefold.plan
 from onefold.cli.app import app
-from onefold.layout.holders import Axes
 from onefold.plan import hardware
 from onefold.plan.collectives import (
     Step,
     bubble,
     by_kind,
     data_bytes,
-    group_along,
-    holders_from_first,
     in_flight,
-    in_layers,
     sent,
 )
 from onefold.plan.degrees import Degrees
 from onefold.plan.divided import (
-    KINDS,
-    divided_along,
-    local_shape,
     rule_of,
     stages_of,
     units_over,
@@ -148,41 +138,6 @@ def test_llama_3_405b_takes_the_memory_that_torchtitan_measured(
     )
 
 
-def test_llama_3_405b_on_16384_gpus_holds_what_its_report_says_of_fsdp() -> None:
-    """Llama team 2024, section 3.3.2 and Table 4: TP 8 × CP 1 × PP 16 × DP 128 on 16,384 H100.
-    Optimizer states are divided over the data-parallel ranks, parameters (bf16) are not gathered
-    again, gradients accumulate in fp32. No memory is published: this is the closed form.
-    """
-    h, f, k = 16_384, 53_248, 8 * 128
-    block = 2 * h * h + 2 * h * k + 3 * h * f
-    expected = 8 * block / 8 * (2 + 4 + 12 / 128)
-    job = Job(seq=8192, micro_batch=1, global_batch=2048)
-    found = account("llama-3-405b", 16_384, "h100-80", job, 1, "full", tp=8, pp=16)
-    assert found.degrees.dp == 128
-    assert found.states == pytest.approx(expected, rel=0.1), told(found.states, expected)
-    assert found.fits
-
-
-def test_mt_nlg_530b_takes_what_its_paper_accounts_for() -> None:
-    """Smith et al. 2022 (arXiv:2201.11990), section 3: 20 bytes per parameter (fp16 parameters and
-    gradients, each with an fp32 copy, and fp32 moments) on the 280 GPUs of a replica of TP 8 ×
-    PP 35; 8.8 GB of inputs of layers for a micro-batch of one sample, which a first stage keeps of
-    35 micro-batches × 3 of the 105 layers. No memory is published: this is their own accounting.
-    """
-    inputs = 105 * 2048 * 20_480 * 2
-    assert inputs == pytest.approx(8.8 * GB, rel=0.01)
-    expected = 20 * 530e9 / 280 + inputs
-    job = Job(seq=2048, micro_batch=1, global_batch=1920, precision="fp16")
-    for gpus in (2240, 3360):
-        found = account(
-            "mt-nlg-530b", gpus, "a100-80", job, 0, "full", Convention(4, 4, 12),
-            tp=8, pp=35, sequence_parallel=False,
-        )  # fmt: skip
-        planned = found.states + found.kept
-        assert planned == pytest.approx(expected, rel=0.1), told(planned, expected)
-        assert found.fits and found.papers_bytes < 80 * GIB
-
-
 def test_deepseek_v3_holds_the_states_that_zhang_and_su_derive() -> None:
     """Zhang and Su 2025 (arXiv:2502.07846), Tables 6 and 8: a stage of four blocks of experts at
     DP 32 × TP 2 × PP 16 × EP 8, experts not divided by TP; bf16 parameters, fp32 gradients, fp32
@@ -215,51 +170,7 @@ def test_deepseek_v3_on_ep_64_and_pp_16_holds_the_closed_form() -> None:
     assert whole.fits and whole.holders["experts"] == 2 and whole.holders["attention"] == 128
 
 
-@pytest.mark.parametrize(
-    ("name", "pp", "first", "middle", "last"),
-    [
-        ("bloom-176b", 12, 5, 6, 5),  # BigScience: an embedding takes the place of a block
-        ("mt-nlg-530b", 35, 3, 3, 3),
-        ("llama-3-405b", 16, 7, 8, 7),  # Llama team 2024: one block less on both ends
-    ],
-)
-def test_stages_of_a_pipeline_are_those_of_the_published_runs(
-    name: str, pp: int, first: int, middle: int, last: int
-) -> None:
-    counts = [s.blocks for s in stages_of(architecture(name), Degrees(pp=pp))]
-    assert counts == [first, *[middle] * (pp - 2), last]
-
-
 # -- what divides parameters -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("degrees", MESHES, ids=str)
-@pytest.mark.parametrize("divided", [(), ("tp",), ("ep",), ("ep", "tp")])
-def test_the_short_forms_of_holders_are_those_of_the_runtime(
-    degrees: Degrees, divided: tuple[str, ...]
-) -> None:
-    axes = Axes(("dp", "ep", "cp", "tp"), tuple(degrees.sizes.values()), ("dp", "ep", "cp"))
-    holders = axes.holders(divided)
-    assert degrees.holders(divided) == holders
-    assert degrees.holding(divided) == holders.size
-    assert holders_from_first(degrees, divided) == holders.groups[0]
-
-
-@pytest.mark.parametrize(
-    "name", ["gpt2", "bloom-176b", "llama-3-8b", "mixtral-8x7b", "deepseek-v3"]
-)
-def test_every_matrix_of_a_block_has_a_kind_and_parts_make_the_whole(name: str) -> None:
-    model = architecture(name)
-    degrees = Degrees(dp=8, tp=2, ep=8 if model.active_numel != model.numel else 1)
-    for p in (p for u in model.units for p in u.parameters):
-        rule = rule_of(p.name)
-        assert rule.kind in KINDS
-        if len(p.shape) > 1 and not p.name.endswith("wpe.weight"):
-            assert rule.kind != "norm", p.name
-        parts = math.prod(degrees.sizes[axis] for axis in divided_along(p, degrees))
-        local = math.prod(local_shape(p, degrees))
-        uneven = rule.kind in ("embedding", "head") and p.shape[0] % 2
-        assert uneven or parts * local == p.numel, p.name
 
 
 @pytest.mark.parametrize(
@@ -286,22 +197,6 @@ def test_every_matrix_of_a_block_has_a_kind_and_parts_make_the_whole(name: str) 
 def test_a_parameter_is_divided_by_its_kind(name: str, kind: str, dim: int | None) -> None:
     rule = rule_of(name)
     assert (rule.kind, rule.axes.get("tp")) == (kind, dim)
-
-
-@pytest.mark.parametrize("degrees", MESHES, ids=str)
-def test_flat_buffers_lie_over_the_ranks_that_hold_their_parameters(degrees: Degrees) -> None:
-    model = architecture("mixtral-8x7b")
-    stage = stages_of(model, degrees)[0]
-    shapes = {p.name: p for p in stage.parameters}
-    for unit in units_over(stage, degrees, Recipe.zero(3, precision="bf16"), per_node=8):
-        for flat in unit.flats:
-            names = [slot.name for slot in flat.layout.slots]
-            assert {degrees.holders(divided_along(shapes[n], degrees)).size for n in names} == {
-                flat.ranks
-            }
-            assert flat.layout.content == sum(
-                math.prod(local_shape(shapes[n], degrees)) for n in names
-            )
 
 
 def test_a_mesh_of_data_ranks_alone_has_the_account_of_the_plan() -> None:
@@ -382,25 +277,6 @@ def test_a_pipeline_gathers_and_reduces_each_unit_once_a_step() -> None:
     assert found == pytest.approx(16 * 3 * model.numel * 7 / 8 * 2)
 
 
-def test_parameters_that_stay_gathered_and_late_reductions_send_less() -> None:
-    model, degrees = architecture("llama-3-8b"), Degrees(dp=8)
-    question = MeshQuestion(
-        model,
-        hardware.machine(8, 8, "h100-80"),
-        Job(
-            seq=2048,
-            global_batch=32,
-            options=(("reshard_after_forward", False), ("reduce_at", "boundary")),
-        ),
-    )
-    step = question.step(degrees, 3, 1, "none")
-    assert step.passes(1) == (4, 1)
-    assert Step(3, micro_batches=4).passes(1) == (8, 4)
-    found = account_of(question, degrees, 3, "none")
-    exact, closed = sum(found.wire.values()), sum(found.sent["data"].values())
-    assert exact == pytest.approx(closed, rel=0.01), told(exact, closed)
-
-
 def test_layers_send_what_the_papers_count() -> None:
     """Narayanan et al. 2021, section 3.2: 8·b·s·h·(t−1)/t elements a layer and micro-batch."""
     model, degrees = architecture("llama-3-8b"), Degrees(dp=2, tp=4, pp=2, cp=2)
@@ -428,18 +304,6 @@ def test_experts_send_each_token_to_its_experts_and_back() -> None:
     found = sent(stage, dims, degrees, Step(1, micro_batch=1, seq=1024))["ep"]
     each = 1024 * 2 * 4096 * 2 * 3 / 4 * 32 * 2  # forward and backward
     assert found == {"dispatch": pytest.approx(each), "combine": pytest.approx(each)}
-
-
-def test_tensor_parallel_bytes_stay_in_the_node_and_experts_cross_nodes() -> None:
-    model, degrees = architecture("mixtral-8x7b"), Degrees(dp=8, tp=4, ep=8)
-    machine = hardware.machine(32, 8, "h100-80")
-    dims, stage, step = model.transformer or _none(), stages_of(model, degrees)[0], Step(1)
-    found = sent(stage, dims, degrees, step)
-    moves = dict(in_layers(found, stage, degrees, step, machine))
-    assert moves["tp"].between == 0 and moves["tp"].inside == sum(found["tp"].values())
-    # Of eight ranks along ep, two are on the node, so six of seven peers are on others
-    assert group_along("ep", degrees) == tuple(range(0, 32, 4))
-    assert moves["ep"].between == pytest.approx(sum(found["ep"].values()) * 6 / 7)
 
 
 # -- the pipeline ----------------------------------------------------------------------------------
@@ -576,38 +440,6 @@ def test_the_search_finds_the_fastest_mesh_of_all_that_fit() -> None:
     assert found.best is not None and found.best.fits
 
 
-def test_meshes_keep_the_limits_of_the_node_and_of_the_model() -> None:
-    machine = hardware.machine(32, 4, "a100-80")
-    question = MeshQuestion(architecture("mixtral-8x7b"), machine, Job(seq=8192))
-    every = list(meshes(question, dict.fromkeys(("tp", "pp", "cp", "ep"), AUTO), {}))
-    assert {d.tp for d in every} == {1, 2, 4}
-    assert {d.pp for d in every} == {1, 2, 4, 8, 16, 32}
-    assert {d.ep for d in every} == {1, 2, 4, 8}
-    assert {d.cp for d in every} == {1, 2}  # at least 4,096 tokens a rank
-    assert all(d.ranks == 32 and d.dp % d.ep == 0 for d in every)
-
-
-def test_what_does_not_fit_says_what_is_nearest() -> None:
-    found = onefold.plan.over_axes("llama-3-70b", gpus=8, gpu="a100-40", tp=8, seq=2048)
-    assert found.best is None
-    assert "does not fit: the nearest is dp 1 × tp 8" in found.why_not
-    with pytest.raises(ValueError, match="does not fit"):
-        _ = found.recipe
-    searched = onefold.plan.over_axes("llama-3-405b", gpus=8, gpu="a100-40", tp=AUTO, pp=AUTO)
-    assert searched.rows == () and "the states alone exceed a device" in searched.why_not
-
-
-def test_more_of_an_axis_leaves_less_on_a_rank() -> None:
-    machine, job = hardware.machine(32, 8, "h100-80"), Job(seq=4096, global_batch=32)
-    question = MeshQuestion(architecture("mixtral-8x7b"), machine, job)
-    for axis in ("tp", "pp", "ep"):
-        rest = [
-            account_of(question, Degrees.on(32, **{axis: n}), 1, "full").rest_bytes
-            for n in (1, 2, 4)
-        ]
-        assert rest == sorted(rest, reverse=True) and len(set(rest)) == 3, (axis, rest)
-
-
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -632,68 +464,6 @@ def test_the_command_prints_a_mesh_and_its_numbers() -> None:
     assert (row["zero_stage"], row["sequence_parallel"]) == (3, False)
     assert (row["dp"], row["tp"], row["pp"]) == (2, 4, 2)
     assert set(row["seconds"]) == set(SECONDS) and row["peak"] and row["holders"]["attention"] == 2
-
-
-def test_the_command_searches_for_meshes() -> None:
-    words = ("gpt3-13b", "--gpus", "8", "--tp", "auto", "--pp", "auto", "--json")
-    found = json.loads(_run(*words).output)
-    rows = found["rows"]
-    assert found["searched"] and len(rows) > 1 and all(r["fits"] for r in rows)
-    each = [r["seconds"]["step"] / r["tokens"] for r in rows]
-    assert each == pytest.approx(sorted(each), rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--tp", "x"), "--tp x: expected a whole number, 1 or more, or auto."),
-        (("--tp", "2", "--simulate", "--trace", "x"), "a mesh is simulated without a timeline"),
-        (("--ep", "2"), "--ep 2: llama-3-8b has no experts"),
-    ],
-)
-def test_the_command_refuses_in_its_own_words(words: tuple[str, ...], said: str) -> None:
-    result = _run("llama-3-8b", *words)
-    assert result.exit_code == 2
-    assert said in " ".join(result.output.split())
-
-
-PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
-PRINTED = [
-    (command.replace("\\\n", " "), printed)
-    for command, printed in re.findall(
-        r"^```\n\$ onefold plan ((?:.*\\\n)*.*)\n((?:.*\n)+?)```", PAGE, re.MULTILINE
-    )
-]
-
-
-@pytest.mark.parametrize(("words", "printed"), PRINTED, ids=[w for w, _ in PRINTED])
-def test_the_page_shows_what_the_command_prints(words: str, printed: str) -> None:
-    """The page folds sentences that are wider than its column."""
-    shown = _run(*shlex.split(words)).output
-    assert shown.split() == printed.split()
-
-
-def test_the_page_has_the_figures_of_the_published_runs() -> None:
-    assert len(PRINTED) == 2
-    for tp, micro_batch, published in ((4, 2, 59), (4, 4, 73), (8, 2, 40)):
-        planned = bloom(tp, micro_batch).papers_bytes / GIB
-        off = planned / published - 1
-        assert f"| {published} | {planned:.1f} | {100 * off:+.0f} % |".replace("-", "−") in PAGE
-    job = Job(seq=8192, micro_batch=4, global_batch=256)
-    for chunks, said in ((2, "72.7 | {:.1f} |"), (1, "82.5; 84.9 | {:.1f};")):
-        found = account("llama-3-405b", 512, "h100-96", job, 3, "full", tp=8, pp=8, chunks=chunks)
-        assert said.format(found.peak_bytes / GIB) in PAGE
-    # Smith et al. 2022, section 4: 280, 350 and 420 nodes
-    job = Job(seq=2048, micro_batch=1, global_batch=1920, precision="fp16")
-    took = [
-        account(
-            "mt-nlg-530b", gpus, "a100-80", job, 0, "full", tp=8, pp=35, sequence_parallel=False
-        ).seconds["step"]
-        for gpus in (2240, 2800, 3360)
-    ]
-    assert "{:.1f}, {:.1f} and {:.1f} s (".format(*took) in PAGE
-    for seconds, published in zip(took, (60.1, 50.2, 44.4), strict=True):
-        assert 0.75 < seconds / published < 1.0
 
 
 def _none() -> Transformer:

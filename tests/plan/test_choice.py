@@ -22,7 +22,6 @@ from onefold.plan.choose import (
     largest_micro_batch,
     largest_model,
     recommend,
-    rungs,
     slowdown,
 )
 from onefold.plan.evaluate import Candidate
@@ -35,29 +34,6 @@ from onefold.plan.shapes import ModelShape, architecture
 
 def question(shape: ModelShape, ranks: int, capacity: float, job: Job) -> Question:
     return Question(shape, lambda m, c: activity(shape, job, m, c), gpus(ranks, capacity), job)
-
-
-def test_the_ladder_has_every_stage_recomputation_and_place_that_the_job_leaves_open() -> None:
-    order = [(s.stage, s.checkpointing, s.offload) for rung in rungs(Job(), 8) for s in rung]
-    assert order == [
-        *[(stage, how, "none") for how in CHECKPOINTING for stage in (1, 2, 3)],
-        *[(stage, how, "optimizer") for how in CHECKPOINTING for stage in (2, 3)],
-        *[(3, how, "parameters") for how in CHECKPOINTING],
-        *[(stage, how, "optimizer-nvme") for how in CHECKPOINTING for stage in (2, 3)],
-        *[(3, how, where) for where in ("parameters-nvme", "nvme") for how in CHECKPOINTING],
-    ]
-    assert [
-        [s.stage for s in rung] for rung in rungs(Job(offload="none", checkpointing="none"), 1)
-    ] == [[0]]
-    assert [rung[0].checkpointing for rung in rungs(Job(offload="optimizer"), 8)] == list(
-        CHECKPOINTING
-    )
-    at_2 = [
-        (s.stage, s.offload) for rung in rungs(Job(checkpointing="full"), 4, (2,)) for s in rung
-    ]
-    assert at_2 == [(2, "none"), (2, "optimizer"), (2, "optimizer-nvme")]
-    with pytest.raises(ValueError, match="use stage 3"):
-        rungs(Job(offload="nvme"), 4, (1,))
 
 
 def climbed(asked: Question) -> list[list[Candidate]]:
@@ -140,13 +116,6 @@ def test_less_memory_never_means_a_faster_rung() -> None:
     assert seconds == sorted(seconds) and len(set(seconds)) >= 4, seconds
 
 
-def test_where_no_speed_is_known_the_rungs_come_in_the_order_of_the_picture() -> None:
-    here = replace(gpus(4), gpu=replace(gpus(4).gpu, name="here", rates={"fp32": 1.0}))
-    shape, job = ModelShape.of_size(30_000_000), Job(seq=256)
-    asked = Question(shape, lambda m, c: activity(shape, job, m, c), here, job)
-    assert [c.scheme for c in ladder(asked)] == [s for rung in rungs(job, 4) for s in rung]
-
-
 @given(st.floats(3, 30), st.sampled_from((0, 96, 120)), st.sampled_from(CHECKPOINTING))
 @examples(40)
 def test_the_largest_micro_batch_fits_and_the_next_does_not(
@@ -220,18 +189,3 @@ def test_what_fits_nowhere_here_is_told_with_what_would_do() -> None:
     assert never.recommended is None and "No number of devices would do" in never.why_not
     with pytest.raises(ValueError, match="does not fit"):
         _ = never.recipe
-
-
-def test_next_steps_save_more_and_more_behind_the_recommendation() -> None:
-    found = plan("llama-3-8b", machine(8, 8, "h100-80"), Job(seq=2048), largest=False)
-    assert found.recommended is not None and found.next_steps
-    peaks = [
-        found.recommended.account.peak_bytes,
-        *(c.account.peak_bytes for c in found.next_steps),
-    ]
-    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
-    every = [s for rung in rungs(found.job, 8) for s in rung]
-    further = {c.scheme.with_(share=1.0) for c in found.next_steps}
-    assert further <= set(every) and found.recommended.scheme not in {
-        c.scheme for c in found.next_steps
-    }

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.plan.modules import model_shape, module_of, transformer_of
+from onefold.plan.modules import model_shape, module_of
 from onefold.tracing.trace import trace
 from zoo import TinyGPT, TinyMLP
 
@@ -62,18 +62,6 @@ def test_tied_weights_count_once_and_frozen_ones_are_told() -> None:
     shape = model_shape(tied, name="mine")
     assert shape.numel - shape.trainable == sum(p.numel() for p in tied.blocks[0].parameters())
     assert shape.name == "mine" and shape.transformer is None and shape.active_numel == shape.numel
-
-
-def test_dtypes_are_those_the_parameters_come_in() -> None:
-    module = TinyMLP()
-    module.enter.to(torch.float64)
-    module.leave.to(torch.bfloat16)
-    found = {p.name: p.dtype for u in model_shape(module).units for p in u.parameters}
-    assert (
-        found["enter.weight"] == "float64"
-        and found["leave.weight"] == "bfloat16"
-        and found["blocks.0.up.weight"] == "float32"
-    )
 
 
 @needs_transformers
@@ -136,24 +124,6 @@ def test_a_config_is_built_as_the_class_it_names_with_its_own_names_and_shapes(
     )
     routed = sum(p.numel() for n, p in real.named_parameters() if ".experts." in n)
     assert shape.active_numel == shape.numel - routed // 2
-
-
-@needs_transformers
-def test_without_a_class_a_config_is_built_as_a_language_model(tmp_path: Path) -> None:
-    plain = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97}
-    module = module_of(folder_with(tmp_path / "gpt", plain))
-    assert type(module).__name__ == "GPT2LMHeadModel"
-    dims = transformer_of(module, seq=128)
-    assert dims is not None
-    assert (dims.layers, dims.hidden, dims.heads, dims.ffn, dims.vocab, dims.seq) == (
-        2,
-        32,
-        4,
-        128,
-        97,
-        128,
-    )
-    assert dims.tied and not dims.gated and module.lm_head.weight is module.transformer.wte.weight
 
 
 def test_a_factory_is_called_on_the_meta_device(

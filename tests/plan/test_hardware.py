@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.validation.systems import work
 
 from calibrations import calibration as made_up
-from calibrations import timed
 from onefold.plan.hardware import builtin, calibrated, catalogue, machine
-
-
-@pytest.mark.parametrize("name", builtin().gpus)
-def test_every_gpu_of_the_table_is_plausible(name: str) -> None:
-    found = builtin().gpu(name)
-    assert 10e9 < found.capacity < 300e9
-    assert found.rates["fp16"] >= found.rates["fp32"] >= 5e12
-    assert 0.4 < found.attainable < 0.95
-    assert (
-        10e9
-        <= min(found.host_link, found.link)
-        <= max(found.host_link, found.link)
-        < found.memory_bandwidth
-        < 10e12
-    )
 
 
 def test_an_unknown_gpu_or_link_gets_the_nearest() -> None:
@@ -52,24 +34,11 @@ def test_a_link_is_a_name_or_a_rate(link: str, bandwidth: float) -> None:
     assert between.bandwidth == pytest.approx(bandwidth)
 
 
-def test_a_machine_counts_its_nodes() -> None:
-    many, few = machine(64, 8, "h100-80"), machine(4, 8, "h100-80")
-    assert (many.nodes, many.local) == (8, 8)
-    assert (few.nodes, few.local, few.between) == (1, 4, None)
-
-
 def test_ranks_that_do_not_fill_nodes_are_refused_with_counts_that_do() -> None:
     with pytest.raises(ValueError, match=r"12 GPUs.*use 8 or 16"):
         machine(12, 8)
     with pytest.raises(ValueError, match="1 or more"):
         machine(0, 8)
-
-
-def test_a_precision_that_the_gpu_lacks_runs_at_its_fp32_rate() -> None:
-    old = machine(8, 8, "v100-32")
-    assert old.peak("bf16") == old.peak("fp32") < old.peak("fp16")
-    with pytest.raises(ValueError, match=r"'fp8'.*bf16"):
-        old.peak("fp8")
 
 
 def test_a_users_file_adds_and_changes(tmp_path: Path) -> None:
@@ -117,11 +86,6 @@ def test_a_wrong_file_is_refused_with_the_key_and_what_was_expected(
     assert "wrong.toml" in str(error.value)
 
 
-def test_a_missing_file_says_what_was_expected(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"\[gpu.NAME\]"):
-        catalogue(tmp_path / "none.toml")
-
-
 def test_a_calibrated_machine_has_the_measured_figures() -> None:
     calibration = made_up()
     here = calibrated(calibration, 2)
@@ -130,24 +94,3 @@ def test_a_calibrated_machine_has_the_measured_figures() -> None:
     assert here.peak("fp32") == here.matrix_rate("fp32") == calibration.peak_rate("float32", 2)
     assert here.contention == pytest.approx(1 - calibration.hidden(2))
     assert here.measured is calibration
-
-
-def test_a_step_on_a_calibrated_machine_takes_the_measured_block_rate_and_moves() -> None:
-    calibration = made_up()
-    here = calibrated(calibration, 2)
-    task = replace(
-        work(1e8, 4, 1e12, here, "zero-3", precision="fp32"),
-        hidden=512,
-        micro_tokens=1024,
-        optimizer_numel=5e7,
-    )
-    times = timed(task, here)
-    assert times.seconds["compute"] == pytest.approx(
-        1e12 / calibration.block_rate(512, 1024, "float32", 2)
-    )
-    assert times.seconds["optimizer"] == pytest.approx(calibration.optimizer_seconds(50_000_000, 2))
-    expected = sum(
-        t.calls * calibration.seconds_for(t.move, -(-t.nbytes // t.calls), 2) for t in task.traffic
-    )
-    assert times.communication == pytest.approx(expected)
-    assert 0 < times.seconds["exposed communication"] <= times.communication

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from random_plans import GIB, activity, gpus
 from torch import nn
 
 import onefold
 from onefold.memory import GATHERED, GRADIENTS, MASTERS, PARAMETERS
 from onefold.plan import api
-from onefold.plan.activity import frozen_active
-from onefold.plan.choose import Question, ladder, shares_of
+from onefold.plan.choose import shares_of
 from onefold.plan.evaluate import evaluate
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.planner import plan
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
-from onefold.plan.subject import with_lora
-from onefold.recipe import Recipe, Tier
-from onefold.runtime.units import offloaded_of_sizes
+from onefold.recipe import Tier
 from zoo import TinyGPT
 
 
@@ -101,45 +95,7 @@ def test_what_moves_between_tiers_takes_its_time_and_hides_as_far_as_compute_lea
     )
 
 
-def test_the_host_casts_what_it_steps_and_the_link_carries_both_directions_at_once() -> None:
-    shape, job = ModelShape.of_size(400_000_000), Job(seq=8192)
-    own, there = activity(shape, job, 1), gpus(1)
-    low, wide = (
-        evaluate(shape, own, there, one, Scheme(3, "none", "parameters")).account.tiers
-        for one in (job, Job(seq=8192, precision="fp32"))
-    )
-    rate = there.host.memory_bandwidth / there.local
-    assert low["host update"] == pytest.approx((28 + 4 + 2) * shape.numel / rate, rel=0.01)
-    assert wide["host update"] == pytest.approx(28 * shape.numel / rate, rel=0.01)
-    # Up in the forward pass; in the backward pass down, which takes longer than up again
-    assert low["link"] == pytest.approx((2 + 4) * shape.numel / there.host_link(), rel=0.01)
-
-
-def test_what_is_offloaded_never_hides_a_moment_that_is_larger_without_it() -> None:
-    """Where gradients make the highest moment on the device, activations make it once they are
-    gone.
-    """
-    shape, job = ModelShape.of_size(2_000_000), Job(seq=512, micro_batch=4)
-    own = activity(shape, job, 4)
-    top = max(s.peak for s in own.slots)
-    for offload in ("optimizer", "parameters", "nvme"):
-        assert (
-            evaluate(shape, own, gpus(2), job, Scheme(3, "none", offload, 4)).account.peak_bytes
-            >= top
-        )
-
-
 # -- as little as need be --------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=60).filter(any))
-def test_a_share_of_few_digits_stands_for_each_number_of_last_units(sizes: list[int]) -> None:
-    trained = [i for i, n in enumerate(sizes) if n]
-    shares = shares_of(sizes)
-    assert len(shares) == len(trained) - 1
-    for count, share in enumerate(shares, 1):
-        left = offloaded_of_sizes(sizes, Recipe.zero(2, offload_optimizer=share), 4)
-        assert {i for i in left if sizes[i]} == set(trained[-count:]), (sizes, share)
 
 
 @pytest.mark.parametrize("capacity", [7.0, 6.2, 5.6, 5.0])
@@ -182,22 +138,6 @@ def test_a_recipe_that_is_planned_to_offload_is_one_that_runs(tmp_path: Path) ->
     )
     with pytest.raises(ValueError, match="both say where states are stored"):
         Job.of({"offload": "nvme", "offload_optimizer": "cpu"}, "the test")
-
-
-def test_on_a_cpu_the_host_holds_nothing_that_the_device_does_not_and_a_disk_does() -> None:
-    cpu = replace(gpus(1, 6 * GIB), shared=True)
-    shape, job = ModelShape.of_size(1_000_000_000), Job(seq=32, precision="fp32")
-    assert {c.scheme.offload for c in ladder(Question(shape, lambda m, c: activity(shape, job, m, c), cpu, job))} == {
-        "none", "optimizer-nvme", "nvme",
-    }  # fmt: skip
-    best = plan(shape, cpu, job, largest=False).recommended
-    assert (
-        best is not None
-        and best.account.nvme > 0
-        and best.needed == best.account.peak_bytes + best.account.host <= best.usable
-    )
-    without = replace(cpu, host=replace(cpu.host, nvme=0))
-    assert plan(shape, without, job, largest=False).recommended is None
 
 
 def test_recipe_auto_goes_to_a_disk_where_one_is_named(
@@ -259,20 +199,6 @@ def test_lora_holds_states_of_its_adapters_only() -> None:
     # over the ranks and copies of gradients.
     ratio = found.stages[1].account.seconds["compute"] / full.stages[1].account.seconds["compute"]
     assert 0.5 < ratio < 0.68
-
-
-def test_lora_counts_the_experts_that_a_token_passes() -> None:
-    mixtral = plan("mixtral-8x7b", machine(8, 8, "h100-80"), Job(), largest=False).model
-    adapted = with_lora(mixtral, 8)
-    dense, routed = (
-        8 * (4096 + 4096) * 2 + 8 * (4096 + 1024) * 2 + 8 * (4096 + 8),
-        8 * (2 * 4096 + 3 * 14_336),
-    )
-    assert adapted.numel - mixtral.numel == 32 * (dense + 8 * routed), (
-        "every expert has adapters of its own"
-    )
-    assert adapted.active_numel - mixtral.active_numel == 32 * (dense + 2 * routed)
-    assert frozen_active(adapted) == mixtral.active_numel
 
 
 def test_lora_without_matrices_is_refused() -> None:

@@ -18,7 +18,7 @@ import states
 from onefold.plan.api import plan
 from onefold.plan.modules import model_shape
 from onefold.plan.owned import OwnedMatrices, owned_matrices, place_of, stepped_whole
-from onefold.plan.shapes import ModelShape, Parameter, UnitShape, architecture
+from onefold.plan.shapes import ModelShape, Parameter, architecture
 from onefold.plan.states import units_of
 from onefold.recipe import Recipe
 from ranks import run_ranks
@@ -202,39 +202,6 @@ def test_the_busiest_owner_does_at_most_a_tenth_more_than_the_mean(
     assert 1 <= found.least <= found.busiest <= 1.1, found
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "matrices", "in_order", "with_borders"),
-    [
-        ("gpt2", 4, 48, 19, 23),
-        ("llama-3-8b", 8, 224, 96, 128),
-        ("llama-3-8b", 64, 224, 0, 0),
-        ("llama-3-70b", 8, 560, 240, 320),
-        ("llama-3-70b", 64, 560, 80, 160),
-        ("deepseek-v3", 64, 45090, 41415, 41415),
-    ],
-)
-def test_borders_let_more_matrices_stay_with_one_rank(
-    name: str, ranks: int, matrices: int, in_order: int, with_borders: int
-) -> None:
-    plain, found = (owners_of(name, ranks, borders=b) for b in (False, True))
-    staying = plain.balance.staying, found.balance.staying
-    assert (found.balance.matrices, *staying) == (matrices, in_order, with_borders)
-    sent = [sum(rank.sent for rank in each.by_place) for each in (plain, found)]
-    assert (sent[1] < sent[0]) == (with_borders > in_order)
-    assert found.balance.busiest <= 1.1
-
-
-@pytest.mark.parametrize(
-    ("name", "matrices", "least"), [("llama-3-8b", 224, 8.46), ("llama-3-70b", 560, 3.41)]
-)
-def test_fewer_matrices_than_ranks_are_divided_as_evenly_as_can_be(
-    name: str, matrices: int, least: float
-) -> None:
-    found = owners_of(name, 1024).balance
-    assert found.matrices == matrices < found.ranks == 1024
-    assert found.busiest == found.least == pytest.approx(least, abs=0.005)
-
-
 def test_a_plan_says_that_owners_are_too_many_and_what_would_help() -> None:
     said = str(plan("llama-3-8b", gpus=1024, optimizer="muon", stage=3, largest=False))
     assert "8.46 (least 8.46)" in said
@@ -255,27 +222,6 @@ def test_all_ranks_together_send_each_cut_element_twice_or_three_times() -> None
 
 
 # -- what a plan says ------------------------------------------------------------------------------
-
-
-def test_matrices_of_the_body_are_stepped_whole_and_nothing_else() -> None:
-    model = architecture("llama-3-8b")
-    names = stepped_whole(model, "muon")
-    assert len(names) == 7 * 32
-    assert all(".layers." in name and "norm" not in name for name in names)
-    assert stepped_whole(model, "adamw") == frozenset()
-    frozen = replace(model.units[5].parameters[0], trainable=False)
-    shape = replace(model, units=(*model.units[:5], UnitShape("5", (frozen,)), *model.units[6:]))
-    assert len(names - stepped_whole(shape, "muon")) == 7
-    # Experts in a stack, for optimizers that take three dimensions
-    mixture = architecture("mixtral-8x7b")
-    stacks = stepped_whole(mixture, "muon", stacks=True) - stepped_whole(mixture, "muon")
-    assert len(stacks) == 2 * 32 and all(".experts." in name for name in stacks)
-
-
-def test_a_plan_of_a_number_of_parameters_says_that_it_knows_no_matrices() -> None:
-    said = str(plan(1e8, gpus=8, optimizer="muon", largest=False))
-    assert "has no matrices that muon would step: adamw steps everything" in said
-    assert "busiest owner" not in said
 
 
 def test_a_plan_with_muon_has_its_states_bytes_and_seconds() -> None:
@@ -304,24 +250,6 @@ def test_a_plan_with_muon_has_its_states_bytes_and_seconds() -> None:
     assert ["to", "and", "from", "owners"] in [line[:4] for line in lines]
 
 
-def test_pieces_travel_behind_the_products_of_the_update() -> None:
-    from onefold.plan.hardware import machine
-    from onefold.plan.times import Work, exposed_seconds
-    from onefold.plan.traffic import Software, traffic_over
-    from onefold.plan.wire import Leg
-
-    there, software = machine(8, 8), Software()
-    moves = traffic_over([Leg("owners", False, "all", 10**9, 10, "boundary")], there)
-    work = Work(flops=0.0, traffic=moves)
-    alone, every, _ = exposed_seconds(work, 1.0, there, software)
-    assert alone == pytest.approx(every)  # the passes are over
-    beside, _, _ = exposed_seconds(work, 1.0, there, software, products=1.0)
-    assert beside == pytest.approx(every * 2 / 10)  # the first and the last
-    some = 0.3 * every
-    part, _, _ = exposed_seconds(work, 1.0, there, software, products=some)
-    assert part == pytest.approx(every - software.overlap * some)
-
-
 def test_a_plan_with_adafactor_counts_rows_and_columns() -> None:
     found = plan("llama-3-8b", gpus=8, optimizer="adafactor", stage=3, largest=False)
     states = sum(
@@ -337,12 +265,6 @@ def test_a_plan_with_adafactor_counts_rows_and_columns() -> None:
     assert not found.stages[3].account.seconds.get("products")
 
 
-def test_stacks_of_experts_are_adamws_and_the_plan_says_so() -> None:
-    said = str(plan("mixtral-8x7b", gpus=64, optimizer="muon", stage=3, largest=False))
-    assert "stacks of matrices in three dimensions (97% of the trained parameters" in said
-    assert "stepped by adamw" in said
-
-
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -356,30 +278,3 @@ def test_stacks_of_experts_are_adamws_and_the_plan_says_so() -> None:
 def test_what_steps_pieces_is_refused_beside_muon(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         plan("gpt2", gpus=8, optimizer="muon", largest=False, **options)
-
-
-def test_a_plan_with_muon_never_puts_states_on_nvme() -> None:
-    found = plan("llama-3-70b", gpus=8, gpu="a100-40", optimizer="muon", largest=False)
-    schemes = [c.scheme.offload for c in (*found.next_steps, found.shown)]
-    assert "optimizer" in schemes or "parameters" in schemes, schemes
-    assert not [name for name in schemes if "nvme" in name], schemes
-
-
-def test_states_of_owners_wait_on_the_host_and_go_up_for_the_step() -> None:
-    device, host = (
-        plan("llama-3-8b", gpus=8, optimizer="muon", stage=3, offload=where, largest=False)
-        for where in ("none", "optimizer")
-    )
-    here, there = device.stages[3].account, host.stages[3].account
-    assert "moments" not in there.rest
-    assert there.offloaded["host"]["moments"] == here.rest["moments"]
-    # The update itself stays on the device
-    assert 0.5 * here.seconds["optimizer"] < there.seconds["optimizer"]
-    assert there.seconds["io"] > 0 == here.seconds["io"]
-
-
-def test_other_axes_are_refused_beside_muon() -> None:
-    from onefold.plan.api import over_axes
-
-    with pytest.raises(ValueError, match="--optimizer muon: a plan over axes"):
-        over_axes("llama-3-8b", gpus=16, tp=2, optimizer="muon")

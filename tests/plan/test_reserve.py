@@ -16,7 +16,6 @@ from onefold.plan.reserve import (
     CONTEXT,
     NETWORK,
     Reserve,
-    channels_to_a_peer,
     reserve_of,
 )
 from onefold.plan.states import decided, topology_of
@@ -62,19 +61,6 @@ def test_a_reserve_is_a_context_its_communicators_and_buffers_for_single_peers(
         exchanges,
     )
     assert found.nbytes == CONTEXT + communicators * COMMUNICATOR + exchanges
-
-
-def test_the_buffers_of_eight_h100_are_those_that_were_seen() -> None:
-    """NCCL's issue 1685: 3.28 GB more after the first all-to-all."""
-    assert reserved(on(8)).exchanges == pytest.approx(3.28e9, rel=0.005)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "channels"),
-    [("h100-80", 32), ("a100-80", 32), ("v100-32", 16), ("a100-80-pcie", 2), ("t4", 2), ("rtx4090", 2)],
-)  # fmt: skip
-def test_channels_to_a_peer_are_twice_its_links(gpu: str, channels: int) -> None:
-    assert channels_to_a_peer(on(2, 2, gpu).gpu.link) == channels
 
 
 def planned(there: Machine, **options: Any) -> Plan:

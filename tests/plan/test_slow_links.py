@@ -4,22 +4,17 @@ the formulas say.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from benchmarks.validation.formulas import traffic
 from legs import by_link
-from random_plans import GIB, gpus
 
 import onefold
 from onefold.plan.alternatives import waiting
-from onefold.plan.api import plan_here
 from onefold.plan.hardware import machine
 from onefold.plan.job import COMMUNICATION, Job
 from onefold.plan.planner import Plan, plan
-from onefold.plan.reserve import COMMUNICATOR, CONTEXT
-from onefold.plan.schema import Account
 from onefold.plan.shapes import architecture
 from onefold.plan.states import topology_of, units_of
 from onefold.plan.wire import legs_of
@@ -87,62 +82,6 @@ def test_on_fast_links_one_node_or_a_job_that_says_itself_nothing_is_proposed() 
         assert found.slow_links is None and found.to_json()["slow_links"] is None
         assert found.recommended is None or found.recommended.scheme.communication == ""
     assert fast.recommended is None or waiting(fast.recommended) < 0.05
-
-
-def test_on_links_of_unknown_speed_bytes_are_said_and_nothing_is_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    found = plan_here(
-        "gpt2", Job(seq=64), ranks=4, local_ranks=2, free=16 << 30, device="cpu", stages=(3,)
-    )
-    assert (
-        found.slow_links is None
-        and found.recommended is not None
-        and found.recommended.scheme.communication == ""
-    )
-    (said,) = (n for n in found.notes if n.startswith("a node sends"))
-    assert (
-        f"{found.recommended.account.node_links['between'] / 1e9:.2f} GB" in said
-        and "Recipe.zero(3, second_copy=True)" in said
-    )
-    lower = plan_here(
-        "gpt2", Job(seq=64), ranks=4, local_ranks=2, free=16 << 30, device="cpu", stages=(1,)
-    )
-    # Two levels are all that rounds nothing there
-    assert not any(n.startswith("a node sends") for n in lower.notes)
-
-
-def test_the_ways_are_in_the_json() -> None:
-    found = plan(
-        "gpt2-medium", machine(16, 8, "a100-80", "10g"), Job(seq=512), stages=(3,), largest=False
-    )
-    said = json.loads(json.dumps(found.to_json(), allow_nan=False))
-    rows = {(r["stage"], r["communication"]): r for r in said["slow_links"]["rows"]}
-    assert (
-        said["recommended"]["communication"] == said["slow_links"]["recommended"] == "hpZ"
-        and rows[3, "hpZ"]["recommended"]
-    )
-    assert (
-        rows[3, "flat"]["options"] == {"group": "flat", "reduce": "ordered"}
-        and rows[3, ""]["options"] == {}
-    )
-    assert said["recipe"]["second_copy"] is True and said["slow_links"]["lossy"] == "ZeRO++"
-    assert rows[3, "ZeRO++"]["options"] == {
-        "second_copy": True,
-        "gather_codec": "int8",
-        "reduce_codec": "int4",
-    }
-    assert rows[3, "HSDP"]["node_links"]["between"] == 8 * rows[3, "HSDP"]["links"]["between"]
-    assert Account.from_json(said["recommended"]["account"]) == found.recommended.account  # type: ignore[union-attr]
-    for words in (
-        "on slow links",
-        "hpZ: a second copy in each node",
-        "rounds, to ask for",
-        "yours to ask for",
-        "of a node, to others",
-    ):
-        assert words in str(found), words
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -221,52 +160,3 @@ def test_what_the_job_asks_for_is_what_is_planned() -> None:
         of("10g", options=(("shard_group", 3),))
     with pytest.raises(ValueError, match="needs sharded parameters: stage 3"):
         plan("gpt2", machine(16, 8), Job(options=(("second_copy", True),)), stages=(2,))
-
-
-def test_what_fits_nowhere_in_groups_is_told_where_it_fits_without_them() -> None:
-    options = (("shard_group", 1), ("reduce", "native"))
-    asked = Job(seq=64, checkpointing="none", offload="none", options=options)
-    found = plan(1e8, gpus(8, 0.7 * GIB + CONTEXT + 2 * COMMUNICATOR), asked, largest=False)
-    assert found.recommended is None and ", without shard_group, would fit" in found.why_not, (
-        found.why_not
-    )
-
-
-def test_what_changes_nothing_is_said() -> None:
-    notes = plan(
-        "gpt2",
-        machine(8, 8),
-        Job(seq=64, options=(("error_feedback", True), ("group", "node"))),
-        largest=False,
-    ).notes
-    assert any(n.startswith("error_feedback=True has no effect") for n in notes), notes
-    assert any("makes one group of the 8 ranks (they are on one node)" in n for n in notes), notes
-    (note,) = (
-        n
-        for n in plan(
-            "gpt2", gpus(2), Job(seq=64, options=(("frozen", "nf4"),)), largest=False
-        ).notes
-        if "frozen" in n
-    )
-    assert "no matrix but embeddings is frozen" in note
-    adapted = plan(
-        "llama-3-8b",
-        machine(16, 8),
-        Job(seq=64, lora_rank=8, options=(("frozen", "nf4"),)),
-        largest=False,
-    )
-    assert not any("frozen=" in n for n in adapted.notes)
-    whole = (
-        plan("llama-3-8b", machine(16, 8), Job(seq=64, lora_rank=8), largest=False)
-        .stages[3]
-        .account.rest_bytes
-    )
-    assert adapted.stages[0].account.rest_bytes < 0.5 * whole
-
-
-def test_a_codec_costs_what_it_reads_and_writes() -> None:
-    copy = (("second_copy", True),)
-    plain, coded = (
-        of("8x400g", options=o).stages[0].account for o in (copy, (*copy, ("gather_codec", "int8")))
-    )
-    assert coded.seconds["compute"] > plain.seconds["compute"]

@@ -18,7 +18,7 @@ from onefold.plan.efficiency import shares_of
 from onefold.plan.hardware import calibrated
 from onefold.plan.job import Job, Scheme
 from onefold.plan.modules import model_shape
-from onefold.tracing.trace import trace, trace_at
+from onefold.tracing.trace import trace
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,11 +52,6 @@ def test_a_trace_counts_what_real_passes_run(name: str, checkpointing: Any) -> N
     checkpoint_activations(real, checkpointing)
     ran = count(lambda: real(**given).loss.backward())
     assert said == ran
-
-
-def test_a_larger_micro_batch_is_counted_without_tracing_it() -> None:
-    said = trace_at(model("llama"), batch, [7])[7].kernels
-    assert said == trace(model("llama"), batch(7)).kernels
 
 
 def test_a_calibrated_plan_prices_operations_and_says_how_steps_compare() -> None:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import onefold
-from onefold.plan.collectives import Step, data_bytes, sent
 from onefold.plan.degrees import Degrees
 from onefold.plan.divided import stages_of
 from onefold.plan.shapes import Transformer, architecture, model_of
@@ -55,44 +54,6 @@ def test_a_rank_of_a_mesh_holds_and_sends_the_closed_forms_to_the_byte(
     recipe = onefold.Recipe.zero(zero, precision="bf16")
     check(simulate_mesh(MODELS[model], recipe, degrees, **asked))
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_each_stage_of_a_pipeline_hands_on_what_the_plan_says(index: int) -> None:
-    """Written out: a stage gives an output to the next and a gradient to the one before, of 2 samples
-    of 16 tokens, each half as wide with sequence parallelism over 2 ranks, in 2 bytes.
-    """
-    degrees = Degrees(dp=2, tp=2, pp=3)
-    recipe = onefold.Recipe.zero(1, precision="bf16")
-    found = simulate_mesh(
-        PLAIN, recipe, degrees, rank=4 * index, micro_batches=3, micro_batch=2, seq=16
-    )
-    check(found)
-    each = 3 * 2 * 16 * 64 // 2 * 2
-    assert found.sent["pp"] == each * (2 if index == 1 else 1)
-
-
-def test_bytes_lie_along_the_axes_of_those_who_hold_the_same() -> None:
-    """Stage 1, without groups: parameters gathered once and gradients reduced once, in bf16."""
-    degrees = Degrees(dp=4, ep=2, tp=2)
-    found = simulate_mesh(ROUTED, onefold.Recipe.zero(1, precision="bf16"), degrees)
-    check(found)
-    assert found.holders == {"dp × ep × tp": 8, "dp × ep": 4, "dp": 2}
-    closed = sent(stages_of(ROUTED, degrees)[0], DIMS, degrees, Step(1))["data"]
-    kinds = {"dp": ["experts"], "dp × ep": ["attention", "embedding", "head"]}
-    for axes, of in kinds.items():
-        # Flat buffers are padded
-        assert found.sent[axes] == pytest.approx(sum(closed[kind] for kind in of), rel=0.05)
-    experts = 4 * 3 * 64 * 128 * 4 // 2 // 2
-    assert found.sent["dp"] == pytest.approx(data_bytes(experts, 2, 2, 2), rel=0.01)
-
-
-def test_a_closed_form_of_other_degrees_is_not_exact() -> None:
-    recipe = onefold.Recipe.zero(1, precision="bf16")
-    found = simulate_mesh(ROUTED, recipe, Degrees(dp=4, tp=2))
-    other = simulate_mesh(ROUTED, recipe, Degrees(dp=4, ep=2, tp=2))
-    assert not dataclasses.replace(found, predicted=other.predicted).exact
-    assert not dataclasses.replace(found, closed=other.closed).exact
 
 
 # -- against real ranks ----------------------------------------------------------------------------
@@ -159,12 +120,6 @@ def test_llama_3_405b_on_4096_ranks_is_exact(rank: int) -> None:
     )  # fmt: skip
     check(found)
     assert (found.stage, found.holders) == (rank // 256, {"dp": 32, "dp × tp": 256})
-
-
-def test_mixtral_on_1024_ranks_is_exact() -> None:
-    recipe = onefold.Recipe.zero(3, precision="bf16")
-    degrees = Degrees.on(1024, tp=4, cp=2, ep=8)
-    check(simulate_mesh(architecture("mixtral-8x7b"), recipe, degrees, per_node=8, rank=1000))
 
 
 # -- refusals --------------------------------------------------------------------------------------

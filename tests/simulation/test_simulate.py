@@ -21,7 +21,6 @@ from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
 from onefold.plan.shapes import model_of as shape_of
 from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
-from onefold.simulation.stand_in import stand_in
 from ranks import run_ranks
 from replayed import batch_of, model_of
 from zoo import TinyGPT
@@ -195,26 +194,6 @@ def test_state_on_nvme_and_tiles_are_counted_as_the_closed_forms_say(
         assert any(".tiles." in name for name in found.units)
 
 
-def test_steps_in_the_backward_pass_need_a_clock() -> None:
-    recipe = onefold.Recipe.zero(3, offload_optimizer="cpu", step_in_backward=True)
-    with pytest.raises(ValueError, match="whose order comes from a clock"):
-        simulate(model_of("mlp"), recipe, 2, batch=batch_of("mlp", 0), loss=loss)
-
-
-@pytest.mark.parametrize(("kind", "ranks"), [("gpt", 4096), ("mixtral", 64), ("size", 2)])
-def test_shapes_without_code_are_stood_in_for(kind: str, ranks: int, sample: Any) -> None:
-    for stage, micro_batches in sample([(0, 1), (1, 2), (2, 2), (3, 1)], 3):
-        found = simulate(
-            SHAPES[kind],
-            onefold.Recipe.zero(stage, precision="bf16"),
-            ranks,
-            rank=ranks - 1,
-            micro_batches=micro_batches,
-        )
-        check(found)
-        assert "stand-in" in found.source
-
-
 @with_transformers
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
@@ -346,12 +325,6 @@ def test_the_module_and_the_process_are_as_they_were() -> None:
     assert found.units["blocks.0"].moves == {"all-gather": 2, "reduce-scatter": 1}
 
 
-def test_a_failed_simulation_leaves_no_process_group() -> None:
-    with pytest.raises(RuntimeError):
-        simulate(TinyGPT(), onefold.Recipe.zero(3), 8, batch=torch.zeros(2, 99, dtype=torch.long))
-    assert not dist.is_initialized()
-
-
 @pytest.mark.skipif(
     not RESETS_PEAK, reason="this system does not let a process forget how much memory it once had"
 )
@@ -372,19 +345,6 @@ def test_a_trillion_parameters_on_a_thousand_ranks_take_no_memory() -> None:
     )
 
 
-def test_a_stand_in_has_the_units_of_its_shape() -> None:
-    from onefold.plan.modules import model_shape
-
-    shape = SHAPES["mixtral"]
-    module, names = stand_in(shape)
-    own = model_shape(module, names)
-    assert [u.name for u in own.units] == [u.name for u in shape.units]
-    assert [[p.shape for p in u.parameters] for u in own.units] == [
-        [p.shape for p in u.parameters] for u in shape.units
-    ]
-    assert [u.looks_up_only for u in own.units] == [u.looks_up_only for u in shape.units]
-
-
 @pytest.mark.parametrize(
     ("ranks", "options", "says"),
     [
@@ -403,18 +363,3 @@ def test_what_cannot_be_simulated_gets_a_sentence(
     with pytest.raises(ValueError, match=says):
         simulate(TinyGPT(), onefold.Recipe.zero(3), ranks, **options)
     assert not dist.is_initialized()
-
-
-def simulated_beside_a_group() -> str:
-    try:
-        simulate(TinyGPT(), onefold.Recipe.zero(3), 8, batch=torch.zeros(2, 12, dtype=torch.long))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_process_group_that_is_there_is_not_touched() -> None:
-    assert all(
-        "simulate before init_process_group" in said
-        for said in run_ranks(2, simulated_beside_a_group)
-    )

@@ -8,27 +8,19 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
-import torch.optim.optimizer as torch_optimizer
 
 import onefold
-from onefold.device import clocked, host_device, on_host
 from onefold.plan import hardware
 from onefold.plan.evaluate import evaluate
 from onefold.plan.job import Job, Scheme
 from onefold.plan.subject import subject_of
-from onefold.simulation import places
-from onefold.simulation.clock import Clock
-from onefold.simulation.places import fused_there, place_of
-from onefold.simulation.prices import Prices
 from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
-from onefold.simulation.timeline import COPIES, HOST
-from timed import ADAM, BLOCKS, CAST, HIDDEN, ROWS, SHORT, by_hand, of, run, seconds, short_llama
+from onefold.simulation.timeline import COPIES
+from timed import ADAM, BLOCKS, CAST, HIDDEN, ROWS, SHORT, of, run, seconds, short_llama
 
 with_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -72,30 +64,6 @@ def test_copies_down_run_beside_the_backward_pass() -> None:
     assert found.exposed["blocks.0"][DOWN] == pytest.approx(2.0), "the host waits for the last one"
 
 
-def test_a_slower_link_exposes_more() -> None:
-    waits = [run(offload_optimizer="cpu", down=down).parts.copies for down in (0.5, 1.0, 2.0, 4.0)]
-    assert all(a < b for a, b in pairwise(waits)), waits
-    assert waits[-1] - waits[-2] > waits[-2] - waits[-3], "nothing is left to hide behind"
-
-
-def test_half_the_hosts_rate_takes_the_update_once_more() -> None:
-    fast, slow = (run(offload_optimizer="cpu", update=update) for update in (1.0, 2.0))
-    more = BLOCKS * (1.0 + CAST / ADAM)
-    assert slow.parts.optimizer - fast.parts.optimizer == pytest.approx(more)
-    assert slow.step - fast.step == pytest.approx(more)
-
-
-def test_masters_go_up_while_the_host_steps_the_next_block() -> None:
-    found = run(offload_optimizer="cpu")
-    steps, ups = of(found, STEPPED), of(found, UP)
-    assert len(steps) == len(ups) == BLOCKS
-    for up, following in zip(ups[:-1], steps[1:], strict=True):
-        assert up.begin == pytest.approx(following.begin)
-    assert found.exposed["blocks.0"]["all-gather"] == pytest.approx(1.5), (
-        "the first gather waits on their stream for the last copy up"
-    )
-
-
 def test_parameters_on_the_host_go_up_for_every_gather() -> None:
     found = run(offload_optimizer="cpu", offload_param="cpu")
     ups = of(found, UP)
@@ -108,48 +76,6 @@ def test_parameters_on_the_host_go_up_for_every_gather() -> None:
         assert gather.begin >= copy.end
     assert found.exposed["blocks.0"][UP] == pytest.approx(0.5), "the first block waits for both"
     assert found.exposed["blocks.0"]["all-gather"] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_resident_parameters_are_gathered_behind_the_copies_up(stage: int) -> None:
-    found = run(stage=stage, offload_optimizer="cpu")
-    first = min((s for s in found.spans if s.kind == "collective"), key=lambda s: s.begin)
-    assert (first.unit, first.begin) == ("blocks.0", 0.5)
-    assert seconds(of(found, DOWN)) == pytest.approx(BLOCKS)
-
-
-def test_sums_of_later_micro_batches_go_up_are_added_and_come_down() -> None:
-    one, two = (run(stage=2, micro_batches=n, offload_optimizer="cpu") for n in (1, 2))
-    sums = [s for s in two.spans if s.stream == "sums up" and s.kind == "copy"]
-    assert [s.unit for s in sums] == [f"blocks.{i}" for i in (3, 2, 1, 0)]
-    assert seconds(of(two, DOWN)) == pytest.approx(2 * BLOCKS)
-    assert seconds(sums) == pytest.approx(BLOCKS)
-    for up in sums:
-        down = next(s for s in of(two, DOWN) if s.unit == up.unit and s.begin >= up.end)
-        assert down.begin >= up.end, "it comes down when the device has added to it"
-    assert two.parts.optimizer == pytest.approx(one.parts.optimizer), "the host adds nothing"
-
-
-def test_a_third_of_micro_batches_in_the_middle_waits_as_they_do() -> None:
-    three, five = (run(stage=2, micro_batches=n, offload_optimizer="cpu") for n in (3, 5))
-    assert three.of(5).step == pytest.approx(five.step)
-    assert three.middle is not None and three.middle.copies > 0
-
-
-def test_a_part_on_the_host_takes_a_part_of_the_copies() -> None:
-    whole, part = (run(offload_optimizer=where) for where in ("cpu", "cpu:0.5"))
-    assert len(of(part, DOWN)) == len(of(part, UP)) == len(of(part, STEPPED)) // 2 + 1 == 2
-    assert part.parts.optimizer < whole.parts.optimizer
-    assert part.step < whole.step
-
-
-def test_the_hosts_update_is_priced_by_what_the_optimizer_moves() -> None:
-    adam, momentum, plain = (
-        run(offload_optimizer="cpu", optimizer=name).parts.optimizer
-        for name in ("adamw", "sgd-momentum", "sgd")
-    )
-    moved = [28, 20, 12]
-    assert [adam, momentum, plain] == pytest.approx([BLOCKS * (n + CAST) / ADAM for n in moved])
 
 
 # -- activations -----------------------------------------------------------------------------------
@@ -166,53 +92,7 @@ def test_activations_go_down_in_the_forward_pass_and_come_up_before_they_are_rea
     assert found.step == plain.step, "they hide behind the passes"
 
 
-def test_activations_over_a_slow_link_make_the_passes_wait() -> None:
-    plain, slow = run(), run(offload_activations="16MB", down=8.0)
-    assert slow.parts.copies > 0
-    assert slow.step == pytest.approx(plain.step + slow.parts.copies, abs=8.0)
-    assert slow.bound in ("host link down", "host link up")
-
-
 # -- what it is made of ----------------------------------------------------------------------------
-
-
-def test_a_recipe_on_the_device_has_no_host_in_its_timeline() -> None:
-    found = run()
-    assert HOST not in found.streams
-    assert found.parts.copies == 0.0
-    assert not {"host link up", "host link down"} & set(found.busy)
-    assert found.step == 11 * 2 + 2
-
-
-def test_the_hosts_memory_is_another_device_inside_a_clock_with_tiers() -> None:
-    cpu = torch.empty(1)
-    assert host_device() == torch.device("cpu")
-    with clocked(Clock(Prices(by_hand()))):
-        assert host_device() == torch.device("cpu") and on_host(cpu)
-    with clocked(Clock(Prices(by_hand()), tiers=True)):
-        assert host_device() == places.HOST and not on_host(cpu)
-    assert on_host(cpu)
-
-
-def test_fused_optimizers_step_the_hosts_tensors_only_inside() -> None:
-    before = torch_optimizer._get_fused_kernels_supported_devices
-    with fused_there():
-        assert places.HOST.type in torch_optimizer._get_fused_kernels_supported_devices()
-    assert torch_optimizer._get_fused_kernels_supported_devices is before
-
-
-def test_what_is_no_copy_between_host_and_device_is_refused() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        here, there = torch.empty(4), torch.empty(4, device=places.HOST)
-    assert place_of("copy_", (here, there), {}, here) == "up"
-    assert place_of("copy_", (there, here), {}, there) == "down"
-    assert place_of("_to_copy", (here,), {}, there) == "down"
-    assert place_of("add", (here, here), {}, here) == "device"
-    assert place_of("add", (there, there), {}, there) == "host"
-    with pytest.raises(ValueError, match="the operation add works on tensors of the host and of"):
-        place_of("add", (here, there), {}, here)
 
 
 # -- the plan's own figure -------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,14 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.device import clocked, current_stream, has_streams, simulated
 from onefold.observe.chrome import write_simulated
 from onefold.plan import hardware
 from onefold.plan.evaluate import evaluate
 from onefold.plan.hardware import Gpu, Host, Machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.modules import model_shape
-from onefold.plan.states import units_of
 from onefold.plan.subject import subject_of
-from onefold.plan.times import SUMMING_ON_A_GPU
 from onefold.plan.traffic import Software
-from onefold.plan.wire import handled_bytes, summed_bytes
 from onefold.simulation import prices
-from onefold.simulation.clock import Clock
-from onefold.simulation.prices import Prices
 from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
 from onefold.simulation.timeline import COMPUTE, HOST, Timeline
@@ -144,11 +136,6 @@ def test_without_prefetch_every_gather_is_exposed() -> None:
     assert found.step == 22 + 7 + 3 + 1
 
 
-def test_more_prefetch_hides_what_one_unit_cannot() -> None:
-    waits = [run(move=3.0, prefetch=n).parts.exposed["all-gather"] for n in (0, 1, 2)]
-    assert waits[0] > waits[1] > waits[2] > 0
-
-
 @pytest.mark.parametrize(
     ("in_flight", "expected"), [(0, [5.0] * 4), (1, [5.0, 5.0]), (2, [5.0, 5.0])]
 )
@@ -175,110 +162,7 @@ def test_in_flight_says_how_many_reductions_the_backward_pass_runs_ahead_of(
         assert found.step == 20 + 2 + 4 + 4 * 5
 
 
-def test_reductions_of_a_boundary_are_those_of_the_last_micro_batch() -> None:
-    two, three, five = (run(stage=1, micro_batches=n) for n in (2, 3, 5))
-    assert [
-        sum(s.kind == "collective" and s.name == "reduce-scatter" for s in t.spans)
-        for t in (two, three)
-    ] == [4, 4]
-    assert three.middle is not None
-    assert three.middle.step == 22.0, "nothing is gathered or reduced in it"
-    assert three.of(5) == five.parts
-    with pytest.raises(ValueError, match="says nothing of 4: run 3"):
-        two.of(4)
-
-
-@pytest.mark.parametrize(("stage", "micro_batches"), [(1, 2), (2, 2), (3, 1)])
-def test_the_engines_own_kernels_read_and_write_what_the_plan_says(
-    stage: int, micro_batches: int
-) -> None:
-    slow = by_hand(1.0)
-    slow = replace(slow, gpu=replace(slow.gpu, memory_bandwidth=1e6))
-    recipe = onefold.Recipe.zero(stage, precision="bf16", units=(nn.Linear,))
-    units = units_of(model_shape(Blocks(), (nn.Linear,)), recipe, 2, nccl=True)
-    told = (
-        handled_bytes(units, recipe, micro_batches)
-        + summed_bytes(units, recipe, micro_batches) / SUMMING_ON_A_GPU
-    )
-    told += micro_batches * ROWS * HIDDEN * (4 + 2)  # the batch is cast
-    found = run(stage=stage, micro_batches=micro_batches, machine=slow)
-    beside = sum(s.seconds for s in found.spans if s.stream == "sums" and s.kind == "engine")
-    assert beside > 0
-    assert found.parts.engine + beside == pytest.approx(told / 1e6, rel=0.05)
-
-
-def test_launches_take_the_hosts_time() -> None:
-    slow = Software(kernel_share=1, link_share=1, hop_seconds=0, straggler=0, launch_seconds=3.0)
-    found = run(software=slow)
-    assert found.bound == "host"
-    assert found.parts.host > 0
-    assert found.step == pytest.approx(found.busy["host"], rel=0.2)
-
-
-def test_levels_use_different_links_at_the_same_time_with_one_unit_ahead_for_each() -> None:
-    """Four ranks in two nodes: an interval across (half the bytes of a block between two ranks),
-    then a shard inside.
-    """
-    found = run(machine=by_hand(4.0, ranks=4), group="node")
-    assert {"gathers in the node", "gathers between nodes"} <= set(found.streams)
-    first = [
-        (s.stream, s.begin, s.end)
-        for s in found.spans
-        if s.kind == "collective" and s.unit == "blocks.0" and s.phase == "forward"
-    ]
-    assert first == [("gathers between nodes", 0.0, 2.0), ("gathers in the node", 2.0, 6.0)]
-    inside, between = (
-        [s for s in found.spans if s.stream == f"gathers {where}"]
-        for where in ("in the node", "between nodes")
-    )
-    assert any(a.begin < b.end and b.begin < a.end for a in inside for b in between), (
-        "they never overlap"
-    )
-
-
-def test_the_engines_own_ledger_tells_the_same_exposed_seconds() -> None:
-    """The timing events around its waits are read as they are on CUDA."""
-    clock_seen: list[float] = []
-    import onefold.simulation.simulate as module
-
-    before = module.events_of
-
-    def look(engine: Any) -> Any:
-        clock_seen.append(engine.traffic.exposed)
-        return before(engine)
-
-    module.events_of = look
-    try:
-        found = run(move=3.0)
-    finally:
-        module.events_of = before
-    assert clock_seen == [pytest.approx(found.parts.waits)]
-
-
 # -- what it is made of ----------------------------------------------------------------------------
-
-
-def test_streams_are_a_clocks_inside_and_the_devices_own_outside() -> None:
-    cpu = torch.device("cpu")
-    clock = Clock(Prices(by_hand(1.0)))
-    with clocked(clock):
-        assert has_streams(cpu)
-        assert simulated() is clock
-        assert current_stream(cpu) is clock.current_stream()
-    assert not has_streams(cpu)
-    assert current_stream(cpu) is None
-
-
-def test_a_collective_fills_a_gap_of_its_link_and_waits_for_no_gap_that_is_too_short() -> None:
-    from onefold.simulation.clock import _Line
-
-    line = _Line()
-    for begin, seconds in ((0.0, 2.0), (3.0, 2.0), (8.0, 1.0)):
-        line.take(begin, seconds)
-    assert [
-        line.free(since, seconds) for since, seconds in ((0, 1), (0, 2), (1, 4), (2.5, 0.5), (9, 1))
-    ] == [2, 5, 9, 2.5, 9]
-    assert line.busy(1.0, 4.0) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -376,23 +260,3 @@ def test_llama_on_h100s_takes_what_the_plan_says_within_a_tenth(
     assert {s.unit for s in found.timeline.spans if s.kind == "model"} >= {
         f"model.layers.{i}" for i in range(layers)
     }
-
-
-@with_transformers
-def test_all_of_a_recomputation_is_the_models() -> None:
-    """It runs on parameters that look like the optimizer's, and in hooks; none of it is the
-    engine's.
-    """
-    _, plain = compared(8, 3, "none", seq=128)
-    _, again = compared(8, 3, "full", seq=128)
-    products = [
-        sum(s.name == "mm" and s.kind == "model" for s in f.timeline.spans)
-        for f in (plain, again)
-        if f.timeline is not None
-    ]
-    assert products == [
-        3 * (LAYERS * 7 + 1),
-        3 * (LAYERS * 7 + 1) + LAYERS * 6,
-    ], "the last product of a block is not made again: torch stops before it"
-    assert again.timeline is not None
-    assert not any(s.name == "mm" and s.kind == "engine" for s in again.timeline.spans)

@@ -146,22 +146,6 @@ def test_experts_in_a_loop_save_what_a_real_step_saves_however_it_routes(
     assert abs(said.peak / allocated - 1) < 0.05, f"traced {said.peak:,}, allocated {allocated:,}"
 
 
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_a_model_that_checkpoints_by_itself_is_traced_as_it_does(how: Any) -> None:
-    def make() -> nn.Module:
-        return TinyGPT(width=32, heads=4, checkpointing=how)
-
-    with seeded():
-        said = trace(make(), (tokens_of(0),))
-        step = RealStep(make(), (tokens_of(0),), "fp32")
-        assert said.saved == step.saved()
-        allocated = step.allocated()
-    assert said.saved < trace(TinyGPT(width=32, heads=4), (tokens_of(0),)).saved
-    assert said.peak <= allocated <= 1.002 * said.peak, (
-        f"traced {said.peak:,}, allocated {allocated:,}"
-    )
-
-
 @dataclass
 class Answer:
     scores: Tensor
@@ -235,78 +219,7 @@ def test_odd_modules_are_traced_to_the_byte(name: str) -> None:
     )
 
 
-def test_a_convolution_saves_what_it_saves_and_its_kernels_scratch_memory_is_left_out() -> None:
-    batch = (features_of(0, 4, 3, 16, 16),)
-    with seeded():
-        said, step = trace(convolutions(), batch), RealStep(convolutions(), batch, "fp32")
-        assert said.saved == step.saved()
-        assert said.peak <= step.allocated()
-
-
-@needs_transformers
-def test_padding_costs_a_mask_and_an_unpadded_mask_costs_nothing() -> None:
-    module, ids = build("Llama"), batch_of("Llama")["input_ids"]
-    masks = {"none": None, "ones": torch.ones_like(ids), "padded": torch.ones_like(ids)}
-    masks["padded"][0, 15:] = 0
-    said = {}
-    for name, mask in masks.items():
-        batch = {"input_ids": ids, "labels": ids} | (
-            {} if mask is None else {"attention_mask": mask}
-        )
-        said[name] = trace(module, batch).saved
-        with seeded():
-            assert said[name] == RealStep(build("Llama"), batch, "fp32").saved(), name
-    assert said["none"] == said["ones"] < said["padded"]
-
-
 # -- what a trace says besides sums ----------------------------------------------------------------
-
-
-def test_spans_follow_each_other_and_hand_over_every_gradient_once() -> None:
-    module = TinyGPT(width=32, heads=4, tied=True)
-    said = trace(module, (tokens_of(0),))
-    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
-    assert sorted(s.arrives for s in said.spans if s.arrives) == sorted(trainable)
-    for before, after in zip(said.spans, said.spans[1:], strict=False):
-        assert max(before.begin, before.end) <= before.peak
-        assert before.arrives or before.end == after.begin, (before, after)
-        assert 0 <= before.gradients <= before.peak and 0 <= before.logits <= before.peak
-    owners = [
-        s.unit for s in said.spans if s.phase == "backward" and s.arrives.startswith("blocks.")
-    ]
-    assert owners == [
-        ".".join(s.arrives.split(".")[:2]) for s in said.spans if s.arrives.startswith("blocks.")
-    ]
-
-
-def test_a_gradient_of_a_parameter_is_dropped_where_it_arrives() -> None:
-    module = TinyMLP(7, 64, 4, 5)
-    said = trace(module, (features_of(0, 16, 7),))
-    nbytes = {name: p.numel() * 4 for name, p in module.named_parameters()}
-    for before, after in zip(said.spans, said.spans[1:], strict=False):
-        if before.arrives:
-            assert before.end - after.begin == nbytes[before.arrives], (before, after)
-    assert max(s.gradients for s in said.spans) < sum(nbytes.values()) / 2
-
-
-def test_a_tied_head_holds_its_gradient_until_the_embedding_adds_its_own() -> None:
-    vocabulary, width = 61, 32
-    tied = trace(TinyGPT(vocabulary, width, 4, tied=True), (tokens_of(0),))
-    apart = trace(TinyGPT(vocabulary, width, 4, tied=False), (tokens_of(0),))
-    held = [s.gradients for s in tied.spans if s.unit == "blocks.1" and s.phase == "backward"]
-    free = [s.gradients for s in apart.spans if s.unit == "blocks.1" and s.phase == "backward"]
-    assert [a - b for a, b in zip(held, free, strict=True)] == [vocabulary * width * 4] * len(held)
-    assert tied.saved == apart.saved
-
-
-def test_logits_are_what_is_as_wide_as_the_vocabulary() -> None:
-    batch, length, vocabulary = 2, 12, 61
-    said = trace(TinyGPT(vocabulary), (tokens_of(0),))
-    rows = batch * (length - 1)
-    # cross-entropy keeps log-probabilities, and not the logits
-    assert said.logits == rows * vocabulary * 4
-    assert max(s.logits for s in said.spans) >= 2 * rows * vocabulary * 4  # both of them at a time
-    assert trace(TinyMLP(), (features_of(0, 4, 7),)).logits == 0
 
 
 def test_flops_are_those_of_the_matrix_products() -> None:
@@ -368,15 +281,6 @@ def test_a_trace_leaves_the_module_and_the_random_numbers_as_they_were() -> None
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_failed_trace_leaves_the_module_as_it_was() -> None:
-    module = TinyMLP()
-    params = dict(module.named_parameters())
-    with pytest.raises(RuntimeError):
-        trace(module, (features_of(0, 4, 99),))
-    assert all(module.get_parameter(n) is p for n, p in params.items())
-    assert not any(m._forward_hooks for m in module.modules())
-
-
 def test_a_module_on_the_meta_device_is_traced_like_a_real_one() -> None:
     with torch.device("meta"):
         empty = TinyGPT(width=32, heads=4, tied=False)
@@ -386,52 +290,6 @@ def test_a_module_on_the_meta_device_is_traced_like_a_real_one() -> None:
 
 
 # -- an accelerator's kernels ----------------------------------------------------------------------
-
-
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.linear(x), 0.5, self.training)
-
-
-def test_dropout_keeps_one_byte_an_element_on_cuda() -> None:
-    x = (features_of(0, 8, 64),)
-    saved = {device: trace(Dropped(), x, device=device).saved for device in ("cpu", "cuda")}
-    assert saved["cpu"] - saved["cuda"] == 8 * 64 * (4 - 1)
-
-
-class Attends(nn.Module):
-    def __init__(self, masked: bool, dropout: float) -> None:
-        super().__init__()
-        self.qkv, self.masked, self.dropout = nn.Linear(64, 192, bias=False), masked, dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if self.masked else None
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout_p=self.dropout, is_causal=mask is None
-        )
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_fused_attention_never_keeps_scores_on_cuda(precision: Any, dropout: float) -> None:
-    length = 512
-    said = trace(
-        Attends(False, dropout),
-        (features_of(0, 1, length, 64),),
-        device="cuda",
-        precision=precision,
-    )
-    scores = 4 * length * length * (4 if precision == "fp32" else 2)
-    assert said.peak < scores
-    masked = trace(
-        Attends(True, dropout), (features_of(0, 1, length, 64),), device="cuda", precision=precision
-    )
-    assert masked.saved - said.saved < scores / 2  # the mask once, as numbers, for all heads
 
 
 def test_checkpointing_recomputes_with_the_kernels_of_the_device() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from measured_memory import RealStep, seeded
-from test_trace import GROUPED, batch_of, build, needs_transformers
+from test_trace import batch_of, build, needs_transformers
 from torch import Tensor, nn
 
 from onefold.tracing.trace import ActivationTrace, trace, trace_at
-from zoo import TinyGPT, TinyMLP, features_of, tokens_of
+from zoo import TinyGPT, features_of, tokens_of
 
 # -- shortcuts -------------------------------------------------------------------------------------
 
@@ -61,19 +61,6 @@ def test_equal_layers_of_transformers_are_left_out_without_a_difference(
 ) -> None:
     module = build(name, **changes)
     assert trace(module, batch_of(name)) == whole_trace(module, batch_of(name), monkeypatch)
-
-
-@needs_transformers
-def test_layers_that_alternate_are_traced_with_their_period(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import transformers
-
-    own = {"num_hidden_layers": 13, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
-    module = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GROUPED | own))
-    assert trace(module, batch_of("Gemma 2")) == whole_trace(
-        module, batch_of("Gemma 2"), monkeypatch
-    )
 
 
 def test_blocks_that_differ_are_all_run() -> None:
@@ -124,15 +111,6 @@ def test_larger_micro_batches_follow_from_small_ones(checkpointing: Any) -> None
         ), b
 
 
-@needs_transformers
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Mixtral, grouped", "Mixtral, a loop"])
-def test_larger_micro_batches_of_transformers_follow_from_small_ones(name: str) -> None:
-    module = build(name)
-    said = trace_at(module, lambda b: batch_of(name, b), [1, 4, 7])
-    for b, found in said.items():
-        assert found == trace(module, batch_of(name, b)), b
-
-
 # -- sentences -------------------------------------------------------------------------------------
 
 
@@ -154,31 +132,3 @@ def test_sizes_that_depend_on_computed_values_are_refused_with_a_sentence() -> N
     for how in ("select", "count"):
         with pytest.raises(ValueError, match="computed floating-point values"):
             trace(Picky(how), (features_of(0, 3, 4),))
-
-
-def test_assumptions_about_values_are_told() -> None:
-    said = trace(Picky("compare"), (features_of(0, 3, 4),))
-    assert len(said.notes) == 2 and "taken as no" in said.notes[0] and "1.0" in said.notes[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"precision": "int8"}, "precision='int8'"),
-        ({"device": "tpu"}, "tpu"),
-        ({"checkpointing": "some"}, "checkpointing='some'"),
-        ({"units": ["nothing"]}, "units names 'nothing'"),
-    ],
-)
-def test_options_that_do_not_exist_get_a_sentence(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises((ValueError, RuntimeError), match=sentence):
-        trace(TinyMLP(), (features_of(0, 4, 7),), **options)
-
-
-def test_a_model_with_nothing_to_train_or_nothing_to_repeat_gets_a_sentence() -> None:
-    with pytest.raises(ValueError, match="no trainable parameter"):
-        trace(TinyMLP().requires_grad_(False), (features_of(0, 4, 7),))
-    with pytest.raises(ValueError, match="repeated blocks"):
-        trace(nn.Linear(4, 4), (features_of(0, 4, 4),), checkpointing="full")
-    with pytest.raises(ValueError, match="1 or more"):
-        trace_at(TinyMLP(), lambda b: (features_of(0, b, 7),), [0])
