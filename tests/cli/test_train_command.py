@@ -182,6 +182,7 @@ def runs_of_two_ranks(
     return found
 
 
+@pytest.mark.slow
 def test_joined_ranks_and_accumulation_give_the_losses_of_two_ranks(place: Place) -> None:
     """One global batch, cut in another way: torchrun with one rank that accumulates, and two ranks
     at stage 3.
@@ -263,6 +264,7 @@ def test_ctrl_c_lets_the_step_finish_saves_and_exits_with_130(place: Place) -> N
     assert place.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(place: Place) -> None:
     # A step of many micro-batches, so that the first Ctrl-C has to wait for it.
     options = [
@@ -293,6 +295,7 @@ def test_a_second_ctrl_c_ends_at_once(place: Place) -> None:
     assert place.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_told_once_and_ends_the_others(place: Place) -> None:
     (place.folder / "mine.py").write_text(
         "import os\nfrom torch import nn\n"
@@ -347,6 +350,7 @@ def test_tiers_that_cannot_be_are_told_in_the_recipes_sentence_before_anything_s
     assert not (place.folder / "run").exists() and place.left_behind() == []
 
 
+@pytest.mark.slow
 def test_state_off_the_device_changes_no_loss_and_leaves_nothing_on_the_disk(place: Place) -> None:
     """On two disks, and in part on the host: the losses of ranks that hold it all, to the last bit,
     and the run says where what is.

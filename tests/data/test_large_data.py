@@ -5,7 +5,6 @@ mixed by weights, and its documents kept apart.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import os
 import shutil
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 from hf_folders import (
-    JOB,
     MIB,
     SMALL,
     give_memory_back_at_once,
@@ -29,9 +27,8 @@ from hf_folders import (
     saved,
 )
 from onefold.data import sources, token_cache
-from onefold.data.order import DataOrder, Share, shares
-from onefold.data.samples import IGNORE, Data, Samples, eval_batches, load_data
-from onefold.data.sources import is_small, parts_of, rows_of
+from onefold.data.samples import IGNORE, Data, Samples, load_data
+from onefold.data.sources import is_small, rows_of
 from onefold.data.text import ByteTokenizer
 from onefold.data.token_cache import tokens_of
 from onefold.train.config import resolve
@@ -162,60 +159,6 @@ def test_a_dataset_in_the_cache_is_read_without_a_network() -> None:
         assert not is_small(name)
 
 
-@needs_datasets
-@pytest.mark.usefixtures("datasets_cache")
-def test_of_a_dataset_of_the_hub_what_is_missing_is_named() -> None:
-    for name in ("org/other", "org/name/long", "org/name/long:validation"):
-        with pytest.raises(TrainError, match="no such dataset in the cache of `datasets`"):
-            sources.check_data(name, 16)
-    for name, said in (
-        ("org/other", "`datasets` cannot open it"),
-        ("org/name/short:test", r"validation.*Name one as org/name/CONFIG:SPLIT"),
-        ("org/name", r"default.*short.*Name one as org/name/CONFIG:SPLIT"),  # which of the two?
-    ):
-        with pytest.raises(TrainError, match=said):
-            list(rows_of(name))
-
-
-@needs_datasets
-def test_two_splits_of_a_dataset_are_two_parts_with_tokens_of_their_own(
-    datasets_cache: Path, tmp_path: Path
-) -> None:
-    shutil.rmtree(datasets_cache / "org___name" / "short")
-    data = cached("org/name:0.5,org/name:validation:0.5", tmp_path)  # one configuration: no name
-    assert [share.count for share in data.mix] and len(list((tmp_path / "tokens").iterdir())) == 2
-    first = cached("org/name:validation", tmp_path).train.tokens
-    assert bytes(np.asarray(first[0]).astype(np.uint8)) == b"document 0 !\x00doc"
-    assert len(list((tmp_path / "tokens").iterdir())) == 2
-
-
-@pytest.mark.parametrize("there", ["whole", "a part"])
-def test_of_two_runs_that_finish_a_cache_the_second_keeps_what_is_whole(
-    there: str, tmp_path: Path
-) -> None:
-    data = lines(tmp_path / "d.jsonl", [{"text": text} for text in TEXTS])
-    folder = tmp_path / "tokens" / "key"
-
-    def maker(aside: str) -> token_cache._Maker:
-        rows = sources.rows_of(data)
-        made = token_cache._Maker(rows, ByteTokenizer(), folder.with_name(aside), data)
-        made.folder = folder
-        return made
-
-    first, second = maker("first"), maker("second")
-    assert first.advance(60.0)
-    if there == "a part":
-        (folder / "meta.json").unlink()
-    with (folder / "tokens.bin").open("rb") as opened:
-        assert second.advance(60.0)
-        kept = os.fstat(opened.fileno()).st_ino == (folder / "tokens.bin").stat().st_ino
-    first.close()
-    second.close()
-    assert kept == (there == "whole")
-    assert [path.name for path in folder.parent.iterdir()] == ["key"]
-    assert len(token_cache.Tokens.open(folder, data).ends) == len(TEXTS)
-
-
 def test_tokens_are_made_once_for_the_same_content_and_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,68 +263,6 @@ def test_parts_with_weights_give_their_shares_of_every_epoch(tmp_path: Path) -> 
     ) == list(range(320))
     with pytest.raises(TrainError, match="made on other data"):
         data.order(20, 5).load_state_dict(without.order(20, 5).state_dict())
-
-
-def letters_held_out(data: Data, limit: int) -> str:
-    """The first letters of the samples that ranks 0 and 1 read of `limit` held-out ones."""
-    cut = [eval_batches(len(data.held_out), limit, rank, 2, micro_batch=2) for rank in (0, 1)]
-    ids = [
-        data.held_out.batch(indices[:real])["input_ids"][:, 0].tolist()
-        for indices, real in itertools.chain(*cut)
-        if real
-    ]
-    return "".join(map(chr, itertools.chain(*ids)))
-
-
-def test_held_out_samples_have_the_shares_of_the_training_samples(tmp_path: Path) -> None:
-    one = lines(tmp_path / "a.jsonl", [{"text": "a" * 15}] * 900)
-    two = lines(tmp_path / "b.jsonl", [{"text": "b" * 15}] * 100)
-    data = cached(f"{one}:0.25,{two}:0.75", tmp_path)
-    assert len(data.held_out) == 200 and len(data.train) == 800
-    for limit in (4, 16, 100, 200):
-        assert Counter(letters_held_out(data, limit)) == {"a": limit // 4, "b": limit * 3 // 4}
-    # Each part gives the same fraction of its own samples, and none of them is trained on
-    held, trained = (
-        set(some._rows(np.arange(len(some))).tolist()) for some in (data.held_out, data.train)
-    )
-    assert not held & trained and len(held & set(range(900, 1000))) == 20
-    assert len(trained & set(range(900, 1000))) == 80
-    # Without shares the first ones are of all parts too, as large as those are
-    without = letters_held_out(cached(f"{one},{two}", tmp_path), 100)
-    assert 80 <= without.count("a") < 100
-    lonely = lines(tmp_path / "c.jsonl", [{"text": "c" * 15}])
-    data = cached(f"{one}:0.5,{lonely}:0.5", tmp_path)
-    assert data.notes == [f"{lonely} has one sample only: nothing of it is held out"]
-    assert set(letters_held_out(data, 16)) == {"a"}
-
-
-def test_shares_are_counted_among_the_training_samples() -> None:
-    assert shares([3, 3], [1.0, 1.0]) == (Share(0, 3, 3), Share(3, 3, 3))
-    assert shares([3, 3], [1.0, 5.0]) == (Share(0, 3, 1), Share(3, 3, 5))
-    assert shares([3, 3], [None, None]) == ()
-    order = DataOrder(6, 3, 1, mix=shares([3, 3], [1.0, 5.0]))
-    assert sorted(np.concatenate([order.at(0), order.at(1)]))[1:] in (
-        [3, 3, 4, 4, 5], [3, 3, 4, 5, 5], [3, 4, 4, 5, 5],
-    )  # fmt: skip
-
-
-def test_names_with_weights_are_read_as_such(tmp_path: Path) -> None:
-    (tmp_path / "a:0.5").write_text("x")
-    (tmp_path / "a,b").write_text("x")
-    for name in ("a:0.5", "a,b"):  # there are such files
-        assert parts_of(str(tmp_path / name)) == [sources.Part(str(tmp_path / name))]
-    assert parts_of("a.jsonl:0.7, org/name:3") == [
-        sources.Part("a.jsonl", 0.7), sources.Part("org/name", 3.0)
-    ]  # fmt: skip
-    assert parts_of("org/name:test:0.5,org/name/en:train[5:9]:2,org/name:test[:1%]:1") == [
-        sources.Part("org/name:test", 0.5),
-        sources.Part("org/name/en:train[5:9]", 2.0),
-        sources.Part("org/name:test[:1%]", 1.0),
-    ]
-    assert parts_of("a,b") == [sources.Part("a"), sources.Part("b")]
-    for wrong, said in (("a:1,b", "b has no weight"), ("a:0,b:1", "weights above 0")):
-        with pytest.raises(TrainError, match=said):
-            parts_of(wrong)
 
 
 # -- documents apart -------------------------------------------------------------------------------
@@ -546,33 +427,3 @@ def test_data_that_cannot_be_is_told_early(
     with pytest.raises(TrainError) as error:
         check_early(resolve({"model": "llama:tiny", "data": "d.jsonl", "seq": 16, **options}))
     assert said in str(error.value)
-
-
-@needs_datasets
-def test_a_table_without_the_column_is_told_early(tmp_path: Path) -> None:
-    import datasets
-
-    datasets.Dataset.from_list([{"body": "some words", "n": 3}] * 9).to_parquet(
-        tmp_path / "d.parquet"
-    )
-    (tmp_path / "damaged.parquet").write_bytes(b"PAR1 and nothing else")
-    for name, field, said in (
-        ("d.parquet", None, "expected a column `text` or `messages`, found body, n. Name one with --text-field."),
-        ("d.parquet", "bdoy", "has no column 'bdoy', which --text-field names. Did you mean 'body'?"),
-        ("d.parquet", "n", "row 0: `n` must be a string or a list"),
-        ("damaged.parquet", None, "cannot be read"),
-    ):  # fmt: skip
-        with pytest.raises(TrainError) as error:
-            sources.check_data(str(tmp_path / name), 16, field)
-        assert said in str(error.value), error.value
-
-
-def test_documents_are_kept_apart_only_where_that_can_be(tmp_path: Path) -> None:
-    chats = lines(tmp_path / "c.jsonl", [{"messages": chat} for chat in CHATS])
-    for options, said in (
-        ({"model": "llama:tiny", "data": chats}, "is about rows of text, and --data"),
-        ({"model": "small_lm:plain", "data": "topics"}, "needs a transformers model that takes position_ids"),
-    ):  # fmt: skip
-        with pytest.raises(TrainError, match=said):
-            config = resolve({**JOB, **options, "pack": "documents"})
-            prepare(config, alone(), lambda line: None)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,9 +31,7 @@ from onefold.models import build as models
 from onefold.train import results
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
-from onefold.train.report import Reporter
 from onefold.train.results import export, sample
-from onefold.train.worker import _show_sample
 from onefold.wording import TrainError
 from ranks import run_ranks
 from started_runs import alone, this_rank
@@ -112,32 +109,6 @@ def test_a_folder_read_in_parts_trains_as_one_that_transformers_reads(tmp_path: 
         assert again.generation_config.no_repeat_ngram_size == 9
 
 
-def test_a_model_that_cannot_generate_trains_all_the_same(tmp_path: Path) -> None:
-    said: list[str] = []
-    run = prepare(job(saved(tmp_path, "llama")), alone(), lambda line: None)
-    model: Any = run.model
-
-    def generate(**_: Any) -> None:
-        raise ValueError("only attention\nlayers have a cache")
-
-    reporter = Reporter()
-    with patch.object(model, "generate", generate), patch.object(reporter, "note", said.append):
-        _show_sample(run, reporter, "before")
-    assert said == ["no sample of its text before training: ValueError: only attention layers have a cache"]  # fmt: skip
-    assert len(trained(run)) == 2
-
-
-def test_a_lone_rank_reads_a_folder_in_parts_too(tmp_path: Path) -> None:
-    folder, found = saved(tmp_path, "llama"), []
-    for way in (contextlib.nullcontext, whole_instead):
-        with way():
-            run = prepare(job(folder), alone(), lambda line: None)
-        model: Any = run.model
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-        found.append(trained(run))
-    assert found[0] == found[1]
-
-
 _PLAIN = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
 #: {class: arguments of its configuration}: positions, norms, experts and caches of other kinds.
 OTHERS: dict[str, dict[str, Any]] = {
@@ -192,20 +163,6 @@ def test_weights_in_pickles_are_read_whole_and_the_run_says_so(tmp_path: Path) -
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
-def test_what_a_folder_has_not_is_drawn_from_the_seed(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "files")
-    index = folder / "model.safetensors.index.json"
-    table = json.loads(index.read_text())
-    del table["weight_map"]["lm_head.weight"]
-    index.write_text(json.dumps(table))
-    heads = []
-    for seed in (1, 1, 2):
-        model: Any = prepare(job(folder, seed=seed), alone(), lambda line: None).model
-        heads.append(model.lm_head.weight.detach().clone())
-    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
-    assert 0.01 < float(heads[0].std()) < 0.03  # initializer_range
-
-
 def test_a_folder_that_cannot_be_read_is_told_with_its_name(tmp_path: Path) -> None:
     folder = saved(tmp_path, "files")
     (folder / "model-00001-of-00012.safetensors").unlink(missing_ok=True)
@@ -240,6 +197,7 @@ def peaks(root: Path) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_loading_takes_a_shard_and_a_buffer_and_the_export_a_buffer(tmp_path: Path) -> None:
     import transformers
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from hf_folders import (
-    FOLDERS,
-    JOB,
     LARGE,
     MIB,
     SMALL,
@@ -246,6 +244,7 @@ def peak_of_merging(root: Path) -> float:
     return (peak_resident_bytes() - before) / MIB
 
 
+@pytest.mark.slow
 def test_merging_takes_the_memory_of_a_unit_and_a_buffer(tmp_path: Path) -> None:
     import transformers
 
@@ -297,6 +296,7 @@ def test_adapters_that_cannot_be_merged_are_told_before_they_are_trained(tmp_pat
         prepare(job(folder, lora=2, merge=True), alone(), lambda line: None)
 
 
+@pytest.mark.slow
 def test_adapters_of_experts_train_over_the_experts_of_the_folder(tmp_path: Path) -> None:
     """Read in parts, and in 4 bits: peft wraps two parameters of a module twice."""
     import transformers
@@ -312,23 +312,3 @@ def test_adapters_of_experts_train_over_the_experts_of_the_folder(tmp_path: Path
     run = prepare(job(folder, lora=2, frozen="nf4"), alone(), lambda line: None)
     train(run, lambda: 0, rows.append)
     assert len(rows) == 2
-
-
-def test_layers_that_peft_does_not_take_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    row = ("MambaForCausalLM", "MambaConfig", options, torch.float32, "1GB")
-    monkeypatch.setitem(FOLDERS, "mamba", row)
-    folder = saved(tmp_path, "mamba")
-    with pytest.raises(TrainError, match=r"--lora 2: peft .*out_proj.* by --lora-targets"):
-        prepare(job(folder, lora=2), alone(), lambda line: None)
-    run = prepare(job(folder, lora=2, lora_targets="x_proj"), alone(), lambda line: None)
-    assert run.trained > 0
-
-
-def test_a_model_drawn_at_random_takes_adapters_too(tmp_path: Path) -> None:
-    config = resolve({**JOB, "model": "llama:tiny", "lora": 2, "frozen": "int8", "data": "topics"})
-    run = prepare(config, alone(), lambda line: None)
-    assert run.recipe.stage == 3 and 0 < run.trained < run.frozen
-    assert all("lora_" in name for name, p in run.model.named_parameters() if p.requires_grad)

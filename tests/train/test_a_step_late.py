@@ -14,14 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.data.samples import Feed, Samples
 from onefold.optim.clip import skips_on_device
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
@@ -299,40 +297,6 @@ def test_in_a_step_the_host_waits_for_nothing_but_the_numbers_of_the_step_before
             ), (step, found)
 
 
-@virtual.alone
-def test_batches_are_copied_ahead_on_a_stream_of_their_own() -> None:
-    rows = np.arange(60, dtype=np.int32).reshape(-1, 5)
-    feed = Feed(Samples(rows, rows), torch.device(HERE))
-    first, second, third = (np.array(indices) for indices in ([0, 1], [2, 3], [4, 5]))
-    with virtual.no_synchronization():
-        batches = [feed.take(first)]
-        feed.send_ahead(second)
-        begun = feed._ahead
-        batches.append(feed.take(second))
-        feed.send_ahead(second)  # the run goes back: another batch is asked for than was sent
-        batches.append(feed.take(third))
-    assert begun is not None and begun[1]["labels"] is batches[1]["labels"]
-    assert feed._copies.stream != torch.accelerator.current_stream()
-    for batch, indices in zip(batches, (first, second, third), strict=True):
-        for name, expected in Samples(rows, rows).batch(indices).items():
-            assert batch[name].device == torch.device(HERE) and torch.equal(
-                batch[name].cpu(), expected
-            )
-
-
-@virtual.alone
-def test_the_next_batch_is_on_its_way_before_a_micro_batch_is_computed() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run, _ = start("virtual", Path(folder), global_batch=4, micro_batch=2, steps=3)
-        ahead: list[bool] = []
-        feeds: list[Feed] = []
-        made = loop.Feed
-        loop.Feed = lambda *args: feeds.append(made(*args)) or feeds[-1]  # type: ignore[assignment,misc,func-returns-value]
-        run.model.register_forward_pre_hook(lambda *_: ahead.append(feeds[-1]._ahead is not None))
-        train(run, lambda: 0, lambda row: None)
-    assert ahead == [True] * 5 + [False]
-
-
 # -- steps that are left out -----------------------------------------------------------------------
 
 
@@ -368,55 +332,7 @@ def test_the_device_leaves_a_bad_step_out_before_anybody_has_read_it(fault: str)
     assert same == [False] * 5 + [True] + [False] * 2
 
 
-@pytest.mark.parametrize(
-    ("steps", "options"),
-    [
-        ((4,), {}),
-        ((0,), {}),  # the optimizer has no states yet
-        ((4, 5), {"nonfinite_limit": 3}),
-        ((1, 3, 7), {"eval_every": 2}),
-        ((5, 6), {"save_every": 3, "precision": "bf16"}),
-    ],
-    ids=str,
-)
-@virtual.alone
-def test_what_is_said_counted_and_learned_when_steps_are_left_out_is_the_same(
-    steps: Any, options: dict[str, Any]
-) -> None:
-    for fault in ("output", "gradient", "loss"):
-        there, here = in_both_ways(
-            tuple((step, fault, 1) for step in steps), on_nonfinite="skip", **options
-        )
-        assert not here.unlike(there, again=True), (fault, here.unlike(there, again=True))
-        assert [row["step"] for row in here.rows if row.get("left_out")] == [
-            step + 1 for step in steps
-        ]
-        assert here.rows[-1]["skipped"] == len(steps) == len(here.said) and here.counts == {
-            8.0 - len(steps)
-        }
-        for step, said in zip(steps, here.said, strict=True):
-            assert f"at step {step + 1} is" in said and "left out" in said, said
-
-
-@pytest.mark.parametrize(
-    ("steps", "options"),
-    [((4,), {}), ((3, 4), {"on_nonfinite": "skip", "nonfinite_limit": 2}), ((7,), {})],
-    ids=str,
-)
-@virtual.alone
-def test_a_run_that_ends_at_a_bad_step_names_it_and_keeps_the_weights_before_it(
-    steps: Any, options: dict[str, Any]
-) -> None:
-    there, here = in_both_ways(tuple((step, "gradient", 1) for step in steps), **options)
-    assert not here.unlike(there, again=True), here.unlike(there, again=True)
-    assert (
-        f"at step {steps[-1] + 1} is" in here.error
-        and "unit 'blocks.1'" in here.error
-        and "in micro-batch 2" in here.error
-    )
-    assert len(here.rows) == steps[-1]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [(3,), (4,), (4, 5)], ids=str)
 @virtual.alone
 def test_going_back_is_the_same(steps: Any) -> None:
@@ -432,48 +348,6 @@ def test_going_back_is_the_same(steps: Any) -> None:
         and len(here.said) == len(steps)
         and [row["step"] for row in here.rows] == list(range(1, 9))
     )
-
-
-@pytest.mark.parametrize("first", [2.0**40, 2.0**60])
-@virtual.alone
-def test_overflows_in_fp16_and_losses_that_are_not_finite_are_told_apart(first: float) -> None:
-    make = onefold.GradScaler.__init__
-
-    def large(self: Any, module: Any, **options: Any) -> None:
-        make(self, module, init_scale=first, **options)  # the first steps overflow
-
-    onefold.GradScaler.__init__ = large  # type: ignore[method-assign]
-    there, here = in_both_ways(((40, "loss", 0),), precision="fp16", on_nonfinite="skip", steps=45)
-    assert not here.unlike(there, again=True), here.unlike(there, again=True)
-    if first == 2.0**60:
-        assert (
-            "for 40 steps in a row, up to step 40; the loss scale is 2.09715e+06" in here.error
-            and len(here.rows) == 39
-        )
-        return
-    assert here.rows[-1]["skipped"] > 5 and here.rows[-1]["scale"] < first
-    assert [row["step"] for row in here.rows if row["loss"] is None] == [
-        41
-    ] and "the loss at step 41 is" in here.said[0]
-
-
-@virtual.alone
-def test_a_bad_step_that_weights_of_an_earlier_update_have_made_is_told_so() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run, _ = start("virtual", Path(folder))
-
-        def report(row: Row) -> None:
-            if row["step"] == 5:  # while step 6 is under way
-                with torch.no_grad():
-                    next(
-                        p for n, p in run.model.named_parameters() if n == "blocks.2.linear.bias"
-                    ).fill_(float("nan"))
-
-        with pytest.raises(
-            TrainError,
-            match=r"step 7 is nan; weights of unit 'blocks\.2' are not finite themselves",
-        ):
-            train(run, lambda: 0, report)
 
 
 # -- stopping and going on -------------------------------------------------------------------------
@@ -497,38 +371,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(options: dict[str, Any]) -> N
 
 
 # -- where the device does not decide --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"offload_optimizer": "cpu"}, {"offload_optimizer": "0.5"}, {"moments": "bf16"}],
-    ids=str,
-)
-@virtual.alone
-def test_where_steps_are_not_made_by_one_kernel_the_host_reads_them_in_time(
-    options: dict[str, Any],
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run, keeper = start("virtual", Path(folder), on_nonfinite="skip", stage=2, **options)
-        assert not skips_on_device(run.optimizer, onefold.engine_of(run.model))
-        break_at(run, 4, "gradient")
-        told = Told(run, keeper)
-    assert [row["step"] for row in told.rows if row.get("left_out")] == [
-        5
-    ] and "at step 5 is" in told.said[0]
-    assert not any(t.isnan().any() for t in told.weights.values())
-
-
-@virtual.alone
-def test_an_optimizer_without_a_fused_kernel_is_not_asked_to_leave_a_step_out() -> None:
-    model = onefold.shard(nn.Linear(4, 4), onefold.Recipe.zero(2), device="virtual")
-    engine = onefold.engine_of(model)
-    assert skips_on_device(torch.optim.AdamW(model.parameters(), fused=True), engine)
-    for optimizer in (
-        torch.optim.AdamW(model.parameters(), foreach=True),
-        torch.optim.RMSprop(model.parameters()),
-    ):
-        assert not skips_on_device(optimizer, engine)
 
 
 # -- several ranks ---------------------------------------------------------------------------------
@@ -583,6 +425,7 @@ def in_ranks(stage: int, fault: str, on_nonfinite: str, wires: dict[str, Any]) -
     return wrong + [str(violation) for violation in virtual.violations()[:3]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "fault", "on_nonfinite", "wires"),
     [

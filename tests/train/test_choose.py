@@ -4,7 +4,6 @@ plain case; runs take it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,17 @@ from choices import asked
 from torch import nn
 
 import onefold
-from onefold.memory import GRADIENTS
-from onefold.observe.runfile import read_observed
 from onefold.plan import api
-from onefold.plan.schema import Account
 from onefold.processes.ranks import Ranks
-from onefold.train.choose import Asked, choose
+from onefold.train.choose import choose
 from onefold.train.config import resolve
 from onefold.train.prepare import prepare
-from onefold.train.report import observe
 from onefold.wording import TrainError
 from ranks import run_ranks
 from zoo import TinyGPT
 
 MIB = 1 << 20
 ROOMY = 1 << 34
-
-
-@pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No calibration: bytes are planned all the same."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 class Language(nn.Module):
@@ -56,21 +45,6 @@ def test_whole_gradients_of_accumulation_move_the_choice_from_stage_1_to_2() -> 
         choose(Language(), asked(**several, free=int((peaks[1] + peaks[2]) / 2 / api.USABLE))).stage
         == 2
     )
-
-
-@pytest.mark.parametrize(("name", "counted"), [("muon", "adamw"), ("adafactor", "sgd-momentum")])
-def test_over_axes_optimizers_of_whole_matrices_are_counted_as_others(
-    name: str, counted: str
-) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
-    layers = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **layers))
-    whole = choose(model, replace(asked(optimizer=name), tp=2))
-    other = choose(model, replace(asked(optimizer=counted), tp=2))
-    assert f"over axes states of {name} are counted as {counted} has them" in whole.notes
-    assert whole.needed == other.needed and whole.stage == other.stage
 
 
 def test_what_does_not_fit_is_said_and_tried_all_the_same() -> None:
@@ -111,62 +85,6 @@ def test_a_run_takes_what_was_chosen(tmp_path: Path) -> None:
     )
 
 
-def test_the_plan_of_a_run_has_the_rows_that_the_run_will_have() -> None:
-    plain: dict[str, Any] = {"stage": "2", "micro_batch": 1, "global_batch": 16}
-    usual, late, coarse = (
-        choose(Language(), asked(**plain, **given)).predicted
-        for given in ({}, LATE, {"units": ("inner.blocks.0",)})
-    )
-    assert usual is not None and late is not None and coarse is not None
-    assert late.wire["reduce-scatter"] * 4 == usual.wire["reduce-scatter"], (
-        "once a step, not once a micro-batch"
-    )
-    assert late.peak[GRADIENTS] > usual.peak[GRADIENTS]
-    assert coarse.ledger != usual.ledger
-    with pytest.raises(TrainError, match="nothing"):
-        choose(Language(), asked(**plain, units=("nothing.there",)))
-
-
-LATE = {"reduce_at": "boundary"}
-
-
-def test_a_run_plans_with_its_options_and_leaves_its_measured_mfu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    seen: list[Asked] = []
-    monkeypatch.setattr(
-        "onefold.train.prepare.choose",
-        lambda model, asked: seen.append(asked) or choose(model, asked),
-    )
-    given: dict[str, Any] = {
-        "model": "llama:tiny",
-        "tokenizer": "bytes",
-        "data": str(tmp_path / "text.txt"),
-        "seq": 32,
-        "steps": 1,
-    }
-    given |= {
-        "stage": "2",
-        "reduce_at": "boundary",
-        "units": "LlamaDecoderLayer",
-        "global_batch": 8,
-        "micro_batch": 2,
-        "eval_every": 0,
-    }
-    alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
-    run = prepare(resolve(given), alone, lambda line: None)
-    assert dict(seen[0].job.options) == {"reduce_at": "boundary", "units": ("LlamaDecoderLayer",)}
-    run.measured = Account(rest={"parameters": 4})
-    rows = [
-        {"step_ms": 10.0, "tokens_per_s": 100.0, "mfu": share}
-        for share in (0.9, 0.2, 0.3, None, 0.4)
-    ]
-    observe(run, tmp_path / "out", rows)
-    left = read_observed(tmp_path / "out").ranks[0].measured
-    assert left.mfu == pytest.approx(0.3) and left.seconds["step"] == pytest.approx(0.01)
-
-
 # -- onefold.plan.recipe_for -----------------------------------------------------------------------
 
 
@@ -176,12 +94,6 @@ def test_a_recipe_by_itself_fits_one_process() -> None:
     model = onefold.shard(Language(), recipe)
     ids = torch.zeros((1, 16), dtype=torch.long)
     model(input_ids=ids, labels=ids).float().backward()
-
-
-def test_a_recipe_for_what_fits_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "free_host_memory", lambda: MIB)
-    with pytest.raises(ValueError, match="does not fit"):
-        onefold.plan.recipe_for(Language(), seq=16)
 
 
 def recipe_here(free: tuple[int, int], seq: int) -> int | None:

@@ -49,6 +49,7 @@ def as_a_program(name: str, arguments: tuple[str, ...], port: int) -> str:
     return said.getvalue()
 
 
+@pytest.mark.slow
 def test_the_own_loop_learns(tmp_path: Path) -> None:
     first, last = under_torchrun(tmp_path, "own_loop.py").split("loss ")[1].split(" -> ")
     assert float(last) < 0.7 * float(first)
@@ -72,6 +73,7 @@ def test_the_hugging_face_example_saves_what_opens_again(tmp_path: Path) -> None
     assert opened.config.hidden_size == 32
 
 
+@pytest.mark.slow
 def test_the_example_of_trainer_learns_and_saves_what_opens_again(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -100,6 +102,7 @@ def test_accumulation_sends_what_the_formula_says() -> None:
     assert times == pytest.approx([1, 1, 2.5, 5.5, 1], rel=0.02)
 
 
+@pytest.mark.slow
 def test_each_part_for_slow_links_sends_what_its_formula_says_and_learns_the_same() -> None:
     heading, *lines = forked("slow_links.py", ranks=4).splitlines()
     assert heading == "4 ranks in groups of 2"
@@ -121,6 +124,7 @@ def test_each_part_for_slow_links_sends_what_its_formula_says_and_learns_the_sam
     ), losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_of_tensor_and_expert_parallelism_learn_together(stage: int) -> None:
     lines = forked("several_axes.py", "--stage", str(stage), ranks=4).splitlines()
@@ -129,20 +133,7 @@ def test_ranks_of_tensor_and_expert_parallelism_learn_together(stage: int) -> No
     assert len(losses) == 4 and losses[-1] < losses[0] and min(norms) > 0, lines
 
 
-def test_the_example_of_several_axes_is_read_in_one_look() -> None:
-    text = (ROOT / "examples" / "several_axes.py").read_text()
-    assert text.count("\n") <= 80
-    order = [
-        "parallelize_module(model",
-        "distribute_tensor(block",
-        "torch.compile(",
-        "onefold.shard(",
-        "AdamW(",
-    ]
-    places = [text.index(words) for words in order]
-    assert places == sorted(places) and "checkpoint(self.compute" in text
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("cp", "attention", "stage"), [(2, "gathered", 1), (4, "ulysses", 3)])
 def test_ranks_with_parts_of_each_sample_learn_together(
     cp: int, attention: str, stage: int
@@ -153,6 +144,7 @@ def test_ranks_with_parts_of_each_sample_learn_together(
     assert len(losses) == 4 and losses[-1] < 0.8 * losses[0], lines
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_its_memory_trains_from_the_disk_and_leaves_nothing_there(
     tmp_path: Path,
 ) -> None:
@@ -185,6 +177,7 @@ def test_a_model_larger_than_its_memory_trains_from_the_disk_and_leaves_nothing_
     assert list(disk.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is told by /proc")
 def test_one_process_trains_a_folder_of_weights_in_less_memory_than_its_state_takes(
     tmp_path: Path,
@@ -233,6 +226,7 @@ def test_one_process_trains_a_folder_of_weights_in_less_memory_than_its_state_ta
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_qlora_example_holds_a_base_of_four_bits_and_saves_adapters_for_peft(
     tmp_path: Path,
 ) -> None:

@@ -182,16 +182,6 @@ def test_a_step_that_is_left_out_changes_no_weight_and_the_run_goes_on(text: str
     assert len(said) == 1 and "unit 'blocks.1'" in said[0] and "left out" in said[0]
 
 
-def test_finding_the_place_leaves_the_random_generators_where_the_step_left_them(text: str) -> None:
-    """Dropout after the bad step is as if nobody had looked."""
-    run = make(text, on_nonfinite="skip", steps=3, lr=1e-30)
-    break_at(run, 1, "output")
-    with_look = losses(run)
-    FAULTS.clear()
-    without = losses(make(text, steps=3, lr=1e-30))
-    assert with_look[1] is None and with_look[::2] == without[::2]
-
-
 def test_so_many_in_a_row_end_the_run_and_single_ones_do_not(text: str) -> None:
     run = make(text, on_nonfinite="skip", nonfinite_limit=3)
     for batch in (1, 3, 4):
@@ -241,17 +231,6 @@ def test_going_back_again_takes_the_checkpoint_before(text: str, tmp_path: Path)
     train(run, lambda: 0, lambda row: None, keeper=keeper, forget=went_back.append)
     keeper.close()
     assert went_back == [4, 2] and run.order.skipped == 4  # step 2 reads batch 6
-
-
-def test_going_back_needs_a_checkpoint(text: str, tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match="add --save-every"):
-        make(text, on_nonfinite="rollback")
-    run = make(text, on_nonfinite="rollback", save_every=5, output=str(tmp_path))
-    break_at(run, 1, "output")
-    keeper = Keeper(run, tmp_path, Reporter(), begun=0.0)
-    with pytest.raises(TrainError, match="step 2 was not finite, and there is no checkpoint"):
-        losses(run, keeper=keeper)
-    keeper.close()
 
 
 def test_the_loss_scaler_keeps_its_own_counsel_about_gradients(text: str) -> None:

@@ -140,21 +140,6 @@ def test_what_cannot_be_is_told_before_anything_is_loaded(
     assert said in str(error.value)
 
 
-def test_an_optimizer_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "lion_pytorch" else find(name)
-    )
-    with pytest.raises(TrainError, match="--optimizer lion needs: pip install lion-pytorch"):
-        check_early(resolve({"model": "llama:tiny", "optimizer": "lion"}))
-
-
-def test_a_value_that_the_optimizer_refuses_is_told(tmp_path: Path) -> None:
-    job = variants(tmp_path)[0] | {"optimizer": "adamw", "optimizer_options": "eps=-1"}
-    with pytest.raises(TrainError, match="--optimizer adamw: Invalid epsilon value"):
-        prepare(resolve({**JOB, **job}), alone(), lambda line: None)
-
-
 def test_a_run_goes_on_with_its_optimizers_states_and_not_with_anothers(tmp_path: Path) -> None:
     job = next(job for job in variants(tmp_path) if job["optimizer"] == "sgd")
     whole = losses_on(alone(), **{**job, "steps": 6, "schedule": "constant"})
@@ -200,6 +185,7 @@ def rows_with_muon(job: dict[str, Any], most: int) -> tuple[list[Any], dict[str,
     return rows, kept
 
 
+@pytest.mark.slow
 def test_muon_goes_on_on_other_ranks_with_the_embedding_and_the_head_under_adamw(
     tmp_path: Path,
 ) -> None:

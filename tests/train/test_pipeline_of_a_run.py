@@ -185,6 +185,7 @@ def test_a_pipeline_has_the_losses_of_one_stage_and_resumes_at_any_number_of_the
     assert {path.name for path in at_top.iterdir()} >= {"stage-0", "stage-1", "config.json"}
 
 
+@pytest.mark.slow
 def test_stages_of_divided_layers_have_the_losses_of_whole_ones(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     given = {"model": saved_model(tmp_path, "Llama"), "stage": "3"}
@@ -214,6 +215,7 @@ def test_stages_of_divided_layers_have_the_losses_of_whole_ones(tmp_path: Path) 
     assert "the ranks wait 11% of a step for the pipeline" in plan["reason"]
 
 
+@pytest.mark.slow
 def test_stages_of_mixtures_have_the_losses_of_whole_ones(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
@@ -256,6 +258,7 @@ def unsaved(folder: str, model: str) -> dict[str, Any]:
     return {"said": said, "left": sorted(p.name for p in Path(folder, "unsaved").rglob("*"))}
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_to_save_or_was_damaged_concerns_all_of_them(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     model = saved_model(tmp_path, "Llama")
@@ -292,6 +295,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_stages_have_the_losses_of_whole_models_with_every_option(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, TALKS)))
@@ -326,6 +330,7 @@ def faulty(folder: str, model: str, faults: list[tuple[Any, ...]]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_are_found_in_their_stage(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     model = saved_model(tmp_path, "Llama")

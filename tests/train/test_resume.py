@@ -12,14 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from onefold.data.order import DataOrder
-from onefold.data.samples import Samples, fingerprint_of
-from onefold.observe import TensorBoard
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
 from onefold.train import checkpoints
@@ -162,15 +159,6 @@ def test_save_before_ends_the_run_while_there_is_time_to_save(text: str, tmp_pat
 
     assert train(run, lambda: 0, report, keeper=keeper) == 5 and run.stopped == Stop.TIME
     assert keeper.saved == 5 and keeper.path is not None and keeper.path.is_dir()
-    keeper.close()
-
-
-def test_time_for_a_save_that_was_never_measured_is_that_of_a_slow_disk(
-    text: str, tmp_path: Path
-) -> None:
-    run, keeper = start(text, tmp_path / "run", save_before="10m")
-    run.trained = 10**10  # 120 GB, 19 minutes
-    assert keeper.time_is_up()
     keeper.close()
 
 
@@ -380,27 +368,3 @@ def test_skipped_batches_are_those_that_a_longer_way_would_have_read() -> None:
     again = DataOrder(100, 8, seed=3)
     again.load_state_dict(skipping.state_dict())
     assert again.skipped == 5
-
-
-def test_a_fingerprint_tells_other_samples_from_the_same() -> None:
-    rows = np.arange(6000, dtype=np.int32).reshape(-1, 10)
-    other = rows.copy()
-    other[0, 3] += 1
-    first, again, third = (fingerprint_of(Samples(r, r)) for r in (rows, rows.copy(), other))
-    assert first == again != third
-
-
-def test_tensorboard_forgets_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    )
-    with TensorBoard(tmp_path) as board:
-        for step in range(1, 7):
-            board.write({"step": step, "loss": 1.0})
-    with TensorBoard(tmp_path, after=4) as board:
-        board.write({"step": 5, "loss": 2.0})
-    found = event_accumulator.EventAccumulator(str(tmp_path))
-    found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("loss")] == [
-        (step, 1.0) for step in range(1, 5)
-    ] + [(5, 2.0)]

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from onefold.data.text import smollm2_path
-from onefold.models.build import load_model, model_shape
-from onefold.models.names import kind_of
 from onefold.processes.ranks import Ranks
 from onefold.train.config import resolve
 from onefold.train.loop import Row, train
@@ -198,25 +196,6 @@ def test_what_cannot_be_is_told(text: str, options: dict[str, Any], message: str
         steps(make(text, **options))
 
 
-def test_models_are_found_by_what_they_are(tmp_path: Path) -> None:
-    for name in ("gpt", "llama:60m", "os.path:join"):
-        kind_of(name)
-    for name in (str(tmp_path), "bert-base-uncased", "gpt:", "gpt:-1m", "none.gguf"):
-        if name != "gpt:":
-            with pytest.raises(TrainError):
-                kind_of(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "size"), [("gpt:10m", 10e6), ("llama:60m", 60e6), ("gpt:110m", 110e6)]
-)
-def test_a_size_in_numbers_is_met_within_a_tenth(name: str, size: float) -> None:
-    for vocabulary in (257, 49152):
-        if vocabulary * 64 < size:
-            layers, width = model_shape(name, vocabulary)
-            assert abs(12 * layers * width**2 + vocabulary * width - size) < 0.1 * size
-
-
 def test_a_saved_run_can_be_trained_further(text: str, tmp_path: Path) -> None:
     run = make(text, steps=2)
     last = steps(run)[-1]["loss"]
@@ -285,13 +264,3 @@ def test_a_tokenizer_of_gguf_is_converted_once_and_then_saved_the_same(
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # cannot be written to
         assert saved("without a cache") == converted
-
-
-def test_a_model_from_scratch_is_the_same_on_every_rank() -> None:
-    first, second = (load_model("gpt:tiny", "bytes", 3, 32).module for _ in range(2))
-    assert all(
-        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
-    )
-    assert all(
-        p.is_meta for p in load_model("gpt:tiny", "bytes", 3, 32, empty=True).module.parameters()
-    )

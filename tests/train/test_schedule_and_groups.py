@@ -10,9 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.cores import physical_cores
-from onefold.memory.pool import free_host_memory
-from onefold.observe.memory import resident_memory
 from onefold.plan.api import USABLE
 from onefold.train.choose import Asked, choose
 from onefold.train.prepare import (
@@ -22,7 +19,7 @@ from onefold.train.prepare import (
     parameter_groups,
     steps_of,
 )
-from onefold.wording import TrainError, readable
+from onefold.wording import TrainError
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"
@@ -122,25 +119,6 @@ def asked(**changes: Any) -> Asked:
     return choices.asked(**{"micro_batch": 1, "seq": 8, "free": GIB, **changes})
 
 
-def test_auto_takes_the_lowest_stage_that_fits() -> None:
-    model = Language()
-    needed = choose(model, asked()).needed
-    assert needed[3] < needed[2] == needed[1] < needed[0], needed
-    for free, stage in (
-        (GIB, 1),
-        (needed[1] / USABLE + 4096, 1),
-        (needed[1] / USABLE - 4096, 3),
-        (needed[3] / USABLE / 2, 3),
-    ):
-        choice = choose(model, asked(free=int(free)))
-        assert choice.stage == stage and f"stage {stage}" in choice.reason, (free, choice)
-        assert ("may run out of memory" in choice.reason) == (free * USABLE < needed[3]), (
-            choice.reason
-        )
-    assert choose(model, asked(ranks=1, local_ranks=1)).stage == 0
-    assert choose(model, asked(stage="2")).stage == 2
-
-
 def test_auto_takes_the_largest_micro_batch_that_divides_and_fits() -> None:
     model = Language()
     roomy = choose(model, asked(micro_batch=0, global_batch=48, seq=64))
@@ -166,18 +144,6 @@ def test_a_model_that_cannot_be_traced_is_judged_by_its_states() -> None:
     assert choice.needed[0] == pytest.approx(16 * params, rel=0.02)
 
 
-def test_the_machine_answers() -> None:
-    assert physical_cores() >= 1 and free_host_memory() > 0
-    now, peak = resident_memory()
-    assert 0 < now <= peak
-    assert (readable(10), readable(2048), readable(513 << 20), readable(3 << 39)) == (
-        "10 B",
-        "2 KiB",
-        "513 MiB",
-        "1.5 TiB",
-    )
-
-
 @pytest.mark.parametrize(
     ("trace", "steps", "found"),
     [
@@ -192,9 +158,3 @@ def test_the_recorded_steps_are_those_that_were_named(
     trace: str | None, steps: int, found: tuple[int, int]
 ) -> None:
     assert steps_of(trace, steps) == found
-
-
-@pytest.mark.parametrize("trace", ["0", "5:4", "3:12", "a", "1:2:3", "", "-1", "2:"])
-def test_steps_that_a_run_does_not_have_cannot_be_recorded(trace: str) -> None:
-    with pytest.raises(TrainError, match="--trace"):
-        steps_of(trace, 10)

@@ -32,6 +32,7 @@ from started_runs import (
 ENDLESS = options({**JOB, "steps": 10**6, "nproc": 2, "output": "run"})
 
 
+@pytest.mark.slow
 def test_a_second_command_is_refused_and_what_was_killed_makes_way(
     tmp_path: Path, every: bool
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_second_command_is_refused_and_what_was_killed_makes_way(
         wait_until(lambda: not processes_of(tmp_path / "fifth"))
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_end_with_it_and_hold_the_folder_as_long_as_they_live(
     tmp_path: Path,
 ) -> None:
@@ -189,6 +191,7 @@ def test_ctrl_c_while_onefold_train_imports_ends_it_without_a_word(
     assert not (tmp_path / "run").exists(), "what was made for the run goes with it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
@@ -236,6 +239,7 @@ def test_ctrl_c_while_ranks_start_leaves_no_process_and_no_file(
 # -- others' words ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_commands_say_nothing_on_their_standard_error_when_all_is_well(tmp_path: Path) -> None:
     """transformers imports torchao, which tells of kernels that it cannot load; torch of
     enumerations that torchao registers.

@@ -291,6 +291,7 @@ def ends_in_time(folder: str) -> int:
     return run_rank(resolve({**JOB, **given}))
 
 
+@pytest.mark.slow
 def test_save_before_ends_a_run_by_itself_with_a_checkpoint_and_status_0(tmp_path: Path) -> None:
     (outcome,) = outcomes_of(1, ends_in_time, str(tmp_path), process_group=False)
     done = json.loads((tmp_path / "said").read_text().splitlines()[-1])
@@ -411,6 +412,7 @@ def goes_back(ranks: Ranks | None, output: str) -> tuple[list[int], list[float],
     return went_back, [row["loss"] for row in rows], under_way
 
 
+@pytest.mark.slow
 def test_all_ranks_go_back_together_to_a_checkpoint_that_is_still_being_written(
     tmp_path: Path,
 ) -> None:

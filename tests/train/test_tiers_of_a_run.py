@@ -204,16 +204,3 @@ def test_a_disk_without_room_is_a_sentence_and_no_traceback(
     monkeypatch.setattr(preflight, "refuse_unless_fits", full)
     with pytest.raises(TrainError, match="the disk is full"):
         prepared(tmp_path, offload_optimizer="nvme", nvme=[str(tmp_path)])
-
-
-def test_tiles_are_decayed_as_the_weights_they_are_cut_from(tmp_path: Path) -> None:
-    def without_decay(run: Run) -> int:
-        group = next(g for g in run.optimizer.param_groups if g["weight_decay"] == 0.0)
-        return sum(p.numel() for p in group["params"])
-
-    whole, tiled = prepared(tmp_path), prepared(tmp_path, tile="4KB")
-    assert sum(p.numel() for p in tiled.model.parameters()) == sum(
-        p.numel() for p in whole.model.parameters()
-    )
-    assert len(list(tiled.model.parameters())) > len(list(whole.model.parameters()))
-    assert without_decay(tiled) == without_decay(whole)
