@@ -197,27 +197,6 @@ def test_loading_ahead_changes_nothing_before_it_is_waited_for(tmp_path: Path) -
     assert step(other, states, 1) == expected
 
 
-def test_a_lone_process_is_told_of_a_failed_save_by_its_next_step_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import onefold
-    from onefold.checkpoint import parts as module
-
-    model, optimizer = start(0)
-    step(model, optimizer, 0)
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "write_tensors", broken)
-    saving = onefold.save_async(tmp_path / "a", model=model, optimizer=optimizer)
-    while not saving.done:
-        pass
-    with pytest.raises(onefold.CheckpointError, match="No space left"):
-        step(model, optimizer, 1)
-    step(model, optimizer, 2)
-
-
 def slow_to_hear(root: str) -> list[str]:
     """The second rank hears of the failed save much later than the first; both must skip the same
     update.
@@ -258,81 +237,6 @@ def slow_to_hear(root: str) -> list[str]:
 def test_all_ranks_are_told_of_a_failed_save_by_the_same_step(tmp_path: Path) -> None:
     first, second = run_ranks(2, slow_to_hear, str(tmp_path))
     assert first == second and first.count("told") == 1, (first, second)
-
-
-def talking(root: str) -> dict[str, Any]:
-    """Everything that ranks say to each other while a save is under way waits for it, and ends as
-    it should.
-    """
-    import time
-
-    import onefold
-    from onefold.checkpoint import parts as module
-
-    model, optimizer = start(2)
-    step(model, optimizer, 0)
-    real = module.write_tensors
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.3 if dist.get_rank() else 0.0)
-        return real(*args, **kwargs)
-
-    module.write_tensors = slow  # type: ignore[assignment]
-    with onefold.Checkpointer(root, model=model, keep=1) as checkpoints:
-        checkpoints.save(300, optimizer=optimizer)
-        newest = checkpoints.latest()
-        ahead = onefold.load_async(f"{root}/step-00000300", model=model, optimizer=optimizer)
-        checkpoints.save(150, optimizer=optimizer)  # of a branch that began further back
-        loaded = ahead.wait(300.0)
-        onefold.save(f"{root}/best", model=model)
-        checkpoints.save(160, optimizer=optimizer)
-    return {
-        "newest": newest.name if newest else "",
-        "loaded": loaded.step,
-        "left": sorted(p.name for p in Path(root).iterdir()),
-    }
-
-
-def test_what_is_asked_while_a_save_is_under_way_waits_for_it(tmp_path: Path) -> None:
-    for found in run_ranks(2, talking, str(tmp_path)):
-        assert found["newest"] == "step-00000300" and found["loaded"] == 300
-        assert "step-00000160" in found["left"], (
-            "the one just saved stays, whatever step another branch has reached"
-        )
-        assert "best" in found["left"], "what the user has saved there is the user's"
-        assert not any(name.endswith(".unfinished") for name in found["left"])
-
-
-def goes_home(root: str) -> None:
-    """A script that ends as nearly every one does: the process groups go while the last save is
-    under way.
-    """
-    import time
-
-    import onefold
-    from onefold.checkpoint import parts as module
-
-    model, optimizer = start(3)
-    step(model, optimizer, 0)
-    real = module.write_tensors
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.5)
-        return real(*args, **kwargs)
-
-    module.write_tensors = slow  # type: ignore[assignment]
-    saving = onefold.save_async(f"{root}/last", model=model, optimizer=optimizer, step=1)
-    dist.destroy_process_group()
-    saving.wait(300.0)
-
-
-def test_a_save_outlives_the_process_groups(tmp_path: Path) -> None:
-    from onefold.inspection.verify import examine
-
-    run_ranks(2, goes_home, str(tmp_path))
-    assert [p.name for p in tmp_path.iterdir()] == ["last"] and examine(
-        tmp_path / "last"
-    ).problems == []
 
 
 def loading_behind_a_save(root: str, stage: int, tier: str, locally: bool) -> bool:
@@ -410,45 +314,3 @@ def test_whole_weights_are_loaded_when_a_save_under_way_has_read_those_before(
     tmp_path: Path,
 ) -> None:
     assert run_ranks(1, overwritten_behind_a_save, str(tmp_path)) == [True]
-
-
-def averages_beside_saves(root: str) -> list[bool]:
-    """Whether what was saved is what the model had when each of two saves began: one before the
-    averages take the weights' place, one inside. Both copy late.
-    """
-    import onefold
-    from onefold.checkpoint.copying import Copying
-    from onefold.ema import EMA
-
-    model, optimizer = start(3)
-    average = EMA(model, 0.9)
-    average.update()
-    step(model, optimizer, 0)
-    run = Copying.run
-
-    def late(self: Copying) -> Any:
-        time.sleep(0.5)
-        return run(self)
-
-    Copying.run = late  # type: ignore[method-assign]
-    weights = onefold.full_state_dict(model)
-    before = onefold.save_async(f"{root}/before", model=model)
-    with average.applied():
-        before.wait()
-        averages = onefold.full_state_dict(model)
-        inside = onefold.save_async(f"{root}/inside", model=model)
-    inside.wait()
-    found = []
-    for name, expected in (("before", weights), ("inside", averages)):
-        again, _ = start(3, seed=9)
-        onefold.load(f"{root}/{name}", model=again)
-        loaded = onefold.full_state_dict(again)
-        found.append(all(torch.equal(loaded[key], expected[key]) for key in expected))
-    different = any(not torch.equal(weights[key], averages[key]) for key in weights)
-    return [*found, different]
-
-
-def test_averages_take_the_weights_place_when_saves_under_way_have_read_these(
-    tmp_path: Path,
-) -> None:
-    assert run_ranks(1, averages_beside_saves, str(tmp_path)) == [[True, True, True]]

@@ -6,22 +6,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from pathlib import Path
 
-import pytest
 from benchmarks.faults.injuries import KINDS, drill
 from benchmarks.faults.kills import Drill
 from benchmarks.faults.report import markdown
 
 import ranks
 from benchmarks import harness
-
-
-@pytest.fixture(autouse=True)
-def folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporary files of this test alone: others run beside it."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
 def left() -> set[str]:

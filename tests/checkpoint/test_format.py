@@ -19,14 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import examples
-from onefold.checkpoint import tensorfile
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.manifest import (
     FileRecord,
     Manifest,
     Record,
     StoredPiece,
-    key_of,
     read_manifest,
     write_manifest,
 )
@@ -36,7 +34,6 @@ from onefold.checkpoint.tensorfile import (
     DTYPES,
     Planned,
     TensorFile,
-    combine,
     joined,
     write_tensors,
 )
@@ -48,14 +45,6 @@ from onefold.layout.holders import TensorBox
 @settings(deadline=None)
 def test_checksums_of_parts_combine_to_that_of_the_whole(parts: list[bytes]) -> None:
     assert joined((zlib.crc32(p), len(p)) for p in parts) == zlib.crc32(b"".join(parts))
-
-
-def test_checksums_combine_over_lengths_beyond_memory() -> None:
-    zeros = zlib.crc32(bytes(1 << 20))
-    once = zeros
-    for _ in range(4):  # 1 MiB of zeros doubled four times
-        once = combine(once, once, (1 << 20) << _)
-    assert once == zlib.crc32(bytes(16 << 20))
 
 
 def test_every_reader_of_safetensors_opens_what_is_written(tmp_path: Path) -> None:
@@ -86,18 +75,6 @@ def test_every_reader_of_safetensors_opens_what_is_written(tmp_path: Path) -> No
         assert crc == zlib.crc32(torch.arange(3.0, 7.0).numpy().tobytes()), (
             "the checksum is of the bytes in the file"
         )
-
-
-def test_the_disk_is_waited_for_while_a_large_file_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the last flush would take as long as all that the system has kept back."""
-    flushes: list[int] = []
-    monkeypatch.setattr(tensorfile, "FLUSH", 400)
-    monkeypatch.setattr(os, "fsync", flushes.append)
-    planned = [Planned(key, torch.float32, (100,), torch.zeros(100)) for key in "abc"]
-    write_tensors(tmp_path / "a.safetensors", planned)
-    assert len(flushes) == 4
 
 
 @pytest.mark.parametrize("injury", ["empty", "no header", "cut", "longer", "garbage"])
@@ -234,24 +211,6 @@ LEFT, RIGHT = TensorBox((0, 0), (4, 2)), TensorBox((0, 2), (4, 1))
 
 def _boxed(*pieces: StoredPiece) -> Record:
     return Record(Item("parameter", "a"), "F32", (4, 3), pieces)
-
-
-def test_boxes_are_in_a_later_version_of_the_manifest_only_where_there_are_some(
-    tmp_path: Path,
-) -> None:
-    plain = _manifest()
-    assert plain.version == 1 and '"version": 1,' in plain.to_text()
-    assert '"pieces":[[0,0,5,1],[1,5,12,2]]}' in plain.to_text() and "boxes" not in plain.to_text()
-    record = _boxed(
-        StoredPiece("f", 0, 5, 1, LEFT), StoredPiece("g", 5, 8, 2, LEFT), StoredPiece("g", 0, 4, 3, RIGHT)
-    )  # fmt: skip
-    boxed = Manifest((*plain.records, record), plain.files, created="2026")
-    assert boxed.version == 2 and record.boxes == (LEFT, RIGHT)
-    assert '"boxes":[[[0,0],[4,2]],[[0,2],[4,1]]],"pieces":[[0,0,5,1,0],' in boxed.to_text()
-    write_manifest(tmp_path, boxed)
-    assert read_manifest(tmp_path) == boxed
-    keys = {key_of(record.item, p.start, p.box) for p in record.pieces}
-    assert keys == {"parameter:a@0.0+0", "parameter:a@0.0+5", "parameter:a@0.2+0"}
 
 
 @pytest.mark.parametrize(

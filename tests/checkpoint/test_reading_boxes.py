@@ -7,15 +7,12 @@ from __future__ import annotations
 from contextlib import closing
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-import onefold.checkpoint.source as sources
 from onefold.checkpoint.errors import DamagedCheckpoint
 from onefold.checkpoint.folder_source import FolderSource, RangeRead
 from onefold.checkpoint.manifest import (
@@ -33,11 +30,6 @@ from onefold.layout.regions import BoxInterval
 
 WEIGHT = Item("parameter", "weight")
 SHAPE = (10, 12)
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "BOX_BLOCK", 64)
 
 
 @settings(deadline=None)
@@ -151,47 +143,3 @@ def test_every_byte_that_another_mesh_reads_is_checked(
             ),
         ):
             source.compare_with(checks)
-
-
-def test_two_reads_of_the_same_bytes_that_differ_are_damage(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    written(folder, MESHES["columns"], 1)
-    _, checks = read_by(folder, MESHES["rows"], 1)
-    box = checks[0].box
-    with closing(FolderSource(folder)) as source:
-        source.compare_with(checks)
-        torn = [*checks, RangeRead(WEIGHT, box, checks[0].start, checks[0].stop, 7)]
-        with pytest.raises(DamagedCheckpoint, match=r"of the box at \(0, 0\) of \(10, 3\)"):
-            source.compare_with(torn)
-
-
-def test_a_rank_reads_the_rows_that_it_has_a_part_of(tmp_path: Path) -> None:
-    """Half of the columns takes whole rows, half of the rows takes half of the bytes."""
-    import onefold
-    from onefold.checkpoint.tensorfile import TensorFile
-
-    model = onefold.shard(nn.Linear(64, 128, bias=False), onefold.Recipe.zero(0))
-    onefold.save(tmp_path / "checkpoint", model=model)
-    count: list[int] = []
-    read: Any = TensorFile._read
-
-    def counting(file: TensorFile, into: memoryview, at: int, crc: int) -> int:
-        count.append(len(into))
-        return int(read(file, into, at, crc))
-
-    weight = model.weight.detach()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorFile, "_read", counting)
-        for block, region, expected in (
-            (256, TensorBox((0, 0), (64, 64)), 64 * 64 * 4),
-            (256, TensorBox((0, 32), (128, 32)), 128 * 64 * 4),
-            (128, TensorBox((0, 32), (128, 32)), 128 * 32 * 4),  # of long rows only a part
-            (64, TensorBox((5, 32), (1, 2)), 64),
-        ):
-            patch.setattr(sources, "BOX_BLOCK", block)
-            count.clear()
-            out = torch.zeros(region.numel)
-            with closing(FolderSource(tmp_path / "checkpoint")) as source:
-                source.read_box(WEIGHT, region, 0, region.numel, out)
-            assert torch.equal(out.view(region.shape), weight[region.slices])
-            assert sum(count) == expected, f"{region}: {sum(count)} bytes, expected {expected}"

@@ -253,6 +253,7 @@ def goes_on(root: str) -> list[str]:
     return problems
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_in_tiles_of_another_size(tmp_path: Path) -> None:
     assert run_ranks(2, goes_on, str(tmp_path)) == [[], []]
 
@@ -338,6 +339,7 @@ def in_and_out(folders: dict[str, Path], root: Path, families: list[str], stage:
     return problems
 
 
+@pytest.mark.slow
 @needs_transformers
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
 def test_hugging_face_folders_go_in_and_come_out_as_they_were(
@@ -357,6 +359,7 @@ def test_hugging_face_folders_go_in_and_come_out_as_they_were(
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_every_family_is_exported_from_tiles_as_save_pretrained_writes_it(
     folders: dict[str, Path], tmp_path: Path
@@ -391,6 +394,7 @@ def saves_pretrained(folder: Path, out: Path) -> list[str]:
     )
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_inside_full_params_transformers_saves_and_generates(
     folders: dict[str, Path], tmp_path: Path
@@ -439,6 +443,7 @@ def with_adapters(base: Path, root: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @needs_transformers
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 def test_adapters_on_layers_in_tiles_are_peft_s(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import onefold
-from onefold.optim.verdict import refuse_unless_elementwise, tell_verdict, verdict_of
+from onefold.optim.verdict import verdict_of
 from onefold.recipe.optimizers import ELEMENTWISE, KNOWN, REFUSED, WHOLE
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.stepper import GroupVerdict, Stepper, Steppers
@@ -62,28 +62,6 @@ def test_a_group_that_looks_at_the_others_refuses_them_all_also_when_it_comes_la
     assert [verdict_of(optimizer, number).update for number in (0, 1)] == [ELEMENTWISE, WHOLE]
     optimizer.add_param_group({"params": [matrix()], "looks_at": "all"})
     assert {verdict_of(optimizer, number).update for number in range(3)} == {REFUSED}
-
-
-def test_options_that_a_constructor_cannot_be_told_are_tried_by_a_twin_with_the_group() -> None:
-    for own, default in (("element", "parameter"), ("parameter", "element"), ("all", "element")):
-        group = {"params": [matrix()], "looks_at": own, "with": object()}
-        optimizer = Looking([group], looks_at=default)
-        assert verdict_of(optimizer, 0).update == UPDATES[own], (own, default)
-        assert not optimizer.state and optimizer.param_groups[0]["params"][0].grad is None
-
-
-class Strict(Looking):
-    """Its groups must have exactly these keys when it is made."""
-
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        assert all(set(group) == {"params", "looks_at"} for group in groups)
-        super().__init__(groups)
-
-
-def test_an_optimizer_whose_constructor_is_strict_is_tried_by_a_twin() -> None:
-    names = ("element", "parameter")
-    optimizer = Strict([{"params": [matrix()], "looks_at": name} for name in names])
-    assert [verdict_of(optimizer, n).update for n in range(2)] == [UPDATES[n] for n in names]
 
 
 class Reducing(Looking):
@@ -164,49 +142,11 @@ def compiled_step() -> tuple[list[str], list[float]]:
     return [verdict_of(optimizer, number).update for number in range(2)], losses
 
 
+@pytest.mark.slow
 def test_compiled_updates_are_tried_and_stay_compiled() -> None:
     for updates, losses in run_ranks(2, compiled_step):
         assert updates == [WHOLE, ELEMENTWISE]
         assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
-
-
-def test_a_group_that_cannot_be_tried_has_the_verdict_on_the_defaults() -> None:
-    class Picky(Looking):
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                if "rows" in group and any(p.shape[0] != group["rows"] for p in group["params"]):
-                    raise ValueError("other rows")
-            return super().step(closure)
-
-    for default, update in UPDATES.items():
-        optimizer = Picky([{"params": [matrix()], "rows": 4}], looks_at=default)
-        assert verdict_of(optimizer, 0).update == update
-
-
-def test_a_group_that_fails_on_one_shape_is_not_excused_by_an_error_on_another() -> None:
-    class Small(Looking):
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                if "small" in group and any(p.numel() > 400 for p in group["params"]):
-                    raise ValueError("too large")
-            return super().step(closure)
-
-    group = {"params": [matrix()], "small": True, "looks_at": "parameter"}
-    assert verdict_of(Small([group]), 0).update == WHOLE
-
-
-def test_a_refused_group_is_named_by_its_options_and_a_refused_optimizer_is_not() -> None:
-    groups = [{"params": [matrix()], "looks_at": "parameter"}, {"params": [matrix()]}]
-    with pytest.raises(ValueError, match="with a group's looks_at='parameter', changed"):
-        refuse_unless_elementwise(Looking(groups))
-    with pytest.raises(ValueError, match=r"\(cutting a small matrix changed the result\)"):
-        refuse_unless_elementwise(Looking(groups, looks_at="all"))
-
-
-def test_a_verdict_that_was_told_needs_no_trial() -> None:
-    optimizer = Looking([matrix()], looks_at="all")
-    tell_verdict(optimizer, GroupVerdict(ELEMENTWISE))
-    refuse_unless_elementwise(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -268,30 +208,6 @@ def test_two_groups_of_one_optimizer_may_have_two_steppers(stage: int) -> None:
     assert second["given"] == sorted(weights * 2)
 
 
-def moved_to_another_group(stage: int) -> list[list[str]]:
-    """What a stepper of whole parameters is given, before and after a parameter leaves its group.
-    The order of all parameters stays.
-    """
-    model, matrices, vectors = sharded(stage)
-    engine, whole = onefold.engine_of(model), TakesWhole()
-    engine.stepper = Steppers([whole, *engine.stepper.apart])
-    optimizer = Looking([{"params": matrices, "looks_at": "parameter"}, {"params": vectors}])
-    given = []
-    for _ in range(2):
-        model(torch.ones(2, 8)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        given.append(whole.given)
-        whole.given = []
-        first, second = optimizer.param_groups
-        second["params"].insert(0, first["params"].pop())
-    return given
-
-
-def test_a_parameter_that_moves_to_another_group_has_the_stepper_of_that_group() -> None:
-    assert run_ranks(2, moved_to_another_group, 3) == [[["0.weight", "1.weight"], ["0.weight"]]] * 2
-
-
 def refused_before_anything(stage: int) -> tuple[str, int, bool]:
     """An optimizer whose second group nobody can step, with a closure."""
     model, matrices, vectors = sharded(stage)
@@ -322,19 +238,6 @@ def test_an_optimizer_with_a_group_that_nobody_steps_is_refused_before_its_closu
         assert "Looking cannot step sharded parameters" in message
         assert "with a group's looks_at='all'" in message
         assert (calls, same) == (1, True)
-
-
-def whole_on_one_rank() -> str:
-    """Parameters that are whole are stepped by any optimizer, at stage 0."""
-    model, matrices, vectors = sharded(0)
-    optimizer = Looking([{"params": matrices, "looks_at": "all"}, {"params": vectors}])
-    model(torch.ones(2, 8)).square().sum().backward()
-    optimizer.step()
-    return "stepped"
-
-
-def test_whole_parameters_are_stepped_by_any_optimizer() -> None:
-    assert run_ranks(2, whole_on_one_rank) == ["stepped", "stepped"]
 
 
 def low_bit_beside_offloaded(offload: str) -> list[str]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 import onefold
 from onefold.optim.owned import owned_by
 from onefold.optim.verdict import verdict_of
-from onefold.recipe.optimizers import REFUSED, WHOLE
+from onefold.recipe.optimizers import REFUSED
 from ranks import run_ranks
 from whole_optimizers import Lamb, PerTensor
 
@@ -200,28 +200,6 @@ class Momentum(PerTensor):
         return self.state[p].setdefault("momentum", torch.zeros_like(p))  # type: ignore[no-any-return]
 
 
-class MadeInTheConstructor(Momentum):
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["momentum"] = torch.zeros_like(p)
-
-
-def with_states_before_the_first_step() -> list[str]:
-    out = []
-    for options in ({"stage": 1}, {"stage": 3}, {"stage": 3, "offload_optimizer": "cpu"}):
-        pair = Pair(lambda model: MadeInTheConstructor(model.parameters()), **options)
-        for _ in range(2):
-            pair.step()
-        out += [f"{options}: {each}" for each in pair.differences()]
-    return out
-
-
-def test_states_that_a_constructor_makes_like_sharded_parameters_are_their_owners() -> None:
-    assert run_ranks(2, with_states_before_the_first_step) == [[]] * 2
-
-
 class ByAttribute(Momentum):
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -255,25 +233,6 @@ def test_what_owners_could_not_step_is_refused_with_its_reason(kind: type[PerTen
     assert reason in verdict.reason
 
 
-def test_states_and_counts_where_owners_find_them_are_taken() -> None:
-    for kind in (Momentum, *COUNTING):
-        assert verdict_of(kind([nn.Parameter(torch.zeros(8, 8))]), 0).update == WHOLE, kind
-
-
-class Choosy(InATensor):
-    """Its constructor takes no list, so a trial makes a twin of it."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        assert isinstance(params[0], dict)
-        super().__init__(params, **options)
-
-
-def test_a_trial_of_a_twin_counts_apart() -> None:
-    optimizer = Choosy([{"params": [nn.Parameter(torch.zeros(8, 8))]}])
-    assert verdict_of(optimizer, 0).update == WHOLE
-    assert optimizer.steps == 0
-
-
 # -- groups that change ----------------------------------------------------------------------------
 
 
@@ -299,26 +258,6 @@ def given_others(how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["another list", "the same list", "a group anew"])
 def test_parameters_put_in_the_place_of_others_are_stepped(how: str) -> None:
     assert run_ranks(2, given_others, how) == [[]] * 2
-
-
-def asked_on_one_rank() -> tuple[list[int], list[str]]:
-    pair = Pair(lambda model: Lamb(model.weights((0,))), stage=3)
-    pair.step()
-    for numbers in ((1,), (2, 3, 4)):
-        for model, optimizer in pair.both:
-            optimizer.add_param_group({"params": model.weights(numbers)})
-        if dist.get_rank() == 0:
-            list(pair.optimizer.state.items())  # such as a logger reads
-    owners = [each.owner for each in owned_by(pair.optimizer).values()]
-    for _ in range(2):
-        pair.step()
-    return owners, pair.differences()
-
-
-def test_a_rank_that_looks_at_states_alone_chooses_the_owners_of_all() -> None:
-    (first, bad), (second, _) = run_ranks(2, asked_on_one_rank)
-    assert first == second
-    assert not bad
 
 
 def grown(optimizer: Optimizer, model: Layers, groups: tuple[tuple[int, ...], ...]) -> None:
@@ -354,11 +293,6 @@ def parts_of_ranks(units: list[str] | None, **others: Any) -> Any:
 
 def test_a_ranks_part_of_the_states_is_loaded_with_its_owners() -> None:
     assert run_ranks(2, parts_of_ranks, None) == [(True, True)] * 2
-
-
-def test_a_ranks_part_of_parameters_in_another_order_is_refused() -> None:
-    for said in run_ranks(2, parts_of_ranks, ["Layers"], borders=True):
-        assert "divided otherwise" in said, said
 
 
 # -- steps -----------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ anywhere, loaded anywhere, DDP included.
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ import onefold
 import onefold.runtime.parts as parts
 from moments_runs import Net, close, train, unlike
 from onefold.memory.pool import TierError
-from onefold.runtime.parameters.interval import local_part
 from ranks import outcomes_of, run_ranks
 from zoo import features_of
 
@@ -355,42 +352,6 @@ class Uneven(nn.Module):
         return torch.stack([weight.square().sum() for weight in self.weights]).sum()
 
 
-def looked_at_and_saved(
-    folder: str, sizes: tuple[int, ...], **options: Any
-) -> tuple[set[int], list[set[str]]]:
-    """(weights that this rank has nothing of, the keys of each one's state), after a look at them
-    and a save.
-    """
-    model = onefold.shard(
-        Uneven(*sizes), onefold.Recipe.zero(3, moments="int8", stall_timeout=20.0, **options)
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model().backward()
-    optimizer.step()
-    optimizer.state_dict()
-    onefold.save(f"{folder}/{sizes[0]}", model=model, optimizer=optimizer)
-    without = {n for n, p in enumerate(model.weights) if not local_part(p).numel()}
-    return without, [set(optimizer.state[p]) for p in model.weights]
-
-
-@pytest.mark.parametrize("tier", ["cpu", "nvme", None])
-@pytest.mark.parametrize("sizes", [(18000, 272), (3000, 3000, 5000)], ids=str)
-def test_looking_at_packed_states_gives_a_rank_without_elements_the_keys_of_the_others(
-    tmp_path: Path, sizes: tuple[int, ...], tier: str | None
-) -> None:
-    pytest.importorskip("torchao", reason="the formats are torchao's: pip install onefold[lowbit]")
-    options = {
-        "offload_optimizer": tier,
-        **({"nvme": str(tmp_path), "chunk": 262144} if tier == "nvme" else {}),
-    }
-    (without, keys), (_, others) = run_ranks(
-        2, looked_at_and_saved, str(tmp_path), sizes, **options
-    )
-    assert without == {len(sizes) - 1}
-    assert keys == others
-    assert [("exp_avg" in each) for each in keys] == [size < 4096 for size in sizes], keys
-
-
 def sentences() -> list[str]:
     """What cannot be loaded is said, by every rank, and changes nothing."""
     said: list[str] = []
@@ -535,28 +496,6 @@ def test_a_state_dict_on_rank_0_alone_is_an_error_that_names_the_call(call: str)
     ), second.message
 
 
-def test_an_optimizer_is_met_when_it_is_made_or_asked_for_its_states_and_nothing_keeps_it() -> None:
-    plain = Net()
-    early = torch.optim.AdamW(plain.enter.parameters())
-    for optimizer, model in ((None, Net()), (early, plain)):
-        onefold.shard(model, onefold.Recipe.zero(1, precision="bf16"))
-        if optimizer is None:
-            optimizer = torch.optim.AdamW(model.parameters())
-        else:
-            optimizer.state_dict()
-        assert optimizer._optimizer_load_state_dict_pre_hooks.values(), "met before its first step"
-        seen: list[Any] = []
-        optimizer.register_load_state_dict_pre_hook(
-            lambda _, state, seen=seen: seen.append(state["param_groups"])
-        )
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert len(seen) == 1
-    gone = weakref.ref(early)
-    del early, optimizer, plain, model
-    gc.collect()
-    assert gone() is None
-
-
 def several_models() -> list[str]:
     """One optimizer over two sharded models and a plain parameter; rank 0 alone reads the file."""
     wrong: list[str] = []
@@ -612,53 +551,3 @@ def several_models() -> list[str]:
 
 def test_one_optimizer_may_step_two_sharded_models_and_a_plain_parameter() -> None:
     assert run_ranks(2, several_models) == [[], []]
-
-
-def looked_at_by_hand(folder: str) -> list[str]:
-    """`optimizer.state[p]` between steps has the face of the whole; looking changes neither steps
-    nor what is saved.
-    """
-    import io
-
-    wrong: list[str] = []
-    plain, theirs = ddp()
-    train_ddp(plain, theirs, 0, 2)
-    for stage in (1, 3):
-        model, twin = sharded({"stage": stage}), sharded({"stage": stage})
-        optimizer, twins = optimizer_of(model), optimizer_of(twin)
-        train(model, optimizer, 0, 2)
-        train(twin, twins, 0, 2)
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            mine, want = optimizer.state[p], theirs.state[q]
-            wrong += [f"stage {stage}: keys {list(mine)}"] * (list(mine) != list(want))
-            wrong += [f"stage {stage}: {mine['exp_avg'].shape}"] * (
-                mine["exp_avg"].shape != q.shape or mine["step"].ndim != 0
-            )
-            norms = mine["exp_avg"].norm().item(), want["exp_avg"].norm().item()
-            wrong += [f"stage {stage}: norms {norms}"] * (not close([norms[0]], [norms[1]]))
-        torch.save(onefold.optim.local_state_dict(optimizer), io.BytesIO())
-        assert sum(v["exp_avg"].numel() for v in optimizer.state.values()) == sum(
-            p.numel() for p in Net().parameters()
-        )
-        state, its = optimizer.state_dict(), twins.state_dict()
-        wrong += [f"stage {stage}: {line}" for line in unlike(state, its)]
-        onefold.save(f"{folder}/{stage}", model=model, optimizer=optimizer)
-        wrong += [f"stage {stage}: other steps"] * (
-            train(model, optimizer, 2, 2) != train(twin, twins, 2, 2)
-        )
-        for each in (optimizer, twins):
-            for state in each.state.values():
-                state["exp_avg"].zero_()
-        wrong += [f"stage {stage}: other steps from zero"] * (
-            train(model, optimizer, 4, 1) != train(twin, twins, 4, 1)
-        )
-        state = optimizer.state_dict()
-        onefold.load(f"{folder}/{stage}", model=model, optimizer=optimizer)
-        wrong += [f"stage {stage}, loaded: {line}" for line in unlike(optimizer.state_dict(), its)]
-    return wrong
-
-
-def test_states_looked_at_by_hand_have_the_face_of_the_whole_and_looking_changes_nothing(
-    tmp_path: Path,
-) -> None:
-    assert run_ranks(3, looked_at_by_hand, str(tmp_path)) == [[]] * 3

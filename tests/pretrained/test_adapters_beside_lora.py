@@ -154,30 +154,6 @@ def test_a_module_that_is_saved_whole_and_was_tied_is_saved_and_not_merged(tmp_p
     assert unequal(tensors(tmp_path / "adapters"), tensors(tmp_path / "theirs")) == []
 
 
-def keys_asked(root: Path) -> list[str]:
-    """Wrong keys and values of what peft takes from a whole state dict, on rank 0 alone."""
-    from peft import get_peft_model_state_dict
-
-    import onefold
-
-    wrong: list[str] = []
-    theirs = get_peft_model_state_dict(made(modules_to_save=["lm_head", "norm"]))
-    for stage in (1, 3):
-        recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
-        model = onefold.shard(made(modules_to_save=["lm_head", "norm"]), recipe)
-        whole = onefold.full_state_dict(model)
-        if whole:
-            wrong += unequal(get_peft_model_state_dict(model, state_dict=whole), theirs)
-        for part in (model, model.base_model.model.lm_head.modules_to_save["default"]):
-            with pytest.raises(RuntimeError, match="would hold this rank's intervals"):
-                part.state_dict()
-    return wrong
-
-
-def test_peft_asks_a_sharded_module_for_its_keys_and_others_do_not(tmp_path: Path) -> None:
-    assert run_ranks(2, keys_asked, tmp_path) == [[], []]
-
-
 def chosen_frozen(root: Path) -> list[str]:
     import onefold
     from onefold.checkpoint import CheckpointError

@@ -246,10 +246,3 @@ def test_a_checkpoint_is_exported_without_ranks(
     assert seen[-1][0] == seen[-1][1] > 0
     assert opened(half, family, torch.bfloat16).dtype == torch.bfloat16
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_an_empty_list_of_stages_is_refused(tmp_path: Path) -> None:
-    import onefold
-
-    with pytest.raises(ValueError, match="export was given no stage"):
-        onefold.export([], tmp_path / "model")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,8 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ranks import run_ranks
@@ -77,55 +74,6 @@ def test_the_prefix_of_the_base_model_may_be_there_or_not(
     expected = {name for name, _ in loaded.named_parameters()}
     assert expected <= fitted.names() and fitted.missing == [] and fitted.unexpected == []
     fitted.close()
-
-
-@given(
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.integers(1, 5),
-    st.sampled_from(["stack", "join", "halves", "swap", "one"]),
-)
-def test_tagged_rows_say_where_every_element_comes_from(
-    rows: int, count: int, width: int, how: str
-) -> None:
-    from onefold.pretrained.hf_names import Tags
-
-    rule: Callable[[list[Tensor]], Tensor] = {
-        "stack": lambda t: torch.stack(t),
-        "join": lambda t: torch.cat(t),
-        "halves": lambda t: torch.cat([t[-1].chunk(2)[-1], *t]),
-        "swap": lambda t: torch.stack(t).transpose(0, 1),
-        "one": lambda t: t[0],
-    }[how]
-    given_tensors = {f"t{i}": torch.randn(rows, width) for i in range(count)}
-    tags = Tags()
-    shape, runs = tags.trace(
-        rule([tags.add(name, tuple(t.shape)) for name, t in given_tensors.items()])
-    )
-    made = torch.full(shape, torch.nan)
-    for run in runs:
-        made.view(-1)[run.at : run.at + run.length] = given_tensors[run.name].view(-1)[
-            run.start : run.start + run.length
-        ]
-    assert torch.equal(made, rule(list(given_tensors.values())))
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        lambda t: t.T,
-        lambda t: t.chunk(2, 1)[0],
-        lambda t: torch.cat([t, t], 1),
-        lambda t: t + 1,
-        lambda t: t * 2,
-    ],
-)
-def test_a_rule_that_reaches_into_rows_is_refused(rule: Callable[[Tensor], Tensor]) -> None:
-    from onefold.pretrained.hf_names import NotRows, Tags
-
-    tags = Tags()
-    with pytest.raises(NotRows):
-        tags.trace(rule(tags.add("t", (4, 6))))
 
 
 # -- on ranks --------------------------------------------------------------------------------------
@@ -290,15 +238,6 @@ def test_tied_weights_of_a_meta_model_stay_one_parameter_on_one_rank(
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_recurrent_net_of_the_meta_device_runs_on_one_rank() -> None:
-    import onefold
-
-    with torch.device("meta"):
-        net = nn.Sequential(nn.LSTM(4, 4))
-    onefold.shard(net, onefold.Recipe.zero(0))
-    assert net(torch.randn(3, 4))[0].isfinite().all()
-
-
 def test_a_buffer_that_nobody_gives_a_value_is_refused_when_it_is_used() -> None:
     import onefold
 
@@ -397,34 +336,6 @@ def test_what_cannot_be_loaded_is_told_on_every_rank_and_changes_nothing(
             assert part in message, message
 
 
-def differing_ties(folder: Path) -> str:
-    import onefold
-
-    return complaint(
-        lambda: onefold.shard(
-            on_meta("llama, tied"), onefold.Recipe.zero(3, stall_timeout=20.0), weights=folder
-        )
-    )
-
-
-def test_two_different_tensors_for_one_parameter_are_told(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    from safetensors.torch import save_file
-
-    whole = files(folders["llama, tied"])
-    save_file(
-        {**whole, "lm_head.weight": whole["model.embed_tokens.weight"] + 1},
-        tmp_path / "model.safetensors",
-    )
-    assert all("two different tensors" in said for said in run_ranks(2, differing_ties, tmp_path))
-    save_file(
-        {**whole, "lm_head.weight": whole["model.embed_tokens.weight"].clone()},
-        tmp_path / "model.safetensors",
-    )
-    assert differing_ties(tmp_path) == "nothing was raised"
-
-
 def test_load_reads_a_hugging_face_folder_too(tmp_path: Path) -> None:
     """`onefold.load` of a folder of another library goes by that library's names, and refuses what
     such a folder has not.
@@ -469,13 +380,6 @@ def read_ahead(folders: dict[str, Path], base: Path) -> list[str]:
     problems += [] if "is of another model" in said else [said]
     again = onefold.full_state_dict(model)
     return problems + (differences(expected.state_dict(), again) if dist.get_rank() == 0 else [])
-
-
-def test_a_folder_is_read_ahead_like_any_checkpoint(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    opened(folders["gpt2"], "gpt2").transformer.save_pretrained(tmp_path / "base")
-    assert run_ranks(2, read_ahead, folders, tmp_path / "base") == [[], []]
 
 
 def test_a_tensor_that_fits_nowhere_is_not_passed_over(

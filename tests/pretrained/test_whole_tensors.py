@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import onefold
-from onefold.pretrained import whole_tensors
 from ranks import RankFailure, run_ranks
-from zoo import Block, TinyGPT
 
 WIDTH = 8
 
@@ -109,43 +106,6 @@ def in_groups() -> list[str]:
     RECIPES["optimizer over all"] = {"stage": 3, "shard_group": 2, "optimizer_over": "all"}
     RECIPES["second copies"] = {"stage": 3, "group": 2, "second_copy": True}
     return streamed(["two groups", "optimizer over all", "second copies"])
-
-
-def most_bytes(bucket: int) -> tuple[int, int, int]:
-    """The most bytes of whole tensors at a time, the messages of the whole stream, the bytes left."""
-    torch.manual_seed(0)
-    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(3), units=(Block,))
-    live: list[tuple[StorageWeakRef, int]] = []
-    room, most = whole_tensors._room, 0
-
-    def counted(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        nonlocal most
-        made = room(numel, dtype, device)
-        live.append((StorageWeakRef(made.untyped_storage()), numel * dtype.itemsize))
-        most = max(most, sum(n for ref, n in live if not ref.expired()))
-        return made
-
-    whole_tensors._room = counted
-    engine = onefold.engine_of(model)
-    engine.memory.record = True  # and with it the ledger of traffic its events
-    engine.traffic.reset()
-    for _name, tensor in onefold.stream_params(model, bucket):
-        assert tensor.numel()
-    messages = len(engine.traffic.events)
-    del tensor
-    return most, messages, sum(n for ref, n in live if not ref.expired())
-
-
-def test_no_more_bytes_than_the_bucket_and_fewer_messages_in_a_larger_one() -> None:
-    whole = 4 * sum(p.numel() for p in TinyGPT().parameters())
-    largest = 4 * max(p.numel() for p in TinyGPT().parameters())
-    counts = []
-    for bucket in (2 * largest, 4 * largest, 2 * whole + 4096):
-        for most, messages, left in run_ranks(2, most_bytes, bucket):
-            assert largest <= most <= bucket, (most, bucket)
-            assert left == 0
-            counts.append(messages)
-    assert counts[0] > counts[-1], counts
 
 
 def refusals() -> list[str]:
