@@ -115,5 +115,7 @@ def page() -> str:
 
 if __name__ == "__main__":
     sys.exit(
-        harness.write_page("validation", __doc__, harness.ROOT / "benchmarks" / "results" / "validation.md", page)
+        harness.write_page(
+            "validation", __doc__, harness.ROOT / "benchmarks" / "results" / "validation.md", page
+        )
     )
