@@ -240,6 +240,12 @@ def test_the_site_builds_without_a_warning_and_opens_without_a_server(tmp_path: 
         text = page.read_text(encoding="utf-8")
         fetched = re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(https?:[^"]+)', text)
         assert not [url for url in fetched if "canonical" not in url], f"{page.name} {fetched[0]}"
+    sys.path.append(str(ROOT / "docs"))
+    import messages
+
+    listed = messages.page()
+    told = [" ".join(m.text.split()).replace("|", "\\|") for m in messages.messages()]
+    assert all(text in listed for text in told), "give the room a part in docs/messages.py"
     api = (tmp_path / "api.html").read_text(encoding="utf-8")
     rooms = {"checkpoint", "deepspeed", "ema", "observe", "parallel", "plan"}
     missing = [n for n in onefold.__all__ if n not in rooms and f"{n}</" not in api]
