@@ -1,8 +1,8 @@
 # make train   an environment of its own, then `onefold train`      make test       the tests (all)
 # make check   ruff, imports and mypy                               make test-fast  the tests that take seconds
-# make bench   Onefold beside its peers                             make habits     writes docs/habits.md from what its tests find
+# make bench   Onefold beside its peers                             make habits     writes benchmarks/results/habits.md from what its tests find
 # make docs    the site of docs/, in site/                         make options    writes the tables of docs/options.md
-# make matrix  writes docs/matrix.md: tools, features and how near they are to DDP
+# make matrix  writes benchmarks/results/matrix.md: tools, features and how near they are to DDP
 # make clean   removes the environment                              make record     compares every recorded run and plan; ARGS="--write" records anew
 #
 # ARGS is handed on:      make train ARGS="--steps 10 --stage 3"    make test ARGS="tests/train -x"

@@ -1,4 +1,4 @@
-"""Writes docs/validation.md: `python -m benchmarks.validation [--check]`. Every figure comes from the
+"""Writes benchmarks/results/validation.md: `python -m benchmarks.validation [--check]`. Every figure comes from the
 package and from benchmarks/data.
 """
 
@@ -115,5 +115,7 @@ def page() -> str:
 
 if __name__ == "__main__":
     sys.exit(
-        harness.write_page("validation", __doc__, harness.ROOT / "docs" / "validation.md", page)
+        harness.write_page(
+            "validation", __doc__, harness.ROOT / "benchmarks" / "results" / "validation.md", page
+        )
     )

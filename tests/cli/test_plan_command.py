@@ -18,7 +18,7 @@ from calibrations import calibration
 from onefold.cli.plan import plan_command
 from onefold.plan.schema import Account
 
-CLAIMS = Path(__file__).parents[2] / "docs" / "validation.md"
+CLAIMS = Path(__file__).parents[2] / "benchmarks" / "results" / "validation.md"
 
 
 @pytest.fixture(autouse=True)
@@ -266,7 +266,7 @@ def test_what_fits_nowhere_names_what_is_nearest_and_what_would_do(every: bool) 
 
 
 def lines() -> list[tuple[str, str]]:
-    """Every `onefold plan` line of docs/validation.md with the cell that says where it shows its
+    """Every `onefold plan` line of benchmarks/results/validation.md with the cell that says where it shows its
     figures.
     """
     rows = [

@@ -1,4 +1,4 @@
-"""Tool x feature x stage: what Onefold gives beside the tool's own DDP. Writes docs/matrix.md.
+"""Tool x feature x stage: what Onefold gives beside the tool's own DDP. Writes benchmarks/results/matrix.md.
 
     python tests/integrations/matrix.py write
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "matrix.md"
+PAGE = HERE.parents[1] / "benchmarks" / "results" / "matrix.md"
 STAGES = (1, 2, 3)
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "lightning")
 

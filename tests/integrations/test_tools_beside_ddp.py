@@ -1,4 +1,4 @@
-"""docs/matrix.md says what is found; see matrix.py."""
+"""benchmarks/results/matrix.md says what is found; see matrix.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_page_has_every_tool_and_feature_and_the_versions_that_are_here() ->
             assert len(cells) == 3 and all(
                 cell == "equal" or cell.startswith(("within ", "refused (")) for cell in cells
             ), (feature, cells)
-    pinned = (matrix.PAGE.parents[1] / "constraints.txt").read_text().split()
+    pinned = (matrix.PAGE.parents[2] / "constraints.txt").read_text().split()
     for name in matrix.PACKAGES:
         version = importlib.metadata.version(name).partition("+")[0]
         if name == "torch" and f"torch=={version}" not in pinned:

@@ -1,22 +1,19 @@
 """No habit of an ordinary script is silently different after shard(): each is right, or refused by
 a sentence that names a cure.
 
-The habits stand in habits/subjects, what is expected of each beside it; docs/habits.md is made of
-what is found here.
+The habits stand in scripts/subjects, what is expected of each beside it.
 """
 
 from __future__ import annotations
 
 import runpy
 import zlib
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import given, note, reject, settings
 from hypothesis import strategies as st
 
-from scripts import page
 from scripts.registry import COLUMNS, REFUSED, REPLACES, STALLED, Habit, everything
 from scripts.subjects import SUBJECTS
 from scripts.verdicts import (
@@ -42,7 +39,7 @@ def columns_of(habit: Habit, every: bool) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_every_habit_is_right_or_refused_as_declared_and_the_page_says_so(
+def test_every_habit_is_right_or_refused_as_declared(
     subject: str, request: pytest.FixtureRequest
 ) -> None:
     habits = [h for h in KNOWN.values() if h.subject == subject]
@@ -61,23 +58,6 @@ def test_every_habit_is_right_or_refused_as_declared_and_the_page_says_so(
         if (line := surprises(KNOWN[title], column, verdict))
     ]
     assert not problems, f"{len(problems)} surprises of {len(tasks)}:\n" + "\n".join(problems)
-    said = page.cells(subject)
-    other = [
-        f"{title} [{column}]: found {now!r}, the page says {said.get((title, column))!r}"
-        for (title, column), verdict in found.items()
-        if said.get((title, column)) != (now := page.told(KNOWN[title], column, verdict))
-    ]
-    assert not other, (
-        "docs/habits.md is not as found; `python -m tests.scripts write` writes it:\n"
-        + "\n".join(other)
-    )
-
-
-def test_the_page_has_every_habit_and_no_other() -> None:
-    said = Counter(
-        title for subject in SUBJECTS for title, column in page.cells(subject) if column == "3"
-    )
-    assert said == Counter(list(KNOWN))
 
 
 def test_there_are_at_least_150_habits() -> None:
