@@ -668,13 +668,17 @@ PRINTED = [
 
 @pytest.mark.parametrize(("words", "printed"), PRINTED, ids=[w for w, _ in PRINTED])
 def test_the_page_shows_what_the_command_prints(words: str, printed: str) -> None:
-    """The page folds sentences that are wider than its column."""
-    shown = _run(*shlex.split(words)).output
-    assert shown.split() == printed.split()
+    """The page folds sentences that are wider than its column; `...` stands for what it leaves out."""
+    shown = " ".join(_run(*shlex.split(words)).output.split())
+    at = 0
+    for part in printed.split("\n...\n"):
+        wanted = " ".join(part.removeprefix("...").split())
+        at = shown.find(wanted, at)
+        assert at >= 0, f"{wanted!r} is not in {shown}"
 
 
 def test_the_page_has_the_figures_of_the_published_runs() -> None:
-    assert len(PRINTED) == 2
+    assert PRINTED
     for tp, micro_batch, published in ((4, 2, 59), (4, 4, 73), (8, 2, 40)):
         planned = bloom(tp, micro_batch).papers_bytes / GIB
         off = planned / published - 1
