@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -128,6 +129,7 @@ def test_what_rounds_as_fp32_trains_as_one_process(drawn: tuple[Case, str]) -> N
             assert torch.equal(value, first[1][key]), f"{case}: {key} at stage {stage}"
 
 
+@pytest.mark.slow
 @few(24)
 @given(cases(st.sampled_from(sorted(OPTIONS))), st.sampled_from([1, 2, 3]))
 def test_what_rounds_more_moves_the_weights_as_in_one_process(

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from onefold.checkpoint.loading import source_of
@@ -161,49 +160,3 @@ def test_a_checkpoint_has_each_ranks_own_buffers(tmp_path: Path) -> None:
     loaded = onefold.load(folder, model=model, strict=False)
     assert loaded.missing == ("running.slopes", "running.mean")
     assert model.steps == 2 and model.running.slopes[7] == 8
-
-
-class Counted(nn.Module):
-    """Experts over `ep`, a data axis: each rank counts for its own."""
-
-    def __init__(self, mesh: Any) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.weight = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh["ep"], [Shard(0)]))
-        self.gate = nn.Linear(6, 6)
-        self.register_buffer("counts", torch.full((2,), float(mesh.get_local_rank("ep"))))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.counts += len(x)
-        return (self.gate(x) @ self.weight.to_local().t()).square().sum()
-
-
-def counted() -> tuple[int, list[float]]:
-    import onefold
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    recipe = onefold.Recipe.zero(2, stall_timeout=20.0)
-    model = onefold.shard(Counted(mesh), recipe, mesh=mesh, data=("dp", "ep"))
-    steps_of(model, dist.get_rank(), 2)
-    model.eval()(features_of(0, 4, 6))
-    return mesh.get_local_rank("ep"), model.counts.tolist()
-
-
-def test_experts_keep_buffers_of_their_own() -> None:
-    for ep, counts in run_ranks(4, counted):
-        assert counts == [12.0 + ep] * 2
-
-
-def from_rank_0_alone() -> list[float]:
-    """Buffers of a model that has values on rank 0 alone, and is on the meta device elsewhere."""
-    import onefold
-
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    with torch.device("meta" if dist.get_rank() else "cpu"):
-        model = Columns()
-    onefold.shard(model, onefold.Recipe.zero(3), mesh=mesh, data="dp", device="cpu")
-    return model.running.slopes.tolist()
-
-
-def test_a_rank_without_values_takes_rank_0s_buffers() -> None:
-    assert run_ranks(2, from_rank_0_alone) == [list(map(float, range(1, 9)))] * 2

@@ -251,6 +251,7 @@ def experts_moved(
     return found | {"cut": onefold.full_state_dict(also).get("weight")}
 
 
+@pytest.mark.slow
 def test_experts_go_to_other_ranks_bit_equal(tmp_path: Path) -> None:
     folder = str(tmp_path)
     expected = run_ranks(4, experts_moved, folder, "", "first", 3, 2, 2)[0]
@@ -333,6 +334,7 @@ def from_others(folder: str, stage: int, case: Case) -> dict[str, Any]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_exports_averages_streams_and_state_dicts_are_whole(stage: int, tmp_path: Path) -> None:
     from safetensors.torch import load_file
@@ -412,6 +414,7 @@ def packed_on_meshes(folder: str, kind: str) -> dict[str, Any]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4", "bf16"])
 def test_packed_moments_are_the_same_codes_on_a_mesh_of_the_same_boxes(
     kind: str, tmp_path: Path
@@ -520,6 +523,7 @@ def saved_lossy(folder: str) -> dict[str, Any]:
     return out
 
 
+@pytest.mark.slow
 def test_what_another_mesh_cannot_have_is_told(tmp_path: Path) -> None:
     said = run_ranks(4, saved_lossy, str(tmp_path))
     for seen in said:

@@ -89,6 +89,7 @@ def killed(case: Case, folder: str) -> None:
     onefold.save(f"{folder}/step-3/stage-{stage.stage_index}", model=module, step=3)
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_was_killed_goes_on_from_its_last_whole_checkpoint(tmp_path: Path) -> None:
     written = Case("Schedule1F1B", steps=4)
     expected = in_one_process(written)

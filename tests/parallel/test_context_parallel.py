@@ -8,7 +8,6 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ranks import RankFailure, run_ranks
@@ -260,6 +258,7 @@ def by_trainer(folder: str, case: Case) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_trainer_takes_a_model_that_was_sharded_over_context(tmp_path: Path) -> None:
     case = Case("gathered", dp=2, cp=2, micro_batches=2)
     expected = in_one_process(case, decay=0.0)
@@ -357,45 +356,9 @@ def test_a_part_has_the_attention_and_gradients_of_the_whole_and_sends_the_formu
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, msg=told)
 
 
-def selectively_recomputed() -> tuple[Tensor, Tensor]:
-    """The gradient of the queries by Ulysses: plain, and under selective activation checkpointing."""
-    given, cp = example(), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    attend = partial(given.ulysses, cp, None, mask=None)
-    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    found = []
-    for recomputed in (False, True):
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        q, k, v = torch.randn(3, 2, 4, 6, 8, generator=generator).requires_grad_()
-        out = (
-            checkpoint(lambda *x: attend(*x)[0], q, k, v, use_reentrant=False, context_fn=kept)
-            if recomputed
-            else attend(q, k, v)[0]
-        )
-        found.append(torch.autograd.grad(out.square().sum(), q)[0])
-    return found[0], found[1]
-
-
-def test_ulysses_is_recomputed_under_selective_checkpointing() -> None:
-    for plain, recomputed in run_ranks(2, selectively_recomputed):
-        assert torch.equal(plain, recomputed) and plain.abs().max() > 0
-
-
 def test_context_ranks_that_data_leaves_out_are_told_of_by_name() -> None:
     case = Case("gathered", dp=2, cp=2)
     with pytest.raises(RankFailure) as told:
         run_ranks(4, trained, 2, case, ("dp_shard",))
     assert "apart along 'cp' only, which data=('dp_shard',) does not name" in str(told.value)
     assert "add 'cp' to data" in str(told.value)
-
-
-def test_what_the_example_cannot_divide_is_told() -> None:
-    given, cp = example(), SimpleNamespace(size=lambda: 3, get_local_rank=lambda: 0)
-    tokens = torch.zeros(2, 16, dtype=torch.int64, device="cpu")
-    with pytest.raises(ValueError, match="pad 16 tokens to a multiple of 3"):
-        given.part_of(cp, tokens, tokens)
-    x = torch.zeros(2, 4, 6, 8, device="cpu")
-    with pytest.raises(ValueError, match="4 heads cannot be divided among 3 ranks"):
-        given.ulysses(cp, None, x, x, x, None)
-    for way in (given.gathered, given.ulysses):
-        with pytest.raises(ValueError, match="the model has sliding_window"):
-            way(cp, None, x, x, x, None, sliding_window=4)

@@ -5,7 +5,6 @@ memory, outside the global tensor.
 from __future__ import annotations
 
 import contextlib
-import gc
 from typing import Any
 
 import pytest
@@ -173,51 +172,6 @@ def test_a_penalty_outside_of_a_pass_is_of_the_global_tensor(stage: int) -> None
     for each in run_ranks(4, penalized_outside, stage):
         assert each["penalty"] == pytest.approx(penalty.item(), rel=1e-5), each
         assert each["norm"] == pytest.approx(wanted, rel=1e-5), (each, wanted)
-
-
-def memory_of_a_pass() -> dict[str, Any]:
-    """Bytes gathered at stage 3 after each layer, and what is left of kept wrappers."""
-    import onefold
-
-    model, _ = sharded(3, Case(dp=2), prefetch=0)
-    engine = onefold.engine_of(model)
-    kept: list[Any] = []
-    counts: list[int] = []
-    block = model.layers[0].feed_forward.w2
-
-    def keep(module: nn.Module, *_: Any) -> None:
-        kept.append(module.weight)
-
-    def count(*_: Any) -> None:
-        counts.append(len(engine.gather.by_storage))
-
-    block.register_forward_hook(keep)
-    for layer in model.layers:
-        layer.register_forward_hook(count)
-    out: dict[str, Any] = {}
-    for step in range(3):
-        loss = model(batch(step))
-        out["wrapper"] = (type(kept[0]).__name__, kept[0]._local_tensor.device.type)
-        out["peak after forward"] = engine.memory.now().get("gathered", 0)
-        kept.clear()
-        loss.backward()
-        del loss
-        model.zero_grad()
-    gc.collect()
-    out["left"] = len(engine.gather.by_storage)
-    out["DTensors"] = sum(
-        isinstance(o, DTensor) and o._local_tensor.device.type != "meta" and o.numel() > 16
-        for o in gc.get_objects()
-        if isinstance(o, torch.Tensor)
-    )
-    out["counts"] = counts[-2:]
-    return out
-
-
-def test_nothing_gathered_stays_alive_through_a_dtensor() -> None:
-    for seen in run_ranks(4, memory_of_a_pass):
-        assert seen["wrapper"] == ("DTensor", "meta"), f"a kept wrapper has memory: {seen}"
-        assert seen["left"] == 0 and seen["DTensors"] == 0, seen
 
 
 def other_uses(stage: int) -> dict[str, Any]:
@@ -432,20 +386,3 @@ def test_packed_weights_train_as_in_one_process(
         torch.testing.assert_close(seen["start"], start)
         torch.testing.assert_close(seen["end"], plain.weight.detach())
         assert "placed as _S(0, 2) over tp" in seen["said"] or len(shape) == 3, seen["said"]
-
-
-def packed_unevenly() -> str:
-    import onefold
-
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    try:
-        model = Packed((6, 6), mesh["tp"])
-        onefold.shard(model, onefold.Recipe.zero(1), mesh=mesh, data="dp")
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-def test_packed_weights_of_uneven_parts_are_refused_in_a_sentence() -> None:
-    for said in run_ranks(2, packed_unevenly):
-        assert "if each has a multiple of 2 rows" in said, said

@@ -19,6 +19,8 @@ from test_pipelines import compare
 
 from ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 PIPELINES = {
     "1F1B": Case("Schedule1F1B", tp=2, max_norm=0.5, steps=2),
     "interleaved 1F1B": Case(

@@ -179,8 +179,3 @@ def batched() -> str:
     except ValueError as error:
         return str(error)
     return "done"
-
-
-def test_batched_gradients_of_dtensors_are_refused_in_a_sentence() -> None:
-    for said in run_ranks(2, batched):
-        assert "call it once for each of grad_outputs" in said, said

@@ -8,7 +8,6 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-import pipeline_models
 import pytest
 import torch
 import torch.distributed as dist
@@ -254,13 +253,6 @@ def test_a_missing_mark_is_found_once_there_is_a_gradient(stage: int, deferred: 
         assert "have different gradients of 'a'" in seen[1], seen
 
 
-def test_a_missing_mark_is_found_after_overflows() -> None:
-    scales = [float("inf")] * 3 + [1.0] * 6
-    for seen in run_ranks(4, adapted, 2, ["a"], scales, False):
-        # Looks are in steps 1, 2, 4 and 8
-        assert len(seen) == 4 and "have different gradients of 'b'" in seen[3], seen
-
-
 def test_right_marks_are_never_complained_of() -> None:
     for seen in run_ranks(4, adapted, 1, ["a", "b"], [1.0] * 5, False):
         assert seen == [""] * 5, seen
@@ -353,24 +345,6 @@ def test_a_weight_that_some_copies_do_not_use_is_told() -> None:
         assert "have different gradients of 'second." in said and "(rank 1 has none)" in said, said
 
 
-def marked_on_some() -> str:
-    import onefold
-
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    recipe = onefold.Recipe.zero(2, stall_timeout=10.0)
-    partial = ["norm.weight", "norm.bias"] if dist.get_rank() else None
-    try:
-        onefold.shard(Sequence(), recipe, mesh=mesh, data="dp", partial=partial)
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-def test_ranks_with_other_marks_are_told_so_on_every_rank() -> None:
-    for said in run_ranks(2, marked_on_some):
-        assert "was given different names as partial on rank 0 and on rank 1" in said, said
-
-
 class Twice(nn.Module):
     """A replicated DTensor that is used for rows that `tp` divides, and for whole ones."""
 
@@ -397,52 +371,6 @@ class Twice(nn.Module):
         if self.parts_first:
             return parts() + wholes()
         return wholes() + parts()
-
-
-def used_twice(stage: int, parts_first: bool) -> list[float]:
-    import onefold
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
-    model = onefold.shard(Twice(mesh["tp"], parts_first), recipe, mesh=mesh, data="dp")
-    norms = []
-    for batch in batches(mesh.get_local_rank("dp"), 2):
-        model(batch).backward()
-        norms.append(onefold.clip_grad_norm_(model, 1e9).item())
-        model.zero_grad()
-    return norms
-
-
-@pytest.mark.parametrize("parts_first", [True, False])
-def test_a_weight_may_have_parts_and_wholes_of_gradients_in_one_pass(parts_first: bool) -> None:
-    plain, norms = Twice(None, parts_first), []
-    for pair in zip(batches(0, 2), batches(1, 2), strict=True):
-        for batch in pair:
-            (plain(batch) / 2).backward()
-        norms.append(plain.weight.grad.norm().item())
-        plain.zero_grad()
-    for stage in (1, 3):
-        for seen in run_ranks(4, used_twice, stage, parts_first):
-            assert seen == pytest.approx(norms, rel=1e-5), (stage, seen, norms)
-
-
-def under_zero_bubble() -> list[bool]:
-    """Of each of this rank's stages: whether its marks are known after a step, by a schedule that
-    computes gradients of weights apart.
-    """
-    import onefold
-
-    case = pipeline_models.Case(
-        "ScheduleZBVZeroBubble", dp=1, tp=2, stages=4, v_shaped=True, registered=True
-    )
-    pipeline = pipeline_models.built(1, case)
-    pipeline_models.called(pipeline, pipeline_models.batch_of(case, 0, 0))
-    found: list[Any] = [onefold.engine_of(module).reduce.marks for module in pipeline.modules]
-    return [not marks.open for marks in found]
-
-
-def test_marks_are_known_after_a_step_of_a_zero_bubble_schedule() -> None:
-    assert run_ranks(4, under_zero_bubble) == [[True, True]] * 4
 
 
 # -- axes that are among data and carry none -------------------------------------------------------

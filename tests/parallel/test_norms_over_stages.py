@@ -100,17 +100,3 @@ def test_an_overflow_in_one_stage_skips_the_step_of_all(held: list[list[int]], a
         for i, found in each["weights"].items():
             for name, value in found.items():
                 assert torch.equal(value, before[i][name]), f"stage {i}, {name} was stepped"
-
-
-def no_stage() -> str:
-    import onefold
-
-    try:
-        onefold.clip_grad_norm_([], 1.0)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_an_empty_list_is_refused() -> None:
-    assert "was given no stage" in run_ranks(1, no_stage)[0]

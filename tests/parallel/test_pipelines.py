@@ -12,8 +12,6 @@ import torch
 from pipeline_models import (
     Case,
     after_a_failure,
-    between_calls,
-    by_hand,
     in_one_process,
     refusals,
     resumed,
@@ -138,15 +136,6 @@ def test_every_schedule_trains_as_one_process_at_every_stage(name: str) -> None:
                     assert moves == (expected if once else {}), f"{told}, expected {expected}"
 
 
-def test_registered_actions_bound_how_many_stages_are_gathered_at_a_time() -> None:
-    """torch unshards three stages ahead at most; without actions all four of a rank are gathered."""
-    for registered, at_once in ((True, 3), (False, 4)):
-        case = Case("ScheduleLoopedBFS", registered=registered, stages=8, depth=8, steps=1)
-        for (seen,) in run_ranks(4, trained, case, 3):
-            assert seen["at_once"] == at_once, (registered, seen["at_once"])
-            assert max(seen["unshards"]) > 1
-
-
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_and_recipes_train_as_one_process(name: str) -> None:
     compare(name, LOOPS[name], 1, 2, 3)
@@ -177,21 +166,6 @@ def test_a_step_that_raised_leaves_nothing_behind() -> None:
         assert "FloatingPointError" in seen["said"], seen["said"]
         assert seen["equal"], "other gradients than a fresh model's"
         assert seen["released"] and seen["gathered"] == 0, seen
-
-
-def test_a_step_that_raised_leaves_earlier_gradients_as_they_were() -> None:
-    (equal,) = run_ranks(1, between_calls)
-    assert equal and all(equal), equal
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_module_is_unsharded_and_reduced_by_hand(stage: int) -> None:
-    for seen in run_ranks(2, by_hand, stage):
-        once = 4 * seen["numel"] // 2
-        moves = seen["moves"]
-        assert moves == {"all-gather": once, "reduce-scatter": once}, (moves, once)
-        assert seen["shown"] and seen["near"] and seen["still"] and seen["new values"], seen
-        assert stage < 3 or seen["held"] == 0
 
 
 def test_what_a_stage_cannot_do_is_refused_in_a_sentence() -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pipeline_models import Case
 from test_pipelines import compare
 
 from examples import ALL
+
+pytestmark = pytest.mark.slow
 
 #: (schedule, options, the number of micro-batches is a multiple of)
 SCHEDULES: list[tuple[str, dict[str, Any], int]] = [

@@ -99,6 +99,7 @@ def goes_on(folder: str, stage: int) -> dict[str, Any]:
     return {"whole": whole, "parts": parts, "equal": all(torch.equal(a[k], b[k]) for k in a)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_training_on_two_axes_goes_on_from_its_checkpoint_bit_equal(
     stage: int, tmp_path: Path
@@ -107,6 +108,7 @@ def test_training_on_two_axes_goes_on_from_its_checkpoint_bit_equal(
         assert seen["whole"] == seen["parts"] and seen["equal"], seen
 
 
+@pytest.mark.slow
 def test_three_axes_load_at_other_degrees(tmp_path: Path) -> None:
     """Saved under pp 2 × dp 2 × tp 2, loaded without a pipeline, and without tensor parallelism."""
     written = pipeline_models.Case("Schedule1F1B", tp=2, steps=4)
@@ -159,6 +161,7 @@ def test_norms_of_every_kind_are_those_of_one_process() -> None:
             assert found == seen[0]
 
 
+@pytest.mark.slow
 def test_compiled_stages_beside_tensor_parallelism_train_as_one_process() -> None:
     case = pipeline_models.Case("Schedule1F1B", dp=1, tp=2, steps=2, compiled=True, max_norm=0.5)
     compare("compiled stages", case, 1, 3)
@@ -269,6 +272,7 @@ def in_contexts(sizes: dict[str, int], stages: tuple[int, ...]) -> list[dict[str
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_context_parallelism_trains_as_one_process(name: str) -> None:
     sizes = MESHES[name]

@@ -180,6 +180,7 @@ def compiled(stage: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_compiled_blocks_of_dtensors_train_as_one_process() -> None:
     expected = in_one_process(Case(dp=1))
     for losses in run_ranks(2, compiled, 3):

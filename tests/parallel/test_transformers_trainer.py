@@ -230,6 +230,7 @@ LIVES: dict[str, tuple[str, dict[str, int], dict[str, dict[str, int]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIVES)
 def test_trainer_evaluates_saves_takes_the_best_and_resumes_on_another_mesh(
     name: str, tmp_path: Path
@@ -250,6 +251,7 @@ def test_trainer_evaluates_saves_takes_the_best_and_resumes_on_another_mesh(
             assert seen[mesh] == pytest.approx(expected["losses"][1:], rel=1e-3), mesh
 
 
+@pytest.mark.slow
 def test_what_a_trainer_cannot_do_with_a_parallelized_model_is_told(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.distributed import DistributedConfig
