@@ -241,7 +241,8 @@ FAULTS = [
         "the last rank accounts for one element less than it has",
         "runtime/flat.py",
         "position)\n        return a - self.slot.start, b - self.slot.start\n\n    def owned",
-        "position)\n        last = b > a and flat.rank == flat.size - 1\n        return a - self.slot.start, b - self.slot.start - last\n\n    def owned",
+        "position)\n        last = b > a and flat.rank == flat.size - 1\n"
+        "        return a - self.slot.start, b - self.slot.start - last\n\n    def owned",
         ["tests/checkpoint/test_round_trips.py"],
     ),
     Fault(
