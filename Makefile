@@ -12,6 +12,7 @@
 #
 # make test-all         every test, and then test-processors
 # make test-processors  the tests of equal bits, with torch, oneDNN and MKL held to fewer instructions as on other processors (BITS="FILE" for less)
+# make test-faults      plants faults in copies of the source; tests must turn red (an hour; ARGS="--only ema -n 4" for less)
 # make test-load        the tests of processes, ten times each while busy loops take the cores (hours; ARGS="--times 2 FILE" for less)
 
 PYTHON ?= python3
@@ -67,7 +68,10 @@ test-processors: $(VENV)/.dev
 	done; \
 	if [ -n "$$failed" ]; then echo "failed with$$failed"; exit 1; fi
 
-.PHONY: test-processors test-load
+.PHONY: test-processors test-faults test-load
+test-faults: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python tests/faults.py -n 2 $(ARGS)
+
 test-load: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python tests/under_load.py $(ARGS)
 

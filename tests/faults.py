@@ -1,0 +1,748 @@
+"""Plant faults in a copy of the source one by one, and see that a test turns red.
+
+    python tests/faults.py [--only TEXT ...] [--list] [-n PROCESSES]
+
+Each fault breaks one promise that a user relies on, and names the tests that should see it. They
+run against a copy of `src` with the fault in it. A test that fails is run once more on the source as
+it is, where it must pass.
+
+Statuses: found; MISSED (the tests pass); BROKEN (no test could run, or the test that failed does so
+without the fault too). If any is missed or broken, the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "onefold"
+#: Seconds after which the tests of a fault hang, and have found it.
+LIMIT = 900.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        promise: the group of promises. breaks: what is wrong with the fault in place.
+        file: in src/onefold. old: a text that stands there once. new: what takes its place.
+        see: tests that should turn red: files, or tests by their node ids.
+    """
+
+    promise: str
+    breaks: str
+    file: str
+    old: str
+    new: str
+    see: Sequence[str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.promise}: {self.breaks}"
+
+    def plant(self, package: Path) -> None:
+        """Put the fault into `package`, a copy of src/onefold."""
+        path = package / self.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.file} has {self.old!r} {text.count(self.old)} times, not once")
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+FAULTS = [
+    # -- numbers -----------------------------------------------------------------------------------
+    Fault(
+        "numbers",
+        "each rank adds the parts of a gradient in an order of its own, where they arrive in fp32",
+        "runtime/reduce_paths.py",
+        "for rank, part in self.parts.items():\n            if rank != self.into:",
+        "for rank, part in reversed(self.parts.items()):\n            if rank != self.into:",
+        ["tests/invariants/test_same_numbers.py::test_stages_are_bit_equal_on_any_number_of_ranks"],
+    ),
+    Fault(
+        "numbers",
+        "the gradient of experts is divided once more, where their holders are fewer than data ranks",
+        "layout/holders.py",
+        "return 1.0 / (self.data * self.copies)",
+        "return min(1.0, self.size / self.data) / (self.data * self.copies)",
+        ["tests/parallel/test_experts.py"],
+    ),
+    Fault(
+        "numbers",
+        "gradients are rounded to the wire's dtype before they are scaled, and once more after it",
+        "runtime/reduce_paths.py",
+        "        sending.add_up(sums)\n",
+        "        sending.add_up(sums)\n        if self.flat.whole_master:\n            sums.copy_(sums.to(self.flat.dtypes.wire))\n",
+        ["tests/promises/test_means.py"],
+    ),
+    Fault(
+        "numbers",
+        "the sums of stages 1 to 3 are not rounded to the dtype of the wire, as stage 0's are",
+        "runtime/reduce_paths.py",
+        "        elif self.is_last:\n            self._round(",
+        "        elif not self.is_last:\n            self._round(",
+        ["tests/promises/test_means.py"],
+    ),
+    Fault(
+        "numbers",
+        "the small gradients of a micro-batch replace those of the micro-batches before",
+        "runtime/reduce.py",
+        "torch._foreach_add_(views, grads, alpha=scale)",
+        "torch._foreach_copy_(views, grads)",
+        ["tests/runtime/test_micro_batches.py"],
+    ),
+    Fault(
+        "numbers",
+        "gradients of several micro-batches are added in 16 bits",
+        "runtime/reduce.py",
+        "dtype = flat.dtypes.sums if self.progress.deferring else flat.dtypes.wire",
+        "dtype = flat.dtypes.wire",
+        ["tests/promises/test_means.py"],
+    ),
+    Fault(
+        "numbers",
+        "a gradient that comes after its unit was reduced is lost",
+        "runtime/backward.py",
+        "late = {u.index for u in units if u.late}",
+        "late: set[int] = set()",
+        ["tests/runtime/test_differentiate.py"],
+    ),
+    Fault(
+        "numbers",
+        "a write to weights through .data does not reach the copies that passes compute with",
+        "runtime/parameters/values.py",
+        "through = 0 if known is None else",
+        "through = 0 if True else",
+        ["tests/runtime/test_copies_follow_writes.py"],
+    ),
+    Fault(
+        "numbers",
+        "a cached shard is not made anew after a step",
+        "runtime/gather_paths.py",
+        '        """Note that the masters have new values."""\n        self.fresh = False',
+        '        """Note that the masters have new values."""',
+        ["tests/invariants/test_groups.py", "tests/runtime/test_wire_codecs.py"],
+    ),
+    Fault(
+        "numbers",
+        "the sums that a group holds until the boundary are lost",
+        "runtime/reduce.py",
+        "total.add_(held)\n",
+        "total.add_(held, alpha=0)\n",
+        ["tests/invariants/test_groups.py"],
+    ),
+    Fault(
+        "numbers",
+        "in a large unit, a parameter that this rank did not use gets what was in the buffer before",
+        "runtime/reduce.py",
+        "if inside and not entry.filled:",
+        "if False and not entry.filled:",
+        ["tests/promises/test_unused_parts.py"],
+    ),
+    Fault(
+        "numbers",
+        "an average of weights gives an update the weight of the one before",
+        "ema.py",
+        "1 / (self.updates + 1)",
+        "1 / max(self.updates, 1)",
+        [
+            "tests/optim/test_ema.py::test_the_average_is_averaged_models_at_every_stage_on_every_tier"
+        ],
+    ),
+    Fault(
+        "numbers",
+        "what the encoding of a gradient has lost is not fed back",
+        "quant/reduce_paths.py",
+        "codec.keep_residual_rows(coded, lost)",
+        "lost.zero_()",
+        ["tests/runtime/test_wire_codecs.py"],
+    ),
+    Fault(
+        "numbers",
+        "the gradients of a pipeline are not divided by the number of micro-batches",
+        "parallel/stage.py",
+        "reduce_grad(self.submod, factor)",
+        "reduce_grad(self.submod)",
+        ["tests/parallel/test_pipelines.py"],
+    ),
+    # -- wire --------------------------------------------------------------------------------------
+    Fault(
+        "wire",
+        "the last unit of the forward pass is gathered again for the backward pass",
+        "runtime/gather.py",
+        "keeps_last = self._keeps_last and not aborted",
+        "keeps_last = False and not aborted",
+        ["tests/runtime/test_last_units.py", "tests/invariants/test_wire_bytes.py"],
+    ),
+    Fault(
+        "wire",
+        "gradients travel in the dtype of the computation, whatever the recipe says",
+        "layout/spec.py",
+        "recipe.gradients.wire or compute,",
+        "compute,",
+        ["tests/invariants/test_wire_bytes.py", "tests/runtime/test_precision.py"],
+    ),
+    Fault(
+        "wire",
+        "the border of a node is crossed flat: every rank sends to every other",
+        "comm/communicators.py",
+        "return len(ranks) if uneven or each == 1 else each",
+        "return len(ranks)",
+        ["tests/invariants/test_two_nodes.py", "tests/invariants/test_wire_bytes.py"],
+    ),
+    Fault(
+        "wire",
+        "frozen parameters send gradients",
+        "runtime/flat.py",
+        "flags = [a or (waiting and i in self.run_of) for i, a in enumerate(active)]",
+        "flags = [True for _ in active]",
+        ["tests/runtime/test_frozen_weights.py", "tests/invariants/test_wire_bytes.py"],
+    ),
+    # -- rest and peak -----------------------------------------------------------------------------
+    Fault(
+        "rest and peak",
+        "every rank holds all masters, at every stage",
+        "layout/spec.py",
+        "whole_master=recipe.optimizer.placement is Placement.REPLICATED or ranks == 1,",
+        "whole_master=True,",
+        ["tests/invariants/test_bytes_at_rest.py"],
+    ),
+    Fault(
+        "rest and peak",
+        "one unit more than asked is gathered ahead",
+        "runtime/schedule.py",
+        "self._ahead = recipe.units_ahead(two_levels)",
+        "self._ahead = recipe.units_ahead(two_levels) + 1",
+        ["tests/runtime/test_large_units.py", "tests/plan/test_matrix.py"],
+    ),
+    Fault(
+        "rest and peak",
+        "of a share of the states to offload, half stays on the device",
+        "runtime/units.py",
+        "budget = sum(sizes) * recipe.offload_share",
+        "budget = sum(sizes) * recipe.offload_share / 2",
+        ["tests/promises/test_shares.py"],
+    ),
+    Fault(
+        "rest and peak",
+        "the plan forgets the buffers in which gradients arrive",
+        "plan/replay.py",
+        "        elif room.rows:\n            r.received = ",
+        "        elif room.rows < 0:\n            r.received = ",
+        ["tests/plan/test_replay.py"],
+    ),
+    Fault(
+        "rest and peak",
+        "a unit that another rank used and this one did not stays gathered in the pass",
+        "runtime/gather.py",
+        "if not unit.leases.used and not unit.ungathered and unit not in around:",
+        "if False and not unit.ungathered and unit not in around:",
+        ["tests/runtime/test_skipped_ahead.py", "tests/runtime/test_odd_models.py"],
+    ),
+    # -- checkpoints -------------------------------------------------------------------------------
+    Fault(
+        "checkpoints",
+        "the last rank accounts for one element less than it has",
+        "runtime/flat.py",
+        "position)\n        return a - self.slot.start, b - self.slot.start\n\n    def owned",
+        "position)\n        last = b > a and flat.rank == flat.size - 1\n"
+        "        return a - self.slot.start, b - self.slot.start - last\n\n    def owned",
+        ["tests/checkpoint/test_round_trips.py"],
+    ),
+    Fault(
+        "checkpoints",
+        "the folder gets its name before the names of its files are on the disk",
+        "checkpoint/folder.py",
+        "        flush(self.folder)\n        replaced = False",
+        "        replaced = False",
+        ["tests/checkpoints/test_flushed.py"],
+    ),
+    Fault(
+        "checkpoints",
+        "the folder gets its name before the manifest is on the disk",
+        "checkpoint/saving.py",
+        "                flush(path)",
+        "                path.stat()",
+        ["tests/checkpoints/test_flushed.py"],
+    ),
+    Fault(
+        "checkpoints",
+        "the step count of Adam begins anew after a load",
+        "checkpoint/apply.py",
+        "key: placed(value, entry.param, group)",
+        'key: placed(value * 0 if key == "step" else value, entry.param, group)',
+        ["tests/checkpoint/test_round_trips.py"],
+    ),
+    Fault(
+        "checkpoints",
+        "buffers are saved as the last rank has them",
+        "checkpoint/parts.py",
+        "if sharing.rank == 0:\n                out.add_own(Item(",
+        "if sharing.rank == sharing.size - 1:\n                out.add_own(Item(",
+        ["tests/checkpoints/test_buffers.py"],
+    ),
+    Fault(
+        "checkpoints",
+        "the next step does not wait for the copy of an asynchronous save",
+        "checkpoint/copying.py",
+        "        if not self._done.is_set():",
+        "        if False and not self._done.is_set():",
+        ["tests/checkpoint/test_copying.py", "tests/checkpoint/test_asynchronous.py"],
+    ),
+    Fault(
+        "checkpoints",
+        "what is written under the copy of an asynchronous save goes unnoticed",
+        "checkpoint/copying.py",
+        "torn = [i for i, version in self._versions.items() if now[i] != version]",
+        "torn: list[int] = []",
+        ["tests/checkpoint/test_copying.py", "tests/checkpoint/test_asynchronous.py"],
+    ),
+    Fault(
+        "checkpoints",
+        "bytes that have changed on the disk load in silence",
+        "checkpoint/folder_source.py",
+        "return known.get(piece.stop, piece.crc) == piece.crc",
+        "return bool(known)",
+        ["tests/checkpoint/test_faults.py"],
+    ),
+    Fault(
+        "checkpoints",
+        "the checkpoint that was just saved may be removed as an old one",
+        "checkpoint/folder.py",
+        "for folder in reversed(of_a_run[keep:]) if folder.name != just_saved.name]",
+        "for folder in reversed(of_a_run[keep:])]",
+        ["tests/checkpoint/test_whole_or_absent.py", "tests/checkpoint/test_asynchronous.py"],
+    ),
+    # -- ranks -------------------------------------------------------------------------------------
+    Fault(
+        "ranks",
+        "a rank that did not use a unit sends nothing for it",
+        "runtime/reduce.py",
+        "            unit.ready = True\n        self._advance_all()",
+        "            unit.ready = True",
+        ["tests/runtime/test_odd_models.py::test_odd_models_train_as_in_ddp[MixtureOfExperts]"],
+    ),
+    Fault(
+        "ranks",
+        "the overflow of one rank is not told to the others",
+        "runtime/engine.py",
+        "found.fill_(values.max().to(found.device))",
+        "values.max()",
+        ["tests/optim/test_overflow.py"],
+    ),
+    Fault(
+        "ranks",
+        "the error of a stall does not name the unit",
+        "comm/pending.py",
+        'f"waiting in {self.move} of unit {self.unit!r} (',
+        'f"waiting in {self.move} (',
+        ["tests/failures/test_steps_that_differ.py", "tests/comm/test_run_ahead.py"],
+    ),
+    Fault(
+        "ranks",
+        "shard() does not compare the models and recipes of the ranks",
+        "runtime/state/checks.py",
+        "        if others:\n            raise ValueError(",
+        "        if others and not others:\n            raise ValueError(",
+        ["tests/failures/test_diverging.py"],
+    ),
+    Fault(
+        "ranks",
+        "ranks that step different optimizers go on",
+        "runtime/backward.py",
+        "    if not alike(found[1]):",
+        "    if False and not alike(found[1]):",
+        ["tests/failures/test_steps_that_differ.py"],
+    ),
+    # -- exactly once ------------------------------------------------------------------------------
+    Fault(
+        "exactly once",
+        "at stage 0 a replicated parameter counts for each rank of tensor parallelism in the norm",
+        "optim/clip.py",
+        "        if flat.shared:",
+        "        if flat.shared and flat.ranks.copies == 1:",
+        ["tests/parallel/test_tensor_parallel.py"],
+    ),
+    Fault(
+        "exactly once",
+        "two ranks step a matrix",
+        "optim/owned.py",
+        "return self.group.rank == self.owner",
+        "return self.group.rank in (self.owner, (self.owner + 1) % self.group.size)",
+        ["tests/optim/test_muon.py"],
+    ),
+    Fault(
+        "exactly once",
+        "where groups hold the same elements, the states of a matrix are saved by none",
+        "optim/owned.py",
+        "return self.at(here) and flat.group.topology.inter_group(here)[0] == here",
+        "return self.at(here) and flat.group.topology.inter_group(here)[0] < 0",
+        ["tests/checkpoints/test_owners.py"],
+    ),
+    Fault(
+        "exactly once",
+        "each stage of a pipeline clips by the norm of its own gradients",
+        "optim/clip.py",
+        "total = _total_norm(engines, across or engines[0].group, p)",
+        "total = _total_norm(engines, engines[0].group, p)",
+        ["tests/parallel/test_norms_over_stages.py"],
+    ),
+    Fault(
+        "exactly once",
+        "samples that are held out are trained on too",
+        "data/order.py",
+        "training = AllBut(sum(counts), np.sort(np.concatenate(held)))",
+        "training = AllBut(sum(counts), np.sort(np.concatenate(held))[:0])",
+        ["tests/data/test_data.py", "tests/data/test_order.py"],
+    ),
+    # -- scripts -----------------------------------------------------------------------------------
+    Fault(
+        "scripts",
+        "p.shape is that of this rank's part",
+        "runtime/parameters/parameter.py",
+        "self.shape = torch.Size(entry.slot.shape) if box is None else box.shape",
+        "self.shape = torch.Size((interval[1] - interval[0],))",
+        ["tests/runtime/test_as_in_plain_pytorch.py"],
+    ),
+    Fault(
+        "scripts",
+        "state_dict() gives this rank's part in silence",
+        "runtime/hooks.py",
+        "elif not engine.full_params_depth and not _is_for_keys():",
+        "elif engine.full_params_depth < 0:",
+        ["tests/runtime/test_state_dicts.py", "tests/runtime/test_refusals.py"],
+    ),
+    Fault(
+        "scripts",
+        "the .grad of a parameter that no rank used is zeros",
+        "runtime/reduce.py",
+        "e.number in used_anywhere and r.flat.in_run(e, r.run) and not done",
+        "r.flat.in_run(e, r.run) and not done",
+        ["tests/runtime/test_odd_models.py", "tests/runtime/test_odd_parameters.py"],
+    ),
+    Fault(
+        "scripts",
+        "a hook sees the gradients of earlier micro-batches divided by the number of ranks",
+        "runtime/reduce.py",
+        "earlier = earlier / (flat.early_scale * entry.parts * self.progress.weight)",
+        "earlier = earlier / (entry.parts * self.progress.weight)",
+        ["tests/runtime/test_gradient_hooks.py"],
+    ),
+    Fault(
+        "scripts",
+        "a backward pass behind the step uses the new weights in silence",
+        "runtime/parameters/values.py",
+        "        if found:\n            others = f",
+        "        if found and not found:\n            others = f",
+        ["tests/runtime/test_step_before_backward.py"],
+    ),
+    Fault(
+        "scripts",
+        "after the first pass each rank keeps its own buffers",
+        "runtime/buffers.py",
+        "        self.due = synchronized",
+        "        self.due = False",
+        ["tests/runtime/test_buffers.py"],
+    ),
+    Fault(
+        "scripts",
+        "an optimizer that looks at whole matrices steps this rank's part of them",
+        "optim/verdict.py",
+        "elif _ORDER.index(verdict.update) > _ORDER.index(found.update):",
+        "elif verdict.update == REFUSED:",
+        ["tests/optim/test_whole_step.py"],
+    ),
+    Fault(
+        "scripts",
+        "an optimizer that looks at large matrices only passes as element-wise",
+        "optim/verdict.py",
+        "_MATRICES = ((16, 24), (160, 144))",
+        "_MATRICES = ((16, 24),)",
+        ["tests/optim/test_large_matrices.py"],
+    ),
+    Fault(
+        "scripts",
+        "what a module writes to its weights in the forward pass is lost",
+        "runtime/refresh.py",
+        "    elif flat.storage.keep_written(full[slice(*flat.owned)], written):",
+        "    elif not written:",
+        ["tests/runtime/test_forward_writes.py"],
+    ),
+    Fault(
+        "scripts",
+        "under no_sync stage 0 reduces the gradients of every micro-batch",
+        "runtime/engine.py",
+        "before, self.progress.synced = self.progress.synced, False",
+        "before, self.progress.synced = self.progress.synced, True",
+        ["tests/invariants/test_wire_bytes.py"],
+    ),
+    # -- stores ------------------------------------------------------------------------------------
+    Fault(
+        "stores",
+        "a short read from a disk is not continued",
+        "offload/nvme/io.py",
+        "        while done < total:",
+        "        for _ in range(1):",
+        [
+            "tests/offload/test_nvme_faults.py::test_short_reads_and_writes_are_continued_until_all_is_moved"
+        ],
+    ),
+    Fault(
+        "stores",
+        "a buffer is given away while a view still reads it",
+        "memory/pool.py",
+        "        if owners_of(buffer) <= 1:",
+        "        if owners_of(buffer) >= 0:",
+        ["tests/memory/test_pool.py"],
+    ),
+    Fault(
+        "stores",
+        "a block of moments crosses the border between two ranks",
+        "layout/spec.py",
+        "                max(recipe.block, at_rest),",
+        "                at_rest,",
+        ["tests/quant/test_moments.py"],
+    ),
+    Fault(
+        "stores",
+        "a block of frozen weights that are stored encoded crosses the border between two ranks",
+        "layout/spec.py",
+        "                max(recipe.block, at_rest),",
+        "                recipe.block,",
+        ["tests/runtime/test_frozen_weights.py"],
+    ),
+    Fault(
+        "stores",
+        "a rank adds its own part of a gradient encoded, as it would be sent",
+        "quant/reduce_paths.py",
+        "        parts = {group.rank: r.mine}\n",
+        "        own = torch.empty(mine, dtype=torch.uint8)\n"
+        "        codec.encode(r.mine.contiguous(), own)\n"
+        "        codec.decode(own, r.mine)\n"
+        "        parts = {group.rank: r.mine}\n",
+        ["tests/runtime/test_wire_codecs.py"],
+    ),
+    Fault(
+        "stores",
+        "an activation that comes back from the host is not checked for later writes",
+        "offload/activations.py",
+        "            saved.check()\n            with self._lock:",
+        "            with self._lock:",
+        ["tests/offload/test_activations.py"],
+    ),
+    # -- exits -------------------------------------------------------------------------------------
+    Fault(
+        "exits",
+        "the engine keeps its model alive",
+        "shard.py",
+        "        register(module, engine)\n",
+        "        register(module, engine)\n        engine.model = module  # type: ignore[attr-defined]\n",
+        ["tests/failures/test_exit.py"],
+    ),
+    Fault(
+        "exits",
+        "the threads of a disk outlive the model",
+        "runtime/engine.py",
+        "        self.transfers.close()\n",
+        "",
+        ["tests/failures/test_exit.py", "tests/offload/test_offload.py"],
+    ),
+    Fault(
+        "exits",
+        "an import of Onefold changes torch.nn.Module",
+        "runtime/hooks.py",
+        "\ndef register(module: nn.Module, engine: Engine) -> None:",
+        "\nnn.Module.is_sharded = property(lambda self: self in _engines)  # type: ignore\n\n"
+        "\ndef register(module: nn.Module, engine: Engine) -> None:",
+        ["tests/failures/test_import.py"],
+    ),
+    # -- front ends --------------------------------------------------------------------------------
+    Fault(
+        "front ends",
+        "the gradient_clipping of a DeepSpeed configuration has no effect",
+        "integrations/deepspeed/engine.py",
+        "config, limit = self.settings, self.settings.gradient_clipping or math.inf",
+        "config, limit = self.settings, math.inf",
+        ["tests/integrations/test_deepspeed.py"],
+    ),
+    Fault(
+        "front ends",
+        "engine.backward divides by the accumulation steps twice",
+        "integrations/deepspeed/passes.py",
+        "return 1.0 if _Divided.calls else 1.0 / engine.gradient_accumulation_steps()",
+        "return 1.0 / engine.gradient_accumulation_steps()",
+        ["tests/integrations/test_deepspeed_accumulation.py"],
+    ),
+    Fault(
+        "front ends",
+        "Trainer takes the largest gradient norm for 1, whatever its arguments say",
+        "integrations/hf/trainer.py",
+        "return onefold.clip_grad_norm_(self.model, self.args.max_grad_norm)",
+        "return onefold.clip_grad_norm_(self.model, 1.0)",
+        ["tests/integrations/test_hf_trainer.py"],
+    ),
+    Fault(
+        "front ends",
+        "a resumed run reads the samples of its last step twice",
+        "train/checkpoints.py",
+        "    run.start = point.step\n",
+        "    run.start = max(0, point.step - 1)\n",
+        ["tests/train/test_resume.py"],
+    ),
+    Fault(
+        "front ends",
+        "a resumed run forgets the batches that a rollback has skipped",
+        "data/order.py",
+        'self.skipped = int(state["skipped"])',
+        "self.skipped = 0",
+        ["tests/train/test_nonfinite.py", "tests/data/test_order.py"],
+    ),
+    Fault(
+        "front ends",
+        "the ranks of a run stay when its command is interrupted a second time",
+        "train/launch.py",
+        "                kill(pid, signal.SIGKILL)",
+        "                kill(pid, 0)",
+        ["tests/train/test_survival.py", "tests/cli/test_train_command.py"],
+    ),
+    Fault(
+        "front ends",
+        "an unknown option of a run passes",
+        "train/config.py",
+        'extra="forbid"',
+        'extra="ignore"',
+        ["tests/train/test_config.py"],
+    ),
+    Fault(
+        "front ends",
+        "each micro-batch of a run weighs the same, however many tokens count in it",
+        "train/step.py",
+        "part = loss * (samples.counts(chosen) / counted)",
+        "part = loss / (len(mine) * place.count)",
+        ["tests/train/test_run.py"],
+    ),
+    Fault(
+        "front ends",
+        "DeepSpeed's schedule of the learning rate moves on at a step that was skipped",
+        "integrations/deepspeed/engine.py",
+        "            self.skipped_steps += 1\n        elif self.lr_scheduler is not None:",
+        "            self.skipped_steps += 1\n        if self.lr_scheduler is not None:",
+        ["tests/integrations/test_deepspeed.py", "tests/integrations/test_deepspeed_precision.py"],
+    ),
+    Fault(
+        "front ends",
+        "--clip of a run has no effect",
+        "train/step.py",
+        "return onefold.clip_grad_norm_(measured, run.config.clip or math.inf)",
+        "return onefold.clip_grad_norm_(measured, math.inf)",
+        ["tests/train/test_run.py"],
+    ),
+    Fault(
+        "front ends",
+        "the plan recommends a mesh that does not fit the device",
+        "plan/mesh_account.py",
+        "return self.peak_bytes <= self.usable",
+        "return self.states <= self.usable",
+        ["tests/plan/test_axes.py", "tests/plan/test_choice.py"],
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: str
+    by: str
+    seconds: float
+
+
+def look(fault: Fault) -> Outcome:
+    """Run the tests of a fault with the fault in the source."""
+    begun = time.monotonic()
+    with copied() as package:
+        fault.plant(package)
+        code, text = pytest_on(package.parent, fault.see)
+    if code is None:
+        return Outcome("found", "(hangs)", time.monotonic() - begun)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", text, re.MULTILINE)
+    seconds = time.monotonic() - begun
+    if code == 0:
+        return Outcome("MISSED", "", seconds)
+    if code != 1 or not failed:
+        return Outcome("BROKEN", text.strip()[-2000:], seconds)
+    code, _ = pytest_on(SOURCE.parent, failed[:1])
+    if code != 0:
+        return Outcome("BROKEN", f"{failed[0]} fails without the fault too", seconds)
+    return Outcome("found", failed[0], seconds)
+
+
+@contextlib.contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of src/onefold, for a while."""
+    with tempfile.TemporaryDirectory(prefix="onefold-faults-") as folder:
+        package = Path(folder, "onefold")
+        shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        yield package
+
+
+def pytest_on(source: Path, tests: Sequence[str]) -> tuple[int | None, str]:
+    """Run tests until one fails. Returns (exit status, or None if they hang; what was printed)."""
+    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    options = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
+    with tempfile.TemporaryFile("w+") as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=ROOT, env=environment, stdout=printed, stderr=printed, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code: int | None = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed.seek(0)
+        return code, printed.read()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[""], help="faults with such a text in them")
+    parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
+    parser.add_argument("-n", type=int, default=1, metavar="PROCESSES", help="faults at a time")
+    given = parser.parse_args()
+    chosen = [
+        fault
+        for fault in FAULTS
+        if any(text in f"{fault.name} {fault.file} {' '.join(fault.see)}" for text in given.only)
+    ]
+    if given.list:
+        for fault in chosen:
+            print(f"{fault.name}\n    {fault.file}\n    {' '.join(fault.see)}")
+        return 0
+    wrong = 0
+    with ThreadPoolExecutor(given.n) as several:
+        for fault, outcome in zip(chosen, several.map(look, chosen), strict=True):
+            wrong += outcome.status != "found"
+            print(f"{outcome.status:6} {outcome.seconds:5.0f} s  {fault.name}\n{'':17}{outcome.by}")
+            sys.stdout.flush()
+    print(f"{len(chosen)} faults, {len(chosen) - wrong} found")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
