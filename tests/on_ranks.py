@@ -22,6 +22,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import operator
 import os
 import random
 import tempfile
@@ -126,12 +127,8 @@ def _arguments(
     for mark in getattr(function, "pytestmark", []):
         if mark.name != "parametrize":
             continue
-        named, values = mark.args[:2]
-        names = [n.strip() for n in named.split(",")] if isinstance(named, str) else list(named)
-        value = list(values)[positions[names[0]]]
-        if isinstance(value, type(pytest.param())):
-            value = value.values if len(names) > 1 else value.values[0]
-        found.update(zip(names, value if len(names) > 1 else [value], strict=True))
+        names, rows = _parametrized(mark)
+        found.update(zip(names, rows[positions[names[0]]], strict=True))
     taken = function.__code__.co_varnames[: function.__code__.co_argcount]
     given = {"folder": folder, "every": every}
     return found | {name: value for name, value in given.items() if name in taken}
@@ -218,6 +215,33 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+def _positions(item: Any) -> dict[str, int]:
+    """{first name of a parametrize: which of its values the test has}. pytest's own `indices` count
+    the tests where several of them stand above one function.
+    """
+    found = {}
+    for mark in item.iter_markers("parametrize"):
+        names, values = _parametrized(mark)
+        mine = [item.callspec.params[name] for name in names]
+        found[names[0]] = next(
+            at for at, value in enumerate(values) if all(map(operator.is_, value, mine))
+        )
+    return found
+
+
+def _parametrized(mark: Any) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """The names of a parametrize, and for each of its rows their values."""
+    named, given = mark.args[:2]
+    names = [n.strip() for n in named.split(",")] if isinstance(named, str) else list(named)
+    rows = []
+    for row in given:
+        if isinstance(row, type(pytest.param())):
+            rows.append(tuple(row.values))
+        else:
+            rows.append(tuple(row) if len(names) > 1 else (row,))
+    return names, rows
+
+
 def _start(asked: tuple[int, bool, str], items: list[Any]) -> None:
     """One start for these tests; afterwards `_told` has the first of them, and as many more as it
     came to.
@@ -227,7 +251,7 @@ def _start(asked: tuple[int, bool, str], items: list[Any]) -> None:
         (
             item.module.__name__,
             item.function.__name__,
-            dict(item.callspec.indices) if hasattr(item, "callspec") else {},
+            _positions(item),
             item.config.getoption("--all") or any("::" in a for a in item.config.args),
         )
         for item in items
