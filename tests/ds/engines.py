@@ -132,13 +132,13 @@ class Plain:
 
 
 @contextlib.contextmanager
-def warnings_of(logger: str = "onefold") -> Iterator[list[str]]:
+def warnings_of() -> Iterator[list[str]]:
     """What is logged inside, at WARNING or above."""
     kept: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: kept.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(logger).addHandler(handler)
+    logging.getLogger().addHandler(handler)
     try:
         yield kept
     finally:
-        logging.getLogger(logger).removeHandler(handler)
+        logging.getLogger().removeHandler(handler)
