@@ -618,6 +618,16 @@ def test_gradients_masters_and_states_are_those_of_one_process(
 
 
 @on_ranks(1)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gradients_masters_and_states_are_read_and_written_on_one_rank(
+    precision: str, folder: Path
+) -> None:
+    """Where parameters may be plain ones."""
+    for stage, tier in (0, "none"), (1, "none"), (3, "none"), (3, "cpu"):
+        read_and_write(stage, tier, str(folder), precision)
+
+
+@on_ranks(1)
 def test_a_value_of_another_size_is_refused() -> None:
     utils, weight = served().utils, made(0).module.enter.weight
     with pytest.raises(ValueError, match=r"given shape \(3,\), expected \(10, 7\)"):
