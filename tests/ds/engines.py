@@ -110,22 +110,22 @@ class Plain:
         return [torch.zeros_like(p) if grad is None else grad.clone() for p, grad in wholes]
 
     def gradients(self) -> list[Tensor]:
-        found = self.own_gradients()
-        for grad in found:
-            dist.all_reduce(grad)
-            grad /= dist.get_world_size()
-        return found
+        own = self.own_gradients()
+        flat = torch.cat([grad.flatten() for grad in own])
+        dist.all_reduce(flat)
+        parts = (flat / dist.get_world_size()).split([grad.numel() for grad in own])
+        return [part.view(grad.shape) for part, grad in zip(parts, own, strict=True)]
 
-    def norm(self) -> float:
-        return float(torch.stack([grad.norm() for grad in self.gradients()]).norm())
-
-    def step(self, clip: float = 0.0) -> None:
-        norm, grads = self.norm(), self.gradients()
+    def step(self, clip: float = 0.0) -> float:
+        """Returns the norm of the gradients before it is clipped."""
+        grads = self.gradients()
+        norm = float(torch.cat([grad.flatten() for grad in grads]).norm())
         factor = min(1.0, clip / norm) if clip else 1.0
         with torch.no_grad():
             for p, grad in zip(self.model.parameters(), grads, strict=True):
                 p -= RATE * factor * grad
         self.model.zero_grad()
+        return norm
 
     def weights(self) -> list[Tensor]:
         return [p.detach() for p in self.model.parameters() if p.requires_grad]

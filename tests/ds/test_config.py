@@ -159,7 +159,7 @@ OUTCOMES: list[tuple[dict[str, Any], dict[str, str]]] = [
         "auto": "enabled lr betas reduce_bucket_size stage3_prefetch_bucket_size gradient_clipping train_batch_size"}),
     (OFFLOADING, {
         "inert": "pin_memory buffer_count fast_init pipeline_read pipeline_write super_offload cpuadam_cores_perc"
-                 " buffer_size max_in_cpu block_size single_submit overlap_events"}),
+                 " buffer_size max_in_cpu block_size single_submit overlap_events use_gds"}),
     (zero(offload_optimizer={**CPU, "nvme_path": "/nvme"}, sub_group_size=1e8, aio={"queue_depth": 16}),
      {"inert": "nvme_path sub_group_size queue_depth"}),
     (zero(2, offload_optimizer=CPU, offload_param={**CPU, "pin_memory": True}), {"inert": "device pin_memory"}),
