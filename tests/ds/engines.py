@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import onefold.deepspeed
 from reference import built
 from zoo import TinyMLP, features_of
 
+T = TypeVar("T")
 Make = Callable[[], nn.Module]
 STAGES, RATE = (0, 1, 2, 3), 0.1
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -30,6 +31,11 @@ def served() -> Any:
     import deepspeed  # type: ignore[import-not-found]
 
     return deepspeed
+
+
+def some(rows: Iterable[T], every: bool, at: int = 0) -> list[T]:
+    """All of them with `--all`; every second one otherwise, from the first or the second on."""
+    return list(rows) if every else list(rows)[at % 2 :: 2]
 
 
 def json_of(stage: int, zero: Any = None, **more: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ds.engines import (
     made,
     masters,
     served,
+    some,
     warnings_of,
 )
 from on_ranks import on_ranks
@@ -92,9 +93,9 @@ SCALES: dict[str, tuple[dict[str, Any], str, list[float]]] = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", SCALES)
-def test_the_loss_scale_follows_deepspeeds_rule(name: str) -> None:
+def test_the_loss_scale_follows_deepspeeds_rule(name: str, every: bool) -> None:
     section, steps, scales = SCALES[name]
-    for stage in (0, 2, 3):
+    for stage in some((0, 2, 3), every, name == "static"):
         engine = made(stage, fp16={"enabled": True, **section})
         scaler, optimizer = engine.optimizer.loss_scaler, engine.optimizer
         for step, scale in zip(steps, scales, strict=True):
@@ -241,7 +242,7 @@ def test_master_weights_and_states_may_have_16_bits(kind: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", LOW)
-def test_adam_over_masters_of_16_bits_steps_as_far_as_over_fp32(kind: str) -> None:
+def test_adam_over_masters_of_16_bits_steps_as_far_as_over_fp32(kind: str, every: bool) -> None:
     """In fp16 the squares of small gradients are 0: with states in fp16 a step would be tens of times
     too large.
     """
@@ -258,17 +259,18 @@ def test_adam_over_masters_of_16_bits_steps_as_far_as_over_fp32(kind: str) -> No
     plain = DistributedDataParallel(built(TinyMLP))
     start = weights(plain)
     optimizer = adamw(plain, weight_decay=0.0, eps=1e-8)
-    for index in range(20):
+    for index in range(12):
         (loss_of(plain(batch(index))) * 0.01).backward()
         optimizer.step()
         optimizer.zero_grad()
     far = torch.stack([(weights(plain)[n] - start[n]).square().sum() for n in start]).sum().sqrt()
-    for stage, name in ((0, "fused"), (3, "fused"), (3, "torch's"), (1, "object")):
+    cases = [(3, "fused"), (0, "fused"), (3, "torch's"), (1, "object")]
+    for stage, name in some(cases, every, kind == "bf16"):
         model = built(TinyMLP)
         own = adamw(model, weight_decay=0.0, eps=1e-8) if name == "object" else None
         json = json_of(stage, **{kind: section}, **given[name])
         engine = served().initialize(model=model, config=json, optimizer=own)[0]
-        for index in range(20):
+        for index in range(12):
             engine.backward(loss_of(engine(batch(index).to(LOW[kind]))) * 0.01)
             engine.step()
         pairs = zip(masters(engine), start.values(), strict=True)
