@@ -5,7 +5,9 @@ A change of the source that renames an attribute edits this file and no other. S
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -138,3 +140,17 @@ def say_that_optimizers_can_be_fused_on(device: str) -> None:
     from onefold.runtime import stepper
 
     stepper.FUSED_ON = frozenset((device,))
+
+
+@contextlib.contextmanager
+def init_divides_above(nbytes: int) -> Iterator[None]:
+    """`zero.Init` divides a model's parameters once so many bytes of them are whole, 64 MiB
+    otherwise.
+    """
+    from onefold.integrations.deepspeed.names import init
+
+    before, init.LIMIT = init.LIMIT, nbytes
+    try:
+        yield
+    finally:
+        init.LIMIT = before

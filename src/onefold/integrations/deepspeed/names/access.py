@@ -174,7 +174,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     if held is None:
         raise _no_state("safe_set_full_optimizer_state", optim_state_key)
     mine = value.reshape(-1) if spec is None else slice_of(value, spec)
-    _write("safe_set_full_optimizer_state", held, mine)
+    _write_state("safe_set_full_optimizer_state", param, optim_state_key, held, mine)
 
 
 def safe_update_full_grad_vectorized(
@@ -245,7 +245,7 @@ def safe_set_local_optimizer_state(
         return
     if held is None:
         raise _no_state("safe_set_local_optimizer_state", optim_state_key)
-    _write("safe_set_local_optimizer_state", held, value)
+    _write_state("safe_set_local_optimizer_state", param, optim_state_key, held, value)
 
 
 # -- this rank's elements --------------------------------------------------------------------------
@@ -265,13 +265,21 @@ def _state_of(param: nn.Parameter, key: str) -> Tensor | OnDisk | None:
     entry = entry_of(param)
     engine = entry.engine() if entry is not None else None
     if entry is None or engine is None:
-        return None
+        plain = _plain_state(param, key)
+        return None if plain is None else plain.detach().reshape(-1)
     with disable_torch_function():
         for optimizer in _optimizers_of(engine, entry.param):
             state = optimizer.state.get(entry.param)
             if state is not None and isinstance(state.get(key), Tensor):
                 return OptimizerParts(optimizer).place(entry, key, *entry.owned())
     return None
+
+
+def _plain_state(param: nn.Parameter, key: str) -> Tensor | None:
+    """Return the state of a parameter that is whole, as on one process in fp32, in its shape."""
+    known = [o for refs in list(_known.values()) for ref in refs if (o := ref()) is not None]
+    states = [optimizer.state[param] for optimizer in known if param in optimizer.state]
+    return next((s[key] for s in states if isinstance(s.get(key), Tensor)), None)
 
 
 def _has_none_of(param: nn.Parameter) -> bool:
@@ -333,6 +341,18 @@ def _write(call: str, held: Tensor | OnDisk, value: Tensor) -> None:
     mine = _fitting(call, value, held.numel())
     with torch.no_grad(), disable_torch_function():
         put(held, mine)
+
+
+def _write_state(
+    call: str, param: nn.Parameter, key: str, held: Tensor | OnDisk, value: Tensor
+) -> None:
+    plain = _plain_state(param, key) if spec_of(param) is None else None
+    if plain is None:
+        _write(call, held, value)
+        return
+    with torch.no_grad():
+        # Not by `held`, which is a copy of a state that is not contiguous
+        plain.copy_(_fitting(call, value, plain.numel()).view(plain.shape))
 
 
 def _write_masters(call: str, param: nn.Parameter, entry: Entry, value: Tensor) -> None:

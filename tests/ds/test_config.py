@@ -1,0 +1,595 @@
+"""A DeepSpeed configuration as people write it: which recipe it is, what becomes of each key, and
+what is refused with which words. One table each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import onefold
+from ds.engines import adam, json_of, made, served
+from on_ranks import on_ranks
+from onefold.cli.app import app
+from onefold.integrations.deepspeed import recipe_from
+from reference import built
+from zoo import TinyMLP
+
+CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/nvme"}
+
+
+def zero(stage: int = 3, **keys: Any) -> dict[str, Any]:
+    """A configuration with these keys of "zero_optimization"; `aio` goes beside it."""
+    aio = {"aio": keys.pop("aio")} if "aio" in keys else {}
+    return {"zero_optimization": {"stage": stage, **keys}, **aio, "gradient_clipping": 1.0}
+
+
+# -- recipes ---------------------------------------------------------------------------------------
+
+#: The keys of ZeRO++.
+QUANTIZED = {
+    "zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True,
+    "zero_quantized_nontrainable_weights": True,
+}  # fmt: skip
+#: (a configuration, the arguments of `Recipe.zero` that it stands for; the stage is 3 without one)
+RECIPES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"stage": 0}),
+    ({"zero_optimization": True}, {"stage": 1}),
+    ({"zero_optimization.stage": 2.0, "zero_optimization": {"reduce_bucket_size": 5e8, "prefetch_bucket_size": 0},
+      "bfloat16": {"enabled": True}, "fp16.enabled": False, "communication_data_type": "FP32",
+      "data_types": {"grad_accum_dtype": "fp32"}},
+     {"stage": 2, "precision": "bf16", "prefetch": 0, "wire": "fp32", "accumulate_dtype": "fp32"}),
+    ({**zero(2, overlap_comm=False), "fp16": {"enabled": True}}, {"stage": 2, "precision": "fp16", "overlap": False}),
+    ({**zero(1), "fp16": {"enabled": True, "auto_cast": False}}, {"stage": 1, "precision": "fp16", "cast_inputs": False}),
+    ({"bf16": {"enabled": True}, "data_types": {"param_dtype": "bf16"}}, {"stage": 0, "precision": "bf16"}),
+    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "optimizer": adam()},
+     {"stage": 0, "precision": "bf16", "master_dtype": "bf16", "moments": "fp32"}),
+    (zero(offload_optimizer=CPU), {"offload_optimizer": "cpu"}),
+    (zero(0, offload_optimizer=CPU), {"stage": 0, "offload_optimizer": "cpu"}),
+    (zero(offload_optimizer={"device": "CPU", "ratio": 0.3}), {"offload_optimizer": "cpu:0.3"}),
+    (zero(offload_optimizer={**CPU, "ratio": 1}), {"offload_optimizer": "cpu"}),
+    (zero(offload_optimizer={**NVME, "ratio": 0.5}), {"offload_optimizer": "nvme:0.5", "nvme": ["/nvme"]}),
+    (zero(offload_optimizer=CPU, offload_param=CPU), {"offload_optimizer": "cpu", "offload_param": "cpu"}),
+    (zero(offload_optimizer=NVME, offload_param=CPU), {"offload_optimizer": "nvme", "offload_param": "cpu", "nvme": ["/nvme"]}),
+    (zero(offload_optimizer=NVME, offload_param={"device": "nvme", "nvme_path": "/other"}),
+     {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme": ["/nvme", "/other"]}),
+    (zero(offload_optimizer=NVME, offload_param={"device": "nvme"}),
+     {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme": ["/nvme"]}),
+    (zero(cpu_offload=True, cpu_offload_param=True), {"offload_optimizer": "cpu", "offload_param": "cpu"}),
+    (zero(cpu_offload=True, offload_optimizer={**CPU, "ratio": 0.5}), {"offload_optimizer": "cpu:0.5"}),
+    (zero(cpu_offload=False, offload_optimizer=CPU), {"offload_optimizer": "cpu"}),
+    (zero(offload_optimizer={"device": "none", "pin_memory": True}, offload_param={}), {}),
+    (zero(offload_param=None), {}),
+    (zero(offload_optimizer={**CPU, "ratio": 0}), {}),
+    (zero(2, offload_optimizer=CPU, offload_param=CPU), {"stage": 2, "offload_optimizer": "cpu"}),
+    (zero(offload_optimizer=NVME, sub_group_size=8_388_608), {"offload_optimizer": "nvme", "nvme": ["/nvme"], "chunk": 8_388_608}),
+    (zero(offload_optimizer=NVME, sub_group_size=10_000_000), {"offload_optimizer": "nvme", "nvme": ["/nvme"], "chunk": 9_998_336}),
+    (zero(offload_optimizer=NVME, sub_group_size=0), {"offload_optimizer": "nvme", "nvme": ["/nvme"], "chunk": 65_536}),
+    (zero(offload_optimizer=NVME, sub_group_size=math.inf), {"offload_optimizer": "nvme", "nvme": ["/nvme"]}),
+    *((zero(offload_optimizer=NVME, aio=aio), {"offload_optimizer": "nvme", "nvme": ["/nvme"], "nvme_threads": threads})
+      for aio, threads in (({"queue_depth": 4, "use_gds": False}, 4), ({"intra_op_parallelism": 2}, 16),
+                           ({"queue_depth": 6, "thread_count": 4}, 24), ({"queue_depth": 32, "intra_op_parallelism": 8}, 64))),
+    (zero(offload_optimizer=NVME, aio={"block_size": 1048576}), {"offload_optimizer": "nvme", "nvme": ["/nvme"]}),
+    (zero(**QUANTIZED), {"second_copy": True, "group": 2, "gather_codec": "int8", "reduce_codec": "int4", "frozen": "int8"}),
+    (zero(zero_quantized_weights=True), {"gather_codec": "int8"}),
+    (zero(2, **QUANTIZED), {"stage": 2}),
+    # Keys of capabilities that are not built, which ask for nothing
+    ({**zero(1, zero_hpz_partition_size=1, zero_quantized_gradients=False, cpu_offload=False, mics_shard_size=-1),
+      "amp": {"enabled": False}, "sparse_gradients": False, "elasticity": None, "torch_autocast": {"enabled": False, "dtype": "int8"},
+      "msamp": {"enabled": 0}, "tensor_parallel": {"autotp_size": 1}, "inference": {"tensor_parallel": {"tp_size": 1}}},
+     {"stage": 1}),
+    # 0 and 1 are booleans
+    ({**zero(2, overlap_comm=0, cpu_offload=1), "bf16": {"enabled": 1}},
+     {"stage": 2, "overlap": False, "offload_optimizer": "cpu", "precision": "bf16"}),
+]  # fmt: skip
+
+
+def test_a_configuration_is_the_recipe_that_it_stands_for() -> None:
+    for config, arguments in RECIPES:
+        kept = repr(config)
+        assert recipe_from(config) == onefold.Recipe.zero(**{"stage": 3, **arguments}), config
+        assert repr(config) == kept, "the caller's dict is left alone"
+
+
+def test_a_configuration_may_be_a_dict_a_path_base64_or_hjson(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 2, "overlap_comm": False}, "fp16": {"enabled": True}}
+    path, hjson = tmp_path / "ds_config.json", tmp_path / "ds.hjson"
+    path.write_text(json.dumps(config))
+    hjson.write_text(
+        "# mine\nzero_optimization: {stage: 2, overlap_comm: false}\nfp16: {enabled: true}\n"
+    )
+    encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    expected = onefold.Recipe.zero(2, precision="fp16", overlap=False)
+    for given in (config, path, str(path), encoded, str(hjson)):
+        assert recipe_from(given) == expected, given
+
+
+# -- what becomes of each key ----------------------------------------------------------------------
+
+
+def explained(config: Mapping[str, Any] | str, folder: Path) -> dict[str, Any]:
+    """What `onefold config explain --json` tells: {"keys": [...], "refusal": ..., "remarks": ...}."""
+    file = folder / "ds.json"
+    file.write_text(config if isinstance(config, str) else json.dumps(config))
+    found: dict[str, Any] = json.loads(
+        CliRunner().invoke(app, ["config", "explain", str(file), "--json"]).output
+    )
+    return found
+
+
+HUGGING_FACE = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+    "zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "none", "pin_memory": True}, "overlap_comm": True,
+        "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto", "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True, "ignore_unused_parameters": False,
+    },
+    "gradient_clipping": "auto", "steps_per_print": math.inf, "train_batch_size": "auto", "wall_clock_breakdown": False,
+}  # fmt: skip
+#: Every key of the sections that offload.
+OFFLOADING: dict[str, Any] = {
+    "zero_optimization": {
+        "stage": 3, "sub_group_size": 1e8,
+        "offload_optimizer": {**NVME, "pin_memory": True, "buffer_count": 4, "fast_init": False, "ratio": 0.5, "pipeline_read": True,
+                              "pipeline_write": True, "super_offload": False, "cpuadam_cores_perc": 0.8},
+        "offload_param": {**NVME, "pin_memory": True, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9},
+    },
+    "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True, "use_gds": False},
+    "gradient_clipping": 1.0,
+}  # fmt: skip
+#: (configuration, {outcome: the last parts of the paths that have it}): "served" is not compared.
+OUTCOMES: list[tuple[dict[str, Any], dict[str, str]]] = [
+    (HUGGING_FACE, {
+        "inert": "pin_memory contiguous_gradients sub_group_size stage3_max_live_parameters stage3_max_reuse_distance"
+                 " stage3_gather_16bit_weights_on_model_save ignore_unused_parameters",
+        "auto": "enabled lr betas reduce_bucket_size stage3_prefetch_bucket_size gradient_clipping train_batch_size"}),
+    (OFFLOADING, {
+        "inert": "pin_memory buffer_count fast_init pipeline_read pipeline_write super_offload cpuadam_cores_perc"
+                 " buffer_size max_in_cpu block_size single_submit overlap_events use_gds"}),
+    (zero(offload_optimizer={**CPU, "nvme_path": "/nvme"}, sub_group_size=1e8, aio={"queue_depth": 16}),
+     {"inert": "nvme_path sub_group_size queue_depth"}),
+    (zero(2, offload_optimizer=CPU, offload_param={**CPU, "pin_memory": True}), {"inert": "device pin_memory"}),
+    (zero(2, **QUANTIZED), {"inert": " ".join(QUANTIZED)}),
+    ({"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, "fp16": {"fp16_master_weights_and_grads": True}},
+     {"inert": "bf16_master_weights_and_grads bf16_optimizer_states fp16_master_weights_and_grads"}),
+    ({"optimizer": {"type": "Adam", "params": {"set_grad_none": True, "fp32_optimizer_states": True}}}, {"inert": "set_grad_none"}),
+    ({"my_project": {"x": 1}, "comment": "c", "_stage": 1, "zero_optimization": {"speed": 9}},
+     {"unknown": "my_project comment _stage speed"}),
+    ({"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": "auto"}}, {"auto": "keep_in_fp32_modules"}),
+    ({"checkpoint": {"tag_validation": "FAIL", "parallel_write": {}}}, {"inert": "parallel_write"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "expected"), OUTCOMES)
+def test_every_key_is_served_or_listed_with_its_reason(
+    config: dict[str, Any], expected: dict[str, str], tmp_path: Path
+) -> None:
+    found = explained(config, tmp_path)
+    assert found["refusal"] is None
+    outcomes: dict[str, set[str]] = {}
+    for key in found["keys"]:
+        outcomes.setdefault(key["outcome"], set()).add(key["path"].rpartition(".")[2])
+        assert key["outcome"] != "inert" or len(key["why"]) > 20, key
+    outcomes.pop("served", None)
+    assert outcomes == {outcome: set(names.split()) for outcome, names in expected.items()}
+
+
+#: (configuration, a sentence about it among the notes of its recipe; "" if there is none)
+NOTES: list[tuple[dict[str, Any], str]] = [
+    ({}, "gradient_clipping is not set: gradients are clipped to norm 1.0, as in DeepSpeed 0.19.8"),
+    ({"gradient_clipping": 0}, ""),
+    (zero(3, offload_optimizer=CPU), ""),
+    (HUGGING_FACE | {"gradient_clipping": 1.0}, "stage3_max_live_parameters"),
+    ({"optimizer": {"type": "Adam"}, "gradient_clipping": 1.0}, "not part of a recipe: optimizer, gradient_clipping;"),
+    ({"my_project": 1, "gradient_clipping": 0}, "unknown, without effect: my_project"),
+    (zero(offload_optimizer=NVME, sub_group_size=10_000_000), "sub_group_size=10000000 becomes 9998336"),
+    (zero(offload_optimizer=NVME, aio={"queue_depth": 32, "thread_count": 8}), "64 are made"),
+    (zero(offload_optimizer=NVME, offload_param={"device": "nvme", "nvme_path": "/other"}), "striped over /nvme and /other"),
+    (zero(1, offload_optimizer=NVME), "keeps them on the host at stage 1"),
+    (zero(2, offload_optimizer=NVME), "keeps them on the host at stage 2"),
+    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "so they are bf16 too"),
+]  # fmt: skip
+
+
+def test_a_recipe_says_what_of_the_configuration_has_no_effect() -> None:
+    for config, words in NOTES:
+        notes = [
+            note
+            for note in recipe_from(config).notes
+            if "not part of a recipe: gradient_clipping" not in note
+        ]
+        assert any(words in note for note in notes) if words else not notes, (config, notes)
+
+
+# -- refused ---------------------------------------------------------------------------------------
+
+#: (configuration, words of the sentence). NotImplementedError behind those whose words end in "!".
+REFUSED: list[tuple[Any, str]] = [
+    # misspelt or misplaced
+    ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge: .*did you mean 'stage'"),
+    ({"gradient_acumulation_steps": 2}, "did you mean 'gradient_accumulation_steps'"),
+    ({"train_micro_batch_size": 2}, "did you mean 'train_micro_batch_size_per_gpu'"),
+    ({"BF16": {"enabled": True}}, "did you mean 'bf16'"),
+    ({"overlap_comm": True}, 'overlap_comm: this key belongs inside "zero_optimization"'),
+    ({"zero_optimization": {"gradient_clipping": 1.0}}, "belongs at the top level"),
+    ({"fp16": {"enabeld": True}}, "did you mean 'enabled'"),
+    ({"optimizer": {"type": "AdmW"}}, "did you mean 'AdamW'"),
+    ({"optimizer": adam(weigth_decay=0.1)}, "did you mean 'weight_decay'"),
+    ({"scheduler": {"type": "WarmUpDecayLr", "params": {}}}, "did you mean 'WarmupDecayLR'"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}, "did you mean 'warmup_num_steps'"),
+    (zero(offload_optimizer={"devise": "cpu"}), "did you mean 'device'"),
+    (zero(offload_optimizer={"device": "none", "pin_memry": True}), "did you mean 'pin_memory'"),
+    (zero(aio={"queue_dept": 16}), "did you mean 'queue_depth'"),
+    (zero(offload_optimizer={"max_in_cpu": 1}), 'belongs inside "zero_optimization.offload_param"'),
+    (zero(offload_param={"block_size": 1}), 'belongs inside "aio"'),
+    (zero(nvme_path="/nvme"), 'belongs inside "zero_optimization.offload_optimizer"'),
+    # wrong values
+    (zero(4), "zero_optimization.stage=4: expected a whole number from 0 to 3"),
+    ({"zero_optimization": {"stage": "2"}}, "expected a whole number from 0 to 3; write 2 without quotes"),
+    ({"zero_optimization": {"stage": True}}, "stage=True: expected a whole number"),
+    ({"zero_optimization": {"stage": 1.5}}, "did you mean 2"),
+    ({"zero_optimization": 2}, "zero_optimization=2: expected an object"),
+    (zero(overlap_comm="true"), "expected true or false; write true without quotes"),
+    ({"bf16": {"enabled": 2}}, r"bf16\.enabled=2: expected true or false"),
+    (zero(reduce_bucket_size=0), "expected a whole number above 0"),
+    ({"train_batch_size": 1.5}, "did you mean 2"),
+    ({"gradient_clipping": -1}, "gradient_clipping=-1: expected a number, 0 or more"),
+    ({"gradient_clipping": math.inf}, "gradient_clipping=inf"),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "set the other to false"),
+    ({"fp16": {"loss_scale": math.nan}}, "fp16.loss_scale=nan"),
+    ({"communication_data_type": "int8"}, "expected one of 'fp32', 'bf16', 'fp16'"),
+    ({"checkpoint": {"tag_validation": "foo"}}, r"checkpoint\.tag_validation='foo': expected one of"),
+    ({"zero_optimization.stage": 2, "zero_optimization": {"stage": 1}}, "given twice"),
+    ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "set twice"),
+    ({"fp16.enabled": True, "fp16": 3}, "not an object that could hold"),
+    ({"data_types": {"keep_in_fp32_modules": "scale"}}, "expected a list of names"),
+    ({"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}}, "contradicts bf16.enabled"),
+    ({"data_types": {"param_dtype": "bf16"}}, "contradicts neither fp16 nor bf16"),
+    ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype is not set"),
+    ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, "dtype='int8': there is no such dtype"),
+    ({"torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": "torch.nn.Linear"}},
+     "a list of full class names"),
+    # optimizers and schedules
+    ({"optimizer": {"params": {}}}, "optimizer has no 'type'"),
+    ({"optimizer": adam(max_grad_norm=1.0)}, "gradient_clipping"),
+    ({"optimizer": adam(betas=[0.9, "x"])}, r"betas\[1\]='x'"),
+    ({"optimizer": {"type": "Lamb", "params": {}}}, "not part of torch: build it yourself"),
+    ({"optimizer": {"type": "MuAdam", "params": {}}}, "pass it to initialize"),
+    ({"optimizer": {"type": "LBFGS", "params": {}}}, "looks at all parameters"),
+    ({"optimizer": adam(fp32_optimizer_states=False)}, "fp32_optimizer_states=false!"),
+    ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}, "total_num_steps is not set"),
+    # tiers
+    (zero(offload_optimizer={"device": "nvme"}), 'device="nvme" has no folder.*"nvme_path"'),
+    (zero(offload_optimizer={"device": "disk"}), "expected one of 'none', 'cpu', 'nvme'"),
+    (zero(offload_optimizer={**CPU, "ratio": 1.5}), "ratio=1.5: expected a number from 0 to 1"),
+    (zero(offload_optimizer=True), "offload_optimizer=True: expected an object"),
+    (zero(offload_param={"pin_memory": 2}), "expected true or false"),
+    (zero(offload_optimizer=CPU, offload_param=NVME), "three times as many bytes.*offload_optimizer.device too"),
+    (zero(cpu_offload=True, offload_optimizer=NVME), "cpu_offload=true means .*'nvme': remove cpu_offload"),
+    (zero(cpu_offload_param=True, offload_param={"device": "none"}), "remove cpu_offload_param"),
+    (zero(aio={"queue_depth": 0}), "aio.queue_depth=0: expected a whole number, 1 or more"),
+    (zero(aio={"single_submit": "false"}), "write false without quotes"),
+    (zero(aio={"thread_count": 1, "intra_op_parallelism": 1}), "set twice"),
+    (zero(aio=3), "aio=3: expected an object"),
+    (zero(offload_optimizer=NVME, aio={"use_gds": True}), "aio.use_gds=True.*passes through host memory!"),
+    # ZeRO++, for four ranks
+    (zero(zero_hpz_partition_size=3), r"zero_hpz_partition_size=3 does not divide 4 ranks: choose 1, 2, 4\."),
+    (zero(zero_hpz_partition_size=math.inf), "zero_hpz_partition_size=inf: expected a whole number"),
+    ({**zero(zero_quantized_gradients=True), "data_types": {"grad_accum_dtype": "bf16"}}, "leave grad_accum_dtype out"),
+    (zero(zero_quantized_nontrainable_weights=True, offload_optimizer=CPU, offload_param=CPU), "leave one of them out"),
+    # batch sizes that do not fit, for four ranks
+    *(({"train_batch_size": train, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps},
+       r"x gradient_accumulation_steps x 4 ranks")
+      for train, micro, steps in ((33, 4, 2), (33, 4, None), (33, None, 2), (2, None, None), (2, 4, None))),
+    # capabilities that are not built
+    (zero(zenflow={"topk_ratio": 0.1}), "trains differently!"),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel!"),
+    ({"inference": {"tensor_parallel": {"tp_size": 2}}}, "inference!"),
+    ({"msamp": {"enabled": True}}, "msamp!"),
+    ({"data_efficiency": {"enabled": 1}}, "data_efficiency!"),
+    ({"amp": {"enabled": True, "opt_level": "O1"}}, "removed!"),
+    (3, "expected a dict or the path"),
+]  # fmt: skip
+
+
+def test_what_cannot_be_is_refused_in_the_words_of_the_file() -> None:
+    for config, words in REFUSED:
+        given = (
+            {k: v for k, v in config.items() if v is not None}
+            if isinstance(config, dict)
+            else config
+        )
+        error = NotImplementedError if words.endswith("!") else ValueError
+        with pytest.raises(error, match=f"(?s){words.rstrip('!')}"):
+            recipe_from(given, 4)
+            pytest.fail(f"{config} passes")
+
+
+#: (text of a file, words of the sentence)
+TEXTS = [
+    ('{\n  "fp16": {"enabled": true},\n', "not JSON.*line 3.*Nor is it Hjson.*line 3"),
+    ('{"fp16": {}, "fp16": {}}', "'fp16' twice"),
+    ("train_batch_size: 4\ntrain_batch_size: 8\n", "'train_batch_size' twice in one object"),
+    ("[1]", "holds a list"),
+    ('{"a": 1', "expected '}', and the text ends in line 1, column 8"),
+    ("{a 1}", "expected a colon behind 'a' in line 1, column 4"),
+    ('{"a: 1}', "a text in quotes has no end in its line in line 1, column 2"),
+    ("a: 1\n{} x", "expected the name of a key in line 2, column 1"),
+    ("{} x", "there is more behind the end of the object in line 1, column 4"),
+    ("a:\n/* x", "a comment /\\* has no end in line 2, column 1"),
+    ("a: ''' x", "a text in three quotes has no end in line 1, column 4"),
+    ("{a: }", "expected a value in line 1, column 5"),
+]
+
+
+def test_a_file_that_is_neither_json_nor_hjson_says_where(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    with pytest.raises(FileNotFoundError, match="there is no DeepSpeed configuration at"):
+        recipe_from(str(file))
+    for text, words in TEXTS:
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"(?s){words}"):
+            recipe_from(str(file))
+            pytest.fail(f"{text!r} passes")
+
+
+AS_WRITTEN = """
+# a comment
+train_batch_size: 32     // another
+zero_optimization: {
+    stage: 3,            /* and
+                            one of two lines */
+    overlap_comm: true
+    offload_optimizer: {"device": "cpu"}
+}
+optimizer:
+{
+    type: AdamW
+    params: {lr: 1e-3, betas: [0.9, 0.95,], eps: 0.00000001}
+}
+'a key': "it's", wall_clock_breakdown: false
+text: words, that # go on to the end of the line
+empty: null
+block:
+    '''
+    first
+      second
+    '''
+"""
+
+
+def test_hjson_is_read_with_comments_without_quotes_and_without_commas(tmp_path: Path) -> None:
+    values = {key["path"]: key["value"] for key in explained(AS_WRITTEN, tmp_path)["keys"]}
+    assert values == {
+        "train_batch_size": 32, "zero_optimization.stage": 3, "zero_optimization.overlap_comm": True,
+        "zero_optimization.offload_optimizer.device": "cpu", "optimizer.type": "AdamW",
+        "optimizer.params.lr": 1e-3, "optimizer.params.betas": [0.9, 0.95], "optimizer.params.eps": 1e-8,
+        "a key": "it's", "wall_clock_breakdown": False, "text": "words, that # go on to the end of the line",
+        "empty": None, "block": "first\n  second",
+    }  # fmt: skip
+
+
+# -- initialize ------------------------------------------------------------------------------------
+
+AUTO = {
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": 0.0}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+}  # fmt: skip
+
+
+def test_auto_is_refused_at_once_with_what_to_give_in_place_of_it() -> None:
+    """Every value that Hugging Face's Trainer would fill in is named, and those that only tune are
+    not.
+    """
+    with pytest.raises(ValueError, match="the Hugging Face Trainer does that") as told:
+        onefold.initialize(model=built(TinyMLP), config=AUTO)
+    for words in (
+        '"optimizer.params.lr": the learning rate, such as 5e-5', '"gradient_clipping"', '"bf16.enabled": true or false',
+        '"train_micro_batch_size_per_gpu": samples', '"scheduler.params.warmup_num_steps"', '"optimizer.params.betas"',
+    ):  # fmt: skip
+        assert words in str(told.value), words
+    assert "bucket_size" not in str(told.value) and "weight_decay" not in str(told.value)
+    with pytest.raises(ValueError, match=r'"bf16\.enabled": true or false.*$') as told:
+        recipe_from(AUTO)
+    assert "optimizer.params.lr" not in str(told.value), "that is no part of a recipe"
+    # What something else decides is no question
+    settled = {
+        **AUTO,
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0,
+        "bf16": {"enabled": True},
+    }
+    optimizer = torch.optim.SGD((model := built(TinyMLP)).parameters(), lr=0.1)
+    constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    engine, *_ = onefold.initialize(
+        model=model, config=settled, optimizer=optimizer, lr_scheduler=constant
+    )
+    assert engine.train_micro_batch_size_per_gpu() == 4
+    assert recipe_from(settled) == onefold.Recipe.zero(1, precision="bf16")
+
+
+FOUR = {"train_batch_size": 4}
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"model": None, "config": {}}, "no model"),
+    ({}, "no configuration"),
+    ({"config": {}, "config_params": {}}, "more than once, by config and config_params"),
+    ({"config": {"gradient_accumulation_steps": 2}}, "no batch size"),
+    ({"config": FOUR, "optimizer": 3}, "expected a torch optimizer"),
+    ({"config": FOUR, "model_parameters": [nn.Parameter(torch.zeros(2))]}, "not one of the model"),
+    ({"config": {**FOUR, "scheduler": {"type": "WarmupLR"}}}, "no optimizer"),
+    ({"config": FOUR}, r"initialize was given none\. Write one, as in .*AdamW.* call model\.eval\(\)"),
+    ({"config": FOUR, "dist_init_required": True}, "start with torchrun"),
+    ({"config": {**FOUR, "optimizer": adam()}, "model": nn.Linear(2, 2).requires_grad_(False)},
+     "no parameter of the model requires a gradient"),
+]  # fmt: skip
+
+
+def test_arguments_that_cannot_be_raise(tmp_path: Path) -> None:
+    for arguments, words in ARGUMENTS:
+        with pytest.raises(ValueError, match=words):
+            onefold.initialize(**{"model": built(TinyMLP), **arguments})
+    gone = json_of(
+        3, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "absent")}}
+    )
+    model = built(TinyMLP)
+    with pytest.raises(Exception, match="absent"):
+        onefold.initialize(model=model, config=gone)
+    assert type(model.enter.weight) is nn.Parameter, "nothing was sharded"
+
+
+@on_ranks(1)
+def test_the_served_initialize_raises_deepspeeds_errors_and_leaves_open_what_libraries_fill_in(
+    folder: Path,
+) -> None:
+    ds = served()
+    with pytest.raises(AssertionError, match="was given no model"):
+        ds.initialize(config=json_of(1))
+    with pytest.raises(ds.DeepSpeedConfigError, match="did you mean 'zero_optimization'"):
+        ds.initialize(model=built(TinyMLP), config=json_of(1, zero_optimisation={"stage": 1}))
+    file = folder / "ds.json"
+    file.write_text(json.dumps(json_of(1)))
+    args = argparse.Namespace(deepscale_config=str(file), local_rank=0)  # the first releases' name
+    assert ds.initialize(args=args, model=built(TinyMLP))[0].zero_optimization_stage() == 1
+    given = {**AUTO, "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"},
+             "zero_optimization.stage3_prefetch_bucket_size": 3686.4, "zero_optimization.reduce_bucket_size": 4096}  # fmt: skip
+    kept = repr(given)
+    engine, *others = ds.initialize(model=built(TinyMLP), config=given)
+    assert others == [None, None, None] and engine.module.training, "a reference model"
+    assert repr(given) == kept and engine.config["zero_optimization"]["stage"] == 3
+    assert engine.zero_gather_16bit_weights_on_model_save()
+    model = built(TinyMLP)
+    with pytest.raises(ValueError, match=r"optimizer\.params\.lr"):
+        ds.initialize(model=model, model_parameters=model.parameters(), config=given)
+
+
+#: (type, params, class of torch, some of its defaults)
+OPTIMIZERS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("Adam", {}, "AdamW", {"weight_decay": 0.0, "fused": True}),
+    ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, "Adam", {"weight_decay": 0.1, "fused": True}),
+    ("AdamW", {"adam_w_mode": False}, "AdamW", {"weight_decay": 0.0, "fused": True}),
+    ("AdamW", {"torch_adam": True, "lr": 1e-3}, "AdamW", {"lr": 1e-3, "foreach": None}),
+    ("AdamW", {"foreach": True}, "AdamW", {"foreach": True, "weight_decay": 0.0}),
+    ("Adam", {"betas": [0.9, 0.95], "bias_correction": True}, "AdamW", {"betas": (0.9, 0.95)}),
+    ("SGD", {"lr": 1, "momentum": 0.9}, "SGD", {"lr": 1.0, "momentum": 0.9}),
+    ("adagrad", {"lr": 0.1}, "Adagrad", {"lr": 0.1}),
+    ("adafactor", {"lr": 1e-2, "eps": [1e-6, 1e-3]}, "Adafactor", {"eps": (1e-6, 1e-3)}),
+    ("Lion", {"lr": 0.01}, "Lion", {"lr": 0.01}),
+]  # fmt: skip
+
+
+@on_ranks(1)
+def test_an_optimizer_by_name_is_torchs_with_deepspeeds_defaults() -> None:
+    for kind, params, name, expected in OPTIMIZERS:
+        engine = made(1, optimizer={"type": kind, "params": params})
+        assert type(engine.optimizer).__name__ == name and engine.optimizer_name() == kind.lower()
+        assert {key: engine.optimizer.defaults[key] for key in expected} == expected
+
+
+@on_ranks(1)
+def test_loss_scaling_has_deepspeeds_defaults() -> None:
+    for given, scale, delay, window, least in (
+        ({}, 2.0**16, 2, 1000, 1.0),
+        (
+            {
+                "initial_scale_power": 8,
+                "hysteresis": 1,
+                "min_loss_scale": 4,
+                "loss_scale_window": 5,
+            },
+            2.0**8,
+            1,
+            5,
+            4.0,
+        ),
+    ):
+        scaler = made(1, fp16={"enabled": True, **given}).loss_scaler
+        found = (scaler.cur_scale, scaler.delayed_shift, scaler.scale_window, scaler.min_scale)
+        assert found == (scale, delay, window, least)
+    assert made(1, fp16={"enabled": True, "loss_scale": 128}).cur_scale == 128
+    assert made(1, fp16={"enabled": False, "loss_scale": 128}).cur_scale == 1
+
+
+# -- as objects ------------------------------------------------------------------------------------
+
+#: ((batch size, micro-batch, accumulation), what they become on two ranks or the words of the error)
+BATCHES: list[tuple[tuple[int | None, ...], Any]] = [
+    ((32, 16, 1), (32, 16, 1)),
+    ((32, 8, None), (32, 8, 2)),
+    ((32, None, 2), (32, 8, 2)),
+    ((None, 8, 2), (32, 8, 2)),
+    ((32, None, None), (32, 16, 1)),
+    ((None, 16, None), (32, 16, 1)),
+    ((33, 17, 2), "train_batch_size=33, but 17 x 2 x 2 = 68"),
+    ((33, None, 2), "train_batch_size=33 is not divisible by 2 micro-batches"),
+    ((32, 18, None), "train_batch_size=32 does not divide into micro-batches of 18"),
+    ((None, None, 2), "the configuration has no batch size"),
+]  # fmt: skip
+
+
+@on_ranks(2)
+def test_batch_sizes_follow_from_each_other() -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for given, expected in BATCHES:
+        config = {
+            name: value for name, value in zip(names, given, strict=True) if value is not None
+        }
+        if isinstance(expected, str):
+            with pytest.raises(AssertionError, match=re.escape(expected)):
+                served().DeepSpeedConfig(config)
+            continue
+        read = served().DeepSpeedConfig(config)
+        assert tuple(getattr(read, name) for name in names) == expected
+        config["optimizer"] = adam()
+        engine = served().initialize(model=built(TinyMLP), config=config)[0]
+        assert engine.get_batch_info() == expected
+
+
+@on_ranks(1)
+def test_the_configuration_and_its_zero_section_as_objects() -> None:
+    ds = served()
+    read = ds.DeepSpeedConfig(json_of(2, bf16={"enabled": True}, optimizer=adam()))
+    assert read.zero_enabled and read.zero_optimization_stage == 2 and read.bfloat16_enabled
+    assert read.optimizer_name == "adamw" and read.optimizer_params == {"lr": 0.01}
+    assert read.scheduler_name is None and read.world_size == 1
+    assert read.checkpoint_tag_validation_enabled and not read.checkpoint_tag_validation_fail
+    with pytest.raises(AttributeError, match=r"DeepSpeedConfig\.elasticity_enabled is not served"):
+        _ = read.elasticity_enabled
+    read.train_batch_size, read.train_micro_batch_size_per_gpu = 7, 2
+    with pytest.raises(ds.DeepSpeedConfigError, match="train_batch_size=7"):
+        read._configure_train_batch_size()
+    kinds = ds.runtime.zero.config
+    section = kinds.DeepSpeedZeroConfig
+    plain = section()
+    assert plain.stage == 0 and plain.overlap_comm is False and plain.offload_param is None
+    assert plain.prefetch_bucket_size == plain.stage3_prefetch_bucket_size == 5 * 10**7
+    full = section(stage=3, stage3_max_reuse_distance=12, cpu_offload=1, offload_param={"device": "nvme"},
+                   stage3_gather_fp16_weights_on_model_save=True)  # fmt: skip
+    assert full.overlap_comm is True and full.max_reuse_distance == 12
+    assert full.gather_16bit_weights_on_model_save
+    assert isinstance(full.offload_optimizer, kinds.DeepSpeedZeroOffloadOptimizerConfig)
+    assert full.offload_param.device == ds.runtime.zero.offload_config.OffloadDeviceEnum.nvme
+    assert kinds.DeepSpeedZeroOffloadOptimizerConfig(pipeline_write=True).pipeline
+    for wrong, words in (
+        ({"reduce_bucket_size": 0}, "reduce_bucket_size=0"),
+        ({"overlap_com": True}, "did you mean 'overlap_comm'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            section(**wrong)

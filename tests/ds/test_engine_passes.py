@@ -1,0 +1,439 @@
+"""What an engine does to gradients, whoever runs the backward passes and whenever it reduces them,
+beside a plain model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import looks
+import onefold
+from ds.engines import (
+    HOST,
+    STAGES,
+    Make,
+    Plain,
+    apart,
+    batch,
+    loss_of,
+    made,
+    masters,
+    served,
+    some,
+    whole_gradients,
+)
+from on_ranks import on_ranks
+from reference import built
+from zoo import TinyGPT, TinyMLP, tokens_of
+
+UNMANAGED = {"managed_gradient_accumulation": False}
+
+
+def small_gpt() -> nn.Module:
+    return TinyGPT(vocabulary=11, width=8, depth=2, length=6)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Two steps of a script.
+
+    Attributes:
+        passes: one letter a micro-batch. b: `engine.backward(loss)`; o: the loss's own `backward`;
+            s: that of `engine.scale(loss)`; w: `engine.backward(loss, scale_wrt_gas=False)`.
+        loss: (model or engine, index of the micro-batch) -> loss.
+        after: done to the engine's module once it is made.
+        around: what the script has around the passes of a step, given the engine.
+        json: more of the configuration; "gradient_accumulation_steps" is the number of passes if
+            it is not here.
+        times: what the plain model's gradients are multiplied with.
+        near: how far gradients may be apart, as a share of the largest.
+    """
+
+    passes: str = "b"
+    loss: Callable[[Any, int], Tensor] = lambda model, i: loss_of(model(batch(i)))
+    make: Make = TinyMLP
+    frozen: bool = False
+    after: Callable[[nn.Module], Any] = lambda model: None
+    around: Callable[[Any], Any] = lambda engine: contextlib.nullcontext()
+    json: dict[str, Any] = field(default_factory=dict)
+    stages: tuple[int, ...] = STAGES
+    times: float = 1.0
+    near: float = 1e-5
+
+
+def with_hooks(model: Any) -> None:
+    model.leave.weight.register_hook(lambda g: g.clamp(-0.02, 0.02))
+    model.blocks[0].up.weight.register_hook(lambda g: 3 * g)
+
+
+def into_unsharded(model: Any) -> None:
+    with onefold.unsharded(model):
+        pass
+
+
+def half_loss(model: Any, i: int) -> Tensor:
+    return loss_of(model(batch(i).half()) if hasattr(model, "global_steps") else model(batch(i)))
+
+
+ONCE = {"gradient_accumulation_steps": 1}
+COALESCED = {
+    "passes": "bbb", "around": lambda e: e.coalesce_grad_reduction(), "times": 3.0, "stages": (1, 2, 3),
+}  # fmt: skip
+ROWS = {
+    "by the engine": Row("bbb"),
+    "by the loss": Row("ooo"),
+    "by the engine, then the loss": Row("bo"),
+    "by the loss, then the engine": Row("ob"),
+    "scaled, then by the engine": Row("sb"),
+    "all four": Row("bsow"),
+    "of the module": Row("oo", loss=lambda m, i: loss_of(getattr(m, "module", m)(batch(i)))),
+    "of a method": Row("o", loss=lambda m, i: m.logits(tokens_of(i, 2, 6, 11)).square().mean(),
+                       make=small_gpt),
+    "of a part": Row("oo", loss=lambda m, i: m.blocks[1](batch(i) @ torch.ones(7, 10)).mean()),
+    "without a forward pass": Row("o", loss=lambda m, i: m.leave.weight.square().sum() / (1 + i)),
+    "with hooks of the script": Row("bo", after=with_hooks, stages=(0, 1)),
+    "thawed later": Row("oo", frozen=True, after=lambda m: m.blocks.requires_grad_(True)),
+    "after onefold.unsharded": Row("oo", after=into_unsharded),
+    "summed over ranks": Row("bo", json={"gradient_allreduce_op": "sum"}, times=-1.0),
+    "summed, bf16": Row("b", json={"gradient_allreduce_op": "sum", "bf16": {"enabled": True}},
+                        loss=lambda m, i: loss_of(m(batch(i).to(next(m.parameters()).dtype))),
+                        times=-1.0, near=5e-2),
+    "sums in fp32": Row("bb", json={"data_types": {"grad_accum_dtype": "fp32"}}),
+    "clipped": Row("bb", json={"gradient_clipping": 0.05}),
+    "offloaded": Row("bo", json={"zero": HOST}, stages=(1, 2, 3)),
+    "one reduction": Row(json=ONCE, **COALESCED),
+    "one reduction, clipped": Row(json={**ONCE, "gradient_clipping": 0.05}, **COALESCED),
+    "one reduction, offloaded": Row(json={**ONCE, "zero": HOST}, **COALESCED),
+    "one reduction, fp16": Row(json={**ONCE, "fp16": {"enabled": True, "loss_scale": 8}},
+                               loss=half_loss, near=5e-3, **COALESCED),
+    "under no_sync": Row("bb", json=ONCE, around=lambda e: e.no_sync(), times=2.0, stages=(0, 1)),
+    "under onefold.no_sync": Row("oo", around=lambda e: onefold.no_sync(e.module), json=ONCE,
+                                 times=2.0, stages=(2, 3)),
+}  # fmt: skip
+
+
+def train_beside_a_plain_model(row: Row, stage: int) -> None:
+    ranks = torch.distributed.get_world_size()
+    count = len(row.passes)
+    model, plain = built(row.make), Plain(built(row.make))
+    if row.frozen:
+        model.blocks[0].requires_grad_(False)
+    engine = made(stage, model, **{"gradient_accumulation_steps": count, **row.json})
+    row.after(engine.module)
+    if row.after is with_hooks:
+        row.after(plain.model)
+    scale, clip = engine.cur_scale, row.json.get("gradient_clipping", 0.0)
+    for step in range(1 if row.frozen else 2):
+        with row.around(engine):
+            for at, letter in enumerate(row.passes):
+                loss = row.loss(engine, count * step + at)
+                if letter in "os":
+                    (engine.scale(loss) if letter == "s" else loss).backward()
+                else:
+                    engine.backward(loss, **({"scale_wrt_gas": False} if letter == "w" else {}))
+                theirs = row.loss(plain.model, count * step + at)
+                times = ranks if row.times < 0 else row.times
+                (theirs * times / (1 if letter == "w" else count)).backward()
+                if at + 1 < count and "gradient_accumulation_steps" not in row.json:
+                    assert not engine.is_gradient_accumulation_boundary()
+                    engine.step()
+        if row.around is Row.around:
+            mine = [grad / scale for grad in whole_gradients(engine)]
+            assert apart(mine, plain.gradients()) < row.near
+        engine.step()
+        assert engine.was_step_applied() and engine.global_steps == step + 1
+        norm = plain.step(clip)
+        assert norm > clip, "clipping acts"
+        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=row.near)
+    if not row.frozen:  # else the optimizer does not have what was thawed
+        assert apart(masters(engine), plain.weights()) < row.near
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ROWS)
+def test_gradients_are_those_of_a_plain_model(name: str, every: bool) -> None:
+    for stage in some(ROWS[name].stages, every, list(ROWS).index(name)):
+        train_beside_a_plain_model(ROWS[name], stage)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.stages == STAGES])
+def test_gradients_are_those_of_a_plain_model_on_one_rank(name: str) -> None:
+    """Parameters are plain there at some stages."""
+    for stage in (0, 3):
+        train_beside_a_plain_model(ROWS[name], stage)
+
+
+# -- when gradients are sent, and what is seen before ----------------------------------------------
+
+
+def reductions(engine: Any, ways: str, around: Any = contextlib.nullcontext) -> list[int]:
+    """Bytes of reductions that this rank has sent in each pass (behind an "s" it calls `step`), and
+    in the last step.
+    """
+
+    def total() -> int:
+        sent = looks.sent(engine.module)
+        return sum(n for move, n in sent.items() if move in ("reduce-scatter", "all-reduce"))
+
+    looks.watch(engine.module)
+    found = [0]
+    with around():
+        for at in range(len(ways)):
+            engine.backward(loss_of(engine(batch(at))))
+            found.append(total())
+            if ways[at] == "s":
+                engine.step()
+    engine.step()
+    found.append(total())
+    return [after - before for before, after in zip(found, found[1:], strict=False)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_reduced_when_the_configuration_says(stage: int) -> None:
+    first, second, last = reductions(made(stage, gradient_accumulation_steps=2), "sb")
+    assert last == 0 < second and first == (0 if stage < 2 else second)
+    one, two, last = reductions(made(stage, **UNMANAGED), "bb")
+    assert (one, two) == ((0, 0) if stage < 2 else (second, second))
+    assert last == (second if stage < 2 else 0)
+    if stage:
+        engine = made(stage)
+        found = reductions(engine, "bbbb", engine.coalesce_grad_reduction)
+        assert sum(found) == second, "one reduction for all passes"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_before_the_boundary_a_full_gradient_is_the_ranks_own(stage: int) -> None:
+    for json in ({"gradient_accumulation_steps": 4}, {}):
+        engine, plain = made(stage, **json), Plain()
+        with contextlib.nullcontext() if json else engine.no_sync():
+            loss_of(engine(batch(0))).backward()
+            (loss_of(plain.model(batch(0))) / (4 if json else 1)).backward()
+        assert apart(whole_gradients(engine), plain.own_gradients()) < 1e-5
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_management_every_step_applies_what_has_accumulated(stage: int) -> None:
+    """Steps of 3, 1 and 2 micro-batches under a configuration that says 2."""
+    zero = HOST if stage else None
+    engine, plain, index = (
+        made(stage, zero=zero, gradient_accumulation_steps=2, **UNMANAGED),
+        Plain(),
+        0,
+    )
+    for step, count in enumerate((3, 1, 2)):
+        for i in range(index, index + count):
+            assert not engine.is_gradient_accumulation_boundary()
+            loss = loss_of(engine(batch(i))) / count
+            if i % 2:
+                engine.backward(loss, scale_wrt_gas=False)
+            else:
+                (loss * 2).backward()  # divided by the 2 of the configuration
+            (loss_of(plain.model(batch(i))) / count).backward()
+        engine.step()
+        plain.step()
+        index += count
+        assert engine.was_step_applied() and engine.global_steps == step + 1
+        assert engine.global_samples == (24, 32, 48)[step]
+    assert apart(masters(engine), plain.weights()) < 1e-5
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_block_that_raised_leaves_its_gradients_to_the_next_reduction(stage: int) -> None:
+    engine, plain = made(stage), Plain()
+    engine.set_gradient_accumulation_boundary(False)
+    with pytest.raises(KeyError), engine.coalesce_grad_reduction():
+        engine.backward(loss_of(engine(batch(0))))
+        raise KeyError
+    assert engine.is_gradient_accumulation_boundary() is False
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(loss_of(engine(batch(1))))
+    engine.step()
+    for i in range(2):
+        loss_of(plain.model(batch(i))).backward()
+    plain.step()
+    assert apart(masters(engine), plain.weights()) < 1e-5
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("drops", ["a forward pass", "a backward pass"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_next_pass_drops_the_gradients_of_a_step_on_all_ranks(stage: int, drops: str) -> None:
+    """Also on a rank that owns no element of a parameter."""
+    engine = made(stage)
+    engine.backward(loss_of(engine(batch(0))))
+    engine.step()
+    assert all(p.grad is not None for p in engine.module.parameters())
+    used = ()
+    if drops == "a forward pass":
+        engine(batch(1))
+    else:
+        used = ("blocks.1.",)
+        loss_of(engine.module.blocks[1](batch(1) @ torch.ones(7, 10))).backward()
+    for name, p in engine.module.named_parameters():
+        expected = name.startswith(used) if used else False
+        shown = served().utils.safe_get_full_grad(p) is not None
+        assert (p.grad is not None) == shown == expected, name
+
+
+# -- several losses, engines and graphs ------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("stage", "by"), [(0, "the loss"), (1, "an engine"), (2, "the loss"), (3, "an engine")]
+)
+def test_a_loss_of_several_engines_gives_each_its_gradients(stage: int, by: str) -> None:
+    count = 2 if by == "an engine" else 1
+    engines = [
+        made(stage, built(TinyMLP, seed), gradient_accumulation_steps=count) for seed in range(3)
+    ]
+    plain = [Plain(built(TinyMLP, seed)) for seed in range(3)]
+    for i in range(2 * count):
+        loss = sum(loss_of(e(batch(i))) / (k + 1) for k, e in enumerate(engines))
+        if by == "the loss":
+            loss.backward()
+        else:
+            engines[0].backward(loss)
+        (
+            sum(loss_of(each.model(batch(i))) / (k + 1) for k, each in enumerate(plain)) / count
+        ).backward()
+        if engines[0].is_gradient_accumulation_boundary():
+            for engine, each in zip(engines, plain, strict=True):
+                assert apart(whole_gradients(engine), each.gradients()) < 1e-5
+                each.step()
+        for engine in engines:
+            engine.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_backward_passes_over_one_graph_add_up_or_replace_each_other(
+    stage: int, checkpointing: Any
+) -> None:
+    def make() -> nn.Module:
+        return TinyGPT(11, 8, depth=2, length=6, checkpointing=checkpointing)
+
+    engine, plain = made(stage, built(make)), Plain(built(make))
+    tokens = tokens_of(torch.distributed.get_rank(), 2, 6, 11)
+    for clears in (True, False):
+        sides = [(engine, engine.logits(tokens)), (plain.model, plain.model.logits(tokens))]
+        for model, _ in sides:
+            model.zero_grad()
+        for part, retain in enumerate((True, False)):
+            for model, output in sides:
+                if clears:
+                    model.zero_grad()
+                loss_of(output[part:]).backward(retain_graph=retain)
+            if clears or part:
+                assert apart(whole_gradients(engine), plain.gradients()) < 1e-5
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_autograd_grad_returns_are_not_divided(stage: int) -> None:
+    engine, plain = made(stage, gradient_accumulation_steps=4), Plain()
+    found = []
+    for model, parameters in ((engine, engine.module), (plain.model, plain.model)):
+        x = batch(0).requires_grad_()
+        found.append(torch.autograd.grad(loss_of(model(x)), [x, *parameters.parameters()]))
+    assert apart(list(found[0]), list(found[1])) < 1e-5
+
+
+@on_ranks(2)
+def test_a_destroyed_engine_leaves_its_module_alone() -> None:
+    engine, plain = made(2, gradient_accumulation_steps=2), Plain()
+    engine.destroy()
+    loss_of(engine.module(batch(0))).backward()
+    loss_of(plain.model(batch(0))).backward()
+    assert apart(whole_gradients(engine), plain.gradients()) < 1e-5
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_in_fp16_a_pass_that_nothing_scaled_is_refused_at_once(stage: int) -> None:
+    norms = []
+    for also in (False, True):
+        engine = made(
+            stage, gradient_accumulation_steps=2, fp16={"enabled": True, "loss_scale": 128}
+        )
+        for i in range(2):
+            for error in (RuntimeError, AssertionError) if also else ():
+                with pytest.raises(error, match=r"Loss scaling is required in fp16.*engine\.scale"):
+                    loss_of(engine(batch(7).half())).backward()
+            loss = loss_of(engine(batch(i).half()))
+            if i:
+                engine.backward(loss)
+            else:
+                engine.scale(loss).backward()
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    one = made(stage, fp16={"enabled": True, "loss_scale": 1})  # needs no scaled loss
+    loss_of(one(batch(0).half())).backward()
+    one.step()
+    assert one.was_step_applied()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_unused_parameters_are_named_if_the_configuration_does_not_ignore_them(stage: int) -> None:
+    for ignored in (True, False):
+        model = built(TinyMLP)
+        model.unused = nn.Linear(2, 2)
+        engine = made(stage, model, {"ignore_unused_parameters": ignored})
+        engine.backward(loss_of(engine(batch(0))))
+        if ignored or stage == 3:
+            engine.step()
+            continue
+        with pytest.raises(
+            AssertionError, match=r"no gradient since the last step: unused\.weight"
+        ):
+            engine.step()
+
+
+@on_ranks(2)
+def test_blocks_that_cannot_be_are_refused() -> None:
+    engine = made(1)
+    blocks = (engine.no_sync, engine.coalesce_grad_reduction)
+    for outer in blocks:
+        for inner in blocks:
+            with outer(), pytest.raises(AssertionError, match="reentry is unsupported"), inner():
+                pass
+        with outer():
+            engine.backward(loss_of(engine(batch(0))))
+            for error in (AssertionError, RuntimeError):
+                with pytest.raises(error, match=r"call Engine\.step\(\) inside no_sync context"):
+                    engine.step()
+        engine.zero_grad()
+    for stage in (2, 3):
+        with pytest.raises(AssertionError, match="incompatible with ZeRO"), made(stage).no_sync():
+            pass
+    unmanaged = made(1, **UNMANAGED)
+    for call in (
+        lambda: unmanaged.set_gradient_accumulation_boundary(True),
+        lambda: unmanaged.coalesce_grad_reduction().__enter__(),
+    ):
+        with pytest.raises(AssertionError, match=r"false, where each step\(\) is a boundary"):
+            call()
+    for call in (engine.scale, engine.backward):
+        for error in (AssertionError, ValueError):
+            with pytest.raises(error, match=r"of shape \(4, 5\): expected a scalar loss"):
+                call(engine(batch(0)))
+            with pytest.raises(error, match="a float: expected a scalar loss with a graph"):
+                call(1.5)

@@ -1,0 +1,357 @@
+"""What an engine computes in: loss scales, autocast, master weights of 16 bits, dtypes of parameters
+and buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import onefold
+from ds.engines import (
+    RATE,
+    STAGES,
+    Plain,
+    adam,
+    batch,
+    json_of,
+    loss_of,
+    made,
+    masters,
+    served,
+    some,
+    warnings_of,
+)
+from on_ranks import on_ranks
+from reference import adamw, built, weights
+from zoo import TinyMLP
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def normed() -> nn.Module:
+    """Two linear layers with a norm between them."""
+    return nn.Sequential(nn.Linear(7, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+
+
+def with_gradient(engine: Any, value: float) -> bool:
+    """A step whose scaled gradients are `value`. Returns whether weights changed."""
+    before = masters(engine)
+    engine.backward(loss_of(engine(batch(0).half())))
+    for p in engine.module.parameters():
+        served().utils.safe_set_full_grad(
+            p, torch.full(p.ds_shape if hasattr(p, "ds_shape") else p.shape, value)
+        )
+    engine.step()
+    return not all(map(torch.equal, before, masters(engine)))
+
+
+# -- loss scales -----------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tier: str, folder: Path) -> None:
+    zero = {"offload_optimizer": {"device": tier, "nvme_path": str(folder)}}
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01}}
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    for stage in (0, 2, 3) if tier == "none" else (3,):
+        engine = made(stage, zero=zero, fp16=fp16, scheduler=schedule, optimizer=adam())
+        for index, applied in enumerate((True, True, False, True)):
+            before = masters(engine)
+            loss = loss_of(engine(batch(index).half()))
+            broken = not applied and torch.distributed.get_rank() == 1
+            engine.backward(loss * math.inf if broken else loss)
+            engine.step()
+            assert engine.was_step_applied() is applied is not engine.optimizer.overflow
+            # The rates of the first two steps are 0
+            assert all(map(torch.equal, before, masters(engine))) == (index < 3)
+            assert engine.cur_scale == (256 if index < 2 else 128)
+            assert engine.lr_scheduler.last_batch_iteration == (0, 1, 1, 2)[index]
+            assert not applied or 0 < engine.get_global_grad_norm() < 50, "norms are unscaled"
+        assert (engine.global_steps, engine.skipped_steps) == (4, 1) and engine.fp16_enabled()
+
+
+#: (the section fp16, steps of which x overflows, the scale after each).
+SCALES: dict[str, tuple[dict[str, Any], str, list[float]]] = {
+    # The first overflow uses up the hysteresis; two finite steps after one double again
+    "hysteresis": ({"initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 2, "min_loss_scale": 4},
+                   "xx...xxx", [16, 8, 8, 8, 16, 16, 8, 4]),
+    "no hysteresis": ({"initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1},
+                      ".x...", [16, 8, 8, 8, 16]),
+    "hysteresis that comes back": ({"initial_scale_power": 4, "consecutive_hysteresis": True},
+                                   "x.xx", [16, 16, 16, 8]),
+    "static": ({"loss_scale": 64}, "x.", [64, 64]),
+}  # fmt: skip
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", SCALES)
+def test_the_loss_scale_follows_deepspeeds_rule(name: str, every: bool) -> None:
+    section, steps, scales = SCALES[name]
+    for stage in some((0, 2, 3), every, name == "static"):
+        engine = made(stage, fp16={"enabled": True, **section})
+        scaler, optimizer = engine.optimizer.loss_scaler, engine.optimizer
+        for step, scale in zip(steps, scales, strict=True):
+            assert with_gradient(engine, math.inf if step == "x" else 1.0) == (step == ".")
+            names = (scaler.cur_scale, scaler.loss_scale, optimizer.cur_scale, optimizer.loss_scale)
+            assert {engine.cur_scale, *names} == {scale}
+        assert scaler is engine.loss_scaler is optimizer.loss_scale_config
+        assert optimizer.dynamic_loss_scale is (name != "static") and optimizer.needs_scaler()
+        if name == "static":
+            continue
+        assert scaler.cur_iter == len(steps) and scaler.last_overflow_iter == steps.rindex("x")
+        assert scaler.scale_window == section.get("loss_scale_window", 1000)
+        if name == "hysteresis":
+            assert (scaler.scale_factor, scaler.min_scale, scaler.delayed_shift) == (2, 4, 2)
+            with pytest.raises(FloatingPointError, match="bf16"):
+                with_gradient(engine, math.inf)
+        scaler.cur_scale = 64
+        assert engine.cur_scale == optimizer.loss_scale == 64
+
+
+@on_ranks(2)
+def test_outside_fp16_the_scale_is_one() -> None:
+    for stage in (0, 1):
+        optimizer = made(stage, bf16={"enabled": True}).optimizer
+        assert optimizer.cur_scale == optimizer.loss_scale == optimizer.loss_scaler.cur_scale == 1
+        assert not (optimizer.dynamic_loss_scale or optimizer.needs_scaler() or optimizer.overflow)
+
+
+@on_ranks(2)
+def test_a_gradient_may_be_given_in_the_dtype_that_a_parameter_shows() -> None:
+    for stage in STAGES:
+        engine = made(stage, fp16={"enabled": True, "initial_scale_power": 3, "hysteresis": 1})
+        for value, scale, moved in ((0.5, 8, 0.5 / 80), (math.inf, 4, 0.0), (0.5, 4, 0.5 / 40)):
+            before = masters(engine)
+            for p in engine.parameters():
+                p.grad = torch.full_like(p, value, dtype=p.dtype)
+            engine.step()
+            far = max(
+                float((a - b).abs().max()) for a, b in zip(before, masters(engine), strict=True)
+            )
+            assert engine.cur_scale == scale and far == pytest.approx(moved, rel=1e-3)
+
+
+# -- beside DDP ------------------------------------------------------------------------------------
+
+
+def beside(
+    engine: Any, plain: Any, optimizer: Any, steps: int, low: Any = None, auto: Any = None
+) -> tuple[list[float], list[float]]:
+    """Losses of the engine and of DDP; `low` is what inputs are cast to, `auto` autocast's dtype."""
+    mine, theirs = [], []
+    for index in range(steps):
+        inputs = batch(index) if low is None else batch(index).to(low)
+        loss = loss_of(engine(inputs))
+        engine.backward(loss)
+        engine.step()
+        mine.append(loss.item())
+        with torch.autocast("cpu", auto, enabled=auto is not None):
+            loss = loss_of(plain(inputs.to(next(plain.parameters()).dtype)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        theirs.append(loss.item())
+    return mine, theirs
+
+
+@on_ranks(2)
+def test_autocast_of_the_json_computes_as_ddp_under_autocast() -> None:
+    from_served = served().runtime.torch_autocast
+    for stage in STAGES:
+        engine = made(stage, built(normed), torch_autocast={"enabled": True, "dtype": "bfloat16"})
+        assert engine(batch(0)).dtype == engine.torch_autocast_dtype() == torch.bfloat16
+        plain = DistributedDataParallel(built(normed))
+        optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+        mine, theirs = beside(engine, plain, optimizer, 3, auto=torch.bfloat16)
+        assert mine[0] == theirs[0] and mine == pytest.approx(theirs, rel=1e-2)
+        assert mine[-1] != mine[0]
+        params = list(engine.module.parameters())
+        assert [from_served.has_comm_dtype(p) for p in params] == [True] * 2 + [False] * 2 + [
+            True
+        ] * 2
+        assert from_served.get_comm_dtype(params[0]) == torch.bfloat16
+        assert from_served.get_comm_dtype(params[2]) == torch.float32
+    named = {
+        "enabled": True,
+        "dtype": "bf16",
+        "lower_precision_safe_modules": ["torch.nn.LayerNorm"],
+    }
+    engine = made(2, built(normed), torch_autocast=named)
+    marked = [from_served.has_comm_dtype(p) for p in engine.module.parameters()]
+    assert marked == [False, False, True, True, False, False]
+    for name in ("torch.nn.Lineer", "Linear", "no.such.module"):
+        with pytest.raises(ValueError, match=f"names '{name}', and there is no such class"):
+            made(0, torch_autocast={**named, "lower_precision_safe_modules": [name]})
+
+
+@on_ranks(2)
+def test_autocast_in_fp16_scales_losses_and_skips_overflows() -> None:
+    for stage in (0, 3):
+        engine = made(stage, torch_autocast={"enabled": True, "dtype": "torch.float16"})
+        assert engine.cur_scale == 2**16
+        for index, factor in enumerate((1e4, 1e-2, 1e-2)):
+            before = masters(engine)
+            engine.backward(loss_of(engine(batch(index))) * factor)
+            engine.step()
+            moved = not all(map(torch.equal, before, masters(engine)))
+            assert engine.was_step_applied() == moved == (index > 0) and engine.cur_scale == 2**15
+        with pytest.raises(RuntimeError, match="Loss scaling is required"):
+            loss_of(engine(batch(4))).backward()
+
+
+@on_ranks(1)
+def test_without_the_section_the_json_decides_and_not_the_code_around_the_call() -> None:
+    engine = made(1)
+    with warnings_of() as said, torch.autocast("cpu", torch.bfloat16):
+        assert engine(batch(0)).dtype == engine(batch(0)).dtype == torch.float32
+        assert engine.module(batch(0)).dtype == torch.bfloat16
+    told = [line for line in said if "under torch.autocast" in line]
+    assert len(told) == 1 and '"torch_autocast": {"enabled": true' in told[0]
+
+
+# -- master weights and states of 16 bits ----------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", LOW)
+def test_master_weights_and_states_may_have_16_bits(kind: str) -> None:
+    """Beside DDP in bf16 throughout; in fp16 states stay in fp32, and it is beside DDP in fp32."""
+    section = {"enabled": True, f"{kind}_master_weights_and_grads": True}
+    section |= {"bf16_optimizer_states": True} if kind == "bf16" else {"loss_scale": 1}
+    for stage in STAGES:
+        engine = made(stage, **{kind: section}, optimizer=adam(eps=1e-4, weight_decay=0.01))
+        plain = DistributedDataParallel(
+            built(TinyMLP).to(torch.bfloat16 if kind == "bf16" else None)
+        )
+        mine, theirs = beside(engine, plain, adamw(plain, fused=True), 4, LOW[kind])
+        assert mine == pytest.approx(theirs, rel=2e-2)
+        assert mine[-1] != mine[0]
+        states = [s["exp_avg"] for s in engine.optimizer.state.values() if "exp_avg" in s]
+        assert {s.dtype for s in states if s.numel()} == {
+            torch.bfloat16 if kind == "bf16" else torch.float32
+        }
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", LOW)
+def test_adam_over_masters_of_16_bits_steps_as_far_as_over_fp32(kind: str, every: bool) -> None:
+    """In fp16 the squares of small gradients are 0: with states in fp16 a step would be tens of times
+    too large.
+    """
+    section = {
+        "enabled": True,
+        f"{kind}_master_weights_and_grads": True,
+        **({"loss_scale": 1.0} if kind == "fp16" else {}),
+    }
+    given = {
+        "fused": {"optimizer": adam(weight_decay=0.0)},
+        "torch's": {"optimizer": adam(weight_decay=0.0, torch_adam=True)},
+        "object": {"optimizer": None},
+    }
+    plain = DistributedDataParallel(built(TinyMLP))
+    start = weights(plain)
+    optimizer = adamw(plain, weight_decay=0.0, eps=1e-8)
+    for index in range(12):
+        (loss_of(plain(batch(index))) * 0.01).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    far = torch.stack([(weights(plain)[n] - start[n]).square().sum() for n in start]).sum().sqrt()
+    cases = [(3, "fused"), (0, "fused"), (3, "torch's"), (1, "object")]
+    for stage, name in some(cases, every, kind == "bf16"):
+        model = built(TinyMLP)
+        own = adamw(model, weight_decay=0.0, eps=1e-8) if name == "object" else None
+        json = json_of(stage, **{kind: section}, **given[name])
+        engine = served().initialize(model=model, config=json, optimizer=own)[0]
+        for index in range(12):
+            engine.backward(loss_of(engine(batch(index).to(LOW[kind]))) * 0.01)
+            engine.step()
+        pairs = zip(masters(engine), start.values(), strict=True)
+        mine = torch.stack([(a - b).square().sum() for a, b in pairs]).sum().sqrt()
+        assert float(mine / far) == pytest.approx(1.0, abs=0.1), (stage, name)
+
+
+@on_ranks(1)
+def test_optimizers_that_would_keep_squares_in_fp16_are_refused() -> None:
+    section = {"enabled": True, "fp16_master_weights_and_grads": True}
+
+    def engine_with(kind: Any, late: bool = False) -> None:
+        model = built(TinyMLP)
+        own = (lambda ps: kind(list(ps))) if late else kind(model.parameters(), lr=0.01)
+        served().initialize(
+            model=model, optimizer=own, config=json_of(0, fp16=section, optimizer=None)
+        )
+
+    engine_with(torch.optim.SGD)
+    for kind, late in (
+        (torch.optim.RMSprop, False),
+        (torch.optim.NAdam, False),
+        (torch.optim.AdamW, True),
+    ):
+        with pytest.raises(ValueError, match=f"fp16_master_weights_and_grads with {kind.__name__}"):
+            engine_with(kind, late)
+
+
+# -- dtypes of parameters and buffers --------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", LOW)
+def test_parameters_show_the_precision_and_masters_keep_the_models_bits(kind: str) -> None:
+    for stage in STAGES:
+        engine = made(stage, **{kind: {"enabled": True}})
+        assert all(map(torch.equal, masters(engine), Plain().weights()))
+        with onefold.unsharded(engine.module):
+            pass
+        assert {p.dtype for p in engine.module.parameters()} == {LOW[kind]}
+        assert {v.dtype for v in weights(engine.module).values()} == {torch.float32}, "an export"
+
+
+class Listed(nn.Sequential):
+    """Lists a buffer as transformers' models do."""
+
+    _keep_in_fp32_modules_strict = ("sc*le",)
+
+
+@on_ranks(2)
+def test_buffers_keep_their_dtype_unless_the_json_names_one() -> None:
+    def buffer_dtypes(stage: int, kind: Any = nn.Sequential, **section: Any) -> list[torch.dtype]:
+        model = kind(nn.Linear(7, 3))
+        for name, value in (("scale", torch.ones(2)), ("count", torch.zeros(1, dtype=torch.long))):
+            model.register_buffer(name, value)
+        engine = made(stage, model, bf16={"enabled": True}, data_types=section)
+        engine(batch(0).bfloat16())
+        return [engine.module.scale.dtype, engine.module.count.dtype]
+
+    low, full, count = torch.bfloat16, torch.float32, torch.int64
+    for stage in (0, 3):
+        assert buffer_dtypes(stage) == [full, count]
+        assert buffer_dtypes(stage, buffer_dtype="bf16") == [low, count]
+    for kind, names, dtype in (
+        (nn.Sequential, ["sc*le"], full), (nn.Sequential, [], low), (nn.Sequential, "auto", low),
+        (Listed, "auto", full), (Listed, [], low),
+    ):  # fmt: skip
+        found = buffer_dtypes(1, kind, buffer_dtype="bf16", keep_in_fp32_modules=names)
+        assert found == [dtype, count], (kind, names)
+
+
+@on_ranks(2)
+def test_weights_and_buffers_of_8_bits_keep_their_dtype_and_rank_0s_values() -> None:
+    for stage in STAGES:
+        model: Any = nn.Sequential(nn.Linear(7, 3))
+        payload = torch.full((4, 4), 9 - torch.distributed.get_rank(), dtype=torch.uint8)
+        model.frozen = nn.Module()
+        model.frozen.weight = nn.Parameter(payload.view(torch.float8_e4m3fn), requires_grad=False)
+        model.frozen.register_buffer("scale", torch.zeros(2, dtype=torch.float8_e5m2))
+        engine = made(stage, model, bf16={"enabled": True}, data_types={"buffer_dtype": "bf16"})
+        with onefold.full_params(engine.module):
+            assert bool((model.frozen.weight.data.view(torch.uint8) == 9).all())
+        assert model.frozen.weight.dtype == torch.float8_e4m3fn
+        assert model.frozen.scale.dtype == torch.float8_e5m2

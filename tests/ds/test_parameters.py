@@ -1,0 +1,799 @@
+"""`zero.Init`, `zero.GatheredParameters`, what parameters tell of themselves, and the `safe_get_*`
+and `safe_set_*` functions.
+
+`Made` is a class of this file: it does in its constructor what models do with their weights there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import looks
+import onefold
+from ds.engines import (
+    Plain,
+    adam,
+    apart,
+    batch,
+    json_of,
+    loss_of,
+    made,
+    masters,
+    served,
+    some,
+    train,
+    warnings_of,
+)
+from on_ranks import on_ranks, slow
+from reference import built, on_each_rank
+from zoo import TinyMLP
+
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+}
+
+
+class Own(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+class Made(nn.Module):
+    """What constructors do with weights that are there: read, write, tie, replace, cast, alias."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(24, width, padding_idx=0)
+        early = self.embed.weight.data  # written after others were made
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(4))
+        nn.init.orthogonal_(self.layers[0].weight)
+        self.layers[1].bias.data.fill_(0.25)
+        self.register_buffer("first", self.layers[1].weight[0].detach().clone())
+        self.gru = nn.GRU(width, width, num_layers=2)
+        self.attention = nn.MultiheadAttention(width, 2)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
+        self.head = nn.Linear(width, 24, bias=False)
+        self.head.weight = self.embed.weight
+        early.mul_(0.5)
+        self.none = nn.Parameter(torch.empty(0, 4))
+        self.scalar = nn.Parameter(torch.tensor(0.1))
+        self.complex = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.whole = nn.Parameter(torch.arange(5), requires_grad=False)
+        self.apply(self.initialize)
+        for param in self.parameters():
+            if param.dim() > 1 and param.is_floating_point() and param.numel():
+                with torch.no_grad():
+                    param.add_(float(param.abs().mean()))
+        self.layers[0].weight = nn.Parameter(self.layers[1].weight.detach().clone())
+        self.layers[2].bfloat16()
+        self.total = float(sum(p.double().sum() for p in self.layers.parameters()))
+
+    def initialize(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.3)
+        if isinstance(module, nn.Embedding):
+            module.weight.data[module.padding_idx].zero_()
+
+
+def under_init(make: Callable[[], nn.Module], seed: int = 0, **options: Any) -> Any:
+    """The model; rank 1 draws other numbers."""
+    torch.manual_seed(seed if dist.get_rank() == 0 else seed + 5)
+    with served().zero.Init(**options):
+        return make()
+
+
+def whole(model: nn.Module) -> list[Tensor]:
+    with served().zero.GatheredParameters(model):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def is_divided(param: Any) -> bool:
+    return getattr(param, "ds_status", None) == served().zero.ZeroParamStatus.NOT_AVAILABLE
+
+
+# -- zero.Init -------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("limit", [0, 4096, 1 << 30])
+def test_a_model_made_under_init_has_rank_0s_values_to_the_bit(limit: int) -> None:
+    torch.manual_seed(3)
+    plain = Made()
+    with looks.init_divides_above(limit):
+        model = under_init(Made, 3)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert model.head.weight is model.embed.weight
+    for ours, theirs in zip(whole(model), plain.parameters(), strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if dist.get_rank() == 0:
+        assert model.total == plain.total and torch.equal(model.first, plain.first)
+    left = [name for name, p in model.named_parameters() if not is_divided(p)]
+    # It has no elements; and two make a weight by weight_norm
+    parts = "normed.parametrizations.weight.original"
+    assert left == ["none", f"{parts}0", f"{parts}1"]
+
+
+@on_ranks(2, fresh=True)
+def test_no_rank_holds_the_model_whole_while_it_is_made_and_sharded() -> None:
+    """24 layers of 4 MiB; a rank keeps half of each, and up to 8 MiB whole while it is made."""
+    mib, highest = 1 << 20, [0]
+
+    def layer() -> nn.Module:
+        made_one = nn.Linear(1024, 1024, bias=False)
+        highest[0] = max(highest[0], looks.living())
+        return made_one
+
+    def make() -> nn.Module:
+        model = nn.Sequential(*(layer() for _ in range(24)))
+        model.apply(lambda m: m.weight.data.mul_(2.0) if isinstance(m, nn.Linear) else None)
+        return model
+
+    with looks.init_divides_above(8 * mib):
+        model = under_init(make)
+        rest = looks.living()
+        engine = served().initialize(model=model, config=json_of(3))[0]
+    assert 48 * mib <= rest < 56 * mib, rest / mib
+    assert highest[0] < (48 + 8 + 16) * mib, highest[0] / mib
+    assert sum(looks.held(engine.module)["device"].values()) < 56 * mib
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_divided_model_is_gathered_written_and_trained(precision: str) -> None:
+    ds = served()
+    given = json_of(3, **PRECISIONS[precision])
+    model = under_init(TinyMLP, config_dict_or_path={**given, "train_batch_size": "auto"})
+    params: list[Any] = list(model.parameters())
+    expected = built(TinyMLP)
+    low = torch.bfloat16 if precision == "bf16" else torch.float32
+    for ours, theirs in zip(whole(model), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs.detach().to(low))
+    with ds.zero.GatheredParameters(set(params)):
+        with ds.zero.GatheredParameters(
+            params[0], modifier_rank=1
+        ):  # inside another: it is written
+            if dist.get_rank() == 1:
+                params[0].data.fill_(0.5)
+        assert (params[0] == 0.5).all()
+    assert is_divided(params[0])
+    with ds.zero.GatheredParameters(params[1], modifier_rank=1):
+        if dist.get_rank() == 1:
+            nn.init.constant_(params[1], 2.0)
+    engine = ds.initialize(model=model, config=given)[0]
+    assert all(a is b for a, b in zip(params, engine.module.parameters(), strict=True))
+    with torch.no_grad():
+        expected.to(low).float()
+        expected.enter.weight.fill_(0.5)
+        expected.enter.bias.fill_(2.0)
+    plain = Plain(expected)
+    train(engine, range(2), low)
+    for index in range(2):
+        loss_of(plain.model(batch(index))).backward()
+        plain.step()
+    assert apart(masters(engine), plain.weights()) < (2e-2 if precision == "bf16" else 1e-5)
+
+
+@on_ranks(2)
+def test_what_needs_values_raises_outside_and_shapes_dtypes_and_copies_do_not() -> None:
+    def two() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+
+    model, plain = under_init(two, 1), built(two, 1)
+    weight = model[0].weight
+    for call in (
+        lambda: weight.mean(),
+        lambda: model(batch(0)),
+        lambda: weight.data.zero_(),
+        lambda: nn.init.zeros_(weight),
+        lambda: model.load_state_dict(plain.state_dict()),
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: torch.save(model.state_dict(), io.BytesIO()),
+    ):
+        with pytest.raises(RuntimeError, match=r"zero\.GatheredParameters\(param\)"):
+            call()
+    assert {n: tuple(v.shape) for n, v in model.state_dict().items()}["0.weight"] == (5, 7)
+    twin = copy.deepcopy(model)
+    assert twin.to(torch.float64)[0].weight.dtype == torch.float64
+    model[1].bias.data = torch.full((3,), 2.0 + dist.get_rank())  # rank 0's value counts
+    engine = served().initialize(model=model, config=json_of(3))[0]
+    copied = served().initialize(model=twin.eval(), config=json_of(3, optimizer=None))[0]
+    theirs = list(plain.parameters())
+    assert all(map(torch.equal, whole(engine.module), [*theirs[:3], torch.full((3,), 2.0)]))
+    assert all(torch.equal(a.float(), b) for a, b in zip(whole(copied.module), theirs, strict=True))
+    train(engine, range(1))
+
+
+def made_apart(kind: str) -> None:
+    """One rank does with a model what the others do not."""
+    first, zero = dist.get_rank() == 0, served().zero
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        if first and kind == "reads":
+            model[0].weight.mean()
+        if first and kind == "fails":
+            raise ValueError("no vocabulary")
+        model.append(nn.Linear(3, 2))
+        if first and kind == "makes more":
+            model.append(nn.Linear(3, 3))
+        if kind == "reads another":
+            model[0 if first else 1].weight.mean()
+        return model
+
+    with looks.init_divides_above(0):
+        model = under_init(make)
+    at = 0 if first or kind == "fails in Gathered" else 2
+    with zero.GatheredParameters(model[at].weight, modifier_rank=0):
+        if first and kind == "fails in Gathered":
+            raise ValueError("no vocabulary")
+
+
+APART = {
+    "reads": "on rank 0 a constructor reads or changes a parameter of shape (5, 6)",
+    "reads another": "on ranks 1, 2 a constructor reads or changes a parameter of shape (3, 5)",
+    "makes more": "on ranks 1, 2 the model has been made",
+    "gathers another": "GatheredParameters of a parameter of shape (5, 6) begins",
+    "fails in Gathered": "rank 0 ended with ValueError: no vocabulary",
+    "fails": "rank 0 ended with ValueError: no vocabulary",
+}
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("kind", APART)
+def test_a_rank_that_does_something_else_with_a_model_stops_all_at_once(kind: str) -> None:
+    """What they have caught does not keep them from making another model."""
+    start = time.monotonic()
+    with pytest.raises((onefold.StallError, ValueError)) as caught:
+        made_apart(kind)
+    said = str(caught.value)
+    if "fails" in kind:
+        assert ("no vocabulary" if dist.get_rank() == 0 else APART[kind]) in said
+    else:
+        assert APART[kind] in said and "zero.GatheredParameters(param, modifier_rank=0)" in said
+    assert time.monotonic() - start < 20, "the group has 30 minutes"
+    del caught
+    for ours, theirs in zip(whole(under_init(TinyMLP)), built(TinyMLP).parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@on_ranks(2)
+def test_parameters_of_other_classes_stay_whole_with_rank_0s_values_when_gathered() -> None:
+    zero, rank = served().zero, dist.get_rank()
+    with zero.Init(dtype=torch.bfloat16):
+        with zero.Init():  # of two the outer one counts
+            model = nn.ParameterDict({"own": Own(torch.full((4,), 1.0 + rank))})
+        model["lazy"] = nn.LazyLinear(3).weight
+        with torch.device("meta"):
+            model["meta"] = nn.Linear(4, 3).weight
+        model["plain"] = nn.Parameter(torch.full((4,), 3.0 + rank))
+    own, plain = model["own"], model["plain"]
+    assert [is_divided(p) for p in (own, plain)] == [False, True] and own.ds_persist
+    assert type(own) is Own and type(model["lazy"]) is nn.UninitializedParameter
+    assert model["meta"].is_meta and own.dtype == plain.dtype == torch.bfloat16
+    with zero.GatheredParameters([own, plain], modifier_rank=1):
+        assert (own.tolist(), plain.tolist()) == ([1.0] * 4, [3.0] * 4)
+        if rank == 1:
+            plain.data.fill_(9.0)
+    with zero.GatheredParameters(plain):
+        assert plain.tolist() == [9.0] * 4
+
+
+# -- what parameters tell of themselves ------------------------------------------------------------
+
+
+def rate_free(engine: Any) -> float:
+    with torch.no_grad():
+        return loss_of(engine(batch(0))).item()
+
+
+def tell_facts() -> None:
+    ds, count, rank = served(), dist.get_world_size(), dist.get_rank()
+    away, here = ds.zero.ZeroParamStatus.NOT_AVAILABLE, ds.zero.ZeroParamStatus.AVAILABLE
+    model = under_init(TinyMLP, config_dict_or_path=json_of(3))
+    plain, params = built(TinyMLP), list(model.parameters())
+    ids = [p.ds_id for p in params]
+    assert len(set(ids)) == len(ids) and on_each_rank(ids) == [ids] * count
+    assert not any(
+        hasattr(plain.enter.weight, name) for name in ("ds_status", "ds_tensor", "ds_id")
+    )
+    for p, theirs in zip(params, plain.parameters(), strict=True):
+        numel, each = theirs.numel(), math.ceil(theirs.numel() / count)
+        assert (tuple(p.ds_shape), p.ds_numel, p.ds_status) == (tuple(theirs.shape), numel, away)
+        assert p.ds_persist is (count == 1) and p.ds_summary()["ds_tensor.shape"] == (each,)
+        mine = theirs.detach().flatten()[rank * each : (rank + 1) * each]
+        assert p.ds_tensor.shape == (each,) and torch.equal(p.ds_tensor[: mine.numel()], mine)
+        assert dist.get_world_size(p.ds_process_group) == count
+    weight, bias = model.enter.weight, model.enter.bias
+    with ds.zero.GatheredParameters(weight):
+        assert weight.ds_status == here and weight.ds_numel == weight.numel() == 70
+    assert weight.ds_status == away
+    # What is written to a part is gathered, and computed with by the engine
+    weight.ds_tensor.data = torch.full_like(weight.ds_tensor, 1.0 + rank)
+    weight.all_gather()
+    half = math.ceil(70 / count)
+    assert weight.ds_status == here and weight.flatten().tolist() == [
+        1.0 + i // half for i in range(70)
+    ]
+    with torch.no_grad():
+        weight.fill_(0.125)
+    weight.partition(has_been_updated=True)
+    weight.all_gather_coalesced([weight, bias]).wait()
+    assert (weight == 0.125).all()
+    weight.partition([weight, bias])
+    bias.ds_tensor.fill_(0.5)
+    with pytest.raises(ValueError, match="the elements that this rank has"):
+        weight.ds_tensor.data = torch.zeros(1)
+    engine = ds.initialize(model=model, config=json_of(3))[0]
+    assert ids == [p.ds_id for p in params] and {p.ds_status for p in params} == {away}
+    for p in params:
+        part = ds.utils.safe_get_local_fp32_param(p)
+        assert torch.equal(p.ds_tensor, part) and sum(on_each_rank(part.numel())) == p.ds_numel
+    model.leave.bias.ds_tensor.fill_(0.25)
+    model.leave.weight.ds_tensor.data = model.leave.weight.ds_tensor * 2
+    statuses = []
+    hook = model.enter.register_forward_hook(lambda *_: statuses.append(weight.ds_status))
+    with torch.no_grad():
+        plain.enter.weight.fill_(0.125)
+        plain.enter.bias.fill_(0.5)
+        plain.leave.bias.fill_(0.25)
+        plain.leave.weight.mul_(2)
+    assert rate_free(engine) == pytest.approx(rate_free(plain), rel=1e-5)
+    hook.remove()
+    assert statuses == [here] and weight.ds_status == away
+    with ds.zero.GatheredParameters(params):
+        assert weight.ds_status == here and (bias == 0.5).all()
+
+
+@on_ranks(2)
+def test_parameters_tell_their_facts_and_keep_what_is_written_to_their_part() -> None:
+    tell_facts()
+
+
+@on_ranks(1)
+def test_parameters_tell_their_facts_on_one_rank() -> None:
+    tell_facts()
+
+
+@on_ranks(2)
+def test_facts_of_other_models_classes_and_stages() -> None:
+    ds = served()
+    numbers = [p.ds_id for _ in range(2) for p in made(3).module.parameters()]
+    assert len(set(numbers)) == len(numbers) and on_each_rank(numbers)[0] == numbers
+    with ds.zero.Init(config_dict_or_path=json_of(3)):
+        inner = nn.Linear(7, 4)
+        engine = ds.initialize(model=inner, config=json_of(3))[0]  # may be made inside
+        second = nn.Linear(7, 4)
+        skipped = nn.utils.skip_init(nn.Linear, 5, 3)
+    assert all(hasattr(m.weight, "ds_id") for m in (engine.module, second, skipped))
+    assert skipped.weight.ds_tensor.numel() == 8 and is_divided(skipped.weight)
+    with ds.zero.GatheredParameters(skipped.parameters(), modifier_rank=0):
+        if dist.get_rank() == 0:
+            nn.init.ones_(skipped.weight)
+    assert all((value == 1).all() for value in whole(skipped)[:1])
+    # Below stage 3 there are none
+    ds.initialize(model=inner, config=json_of(1))
+    assert not any(
+        hasattr(inner.weight, n) for n in ("ds_id", "ds_status", "ds_tensor", "ds_shape")
+    )
+    # A class of one's own stays whole until an engine divides it
+    model: Any = under_init(lambda: nn.Sequential(nn.Linear(7, 3)))
+    with ds.zero.Init():
+        model[0].bias = Own(torch.arange(3.0))
+    assert model[0].bias.ds_status.name == "AVAILABLE" and model[0].bias.ds_persist
+    engine = ds.initialize(model=model, config=json_of(3))[0]
+    assert is_divided(model[0].bias) and isinstance(model[0].bias, Own)
+    train(engine, range(1))
+    assert whole(model)[1].tolist() != [0.0, 1.0, 2.0]
+
+
+# -- zero.GatheredParameters -----------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_gathered_parameters_keep_the_modifiers_values_and_drop_others() -> None:
+    gathered, rank = served().zero.GatheredParameters, dist.get_rank()
+    for stage in (1, 3):
+        engine, plain = made(stage), Plain()
+        weight, bias = engine.module.enter.weight, engine.module.enter.bias
+        before = masters(engine)[0]
+        with gathered([weight, nn.Parameter(torch.ones(2))]):  # read only, one of them plain
+            assert torch.equal(weight, before)
+            weight.data.fill_(7.0)
+        assert torch.equal(masters(engine)[0], before)
+        with gathered([weight, bias], modifier_rank=1), torch.no_grad():
+            if rank == 1:
+                weight.mul_(2.0)
+                bias.fill_(-1.0)
+        with torch.no_grad():
+            plain.model.enter.weight.mul_(2.0)
+            plain.model.enter.bias.fill_(-1.0)
+        assert apart(masters(engine), plain.weights()) == 0
+        assert rate_free(engine) == pytest.approx(rate_free(plain.model), rel=1e-5)
+        train(engine, range(1))
+        with gathered(weight, modifier_rank=0, enabled=False):
+            pass
+        with (
+            pytest.raises(ValueError, match=r"given shape \(2, 2\)"),
+            gathered(weight, modifier_rank=0),
+        ):
+            weight.data = torch.zeros(2, 2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_write_that_is_dropped_raises_under_sanity_checks(checks: bool) -> None:
+    gathered = served().zero.GatheredParameters
+    config = json_of(3, {"enable_sanity_checks": checks})
+    model = under_init(TinyMLP, config_dict_or_path=config)
+    weight = model.enter.weight
+    words = (
+        r"shape \(10, 7\) inside GatheredParameters without modifier_rank, which keeps no change"
+    )
+    for _ in range(2):  # before an engine, and under one
+        for write in (True, False):
+            raises = (
+                pytest.raises(RuntimeError, match=words)
+                if checks and write
+                else contextlib.nullcontext()
+            )
+            with raises, gathered([weight, model.leave.weight]), torch.no_grad():
+                weight.add_(1.0) if write else weight.sum()
+        assert torch.equal(whole(model)[0], built(TinyMLP).enter.weight)
+        with gathered(weight, modifier_rank=0), torch.no_grad():
+            weight.add_(0.0)
+        served().initialize(model=model, config=config)
+
+
+class TakesAnother(torch.autograd.Function):
+    """x @ weight.t(), whose backward gathers the weight of another model and multiplies by it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: nn.Parameter, inside: Any) -> Any:
+        ctx.weight, ctx.inside = weight, inside
+        with inside([weight]):
+            return torch.mm(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        with ctx.inside([ctx.weight]):
+            # Traced code computes with the memory of the tensor
+            traced = torch.jit.trace(torch.mm, (grad.detach(), torch.ones(10, 7)))
+            return traced(grad, ctx.weight), None, None
+
+
+@on_ranks(2)
+def test_a_backward_pass_gathers_parameters_of_another_model() -> None:
+    for stage in (1, 2, 3):
+        frozen = [built(TinyMLP, 1).requires_grad_(False) for _ in range(2)]
+        teacher = onefold.shard(frozen[0], onefold.Recipe.zero(stage))
+        engine, plain = made(stage), Plain()
+        gathered = served().zero.GatheredParameters
+        for model, of, inside in (
+            (engine, teacher.enter.weight, gathered),
+            (plain.model, frozen[1].enter.weight, lambda _: contextlib.nullcontext()),
+        ):
+            x = model(batch(0)) @ torch.ones(5, 7)
+            loss_of(TakesAnother.apply(x, of, inside)).backward()
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(plain.step(), rel=1e-6)
+
+
+@on_ranks(2)
+def test_a_model_is_taken_over_from_another_engine() -> None:
+    expected = None
+    for stages in ([3], [3, 3], [0, 3], [3, 2, 3]):
+        model = built(TinyMLP)
+        for stage in stages:
+            engine = made(stage, model)
+            assert engine.zero_optimization_stage() == stage
+            first = rate_free(engine)
+        train(engine, range(2))
+        expected = expected or (first, masters(engine))
+        assert first == expected[0] and apart(masters(engine), expected[1]) == 0, stages
+
+
+# -- gradients, master weights and states ----------------------------------------------------------
+
+STATES = ("exp_avg", "exp_avg_sq")
+TIERS = [(0, "none"), (1, "none"), (1, "cpu"), (2, "cpu"), (3, "none"), (3, "cpu"), (3, "nvme")]
+
+
+def odd() -> nn.Module:
+    """Parameters of which ranks hold all, a part or nothing, and a frozen layer."""
+    model = nn.Sequential(nn.Linear(7, 1), nn.Linear(1, 7), nn.Linear(7, 3))
+    model[1].requires_grad_(False)
+    return model
+
+
+def whole_of(stage: int, kind: str, param: Any, *key: str) -> Tensor | None:
+    """By `safe_get_full_*`; the local elements of both ranks, in order, are the same."""
+    utils = served().utils
+    full = getattr(utils, f"safe_get_full_{kind}")(param, *key)
+    local = getattr(utils, f"safe_get_local_{kind}")(param, *key)
+    parts = [part for part in on_each_rank(local) if part is not None]
+    if full is None:
+        assert not parts
+        return None
+    assert full.dtype == torch.float32 and all(part.dim() == 1 for part in parts)
+    assert torch.equal(torch.cat(parts) if stage else parts[0], full.flatten())
+    return full
+
+
+def read_and_write(stage: int, tier: str, folder: str, precision: str) -> None:
+    utils, whole = served().utils, partial(whole_of, stage)
+    zero = {"offload_optimizer": {"device": tier, "nvme_path": folder}}
+    engine = made(stage, built(odd), zero, optimizer=adam(), **PRECISIONS[precision])
+    plain = Plain(built(odd))
+    own = torch.optim.AdamW(
+        [p for p in plain.model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0
+    )
+    near = {"rtol": 1e-4, "atol": 1e-7} if precision == "fp32" else {"rtol": 0.1, "atol": 0.05}
+    pairs = list(zip(engine.module.parameters(), plain.model.parameters(), strict=True))
+    trained = [pair for pair in pairs if pair[1].requires_grad]
+    low = next(engine.module.parameters()).dtype
+
+    def passes() -> None:
+        engine.backward(loss_of(engine(batch(0).to(low))))
+        own.zero_grad()
+        loss_of(plain.model(batch(0))).backward()
+        grads = [engine.cur_scale * grad for grad in plain.gradients()]
+        for (mine, theirs), grad in zip(pairs, grads, strict=True):
+            found = whole("grad", mine)
+            if theirs.requires_grad:
+                torch.testing.assert_close(found, grad, **near)
+                theirs.grad = grad / engine.cur_scale
+            else:
+                assert found is None
+
+    def steps() -> None:
+        engine.step()
+        own.step()
+        for mine, theirs in trained:
+            torch.testing.assert_close(whole("fp32_param", mine), theirs.detach(), **near)
+            for key in STATES:
+                torch.testing.assert_close(
+                    whole("optimizer_state", mine, key), own.state[theirs][key], **near
+                )
+
+    for mine, theirs in pairs:
+        assert whole("grad", mine) is None
+        assert [whole("optimizer_state", mine, key) for key in STATES] == [None, None]
+        assert (whole("fp32_param", mine) is None) != theirs.requires_grad
+    for _ in range(2):
+        passes()
+        steps()
+    # What is written is read again, and is what the next step computes with
+    passes()
+    generator = torch.Generator().manual_seed(1)
+    for mine, theirs in trained:
+        new = torch.rand(theirs.shape, generator=generator)
+        held = new.to(low).float()
+        utils.safe_set_full_grad(mine, new.to(low))
+        assert torch.equal(whole("grad", mine), held)
+        local = utils.safe_get_local_grad(mine)
+        if local is not None:
+            utils.safe_set_local_grad(mine, local * 2)
+        assert torch.equal(whole("grad", mine), 2 * held)
+        utils.safe_update_full_grad_vectorized([mine], lambda grad, param: grad / 2)
+        assert torch.equal(whole("grad", mine), held)
+        theirs.grad = held / engine.cur_scale
+        utils.safe_set_full_fp32_param(mine, new + 1)
+        utils.safe_set_local_fp32_param(mine, utils.safe_get_local_fp32_param(mine) * 2)
+        assert torch.equal(whole("fp32_param", mine), 2 * (new + 1))
+        theirs.data = 2 * (new + 1)
+        for at, key in enumerate(STATES):
+            utils.safe_set_full_optimizer_state(mine, new + at, key)
+            state = utils.safe_get_local_optimizer_state(mine, key)
+            utils.safe_set_local_optimizer_state(mine, state * 2, key)
+            assert torch.equal(whole("optimizer_state", mine, key), 2 * (new + at))
+            own.state[theirs][key] = 2 * (new + at)
+    steps()
+    if dist.get_rank() == 0:  # a rank may ask for its own elements alone
+        utils.safe_get_local_fp32_param(trained[0][0])
+        utils.safe_get_local_optimizer_state(trained[0][0], "exp_avg")
+    passes()
+    steps()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gradients_masters_and_states_are_those_of_one_process(
+    precision: str, folder: Path, every: bool
+) -> None:
+    for stage, tier in some(
+        TIERS if precision == "fp32" else TIERS[::3], every, precision == "bf16"
+    ):
+        read_and_write(stage, tier, str(folder), precision)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gradients_masters_and_states_are_read_and_written_on_one_rank(
+    precision: str, folder: Path
+) -> None:
+    """Where parameters may be plain ones."""
+    for stage, tier in (0, "none"), (1, "none"), (3, "none"), (3, "cpu"):
+        read_and_write(stage, tier, str(folder), precision)
+
+
+@on_ranks(1)
+def test_a_value_of_another_size_is_refused() -> None:
+    utils, weight = served().utils, made(0).module.enter.weight
+    with pytest.raises(ValueError, match=r"given shape \(3,\), expected \(10, 7\)"):
+        utils.safe_set_full_fp32_param(weight, torch.ones(3))
+    with pytest.raises(ValueError, match="given 3 elements, expected the 70 that this rank has"):
+        utils.safe_set_local_fp32_param(weight, torch.ones(3))
+    with pytest.raises(ValueError, match="there is no state 'exp_avg' of this parameter"):
+        utils.safe_set_full_optimizer_state(weight, torch.ones(10, 7), "exp_avg")
+
+
+# -- leaf modules ----------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_leaf_modules_are_marked_by_class_name_and_suffix() -> None:
+    utils, model = served().utils, built(TinyMLP)
+    blocks = list(model.blocks)
+    kind = type(blocks[0])
+    for kinds in ([kind], [kind.__name__], [f"{kind.__module__}.{kind.__name__}"]):
+        assert utils.set_z3_leaf_modules(model, kinds) == blocks == utils.get_z3_leaf_modules(model)
+        assert utils.z3_leaf_module(blocks[0]) and blocks[0]._z3_leaf
+        assert not utils.z3_leaf_module(model.enter)
+        assert utils.unset_z3_leaf_modules(model, kinds) == blocks
+        assert utils.get_z3_leaf_modules(model) == []
+    by_name, by_suffix = utils.set_z3_leaf_modules_by_name, utils.set_z3_leaf_modules_by_suffix
+    assert by_name(model, ["blocks.1", "no"], raise_if_not_found=False) == ([blocks[1]], ["no"])
+    assert by_suffix(model, ["s.0", "?"], raise_if_not_found=False) == ([blocks[0]], ["?"])
+    for call, what in (
+        (utils.set_z3_leaf_modules, "NoBlock"),
+        (utils.unset_z3_leaf_modules, "NoBlock"),
+        (by_name, "blocks.7"),
+        (by_suffix, "nothing"),
+    ):
+        with pytest.raises(ValueError, match=f"{what}.*the model has none such"):
+            call(model, [what])
+    with pytest.raises(ValueError, match="expected classes, or names of classes"):
+        utils.set_z3_leaf_modules(model, [3])
+
+
+@on_ranks(2)
+def test_a_configuration_may_name_leaf_modules_of_which_each_rank_uses_another_part() -> None:
+    class OneOf(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self[dist.get_rank()](x))
+
+    def experts() -> nn.Module:
+        layers = [OneOf(nn.Linear(7, 7) for _ in range(2)) for _ in range(2)]
+        return nn.Sequential(*layers, nn.Linear(7, 3))
+
+    leaf = {"classes": ["OneOf"], "names": ["2", "tail"]}
+    with warnings_of() as said:
+        engine, plain = made(3, built(experts), {"leaf_module": leaf}), Plain(built(experts))
+    assert any("leaf_module.names fits no module: ['tail']" in line for line in said)
+    counts = [len(found) for found in engine.optimizer.leaf_parameters.values()]
+    assert counts == [4, 4, 2]
+    assert all(served().utils.z3_leaf_parameter(p) for p in engine.module.parameters())
+    train(engine, range(2))
+    for index in range(2):
+        loss_of(plain.model(batch(index))).backward()
+        plain.step()
+    assert apart(masters(engine), plain.weights()) < 1e-5
+    with pytest.raises(ValueError, match="leaf_module='OneOf': expected an object"):
+        made(3, zero={"leaf_module": "OneOf"})
+
+
+# -- transformers under zero.Init ------------------------------------------------------------------
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+
+
+def resident() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+@slow
+@on_ranks(2, fresh=True, server="served")
+def test_transformers_reads_a_folder_without_any_rank_holding_the_model(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    import ctypes
+    import threading
+
+    import transformers as hf
+    from transformers.integrations import HfDeepSpeedConfig
+
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # malloc gives freed blocks back at once
+    shape = {**SMALL, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 6}
+    llama = hf.LlamaConfig(**shape, vocab_size=8192, tie_word_embeddings=False)
+    if dist.get_rank() == 0:
+        hf.LlamaForCausalLM(llama).save_pretrained(folder, max_shard_size="40MB")
+    dist.barrier()
+    in_force = HfDeepSpeedConfig(json_of(3, bf16={"enabled": True}))
+    before, highest, done = resident(), [0], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.002):
+            highest[0] = max(highest[0], resident())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    model = hf.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    done.set()
+    thread.join()
+    del in_force
+    mib, size = 1 << 20, sum(4 * p.ds_numel for p in model.parameters())
+    assert all(map(is_divided, model.parameters()))
+    # 64 MiB of whole parameters, and a share, at which both ranks arrive in fp32
+    assert highest[0] - before < size / 2 + 104 * mib < size
+    assert resident() - before < size / 4 + 16 * mib
+    theirs = hf.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    for ours, expected in zip(model.parameters(), theirs.parameters(), strict=True):
+        with served().zero.GatheredParameters(ours):
+            assert torch.equal(ours, expected)
+
+
+@slow
+@on_ranks(2, server="served")
+def test_models_of_transformers_are_read_and_made_with_their_values(folder: Path) -> None:
+    """Of weight_norm, of experts that are put together as they are read, and with a new head."""
+    hf = pytest.importorskip("transformers")
+    from transformers.integrations import HfDeepSpeedConfig
+
+    conv = {"conv_dim": (16, 16), "conv_stride": (2, 2), "conv_kernel": (3, 3)}
+    speech = hf.Wav2Vec2Config(
+        **SMALL, **conv, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2
+    )
+    experts = hf.MixtralConfig(**SMALL, vocab_size=64, num_local_experts=4, num_key_value_heads=2)
+    bert = hf.BertConfig(**SMALL, vocab_size=64)
+    for config, kind, reader in (
+        (speech, hf.Wav2Vec2Model, hf.Wav2Vec2Model),
+        (experts, hf.MixtralForCausalLM, hf.MixtralForCausalLM),
+        (bert, hf.BertModel, hf.BertForTokenClassification),
+    ):
+        plain, place = built(partial(kind, config)), folder / kind.__name__
+        if dist.get_rank() == 0:
+            plain.save_pretrained(place)
+        dist.barrier()
+        in_force = HfDeepSpeedConfig(json_of(3))
+        read = reader.from_pretrained(place)
+        del in_force
+        prefix = "" if reader is kind else f"{read.base_model_prefix}."
+        values = dict(zip(dict(read.named_parameters()), whole(read), strict=True))
+        assert all(value.isfinite().all() for value in values.values())
+        for name, value in plain.named_parameters():
+            if prefix + name in values:
+                assert torch.equal(values[prefix + name], value), name
+    tied = hf.LlamaConfig(**SMALL, vocab_size=64, tie_word_embeddings=True)
+    model = under_init(partial(hf.LlamaForCausalLM, tied))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for ours, theirs in zip(
+        whole(model), built(partial(hf.LlamaForCausalLM, tied)).parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@slow
+@on_ranks(2, server="served")
+def test_trls_digest_of_a_divided_model_is_that_of_the_whole_one() -> None:
+    host = pytest.importorskip("trl.trainer.dpo_trainer")
+    theirs, ours, other = built(TinyMLP), under_init(TinyMLP), under_init(TinyMLP, 1)
+    assert host.hash_module(theirs) == host.hash_module(ours) != host.hash_module(other)

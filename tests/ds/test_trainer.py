@@ -1,0 +1,374 @@
+"""Scripts of libraries that ask for DeepSpeed (transformers' trainers, Lightning), beside
+themselves under DDP; and a loop under the command. Every feature of these libraries at every stage
+is in the matrix of tools.
+
+The Lightning module is a class here, since Lightning trains no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from ds.engines import served
+from needed import skip_without
+from on_ranks import on_ranks, slow
+from reference import built, differences
+from zoo import TinyGPT, tokens_of
+
+skip_without("accelerate")
+AUTO = {
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto", "steps_per_print": float("inf"),
+}  # fmt: skip
+ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+
+
+def ds(stage: int, **more: Any) -> dict[str, Any]:
+    """A configuration as it stands in transformers' documentation, with "auto"."""
+    zero = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": "auto"}
+    return {**AUTO, "zero_optimization": {**zero, **more.pop("zero", {})}, **more}
+
+
+def tokens(rows: int = 64, words: int = 64) -> list[dict[str, Any]]:
+    ids = [tokens_of(i, 1, 16, words)[0] for i in range(rows)]
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+@contextlib.contextmanager
+def fresh() -> Iterator[None]:
+    """As in a process that a launcher has started, and that has run nothing yet."""
+    from accelerate.state import AcceleratorState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    os.environ |= {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    AcceleratorState._reset_state(reset_partial_state=True)
+    unset_hf_deepspeed_config()
+    yield
+    dist.barrier()
+
+
+def saved_llama(folder: Path) -> None:
+    import transformers as hf
+
+    if dist.get_rank() == 0:
+        config = hf.LlamaConfig(**LLAMA, vocab_size=64, tie_word_embeddings=True)
+        built(lambda: hf.LlamaForCausalLM(config)).save_pretrained(folder / "model")
+    dist.barrier()
+
+
+def trained(
+    folder: Path, name: str, stage: int | None = None, *, resume: str | None = None, kinds: Any = None,
+    make: Any = None, json: Any = None, options: Any = None, **arguments: Any,
+) -> tuple[Any, dict[str, list[float]]]:  # fmt: skip
+    """A trainer after its run, and what it has logged; under DDP without a stage. The model of
+    `folder` is saved as `folder`/of-`name`.
+    """
+    import transformers as hf
+
+    trainer_kind, arguments_kind = kinds or (hf.Trainer, hf.TrainingArguments)
+    with fresh():
+        given = arguments_kind(
+            output_dir=str(folder / name), use_cpu=True, per_device_train_batch_size=2, learning_rate=1e-2,
+            logging_steps=1, report_to=[], disable_tqdm=True, seed=1, deepspeed=None if stage is None else ds(stage, **(json or {})),
+            **{"max_steps": 4, "save_strategy": "no", **arguments},
+        )  # fmt: skip
+        model = (
+            make()
+            if make
+            else hf.LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        )
+        torch.manual_seed(0)
+        more = options or {"train_dataset": tokens(), "eval_dataset": tokens()}
+        trainer = trainer_kind(model, given, **more)
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(str(folder / f"of-{name}"))
+    wanted = "DistributedDataParallel" if stage is None else "DeepSpeedEngine"
+    assert type(trainer.model_wrapped).__name__ == wanted
+    names = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    return trainer, {
+        key: [row[key] for row in trainer.state.log_history if key in row] for key in names
+    }
+
+
+def same(ours: dict[str, list[float]], ddp: dict[str, list[float]], rel: float = 1e-6) -> None:
+    assert len(ddp["loss"]) >= 4
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert ours[key] == pytest.approx(ddp[key], rel=rel), key
+
+
+def same_model(folder: Path, ours: str, ddp: str) -> None:
+    dist.barrier()
+    mine, theirs = (load_file(folder / f"of-{n}" / "model.safetensors") for n in (ours, ddp))
+    assert not differences(theirs, mine, 0, 1e-4)
+
+
+# -- transformers' trainers ------------------------------------------------------------------------
+
+
+@on_ranks(2, fresh=True)
+def test_trainer_trains_saves_and_goes_on_as_under_ddp(folder: Path) -> None:
+    served()
+    saved_llama(folder)
+    asks = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    _, ddp = trained(folder, "ddp", **asks)
+    _, ours = trained(folder, "three", 3, **asks, **SAVES)
+    same(ours, ddp)
+    assert ours["learning_rate"] == ddp["learning_rate"]
+    same_model(folder, "three", "ddp")
+    _, again = trained(folder, "two", 2, resume=f"{folder}/three/checkpoint-2", **asks)
+    assert again["loss"][-2:] == pytest.approx(ours["loss"][-2:], rel=1e-6)
+    same_model(folder, "two", "three")
+
+
+@slow
+@on_ranks(2, server="served")
+def test_trainer_offloads_and_goes_on_wherever_the_state_rests(folder: Path) -> None:
+    saved_llama(folder)
+    (disk := folder / "disk").mkdir(exist_ok=True)
+    host, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(disk)}
+    _, ddp = trained(folder, "ddp")
+    tiers = {
+        "states on the host": (1, {"zero": {"offload_optimizer": host}}),
+        "all on the host": (3, {"zero": {"offload_optimizer": host, "offload_param": host}, "zero_force_ds_cpu_optimizer": False}),
+        "all on nvme": (3, {"zero": {"offload_optimizer": nvme, "offload_param": nvme}, "optimizer": ADAMW}),
+    }  # fmt: skip
+    for name, (stage, json) in tiers.items():
+        _, ours = trained(folder, name, stage, json=json, **SAVES)
+        same(ours, ddp, 1e-5)
+        same_model(folder, name, "ddp")
+    stage, json = tiers["states on the host"]
+    resume = f"{folder}/all on nvme/checkpoint-2"
+    _, again = trained(folder, "again", stage, json={**json, "optimizer": ADAMW}, resume=resume)
+    assert again["loss"][-2:] == pytest.approx(ddp["loss"][-2:], rel=1e-5)
+
+
+@slow
+@on_ranks(2, server="served")
+def test_fp16_of_the_json_scales_its_loss_and_skips_what_overflows(folder: Path) -> None:
+    saved_llama(folder)
+    _, ddp = trained(folder, "ddp", max_steps=8)
+    kinds = {
+        "overflows": {"initial_scale_power": 24},
+        "grows": {"initial_scale_power": 4, "loss_scale_window": 2},
+        "static": {"loss_scale": 64.0},
+    }
+    for kind, section in kinds.items():
+        json = {"fp16": {"enabled": "auto", "hysteresis": 1, **section}}
+        trainer, ours = trained(folder, kind, 3, json=json, max_steps=8, fp16=True)
+        engine = trainer.model_wrapped
+        if kind == "overflows":
+            assert 1 <= engine.skipped_steps <= 7 and engine.cur_scale == 2.0 ** (
+                24 - engine.skipped_steps
+            )
+            assert ours["learning_rate"][:2] == [1e-2] * 2, "the rate waits too"
+            continue
+        assert ours["loss"] == pytest.approx(ddp["loss"], abs=0.02) and not engine.skipped_steps
+        assert engine.cur_scale == 64 if kind == "static" else engine.cur_scale > 2**4
+
+
+@slow
+@on_ranks(2, server="served")
+@pytest.mark.parametrize("name", ["texts", "tokens", "adalora"])
+def test_generated_texts_new_tokens_and_adalora_are_those_of_ddp(name: str, folder: Path) -> None:
+    import transformers as hf
+    from peft import AdaLoraConfig, get_peft_model
+
+    saved_llama(folder)
+    llama = hf.LlamaForCausalLM
+
+    def translator() -> Any:
+        config = hf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+                             decoder_start_token_id=0, eos_token_id=1, pad_token_id=0, dropout_rate=0.0)  # fmt: skip
+        model = built(lambda: hf.T5ForConditionalGeneration(config))
+        model.generation_config.do_sample = True
+        return model
+
+    def more_tokens() -> Any:
+        model = built(lambda: llama.from_pretrained(folder / "model", dtype=torch.float32))
+        model.resize_token_embeddings(70, mean_resizing=False)
+        return model
+
+    def adapted() -> Any:
+        config = AdaLoraConfig(init_r=4, target_r=2, tinit=1, tfinal=2, deltaT=1, total_step=8,
+                               target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")  # fmt: skip
+        return built(
+            lambda: get_peft_model(
+                llama.from_pretrained(folder / "model", dtype=torch.float32), config
+            )
+        )
+
+    class Allocates(hf.TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            given["model"].base_model.update_and_allocate(state.global_step)
+
+    texts: list[Any] = []
+
+    def metrics(found: Any) -> dict[str, float]:
+        texts.append(found.predictions.tolist())
+        return {}
+
+    rows = [
+        {"input_ids": r["input_ids"], "labels": r["labels"][: 4 + i % 4]}
+        for i, r in enumerate(tokens(16))
+    ]
+    rows = [
+        {
+            **row,
+            "labels": torch.nn.functional.pad(row["labels"], (0, 8 - len(row["labels"])), value=1),
+        }
+        for row in rows
+    ]
+    kinds = (hf.Seq2SeqTrainer, hf.Seq2SeqTrainingArguments)
+    asks = {
+        "predict_with_generate": True,
+        "generation_max_length": 8,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
+    runs: dict[str, dict[str, Any]] = {
+        "texts": {"make": translator, "kinds": kinds,
+                  "options": {"train_dataset": rows, "eval_dataset": rows[:6], "compute_metrics": metrics}, **asks},
+        "tokens": {"make": more_tokens, "options": {"train_dataset": tokens(64, 70)}},
+        "adalora": {"make": adapted, "options": {"train_dataset": tokens(), "callbacks": [Allocates()]}, "max_steps": 8},
+    }  # fmt: skip
+    found = {}
+    for stage in (None, 3):
+        texts.clear()
+        trainer, logs = trained(folder, f"{name} {stage}", stage, **runs[name])
+        own = None
+        if name == "texts":  # of lengths of the ranks' own
+            mine, length = rows[dist.get_rank()]["input_ids"][None], 4 + 3 * dist.get_rank()
+            own = trainer.model.generate(
+                mine, max_new_tokens=length, **({"synced_gpus": True} if stage else {})
+            ).tolist()
+        peft = getattr(trainer.model, "peft_config", {})
+        found[stage] = logs, [*texts], own, {k: v.rank_pattern for k, v in peft.items()}
+    same(found[3][0], found[None][0], 1e-5)
+    assert found[3][1:] == found[None][1:], name
+    if name == "tokens":
+        same_model(folder, "tokens 3", "tokens None")
+
+
+# -- Lightning -------------------------------------------------------------------------------------
+
+
+@slow
+@on_ranks(2, server="served")
+def test_lightnings_own_strategy_goes_on_at_another_stage_and_its_checkpoints_convert(
+    folder: Path,
+) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from lightning.fabric.utilities.seed import reset_seed
+    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
+    class Tuned(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.losses = built(TinyGPT), []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.model(batch)
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+    class OnHost(lightning.strategies.DeepSpeedStrategy):
+        """It asks for CUDA by the class of the accelerator, and for the numbers of its devices."""
+
+        def setup_environment(self) -> None:
+            lightning.strategies.ParallelStrategy.setup_environment(self)
+
+        def setup_distributed(self) -> None:
+            reset_seed()
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+    def fitted(strategy: Any, epochs: int, path: Path | None = None) -> Any:
+        os.environ |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "tests"}
+        used = lightning.Trainer(
+            accelerator="cpu", devices=2, max_epochs=epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=folder, strategy=strategy, gradient_clip_val=0.5,
+        )  # fmt: skip
+        loader = torch.utils.data.DataLoader([tokens_of(i)[0] for i in range(16)], batch_size=2)
+        used.fit(module := Tuned(), loader, ckpt_path=path)
+        return used, module
+
+    with fresh():
+        _, longer = fitted("ddp", 2)
+        for stage, other in ((2, 3), (3, 2)):
+            place = folder / f"{stage}.ckpt"
+            used, module = fitted(OnHost(stage=stage), 1)
+            assert type(used.strategy.model).__name__ == "DeepSpeedEngine"
+            assert module.losses == pytest.approx(longer.losses[:4], rel=1e-5)
+            used.save_checkpoint(place)
+            _, again = fitted(OnHost(stage=other), 2, place)
+            assert again.losses == pytest.approx(longer.losses[4:], rel=1e-5)
+            file = folder / f"{stage}-{dist.get_rank()}.ckpt"
+            assert convert_zero_checkpoint_to_fp32_state_dict(str(place), str(file))["epoch"] == 1
+            whole = torch.load(file, weights_only=False)["state_dict"]
+            assert whole.keys() == longer.state_dict().keys()
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+LOOP = """
+import deepspeed, sys, torch
+torch.manual_seed(0)
+config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
+model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 64))
+engine, *_ = deepspeed.initialize(model=model, config=config)
+local = deepspeed.utils.safe_get_local_fp32_param
+own = sum(local(p).numel() for p in engine.module.parameters())
+losses = []
+for _ in range(3):
+    loss = engine(torch.ones(2, 4) * (engine.global_rank + 1)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+with open(f"{sys.argv[1]}-{engine.global_rank}", "w") as file:
+    print(type(engine).__name__, own < 4000, losses[-1] < losses[0], file=file)
+"""
+
+
+def test_torchrun_starts_a_script_by_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOOP)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "onefold.deepspeed", str(tmp_path / "train.py"), str(tmp_path / "said"),
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stderr.count("onefold serves the name deepspeed") == 1
+    for rank in range(2):
+        assert (tmp_path / f"said-{rank}").read_text() == "DeepSpeedEngine True True\n"
