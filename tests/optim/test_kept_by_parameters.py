@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_whole_corners import Layers, Pair
+from optim.test_whole_corners import Layers, Pair
 from torch import nn
 from torch.optim import Optimizer
 

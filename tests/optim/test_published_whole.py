@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_whole_step import Twins
+from optim.test_whole_step import Twins
 
 import onefold
 from ranks import run_ranks
