@@ -317,7 +317,7 @@ FAULTS = [
         "checkpoint/folder_source.py",
         "return known.get(piece.stop, piece.crc) == piece.crc",
         "return bool(known)",
-        ["tests/checkpoint/test_faults.py"],
+        ["tests/checkpoint/test_injuries.py"],
     ),
     Fault(
         "checkpoints",
