@@ -557,11 +557,11 @@ FAULTS = [
     ),
     Fault(
         "exits",
-        "the threads of a disk outlive the model",
+        "the communicators of a model outlive it",
         "runtime/engine.py",
-        "        self.transfers.close()\n",
+        "        if not but_group:\n            self.group.close()\n",
         "",
-        ["tests/failures/test_exit.py", "tests/offload/test_offload.py"],
+        ["tests/failures/test_exit.py::test_a_deleted_model_takes_its_threads_and_sockets_along"],
     ),
     Fault(
         "exits",

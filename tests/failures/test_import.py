@@ -56,7 +56,7 @@ def snapshot():
              "AdamW": torch.optim.AdamW, "distributed": torch.distributed, "clip": torch.nn.utils.clip_grad,
              "checkpoint": torch.utils.checkpoint, "autograd": torch.autograd, "functional": torch.nn.functional}
     seen = {f"{home}.{name}": id(value) for home, thing in homes.items() for name, value in list(vars(thing).items())
-            if callable(value)}
+            if callable(value) or type(value) is property}
     seen |= {"threads": threading.active_count(), "environment": hash(frozenset(os.environ.items())),
              "handlers": str([signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]), "hook": id(sys.excepthook),
              "logging": str(logging.getLogger().handlers), "warnings": str(warnings.filters), "path": str(sys.path),
