@@ -47,7 +47,7 @@ SOURCE = ROOT / "src" / "onefold"
 #: Those of test_waits by their names, so that every recipe runs (tests/conftest.py samples files).
 TESTS = [
     "tests/comm/test_native_reduce.py",
-    "tests/comm/test_standin.py",
+    "tests/standin/test_standin.py",
     "tests/pretrained/test_whole_tensors.py",
     "tests/stores",
     "tests/runtime/test_buffers.py",

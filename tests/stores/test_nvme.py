@@ -164,24 +164,6 @@ def test_memory_that_the_disk_cannot_work_on_is_refused_and_never_copied(
     assert (store.read_bytes, store.written_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"threads": 0}, "0 threads"),
-        ({"stripe": 1000}, "stripe=1,000"),
-        ({"block": 0}, "block=0"),
-        ({"name": "a/b"}, "'a/b'"),
-        ({"paths": []}, "name at least one"),
-    ],
-)
-def test_arguments_that_mean_nothing_are_refused(
-    tmp_path: Path, options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        Nvme(**{"paths": [tmp_path], "name": "refused", **options})
-    assert not any(tmp_path.iterdir())
-
-
 def blocked(store: Nvme, op: str) -> threading.Event:
     """Transfers of this kind wait until the event is set."""
     go = threading.Event()
