@@ -178,13 +178,12 @@ def test_no_more_tiles_are_gathered_than_the_one_in_use_and_those_ahead(
     """In any step, the first included, and of two forward passes before a backward pass."""
     model = sharded(
         built(lambda: TinyGPT(vocabulary=640, depth=2, checkpointing=checkpointing)),
-        6400,
         prefetch=prefetch,
     )
     tiles = tiles_of(model)
     tile = 4 * max(numel for _, numel in tiles)
-    assert tile <= 6400 + 4 * 2 * 64, "an interval is a multiple of 64 elements"
-    assert len([name for name, _ in tiles if name.startswith("head")]) == 8
+    assert tile <= TILE + 4 * 2 * 64, "an interval is a multiple of 64 elements"
+    assert len([name for name, _ in tiles if name.startswith("head")]) == 640 * 20 * 4 // TILE
     looks.watch(model)
     for step in range(3):
         loss = sum(model(tokens_of(10 * step + i, vocabulary=640)) for i in range(calls))
