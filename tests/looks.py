@@ -154,3 +154,39 @@ def init_divides_above(nbytes: int) -> Iterator[None]:
         yield
     finally:
         init.LIMIT = before
+
+
+def nodes(model: nn.Module) -> tuple[int, str, bool]:
+    """(groups of ranks, how many nodes there are in words, whether messages cross them flatly)."""
+    group = engine(model).group
+    return group.topology.outer, group.borders, group.flat_over_nodes
+
+
+def communicators(model: nn.Module) -> tuple[int, int]:
+    """(native communicators that the model has, those that a plan reserves memory for)."""
+    from onefold.comm.communicators import communicators_of
+
+    group = engine(model).group
+    levels = {id(level): level for level in (group, group.intra_group, group.inter_group)}
+    made = sum(len(level.communicators.native) for level in levels.values())
+    return made, communicators_of(group.topology)
+
+
+def activations(model: nn.Module) -> Any:
+    """The store of the model's activations on the host; None without one."""
+    return getattr(engine(model).activations, "store", None)
+
+
+def disk(model: nn.Module) -> Any:
+    """The store of the model's state on NVMe."""
+    return engine(model).transfers.open_store
+
+
+def most_gathered(model: nn.Module, units: str) -> int:
+    """The most bytes that were gathered at a time since `watch`, of units with this in their names."""
+    now = most = 0
+    for _, category, unit, change in engine(model).memory.timeline:
+        if category == "gathered units" and units in unit:
+            now += change
+            most = max(most, now)
+    return most

@@ -13,7 +13,7 @@ What could change bits on a GPU, and what prevents it:
 | a sum that begins with +0 turns a first part of -0 into +0         | it begins with -0: -0 + x is x, for every x                       |
 | `tl.full(-0.0)` is +0, since Triton compares the value with 0      | -0 is made from its bits                                          |
 | 2**31 elements and more, and rows that far apart                   | offsets are int64; each row's pointer is the last one plus stride |
-| subnormals flushed to 0                                            | Triton does not flush them (tests/quant/test_kernels_compiled.py) |
+| subnormals flushed to 0                                            | Triton does not flush them (tests/stores/test_kernels.py)         |
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ A new codec needs, in this order:
 |                                                         | recipe/options.py; `make options`   |
 | a kernel, if torch's operations are too slow            | `has_kernel` of its class, and      |
 |                                                         | triton_kernels.py                   |
-| its error, bits and finest step                         | tests/quant/codec_intervals.py      |
+| its error, bits and loss                                | tests/stores/test_codecs.py         |
 
 Everything else follows. The plan and the ledger count `encoded_bytes`. A recipe with
 wire_rounding="stochastic" is refused unless the codec is `stochastic`. `onefold doctor` compares
-kernels with torch, for codecs that have one. The tests of tests/quant and
+kernels with torch, for codecs that have one. The tests of tests/stores and
 tests/recipe/test_options.py run over `CODECS` and over these two types. docs/slow-links.md says
 what a codec is for, and a recipe in tests/runtime/test_wire_codecs.py trains with it.
 Moments of optimizers are separate: recipe/moments.py has their `Format`s, and `MomentPacking` here

@@ -1,0 +1,1 @@
+"""Parts that hold or move bytes, each by itself: layout, memory, device, groups, codecs, the host, NVMe."""

@@ -1,0 +1,582 @@
+"""Saved tensors go to the host and come back: the same bits, once each, within the budget, and nothing
+is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import looks
+import onefold
+import virtual
+from onefold.device import new_stream, use_stream
+from onefold.memory import MemoryLedger
+from onefold.observe import watch_activations
+from onefold.offload.activations import ACTIVATIONS_MOVING as MOVING
+from onefold.offload.activations import ActivationStore
+from reference import differences
+from zoo import Checkpointing, TinyGPT, TinyMLP, features_of, tokens_of
+
+MIB = 1 << 20
+
+
+def store_of(budget: int = 16 * MIB, device: str = "cpu", **options: Any) -> ActivationStore:
+    """A store that takes tensors of any size."""
+    ledgers = {"ledger": MemoryLedger(), "host": MemoryLedger()}
+    options = {"smallest": 1, "ahead": 4096, **ledgers, **options}
+    return ActivationStore(torch.device(device), budget, **options)
+
+
+def on_host(store: ActivationStore) -> dict[str, int]:
+    """The most bytes of the host that it had, by category."""
+    return store.arena.ledger.peak()
+
+
+@contextlib.contextmanager
+def saving(store: ActivationStore | None) -> Iterator[None]:
+    """A forward pass under the store's hooks; None is plain PyTorch."""
+    if store is not None:
+        store.begin_forward()
+    with (store and store.hooks()) or contextlib.nullcontext():
+        yield
+
+
+def assert_nothing_is_left(*stores: ActivationStore) -> None:
+    gc.collect()
+    for store in stores:
+        store.end_backward()
+        assert store.held == 0 and store.ledger.now() == {}, (store.held, store.ledger.now())
+        assert store.arena.ledger.now().keys() <= {"idle slabs"}, store.arena.ledger.now()
+
+
+def train(
+    store: ActivationStore | None, checkpointing: Checkpointing = "none", device: str = "cpu"
+) -> dict[str, Tensor]:
+    """Losses and weights after three steps of a small GPT with dropout."""
+    torch.manual_seed(0)
+    model = TinyGPT(dropout=0.1, checkpointing=checkpointing).to(device)
+    optimizer, out = torch.optim.SGD(model.parameters(), lr=0.1), {}
+    for step in range(3):
+        optimizer.zero_grad()
+        with saving(store):
+            loss = model(tokens_of(step, length=12 - step).to(device))
+        loss.backward()
+        if store is not None:
+            store.end_backward()
+        out[f"loss {step}"] = loss.detach().cpu()
+        optimizer.step()
+    return out | {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "budget", "ahead"),
+    [
+        *(("none", budget, 3000) for budget in (0, 511, 5000, 20_000)),
+        *((kind, 16 * MIB, 0) for kind in ("none", "reentrant", "non-reentrant")),
+        *((kind, 16 * MIB, 3000) for kind in ("none", "non-reentrant")),
+    ],
+)
+def test_training_gives_the_same_bits_within_any_budget(
+    checkpointing: Checkpointing, budget: int, ahead: int
+) -> None:
+    """What has no room stays on the device."""
+    store = store_of(budget, ahead=ahead)
+    assert differences(train(None, checkpointing), train(store, checkpointing)) == []
+    assert sum(on_host(store).values()) <= budget
+    assert (store.down > 0) == (budget >= 512)
+    assert (store.refused > 0) == (budget <= 20_000)
+    assert_nothing_is_left(store)
+
+
+@virtual.alone
+@pytest.mark.parametrize("window", [0, 2000, MIB])
+@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
+def test_late_copies_change_no_bit_and_nothing_is_freed_under_them(
+    checkpointing: Checkpointing, window: int
+) -> None:
+    expected = train(None, checkpointing, "virtual")
+    for seed in range(3):
+        virtual.start(seed)
+        store = store_of(8 * MIB, "virtual", ahead=(0, 3000, MIB)[seed % 3], window=window)
+        assert differences(expected, train(store, checkpointing, "virtual")) == []
+        assert [str(v) for v in virtual.violations()] == [] and store.up > 0
+        assert_nothing_is_left(store)
+
+
+def operate(op: int, a: Tensor, b: Tensor, i: int, j: int) -> Tensor:
+    """(8, 8), (8, 8) -> (8, 8), bounded"""
+    table: list[Callable[[], Tensor]] = [
+        lambda: a.sin(),
+        lambda: a * b,
+        lambda: torch.tanh(a @ b.t()),
+        lambda: (a.t() + 1).cos().t(),
+        lambda: torch.cat([a[: 1 + j % 8], b[1 + j % 8 :]]).sin(),
+        lambda: a[:, ::2].repeat_interleave(2, 1).sigmoid(),
+        lambda: a.clone().mul_(0.5).tanh_(),
+        lambda: torch.where(a > b, a, b * 0.5),
+        lambda: a[j % 8].expand(8, 8) * b,
+        lambda: torch.softmax(a, i % 2) * b,
+        lambda: a.chunk(2, 1)[j % 2].sin().repeat(1, 2),
+        lambda: nn.functional.layer_norm(a, (8,)).tanh(),
+        lambda: checkpoint(lambda x, y: (x * y).sin().cos(), a, b, use_reentrant=bool(i % 2)),
+    ]
+    return table[op % len(table)]()
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 30)] * 3), max_size=25),
+    st.sampled_from([1, 600, 4000, MIB]),
+    st.sampled_from([0, 1, 700, MIB]),
+    st.integers(1, 300),
+)
+def test_any_graph_gives_the_same_bits(
+    program: list[tuple[int, int, int]], budget: int, ahead: int, smallest: int
+) -> None:
+    """Of views, shared tensors and in-place writes that autograd allows."""
+    store, found = store_of(budget, ahead=ahead, smallest=smallest), []
+    for used in (None, store, store):
+        xs = [features_of(seed, 8, 8).requires_grad_() for seed in range(2)]
+        with saving(used):
+            pool = [x.sin() for x in xs]
+            for op, i, j in program:
+                new = operate(op, pool[i % len(pool)], pool[j % len(pool)], i, j)
+                if j % 3:
+                    pool.append(new)
+                else:
+                    pool[i % len(pool)] = new  # what stood there may go
+            loss = torch.stack(pool).sum()
+            del pool
+        loss.backward()
+        store.end_backward()
+        grads = {f"x{i}": x.grad for i, x in enumerate(xs) if x.grad is not None}
+        found.append(grads | {"loss": loss.detach()})
+    assert differences(found[0], found[1]) == differences(found[0], found[2]) == []
+    assert sum(on_host(store).values()) <= budget
+    assert_nothing_is_left(store)
+
+
+class Square(torch.autograd.Function):
+    """It asks for what it saved twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (a,), (b,) = ctx.saved_tensors, ctx.saved_tensors
+        return grad * (a + b)
+
+
+def lstm(x: Tensor) -> Tensor:
+    """Its gates share memory, and are tensors of their own for autograd."""
+    torch.manual_seed(0)
+    layers = nn.LSTM(8, 6, num_layers=2, bidirectional=True, batch_first=True)
+    return layers(x.view(5, 10, 8))[0].square().sum()
+
+
+def parts_of_one_memory(x: Tensor) -> Tensor:
+    parts = [p.sigmoid_() for p in (x * 2).unsafe_split_with_sizes([25, 15, 5, 5])]
+    return torch.stack([part.square().sum() for part in parts]).sum()
+
+
+def versions(x: Tensor) -> Tensor:
+    h = x * 2
+    early = h.sin()  # saves what is written to below
+    h.add_(1)
+    out = h.cos().sum()
+    out.early = early  # type: ignore[attr-defined]  # its graph lives as long
+    return out
+
+
+def complexes(x: Tensor) -> Tensor:
+    y = torch.view_as_complex(x.view(50, 4, 2)) * 2
+    return (y.conj() * y.sin()).real.sum() + (y.imag * y.real).sum()
+
+
+def allowed_writes(x: Tensor) -> Tensor:
+    """relu_ saves what it wrote, sin what relu_ wrote; mul_ writes to what nobody saved."""
+    y = (x * 2).relu_().sin().mul_(3)
+    z = y.clone()
+    z[:, 3] = 0
+    return (z.tanh() * y.detach()).sum()
+
+
+def nested(x: Tensor) -> Tensor:
+    def block(y: Tensor) -> Tensor:
+        return checkpoint(lambda z: z.sin().tanh(), y, use_reentrant=False) * y
+
+    return checkpoint(
+        block, checkpoint(block, x * 1, use_reentrant=True), use_reentrant=False
+    ).sum()
+
+
+GRAPHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a Function": lambda x: Square.apply(x * 1).sum(),  # type: ignore[no-untyped-call]
+    "an LSTM": lstm,
+    "parts of one memory": parts_of_one_memory,
+    "versions of a tensor": versions,
+    "complex numbers": complexes,
+    "writes that autograd allows": allowed_writes,
+    "nested checkpoints": nested,
+    "parts of a large tensor": lambda x: sum(
+        (x[i : i + 2].sin().sum() for i in (1, 9, 1)), x.sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_odd_graphs_give_the_same_bits_also_twice_and_twice_differentiated(graph: str) -> None:
+    store, found = store_of(), []
+    for used in (None, store):
+        x = features_of(1, 50, 8).requires_grad_()
+        with saving(used):
+            loss = GRAPHS[graph](x)
+        retained = graph not in ("nested checkpoints",)
+        if retained:
+            loss.backward(retain_graph=True)
+            if graph != "a Function":
+                (first,) = torch.autograd.grad(loss, x, create_graph=True)
+                first.square().sum().backward()
+        else:
+            loss.backward()
+        found.append({"loss": loss.detach(), "x": x.grad.clone()})
+        del loss
+        first = None
+    assert differences(*found) == [] and store.down > 0
+    assert_nothing_is_left(store)
+
+
+@virtual.alone
+def test_what_is_read_on_two_streams_keeps_its_memory_until_both_have_read_it() -> None:
+    device = torch.device("virtual:0")
+    for seed in range(6):
+        virtual.start(seed)
+        store = store_of(MIB, "virtual", window=0)
+        first, second = new_stream(device), new_stream(device)
+        with use_stream(first):
+            t = torch.full((64, 64), 3.0, device=device)
+            saved = [store.pack(t), store.pack(t.t())]
+            del t
+            one = store.unpack(saved[0]).sum()
+        with use_stream(second):
+            other = store.unpack(saved[1]).sum()
+        saved.clear()
+        with use_stream(first):  # takes the memory that was let go of
+            again = torch.empty(64, 64, device=device).fill_(5.0)
+        virtual.drain()
+        assert [str(v) for v in virtual.violations()] == []
+        assert float(one) == float(other) == 3.0 * 64 * 64 and float(again[0, 0]) == 5.0
+
+
+# -- once down, once up ----------------------------------------------------------------------------
+
+
+def test_what_several_nodes_save_goes_down_once_and_comes_up_once_and_is_freed() -> None:
+    store, nbytes = store_of(), 64 * 64 * 4
+    weight = nn.Parameter(features_of(1, 64, 64))
+    h = features_of(2, 64, 64).requires_grad_() * 2
+    memory = StorageWeakRef(h.untyped_storage())
+    with saving(store):
+        loss = (h @ weight).sum() + h.sin().sum() + (h.t() @ weight).sum() + h[1:].cos().sum()
+    assert store.down == store.held == nbytes
+    assert {k: n for k, n in store.arena.ledger.now().items() if k != "idle slabs"} == {
+        "activations": nbytes
+    }
+    del h
+    assert memory.expired(), "it still takes memory on the device"
+    loss.backward(retain_graph=True)
+    assert store.up == store.held == nbytes and store.ledger.now() == {}
+    loss.backward()
+    assert store.up == 2 * nbytes
+    assert_nothing_is_left(store)
+
+
+def test_what_somebody_still_holds_is_not_copied_up() -> None:
+    store, h = store_of(), features_of(1, 50, 50).requires_grad_() * 2
+    with saving(store):
+        loss = h.sin().sum()
+    loss.backward()
+    assert (store.down, store.up) == (50 * 50 * 4, 0)
+    assert_nothing_is_left(store)
+
+
+@virtual.alone
+@pytest.mark.parametrize("lines", [0, 3, 10])
+def test_the_device_holds_the_window_on_the_way_down_and_what_is_ahead_on_the_way_up(
+    lines: int,
+) -> None:
+    nbytes = 16 * 16 * 4
+    store = store_of(MIB, "virtual", window=lines * nbytes, ahead=lines * nbytes)
+    y = features_of(1, 16, 16).to("virtual").requires_grad_() * 1
+    with saving(store):
+        for _ in range(20):
+            y = y.sin()
+    # The one that begins, and two of the largest at least where something may be held
+    assert store.ledger.peak()[MOVING] <= (max(2, lines) * bool(lines) + 1) * nbytes
+    loss = y.sum()
+    del y
+    store.ledger.reset_peak()
+    loss.backward()
+    assert store.ledger.peak()[MOVING] <= max(1, lines) * nbytes
+
+
+def test_of_checkpointed_blocks_the_inputs_go_down_and_recomputed_tensors_do_not() -> None:
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+    for use_reentrant in (False, True):
+        for around_backward in (False, True):
+            store, x = store_of(), features_of(1, 10, 16).requires_grad_() * 1
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(saving(store))
+                for block in blocks:
+                    x = checkpoint(block, x, use_reentrant=use_reentrant)
+                loss = x.sum()
+                if not around_backward:
+                    stack.close()
+                loss.backward()
+            assert store.down == 3 * 10 * 16 * 4
+            del x
+            assert_nothing_is_left(store)
+
+
+def test_inside_a_checkpoint_nothing_goes_down() -> None:
+    """It counts what is saved, and keeps none of it."""
+    store, x = store_of(), features_of(1, 10, 16).requires_grad_()
+
+    def forward(x: Tensor) -> Tensor:
+        with saving(store):
+            return (x * 2).sin()
+
+    checkpoint(forward, x, use_reentrant=False).sum().backward()
+    assert store.down == 0 and torch.equal(x.grad, 2 * (x * 2).cos())
+
+
+# -- graphs that end otherwise ---------------------------------------------------------------------
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ValueError("on purpose")
+
+
+def test_graphs_that_are_dropped_raise_or_are_read_in_part_give_their_memory_back() -> None:
+    store, x = store_of(ahead=MIB, window=0), features_of(1, 20, 20).requires_grad_()
+    with saving(store):
+        dropped = (x * 2).sin().cos().sum()
+        raises = Fails.apply((x * 2).sin().cos()).tanh().sum()  # type: ignore[no-untyped-call]
+        unread = (x * 3).sin().cos().tanh().sum()
+        read = (x * 3).sin().cos().tanh().sum()
+    assert store.held > 0
+    del dropped
+    with pytest.raises(ValueError, match="on purpose"):
+        raises.backward()
+    del raises
+    read.backward()
+    store.end_backward()
+    assert store.ledger.now() == {}, "what came up for the other branch is not needed"
+    with pytest.raises(RuntimeError, match="second time"):
+        read.backward()
+    read_first, x.grad = x.grad, None
+    unread.backward()
+    assert torch.equal(x.grad, read_first)
+    del read, unread
+    assert_nothing_is_left(store)
+
+
+def test_a_closed_store_takes_nothing_more_and_keeps_what_graphs_need() -> None:
+    store, x = store_of(), features_of(1, 20, 20).requires_grad_()
+    with saving(store):
+        loss = (x * 2).sin().sum()
+    store.close()
+    down = store.down
+    with saving(store):
+        (x * 2).cos().sum().backward()
+    assert store.down == down, "a closed store took something"
+    x.grad = None
+    loss.backward()
+    assert torch.equal(x.grad, 2 * (x * 2).cos()) and store.arena.ledger.now() == {}
+
+
+def test_the_collector_may_drop_graphs_in_the_middle_of_anything() -> None:
+    store, model = store_of(), TinyGPT()
+    before = gc.get_threshold()
+    for _ in range(2):
+        with saving(store):
+            cycle: list[Any] = [model(tokens_of(0))]
+        cycle.append(cycle)
+        del cycle
+    gc.freeze()  # what is there already need not be gone over in each collection
+    gc.unfreeze()
+    gc.set_threshold(1, 1, 1)
+    try:
+        with saving(store):
+            loss = model(tokens_of(0))
+        loss.backward()
+    finally:
+        gc.set_threshold(*before)
+    del loss
+    assert_nothing_is_left(store)
+
+
+def test_threads_may_share_a_store_and_stores_may_be_in_each_other() -> None:
+    outer, inner = store_of(64 * 1024), store_of(smallest=1000)
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for _ in range(5):
+            grads = []
+            for stores in ((None, None), (outer, inner)):
+                x = features_of(seed, 16, 16).requires_grad_()
+                y = x[:8] * 1
+                with saving(stores[0]), saving(stores[1]):
+                    for _ in range(12):
+                        y = y.sin() * y
+                    z = torch.cat([y, y]).sin()
+                z.sum().backward()
+                grads.append(x.grad)
+            if not torch.equal(*grads):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and outer.down > 0 and inner.down > 0
+    assert_nothing_is_left(outer, inner)
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda h: h.add_(1),
+    "through a view": lambda h: h[0].zero_(),
+    "through a detached tensor": lambda h: h.detach().mul_(2),
+    "by out=": lambda h: torch.ones(20, 20, out=h.detach()),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_tensor_written_to_after_it_was_saved_is_refused_as_without_the_store(write: str) -> None:
+    for store in (None, store_of(), store_of(smallest=1 << 30)):
+        for survives in (True, False):
+            h = features_of(1, 20, 20).requires_grad_() * 2
+            with saving(store):
+                loss = h.sin().sum()
+            WRITES[write](h)
+            if not survives:
+                del h
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+# -- what stays ------------------------------------------------------------------------------------
+
+
+class Labelled(Tensor):
+    """A subclass as libraries make them."""
+
+
+WEIGHT = nn.Parameter(torch.ones(20, 20))
+STAYS: dict[str, Callable[[], Tensor]] = {
+    "a parameter": lambda: WEIGHT,
+    "a view of a parameter": lambda: WEIGHT.t(),
+    "a subclass": lambda: torch.ones(20, 20).as_subclass(Labelled),  # type: ignore[arg-type]
+    "a conjugate": lambda: torch.ones(20, 20, dtype=torch.complex64).conj(),
+    "a sparse tensor": lambda: torch.eye(20).to_sparse(),
+    "another device's": lambda: torch.ones(20, 20, device="meta"),
+    "an empty one": lambda: torch.ones(0, 20),
+    "a small one": lambda: torch.ones(3),
+    "what is skipped": lambda: torch.full((20, 20), 7.0),
+}
+
+
+@pytest.mark.parametrize("kind", STAYS)
+def test_what_cannot_go_or_need_not_go_stays(kind: str) -> None:
+    t = STAYS[kind]()
+    store = store_of(smallest=100, skip=lambda t: kind == "what is skipped")
+    with torch.no_grad():
+        again = store.unpack(store.pack(t))
+    assert store.down == 0 and again.size() == t.size() and type(again) is type(t)
+    assert t.is_meta or t.is_sparse or torch.equal(again, t)
+
+
+# -- in an engine ----------------------------------------------------------------------------------
+
+
+def sharded(
+    stage: int, precision: Any, model: nn.Module | None = None, **options: Any
+) -> tuple[Any, ActivationStore]:
+    torch.manual_seed(0)
+    recipe = onefold.Recipe.zero(stage, precision=precision, **options)
+    model = onefold.shard(TinyGPT() if model is None else model, recipe)
+    return model, looks.activations(model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_stays_and_what_is_on_the_host_are_all_that_is_saved(
+    stage: int, precision: str
+) -> None:
+    """Parameters, which rest or are gathered anyway, are neither."""
+    plain, _ = sharded(stage, precision)
+    with watch_activations(plain) as watched:
+        loss = plain(tokens_of(0))
+        everything = sum(watched.now().values())
+        loss.backward()
+    model, store = sharded(stage, precision, offload_activations=4 * MIB)
+    store.smallest = 1000
+    with watch_activations(model) as watched:
+        loss = model(tokens_of(0))
+        rest = sum(watched.now().values())
+        assert store.held > 0 and rest > 0 and rest + store.held == everything
+        assert looks.held(model)["host"]["activations"] >= store.held
+        loss.backward()
+        assert watched.now() == {} and "activations" not in looks.held(model).get("host", {})
+
+
+def top_hooks() -> Any:
+    """The saved-tensor hooks in place here; None without any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) or None
+
+
+def test_a_pass_that_raises_leaves_no_hook_and_a_model_that_goes_leaves_no_memory() -> None:
+    model, store = sharded(3, "bf16", TinyMLP(), offload_activations=4 * MIB)
+    store.smallest = 1
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(features_of(1, 3, 8))
+    assert top_hooks() is None
+    gc.collect()
+    assert store.held == 0
+    model, store = sharded(0, "fp32", TinyMLP(), offload_activations=4 * MIB)
+    store.smallest = 1
+    x = features_of(1, 4, 7).requires_grad_()
+    loss = model(x).square().sum()
+    (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
+    h = torch.tanh(model.enter(x))  # a part called by itself is a pass, too
+    assert store.held > 0
+    del h, model
+    gc.collect()
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected), "a graph may outlive its model"
+    del loss
+    assert store.held == 0 and MOVING not in store.ledger.now()
+    assert not {"activations", "idle slabs"} & store.arena.ledger.now().keys()

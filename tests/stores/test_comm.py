@@ -1,0 +1,674 @@
+"""Ranks and what moves between them: who shares a node, which backend serves, what each move gives, in
+which order parts are added up, what is counted as sent.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import looks
+import onefold
+import standin
+import virtual
+from examples import examples
+from on_ranks import on_ranks, slow
+from onefold.comm import CollectiveContext, Group, Sent, TrafficLedger, communicators
+from onefold.comm.store import within
+from onefold.comm.sums import add_up, sum_parts
+from onefold.device import device_identity, of_local_rank
+from onefold.layout import Topology
+from zoo import TinyMLP, features_of
+
+HERE = CollectiveContext("state", "(test)", 0, "state")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def shard(model: nn.Module | None = None, stage: int = 3, among: Any = None, **options: Any) -> Any:
+    recipe = onefold.Recipe.zero(stage, stall_timeout=20.0, **options)
+    return onefold.shard(model or TinyMLP(8, 24, 2, 6), recipe, group=among)
+
+
+# -- sums ------------------------------------------------------------------------------------------
+
+
+def one_by_one(
+    parts: list[Tensor], out: Tensor, scale: float, round_to: torch.dtype | None
+) -> Tensor:
+    """What a reader would write: an accumulator, an addition a rank, a factor, conversions."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    total = total * scale
+    return (total if round_to is None else total.to(round_to).float()).to(out.dtype)
+
+
+@examples(200)
+@given(
+    st.integers(1, 5),
+    st.sampled_from([0, 1, 101, 300]),
+    st.tuples(*[st.sampled_from(FLOATS)] * 3),
+    st.sampled_from([None, *FLOATS]),
+    st.sampled_from(["parts", "own", "in place", "own in place", "apart"]),
+    st.floats(0, 0.99),
+)
+@example(3, 1_300_000, (torch.bfloat16, torch.float32, torch.float16), torch.float16, "apart", 0.5)
+def test_a_sum_has_the_bits_of_one_addition_a_rank_in_the_order_of_ranks(
+    ranks: int,
+    n: int,
+    dtypes: tuple[torch.dtype, ...],
+    round_to: torch.dtype | None,
+    how: str,
+    which: float,
+) -> None:
+    """From and to every dtype; the own part may have another one; the sum may take any part's place;
+    rows may lie apart and begin anywhere.
+    """
+    wire, other, out_dtype = dtypes
+    values = [(features_of(r, n) * 10.0 ** (r % 3)).to(wire) for r in range(ranks)]
+    at = int(which * ranks)
+    rows, own = torch.stack(values), None
+    if how == "apart":
+        buffer = torch.full((3 + ranks * (n + 27),), torch.nan, dtype=wire)[3:].view(ranks, -1)
+        buffer[:, :n] = rows
+        rows = buffer[:, :n]
+    if "own" in how:
+        own = values[at] = values[at].to(other)
+        rows = (
+            torch.stack([v.to(wire) for i, v in enumerate(values) if i != at])
+            if ranks > 1
+            else rows[:0]
+        )
+    around = torch.full((n + 2,), 7.0, dtype=out_dtype)
+    out = around[1:-1]
+    if how == "in place":
+        out = rows[at]
+    elif how == "own in place":
+        out = own = values[at].clone()
+    expected = one_by_one(values, out, 1 / 3, round_to)
+    sum_parts(rows, out, 1 / 3, own=own, rank=at if own is not None else 0, round_to=round_to)
+    assert torch.equal(out, expected), (out[out != expected], expected[out != expected])
+    assert around[0] == around[-1] == 7.0
+    loose = torch.empty(n, dtype=out_dtype)
+    add_up(values, loose, 1 / 3, round_to=round_to)
+    assert torch.equal(loose, one_by_one(values, loose, 1 / 3, round_to))
+
+
+def test_a_sum_of_minus_zeros_is_minus_zero() -> None:
+    out = torch.ones(4)
+    sum_parts(torch.full((3, 4), -0.0), out)
+    assert out.signbit().all() and (out == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("parts", "out", "own", "said"),
+    [
+        (torch.zeros(5), torch.zeros(5), None, r"shape \(5,\) cannot be summed into \(5,\)"),
+        (torch.zeros(2, 5), torch.zeros(4), None, r"shape \(2, 5\) cannot be summed into \(4,\)"),
+        (torch.zeros(5, 2).t(), torch.zeros(5), None, "expected contiguous rows"),
+        (torch.zeros(2, 5), torch.zeros(5, device="meta"), None, "several devices"),
+        (torch.zeros(2, 5), torch.zeros(5), torch.zeros(4), r"own of shape \(4,\) cannot be"),
+    ],
+)
+def test_what_cannot_be_summed_is_said(
+    parts: Tensor, out: Tensor, own: Tensor | None, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        sum_parts(parts, out, own=own)
+
+
+# -- moves -----------------------------------------------------------------------------------------
+
+
+def each_move(group: Group, me: int, whole: Group) -> dict[str, Tensor]:
+    """What each move gives this rank, by position in `group`. `me` is the rank's number."""
+    n, at = group.size, group.rank
+    out = {"values": group.gather_values(torch.tensor([me, me * me]), HERE)}
+    out["control"] = torch.stack(
+        group.exchange_control(torch.tensor([me, 7], dtype=torch.uint8), HERE)
+    )
+    out["any"] = torch.tensor(list(group.any_of(bytes([1 << me, 2]), HERE)))
+    mine = [torch.full((3,), me + 0.5), torch.full((2,), me), torch.tensor(me > 0)]
+    group.broadcast(mine, HERE)
+    out |= {f"broadcast {i}": t for i, t in enumerate(mine)}
+    full = torch.zeros(4 * n)
+    full[4 * at : 4 * at + 4] = me
+    group.all_gather(full, HERE, 3).wait()
+    out["gathered"] = full
+    # A part for each rank, of uneven length: `sizes[p]` elements, all of them 100·sender + receiver
+    sizes = [1 + p % 2 for p in range(n)]
+    sent = torch.cat([torch.full((size,), 100.0 * me + p) for p, size in enumerate(sizes)])
+    received = torch.zeros(n, sizes[at])
+    if group.native and n > 1:
+        group.scatter_parts(sent, group.cut(sizes), received, HERE, 3, "reduce-scatter").wait()
+    else:
+        pieces, rows = sent.split(sizes), received.unbind()
+        received[at] = pieces[at]
+        others = [p for p in range(n) if p != at]
+        to, of = [(p, pieces[p]) for p in others], [(p, rows[p]) for p in others]
+        group.exchange(to, of, HERE, 3, move="reduce-scatter").wait()
+    out["parts"] = received
+    return out
+
+
+def expected_of(numbers: list[int], at: int) -> dict[str, Tensor]:
+    """The same for the ranks with these numbers, by position."""
+    n, found = len(numbers), torch.tensor(numbers)
+    bits = 0
+    for number in numbers:
+        bits |= 1 << number
+    return {
+        "values": torch.stack([found, found * found], 1),
+        "control": torch.stack([found, torch.full((n,), 7)], 1).byte(),
+        "any": torch.tensor([bits, 2]),
+        "broadcast 0": torch.full((3,), numbers[0] + 0.5),
+        "broadcast 1": torch.full((2,), numbers[0]),
+        "broadcast 2": torch.tensor(numbers[0] > 0),
+        "gathered": found.float().repeat_interleave(4),
+        "parts": (100.0 * found + at)[:, None].expand(n, 1 + at % 2),
+    }
+
+
+def moves_of_each_level(inner: int | None, native: bool) -> None:
+    whole = Group(standin.new_group() if native else None, CPU, 20.0, inner)
+    me, size = dist.get_rank(), dist.get_world_size()
+    each = inner or size
+    node, place = me // each * each, me % each
+    order = [g * each + p for p in range(each) for g in range(size // each)]
+    levels = (
+        ("all", whole, order),
+        ("inside a node", whole.intra_group, list(range(node, node + each))),
+        ("between nodes", whole.inter_group, list(range(place, size, each))),
+    )
+    for name, group, numbers in levels:
+        wanted = expected_of(numbers, numbers.index(me))
+        for move, found in each_move(group, me, whole).items():
+            assert torch.equal(found, wanted[move]), (name, move, found, wanted[move])
+    sent = whole.ledger.by_move_in_full()
+    parts = [4 * (1 + p % 2) for p in range(size)]
+    crossing = [p for p, number in enumerate(order) if number // each != me // each]
+    flat = sum(parts) - parts[order.index(me)]
+    if inner is None:  # the levels are the whole, and groups of one
+        assert sent["all-gather"].nbytes == 16 * (size - 1) * 2 and not crossing
+        assert sent["reduce-scatter"].nbytes == 2 * flat
+    elif inner:
+        assert sent["reduce-scatter"].between == sum(parts[p] for p in crossing) + sum(
+            4 * (1 + p % 2) for p in range(size // each) if p != node // each
+        )
+    whole.close()
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("native", [False, True])
+def test_moves_go_by_position(native: bool) -> None:
+    moves_of_each_level(None, native)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("native", [False, True])
+def test_moves_on_two_levels_go_by_position(native: bool) -> None:
+    moves_of_each_level(2, native)
+
+
+@on_ranks(6)
+@pytest.mark.parametrize("native", [False, True])
+def test_moves_between_groups_of_three_go_by_position(native: bool) -> None:
+    moves_of_each_level(3, native)
+
+
+def as_one_of(world_size: int) -> None:
+    """Be rank 0 of so many, of which the others are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+def calls_of_a_step(world_size: int, stage: int, options: dict[str, Any]) -> int:
+    """Python and C calls of one training step, as one of `world_size` ranks."""
+    as_one_of(world_size)
+    model, count = shard(TinyMLP(8, 16, 4, 8), stage, **options), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    for step in range(4):
+        sys.setprofile(seen if step == 3 else None)
+        model(features_of(step, 3, 8)).sum().backward()
+        onefold.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        sys.setprofile(None)
+    return count
+
+
+@on_ranks(1, fresh=True)
+@pytest.mark.parametrize(
+    ("stage", "options"), [(0, {}), (3, {"shard_group": 8}), (2, {"reduce": "native"})]
+)
+def test_the_hosts_work_in_a_step_does_not_grow_with_the_ranks(
+    stage: int, options: dict[str, Any]
+) -> None:
+    few, many = (calls_of_a_step(n, stage, options) for n in (16, 1024))
+    as_one_of(1)
+    assert few > 300 and many <= few * 1.15, (few, many)
+
+
+def test_what_was_encoded_counts_as_it_was_sent_and_as_it_would_have_been() -> None:
+    ledger = TrafficLedger()
+    ledger.record("all-gather", "a", 100, between=60, plain=400, plain_between=240)
+    ledger.record("all-gather", "b", 10, between=4)
+    ledger.record("reduce-scatter", "a", 50)
+    found = ledger.by_move_in_full()
+    assert found == {
+        "all-gather": Sent(110, 64, 410, 244),
+        "reduce-scatter": Sent(50, 0, 50, 0),
+    }
+    assert [sent.encoded for sent in found.values()] == [True, False]
+    assert ledger.by_link() == {"inside": 96, "between": 64}
+    assert (ledger.total(), ledger.plain()) == (160, 460)
+    ledger.reset()
+    assert ledger.plain() == 0 and ledger.by_move_in_full() == {}
+
+
+@pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
+@on_ranks(2, fresh=True)
+@pytest.mark.parametrize(
+    ("stage", "phase", "move"),
+    [(3, "forward", "all-gather"), (2, "backward", "reduce-scatter")],
+)
+def test_a_peer_that_hangs_is_named_in_the_middle_of_the_pass(
+    stage: int, phase: str, move: str
+) -> None:
+    """The host runs two units ahead of the device, and notices there. Each unit's messages are large
+    enough to be waited for.
+    """
+    virtual.start(seed=0)
+    standin.register("cpu", "virtual")
+    layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))).to("virtual")
+    recipe = onefold.Recipe.zero(stage, stall_timeout=4.0)
+    model = onefold.shard(layers, recipe, group=standin.new_group(), units=(nn.Linear,))
+    come: list[str] = []
+
+    def comes(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        come.append("forward")
+        output.register_hook(lambda _: come.append("backward"))
+
+    for layer in layers:
+        layer.register_forward_hook(comes)
+    for step in range(2):
+        come.clear()
+        hangs = dist.get_rank() == 1 and step == 1
+        if hangs and phase == "forward":
+            break
+        x = torch.ones(2, 1024).to("virtual")
+        if dist.get_rank() == 0 and step == 1:
+            said = rf"gave up waiting in {move} of unit '\d+' \({phase}, step 1\)"
+            with pytest.raises(onefold.StallError, match=said):
+                model(x).square().mean().backward()
+            assert come.count(phase) < 10, come
+            break
+        loss = model(x).square().mean()
+        if hangs:
+            break
+        loss.backward()
+    dist.barrier()
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+TORCHRUN = {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}
+SLURM = {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NUM_TASKS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (TORCHRUN, 4),
+        (SLURM, 4),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "8"}, 2),
+        ({"MPI_LOCALNRANKS": "1", "PMI_SIZE": "8"}, 1),
+        (TORCHRUN | SLURM, 4),  # torchrun inside a job of another
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, None),  # uneven
+        (SLURM | {"SLURM_DISTRIBUTION": "cyclic"}, None),  # no neighbours
+        (SLURM | {"SLURM_DISTRIBUTION": "block:cyclic"}, 4),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, None),
+        (TORCHRUN | {"WORLD_SIZE": "16"}, None),  # of a run around this one
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 for a run of 8 ranks"),
+        *(
+            (TORCHRUN | {"LOCAL_WORLD_SIZE": said}, "LOCAL_WORLD_SIZE='.*': expected a number")
+            for said in ("many", "", "0", "4.0")
+        ),
+    ],
+)
+def test_every_launcher_says_how_many_ranks_a_node_has(
+    environment: dict[str, str], expected: int | str | None
+) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            communicators.ranks_of_a_node(environment, 8)
+    else:
+        assert communicators.ranks_of_a_node(environment, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("per_node", "group", "nodes", "borders"),
+    [
+        (None, None, [0, 0, 0, 0], ""),
+        (2, None, [0, 0, 1, 1], "2 nodes"),
+        (4, 4, [0, 0, 0, 0], ""),
+        (4, 2, [0, 1, 0, 1], "2 groups"),  # by position: ranks 0, 2, 1, 3
+        (2, 1, [0, 0, 1, 1], "2 nodes"),  # where there are nodes, smaller groups are no borders
+        (1, 2, [0, 2, 1, 3], "4 nodes"),
+    ],
+)
+def test_borders_are_those_of_nodes_and_where_there_is_one_those_of_groups(
+    per_node: int | None, group: int | None, nodes: list[int], borders: str
+) -> None:
+    topology = Topology(4, group or 4)
+    found = communicators.sides_of(topology.order, per_node, group, topology)
+    assert found == (nodes, borders)
+
+
+class Said(logging.Handler):
+    """What Onefold logs inside the context."""
+
+    def __enter__(self) -> list[str]:
+        self.lines: list[str] = []
+        logging.getLogger("onefold").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_: Any) -> None:
+        logging.getLogger("onefold").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def on(hosts: str, launcher: str = "") -> None:
+    """Be on the host that this rank's letter names. `launcher`: what it says of each rank's node."""
+    os.environ["NCCL_HOSTID"] = hosts[dist.get_rank()]
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    if launcher:
+        os.environ["LOCAL_WORLD_SIZE"] = launcher[dist.get_rank()]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("hosts", "group", "launcher", "expected", "said"),
+    [
+        ("aabb", None, "", (2, "2 nodes", False), []),
+        ("aabb", "node", "", (2, "2 nodes", False), []),
+        ("aaaa", None, "", (1, "", False), []),
+        ("abcd", None, "", (1, "4 nodes", False), []),
+        ("aaab", None, "", (1, "2 nodes", True), ["unevenly (ranks 0-2; 3)", "up to 3 times"]),
+        ("abab", None, "", (1, "2 nodes", True), ["not as neighbours", "up to 2 times"]),
+        ("abab", "flat", "", (1, "2 nodes", True), []),
+        ("abab", None, "2222", (2, "2 nodes", False), []),  # the launcher's word is taken
+        ("aabb", None, "3331", (2, "2 nodes", False), []),  # where it can be used
+    ],
+)
+def test_hosts_are_compared_where_no_launcher_tells_of_even_nodes(
+    hosts: str,
+    group: str | None,
+    launcher: str,
+    expected: tuple[int, str, bool],
+    said: list[str],
+) -> None:
+    on(hosts, launcher)
+    with Said() as lines:
+        recipe = onefold.Recipe.zero(3, group=group)
+        model = onefold.shard(TinyMLP(), recipe)
+    assert looks.nodes(model) == expected
+    assert len(lines) == bool(said and dist.get_rank() == 0)
+    for line in lines:
+        assert all(word in line for word in [*said, "Start the same number of ranks"])
+
+
+@on_ranks(4)
+def test_uneven_hosts_cannot_be_groups_and_a_part_of_the_ranks_has_its_own() -> None:
+    on("aaab")
+    with pytest.raises(ValueError, match=r"lie on nodes \[0, 0, 0, 1\], unevenly"):
+        onefold.shard(TinyMLP(), onefold.Recipe.zero(3, group="node"))
+    on("aabb")
+    part = dist.new_group([0, 1, 2])
+    if dist.get_rank() < 3:
+        assert looks.nodes(shard(among=part))[::2] == (1, True)
+
+
+# -- native communicators --------------------------------------------------------------------------
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("hosts", "options", "expected"),
+    [("aaaa", {}, 2), ("aabb", {}, 5), ("aaab", {}, 2), ("aaaa", {"group": 2}, 5)],
+)
+def test_a_model_has_the_communicators_that_a_plan_reserves_for(
+    hosts: str, options: dict[str, Any], expected: int
+) -> None:
+    on(hosts)
+    model = shard(among=standin.new_group(), **options)
+    assert looks.communicators(model) == (expected, expected)
+
+
+def reduced(hosts: str, stage: int, **options: Any) -> tuple[set[str], list[Tensor]]:
+    """(operations that reduce gradients, the gradients) over the stand-in for NCCL."""
+    on(hosts)
+    torch.manual_seed(0)
+    model = shard(None, stage, standin.new_group(), **options)
+    before = dict(standin.launched)
+    model(features_of(dist.get_rank(), 3, 8)).square().mean().backward()
+    new = {op for op, count in standin.launched.items() if count > before.get(op, 0)}
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    return new - {"all_gather"}, [g.detach().as_subclass(Tensor).clone() for g in found]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("hosts", "options", "operation"),
+    [
+        ("aaaa", {}, "all_to_all"),
+        ("aabb", {}, "all_to_all"),
+        ("abcd", {}, "all_to_all"),
+        ("aaab", {}, "reduce_scatter"),
+        ("aabb", {"group": "flat"}, "reduce_scatter"),
+        ("aaab", {"reduce": "ordered"}, "all_to_all"),
+        ("aaab", {"reduce_codec": "int8"}, "all_to_all"),
+        ("aabb", {"reduce": "native"}, "reduce_scatter"),
+    ],
+)
+def test_the_backend_adds_up_by_default_only_where_messages_are_flat_over_hosts(
+    hosts: str, options: dict[str, Any], operation: str
+) -> None:
+    with Said() as lines:
+        launched, _ = reduced(hosts, 3, **options)
+    assert launched == {operation}
+    decided = operation == "reduce_scatter" and "reduce" not in options
+    assert any("native" in line for line in lines) == (decided and dist.get_rank() == 0)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_default_has_the_bits_of_the_way_that_it_takes(stage: int) -> None:
+    for one, other in (
+        (reduced("aaab", stage), reduced("aaab", stage, reduce="native")),
+        (reduced("aaab", stage, reduce="ordered"), reduced("aaaa", stage, reduce="ordered")),
+    ):
+        assert one[1] and all(map(torch.equal, one[1], other[1]))
+
+
+@pytest.mark.parametrize(
+    ("backend", "config", "device", "expected"),
+    [
+        ("undefined", "cpu:gloo,cuda:nccl", GPU, "nccl"),
+        ("undefined", "cpu:gloo,cuda:nccl", CPU, "gloo"),
+        ("undefined", "cpu:gloo,xpu:xccl", torch.device("xpu", 1), "xccl"),
+        ("nccl", "cuda:nccl", GPU, "nccl"),
+        ("gloo", "cpu:gloo,cuda:gloo", GPU, "gloo"),
+        ("fake", "cpu:fake,cuda:fake", GPU, "fake"),
+        ("undefined", "cpu:gloo", GPU, r"cuda:0.*gloo for cpu.*'cpu:gloo,cuda:nccl'"),
+        ("nccl", "cuda:nccl", CPU, r"is on cpu.*nccl for cuda.*device='cuda'"),
+    ],
+)
+def test_the_backend_is_the_one_of_the_devices_type_or_a_sentence(
+    backend: str,
+    config: str,
+    device: torch.device,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = SimpleNamespace(get_backend=lambda _: backend, get_backend_config=lambda _: config)
+    monkeypatch.setattr(communicators, "dist", made)
+    if expected.isalpha():
+        assert communicators.backend_of(None, device) == expected
+        return
+    with pytest.raises(ValueError) as caught:
+        communicators.backend_of(None, device)
+    assert re.search(expected, str(caught.value), re.DOTALL)
+
+
+def test_the_garbage_collector_destroys_no_communicator_of_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs at other moments on each rank. The next communicator is made at the same one."""
+    destroyed: list[str] = []
+    monkeypatch.setattr(dist, "destroy_process_group", destroyed.append)
+    monkeypatch.setattr(dist, "new_group", lambda *_, backend, **__: backend)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(communicators, "within", lambda seconds, call: call())
+    monkeypatch.setattr(communicators.Communicators, "_can_split", lambda *_: False)
+    made = communicators.Communicators([0, 1], CPU, 20.0)
+    made.make("native"), made.make("gloo")
+
+    class Owner:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            made.close()
+
+    Owner()
+    gc.collect()
+    assert destroyed == ["gloo"]
+    communicators.Communicators([0, 1], CPU, 20.0).make("gloo")
+    assert destroyed == ["gloo", "native"]
+
+
+ENDS = """
+import sys
+import torch
+import torch.distributed as dist
+import onefold
+class Native: pass
+model = onefold.shard(torch.nn.Linear(2, 2), onefold.Recipe.zero(3))
+made = onefold.engine_of(model).group.communicators
+made._made, made.native = [native := Native(), object()], [native]
+dist.destroy_process_group = lambda group: print("destroys", type(group).__name__)
+if sys.argv[1] == "raises":
+    raise ValueError("out of memory")
+"""
+
+
+@slow
+@pytest.mark.parametrize("how", ["ends", "raises"])
+def test_the_end_of_a_process_destroys_no_communicator_of_nccl(how: str) -> None:
+    """Another rank may be in the middle of an operation."""
+    done = subprocess.run([sys.executable, "-c", ENDS, how], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["destroys object"], done.stderr
+    assert ("ValueError" in done.stderr) == (how == "raises")
+
+
+@pytest.mark.parametrize(("value", "device", "told"), [("1", GPU, 1), ("8", GPU, 0), ("1", CPU, 0)])
+def test_one_queue_for_all_streams_is_told_once(
+    value: str, device: torch.device, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    communicators.warn_of_one_connection.cache_clear()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            communicators.warn_of_one_connection(device)
+    assert len(found) == told
+    communicators.warn_of_one_connection.cache_clear()
+
+
+def test_a_store_that_does_not_answer_is_told_and_costs_one_thread() -> None:
+    def waiting() -> int:
+        return sum(thread.name == "onefold-store" for thread in threading.enumerate())
+
+    store, answers, others = object(), threading.Event(), waiting()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="rank 0, which keeps the ranks' store, does not"):
+            within(0.05, answers.wait, store)
+    assert waiting() == others + 1
+    assert within(60.0, lambda: "another one answers", object()) == "another one answers"
+    answers.set()
+    while waiting() > others:
+        threading.Event().wait(0.01)
+    assert within(60.0, lambda: "again", store) == "again"
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, ids: list[str]) -> None:
+    """Let torch see GPUs of these ids."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(ids))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: bool(ids))
+    module = SimpleNamespace(
+        get_device_properties=lambda device: SimpleNamespace(uuid=ids[device.index])
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+
+
+@pytest.mark.parametrize(("seen", "local", "index"), [(8, 3, 3), (1, 3, 0), (4, 5, 1), (0, 2, 0)])
+def test_a_rank_that_sees_one_gpu_of_its_own_takes_it(
+    seen: int, local: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(monkeypatch, [f"GPU-{i}" for i in range(seen)])
+    assert of_local_rank("cuda", local) == torch.device("cuda", index)
+
+
+def test_ranks_on_one_gpu_are_refused_with_the_line_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, [f"GPU-{letter}" for letter in "abcdefgh"])
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    assert device_identity(torch.device("cuda", 1)) == "GPU-b" and device_identity(CPU) == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7")  # parts of one GPU
+    assert device_identity(GPU) == "GPU-aMIG-7"
+    communicators.refuse_shared_device({r: bytes([r]) for r in range(4)}, GPU)
+    with pytest.raises(ValueError, match=r"ranks 0-2 compute on one device.*set_device\(int\("):
+        communicators.refuse_shared_device({0: b"a", 1: b"a", 2: b"a", 3: b"b"}, GPU)
+
+
+@on_ranks(4, fresh=True)
+@pytest.mark.parametrize("ids", ["aabc", "abcd"])
+def test_shard_refuses_ranks_that_share_a_device(ids: str) -> None:
+    from onefold.comm import group
+
+    on("aaaa")
+    group.device_identity = lambda _: ids[dist.get_rank()]  # type: ignore[assignment]
+    if ids == "abcd":
+        shard(among=standin.new_group())
+        return
+    with pytest.raises(ValueError, match="ranks 0-1 compute on one device"):
+        shard(among=standin.new_group())

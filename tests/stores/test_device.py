@@ -1,0 +1,429 @@
+"""The device, its streams, and copies between it and the host.
+
+What has streams runs on the virtual device: copies are late there, in any order that waits allow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import onefold
+import virtual
+from onefold import device as room
+from onefold.cores import threads_for
+from zoo import TinyGPT, features_of, tokens_of
+
+LINE = 4096  # bytes: 1,024 elements
+MIB = 1 << 20
+
+
+def schedules(count: int) -> Iterator[torch.device]:
+    """The device, under one schedule after the other. What no wait orders fails the test."""
+    for seed in range(count):
+        virtual.start(seed, timeout=10)
+        yield torch.device("virtual:0")
+        assert [str(v) for v in virtual.violations()] == [], f"seed {seed}"
+
+
+def held_up(stream: Any) -> list[int]:
+    """The stream goes no further until the list has something in it."""
+    go_on: list[int] = []
+    virtual.enqueue(stream, lambda: None, ready=lambda: bool(go_on))
+    return go_on
+
+
+def on_host(low: Tensor) -> Tensor:
+    virtual.host_access(low, write=False)
+    return low
+
+
+# -- which device ----------------------------------------------------------------------------------
+
+
+def test_what_has_no_streams_copies_at_once() -> None:
+    cpu, into, let_go = torch.device("cpu"), torch.zeros(3), []
+    side = room.CopyStream(cpu)
+    assert side.copy(into, torch.ones(3), done=lambda: let_go.append(1)) is None
+    assert into.tolist() == [1, 1, 1] and let_go == [1] and not side.asynchronous
+    side.wait()
+    assert room.default_device() == room.with_index("cpu") == cpu and not room.has_streams(cpu)
+    assert not room.HostBuffers(cpu).empty(5, torch.float32).is_pinned()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: room.with_index("cuda"),
+        lambda: onefold.shard(TinyGPT(), onefold.Recipe.zero(0), device="cuda"),
+    ],
+)
+def test_a_device_that_is_not_there_is_told(act: Callable[[], object]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(ValueError, match="device='cuda': torch finds no such device here"):
+        act()
+
+
+@virtual.alone
+def test_a_device_without_an_index_is_the_threads_current_one() -> None:
+    with room.guard(torch.device("virtual:2")):
+        found = room.with_index("virtual")
+        assert found == room.default_device() == torch.device("virtual:2")
+    assert room.with_index("virtual") == torch.device("virtual:0")
+    with room.use_stream(room.new_stream(torch.device("virtual:3"))):
+        assert torch.accelerator.current_device_index() == 3
+    seen: list[int] = []
+
+    def work() -> None:
+        with room.guard(torch.device("virtual:3")):
+            seen.append(torch.empty(1, device="virtual").get_device())
+        seen.append(torch.empty(1, device="virtual").get_device())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [3, 0] and torch.accelerator.current_device_index() == 0
+
+
+@virtual.alone
+def test_a_save_in_the_background_reads_the_device_that_the_model_is_on(tmp_path: Path) -> None:
+    torch.accelerator.set_device_index(1)
+    for _ in schedules(4):
+        torch.manual_seed(0)
+        recipe = onefold.Recipe.zero(3, precision="fp32")
+        model: Any = onefold.shard(TinyGPT(), recipe, device="virtual")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step(number: int, model: Any = model, optimizer: Any = optimizer) -> dict[str, Tensor]:
+            model(tokens_of(number).to("virtual:1")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return onefold.full_state_dict(model)
+
+        step(0)
+        saving = onefold.save_async(
+            tmp_path / "at", model=model, optimizer=optimizer, overwrite=True
+        )
+        after = step(1)  # behind the copy
+        saving.wait()
+        onefold.load(tmp_path / "at", model=model, optimizer=optimizer)
+        again = step(1)
+        assert all(torch.equal(after[name].cpu(), again[name].cpu()) for name in after)
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+@virtual.alone
+@pytest.mark.parametrize("window", [0, LINE, MIB])
+def test_copies_are_right_whenever_they_run(window: int) -> None:
+    """Down, changed on the host, and up again. Whoever allocates next gets the memory of both ends
+    as soon as a copy lets go of it.
+    """
+    for device in schedules(20):
+        down, up = room.CopyStream(device, window), room.CopyStream(device, window)
+        pinned, results = room.HostBuffers(device), []
+        for i in range(12):
+            source = torch.full((1024,), float(i), device=device) * 2
+            low = pinned.empty(1024, torch.float32)
+            ticket = down.copy(low, source)
+            del source
+            ticket.synchronize()
+            low.add_(1)
+            into = torch.empty(1024, device=device)
+            raised = up.copy(into, low)
+            del low
+            up.order(raised)
+            results.append(into * 10)
+            del into
+        assert [r[0].item() for r in results] == [10 * (2 * i + 1) for i in range(12)]
+        assert all(bool((r == r[0]).all()) for r in results)
+
+
+@virtual.alone
+@pytest.mark.parametrize(("lines", "most"), [(1, 4), (5, 2)])
+def test_copies_hold_the_window_or_two_of_them_and_the_host_does_not_wait(
+    lines: int, most: int
+) -> None:
+    for device in schedules(10):
+        down, pinned = room.CopyStream(device, window=3 * LINE), room.HostBuffers(device)
+        held: list[int] = []
+        lows = [pinned.empty(1024 * lines, torch.float32) for _ in range(6)]
+        with virtual.no_synchronization():
+            for i, low in enumerate(lows[: 6 if lines == 1 else 3]):
+                held.append(i)
+                source = torch.full((1024 * lines,), float(i), device=device)
+                down.copy(low, source, done=partial(held.remove, i))
+                del source
+                assert len(held) <= most, f"copies of {lines} lines hold {held}"
+        down.wait()
+        assert held == []
+        for i, low in enumerate(lows[: 6 if lines == 1 else 3]):
+            assert on_host(low).eq(float(i)).all()
+
+
+@virtual.alone
+def test_the_host_waits_where_copies_hold_too_much_of_its_memory() -> None:
+    for device in schedules(10):
+        up, pinned = room.CopyStream(device, window=LINE), room.HostBuffers(device)
+        into, places = torch.empty(1024, device=device), set()
+        for i in range(40):
+            low = pinned.empty(1024, torch.float32).fill_(float(i))
+            places.add(low.data_ptr())
+            up.copy(into, low)
+            del low
+        assert len(places) <= 10, f"{len(places)} buffers of {LINE} bytes on the host"
+        up.order(up.mark())
+        assert into.eq(39.0).all()
+
+
+@virtual.alone
+def test_neither_stream_waits_for_what_the_other_has_not_to_do_with() -> None:
+    for device in schedules(4):
+        down, pinned = room.CopyStream(device, window=LINE), room.HostBuffers(device)
+        go_on = held_up(down.stream)
+        low = pinned.empty(16 * 1024, torch.float32)
+        ticket = down.copy(low, torch.full((16 * 1024,), 3.0, device=device))
+        # A copy larger than the window holds the computation up neither
+        assert float((torch.ones(8, device=device) * 2).sum()) == 16
+        go_on.append(1)
+        ticket.synchronize()
+        assert on_host(low).eq(3.0).all()
+
+        up, source = room.CopyStream(device), torch.full((64,), 3.0, device=device)
+        computing = room.current_stream(device)
+        with up.on_stream():
+            later = held_up(computing)
+            doubled = source * 2
+            ticket = up.mark()
+        ticket.synchronize()
+        assert virtual.cpu_alias(doubled).eq(6.0).all()
+        later.append(1)
+        up.order(ticket)
+
+
+@virtual.alone
+def test_a_thread_that_waits_for_copies_lets_others_begin_some() -> None:
+    for device in schedules(2):
+        down, pinned = room.CopyStream(device), room.HostBuffers(device)
+        lows = [pinned.empty(64, torch.float32) for _ in range(2)]
+        source, done = torch.ones(64, device=device), []
+        first = held_up(down.stream)
+        down.copy(lows[0], source, done=partial(done.append, "first"))
+        waits = threading.Thread(target=down.wait, daemon=True)
+        waits.start()
+        second = held_up(down.stream)
+        down.copy(lows[1], source, done=partial(done.append, "second"))
+        first.append(1)
+        waits.join(60)
+        assert done == ["first"], "a copy that began meanwhile was taken for done"
+        second.append(1)
+        down.wait()
+        assert done == ["first", "second"]
+
+
+@virtual.alone
+@pytest.mark.parametrize("chunk", [512, 4096, MIB])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_device_adds_to_sums_on_the_host_what_the_host_would(
+    dtype: torch.dtype, chunk: int
+) -> None:
+    for device in schedules(6):
+        taken: list[int] = []
+        down, pinned = room.CopyStream(device), room.HostBuffers(device)
+        sums = room.HostSums(down, taken=taken.append, chunk=chunk)
+        low, cast = (pinned.empty(3000, torch.float32).zero_() for _ in range(2))
+        steps = [pinned.empty(3000, dtype) for _ in range(4)]
+        expected = torch.zeros(3000)
+        for i, step in enumerate(steps):  # each finds what the one before has sent
+            step.copy_(features_of(i, 3000) * 10.0**i)
+            expected += step
+        with virtual.no_synchronization():
+            for step in steps:
+                whole = torch.empty(3000, dtype=dtype, device=device)
+                whole.copy_(step, non_blocking=True)
+                sums.add([(low[:1000], whole[:1000]), (low[1024:], whole[1024:])], whole)
+                if dtype == torch.bfloat16:
+                    sums.cast(cast, whole)
+                del whole
+        down.wait()
+        sums.release()
+        expected[1000:1024] = 0
+        assert torch.equal(on_host(low), expected)
+        assert dtype == torch.float32 or torch.equal(on_host(cast), steps[-1].float())
+        assert taken == [2 * chunk, -2 * chunk], "bytes on the device that nobody counts"
+
+
+@virtual.alone
+def test_numbers_are_read_without_waiting_for_what_was_launched_behind_them() -> None:
+    for device in schedules(4):
+        first = torch.full((), 3.0, device=device)
+        with virtual.no_synchronization():
+            reading = room.Reading(first, first.square().reshape(1))
+        go_on = held_up(None)
+        assert reading.numbers() == [3.0, 9.0]
+        go_on.append(1)
+
+
+@virtual.alone
+def test_synchronize_waits_for_every_stream_of_the_device() -> None:
+    for device in schedules(4):
+        a = torch.zeros(64, device=device)
+        with room.use_stream(room.new_stream(device)):
+            b = torch.ones(64, device=device) * 2
+        a += 1
+        room.synchronize(device)
+        assert virtual.pending() == ""
+        assert virtual.cpu_alias(a).sum() == 64 and virtual.cpu_alias(b).sum() == 128
+
+
+# -- pinned memory ---------------------------------------------------------------------------------
+
+
+@virtual.alone
+def test_pinned_buffers_are_used_again_when_nobody_holds_them() -> None:
+    buffers = room.HostBuffers(torch.device("virtual:0"))
+    first = buffers.empty(1000, torch.float32)
+    assert first.is_pinned()
+    place = first.data_ptr()
+    assert buffers.empty(1000, torch.float32).data_ptr() != place
+    del first
+    half = buffers.empty(2000, torch.bfloat16)  # as many bytes
+    assert half.data_ptr() == place
+    view = half[5:10]
+    del half
+    assert buffers.empty(1000, torch.float32).data_ptr() != place, "a view of it was held"
+    del view
+    assert buffers.empty(1000, torch.float32).data_ptr() == place
+    paged = room.host_empty(3000, torch.float32, torch.device("virtual:0"), paged=True)
+    assert paged.is_pinned() and paged.data_ptr() % 4096 == 0 and paged.numel() == 3000
+
+
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as file:
+        ends = [line.split()[0].split("-") for line in file]
+    return any(int(a, 16) <= address < int(b, 16) for a, b in ends)
+
+
+class Driver:
+    """Takes the calls of CUDA's library, and notes whether the memory was mapped then."""
+
+    def __init__(self) -> None:
+        self.answer = 0
+        self.calls: list[tuple[str, bool]] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append(("pin", is_mapped(address + nbytes - 1)))
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unpin", is_mapped(address)))
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    if sys.platform != "linux":
+        pytest.skip("reads /proc")
+    found = Driver()
+    monkeypatch.setattr(room.pinned, "_runtime", lambda device: found)
+    return found
+
+
+def pages(of: str = "cuda") -> Tensor:
+    return room.host_pages(4 * MIB, huge=True, device=torch.device(of) if of else None)
+
+
+def test_pages_are_unpinned_before_they_are_unmapped(driver: Driver) -> None:
+    found = pages()
+    address, view = found.data_ptr(), found[-100:].view(torch.float32)
+    del found
+    assert driver.calls == [("pin", True)], "a view still reads the pages"
+    del view
+    assert driver.calls == [("pin", True), ("unpin", True)] and not is_mapped(address)
+    driver.answer = 2
+    with pytest.raises(RuntimeError, match="cudaHostRegister ended with error 2"):
+        pages()
+    assert driver.calls[2:] == [("pin", True)]
+    del (plain := [pages("")])[0]
+    assert plain == [] and len(driver.calls) == 3
+
+
+def test_a_forked_process_has_no_pinned_pages_and_does_not_unpin_its_parents(
+    driver: Driver,
+) -> None:
+    pinned, plain = pages().fill_(1), pages("").fill_(1)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:  # nothing but this: other threads are not in the child
+        with contextlib.suppress(BaseException):
+            there = [is_mapped(t.data_ptr()) for t in (pinned, plain)]
+            del pinned
+            os.write(write, repr([*there, len(driver.calls)]).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        assert file.read() == "[False, True, 1]"
+    os.waitpid(child, 0)
+    assert int(pinned.sum()) == 4 * MIB
+
+
+# -- the host's threads ----------------------------------------------------------------------------
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "now", "environment", "launcher", "expected"),
+    [
+        (96, 8, 1, TORCHRUN, {}, 12),  # torchrun has set 1: the share of the cores
+        (4, 8, 1, TORCHRUN, None, 1),
+        (96, 8, 1, TORCHRUN, {"OMP_NUM_THREADS": "1"}, 1),  # its user has
+        (96, 8, 3, TORCHRUN, {}, 3),  # the script has
+        (96, 8, 1, {"SLURM_PROCID": "0", "OMP_NUM_THREADS": "1"}, {}, 1),
+        (96, 1, 96, {}, {}, 96),
+        (96, 8, 96, {}, {}, 12),  # torch's own number, at most the share
+        (1, 0, 1, {}, None, 1),
+    ],
+)
+def test_threads_are_the_share_of_the_cores_unless_the_user_has_set_a_number(
+    cores: int,
+    ranks: int,
+    now: int,
+    environment: Mapping[str, str],
+    launcher: Mapping[str, str] | None,
+    expected: int,
+) -> None:
+    assert threads_for(cores, ranks, now, environment, launcher) == expected
+
+
+def test_a_number_of_threads_is_that_of_one_thread_and_is_put_back() -> None:
+    before, beside, inside = torch.get_num_threads(), [], threading.Event()
+    leave = threading.Event()
+
+    def other() -> None:
+        torch.get_num_threads()
+        inside.set()
+        leave.wait(60)
+        beside.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(60)
+    with pytest.raises(ValueError, match="on purpose"), room.using_threads(before + 2):
+        assert torch.get_num_threads() == before + 2
+        leave.set()
+        thread.join()
+        raise ValueError("on purpose")
+    assert beside == [before] and torch.get_num_threads() == before

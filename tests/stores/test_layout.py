@@ -1,0 +1,354 @@
+"""Where every element lives: each is owned once, at an address that every rank computes alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples import examples
+from onefold.layout import ALIGNMENT, Dtypes, FlatLayout, ShardSpec, Slot, Topology, overlap
+from onefold.layout.holders import Axes, AxisCut, Holders, TensorBox, region_of
+from onefold.layout.regions import BoxInterval, common, runs, stretches, tile, whole_region
+from onefold.quant import codec
+from onefold.recipe import Recipe
+
+shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=12)
+
+
+def named(sizes: Any) -> list[tuple[str, tuple[int, ...]]]:
+    return [(f"p{i}", size if isinstance(size, tuple) else (size,)) for i, size in enumerate(sizes)]
+
+
+def overlapping(intervals: list[tuple[int, int]]) -> bool:
+    ordered = sorted(i for i in intervals if i[0] < i[1])
+    return any(a[1] > b[0] for a, b in zip(ordered, ordered[1:], strict=False))
+
+
+# -- a flat buffer ---------------------------------------------------------------------------------
+
+
+@given(
+    shapes,
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.sampled_from([{}, {"sector": 4096}, {"block": 256}, {"sector": 4096, "block": 256}]),
+    st.booleans(),
+)
+def test_every_element_has_one_place_and_one_owner(
+    shapes: list[tuple[int, ...]], parts: int, groups: int, options: dict[str, int], borders: bool
+) -> None:
+    ranks = parts * groups
+    layout = FlatLayout.of(named(shapes), ranks, **options, borders=parts if borders else 0)
+    intervals = [layout.interval(rank) for rank in range(ranks)]
+    assert [a for a, _ in intervals] == [r * layout.shard_numel for r in range(ranks)]
+    assert intervals[-1][1] == layout.numel == ranks * layout.shard_numel
+    assert sorted((s.name, s.shape) for s in layout.slots) == sorted(named(shapes))
+    assert not overlapping([(s.start, s.end) for s in layout.slots])
+    unit = max(ALIGNMENT, options.get("block", 0))
+    assert layout.shard_numel % unit == 0
+    for slot in layout.slots:
+        assert slot.start % unit == 0 and slot.end - slot.start == prod(slot.shape)
+        local = [p for p in (layout.local(slot, r) for r in range(ranks)) if p[0] < p[1]]
+        assert [i for a, b in local for i in range(a, b)] == list(range(slot.start, slot.end))
+        for a, b in local if options.get("block") else ():
+            assert (a - slot.start) % 256 == 0 and ((b - slot.start) % 256 == 0 or b == slot.end)
+
+
+@given(shapes, st.integers(1, 16), st.randoms(use_true_random=False))
+def test_runs_cover_the_active_parameters_and_no_other(
+    shapes: list[tuple[int, ...]], ranks: int, random: Any
+) -> None:
+    layout = FlatLayout.of(named(shapes), ranks)
+    active = [random.random() < 0.6 for _ in layout.slots]
+    found = layout.runs(active)
+    assert not overlapping(found)
+    for slot, on in zip(layout.slots, active, strict=True):
+        shared = [overlap((slot.start, slot.end), run) for run in found]
+        covered = sum(max(0, b - a) for a, b in shared)
+        assert covered == (slot.end - slot.start if on else 0), (slot, found)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize("block", [0, 256])
+def test_padding_of_a_block_of_gpt2_stays_under_one_percent(ranks: int, block: int) -> None:
+    w = 768
+    sizes = [w, w, 3 * w * w, 3 * w, w * w, w, w, w, 4 * w * w, 4 * w, 4 * w * w, w]
+    layout = FlatLayout.of(named(sizes), ranks, block=block)
+    assert sum(sizes) <= layout.numel < 1.01 * sum(sizes)
+
+
+def travels(layout: FlatLayout, parts: int) -> int:
+    """Elements that do not lie where most of their parameter does, cut into `parts`."""
+    room, out = layout.numel // parts, 0
+    for slot in layout.slots:
+        held = [overlap((slot.start, slot.end), (p * room, p * room + room)) for p in range(parts)]
+        out += slot.end - slot.start - max(max(0, b - a) for a, b in held)
+    return out
+
+
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=14), st.integers(2, 6), st.integers(1, 3)
+)
+def test_borders_make_no_more_travel_than_the_models_order(
+    sizes: list[int], parts: int, groups: int
+) -> None:
+    plain, found = (FlatLayout.of(named(sizes), parts * groups, borders=b) for b in (0, parts))
+    assert travels(found, parts) <= travels(plain, parts)
+    aligned = sum(-(-n // ALIGNMENT) * ALIGNMENT for n in sizes)
+    assert found.numel <= max(plain.numel, 1.01 * aligned, aligned + parts * groups * ALIGNMENT)
+
+
+def test_borders_cut_one_matrix_of_five_where_the_models_order_cuts_two() -> None:
+    """What is longer than an interval fills the ends."""
+    sizes = named([256, 192, 192, 256, 1152])
+    plain, found = (FlatLayout.of(sizes, 4, borders=b) for b in (0, 4))
+    assert (travels(plain, 4), travels(found, 4)) == (64 + 640, 640)
+
+
+REFUSED_LAYOUTS: list[tuple[Callable[[], object], str]] = [
+    (lambda: FlatLayout((Slot("w", (4,), 3),), 64, 1, 64), "starts at 3"),
+    (
+        lambda: FlatLayout((Slot("w", (100,), 0), Slot("v", (4,), 64)), 256, 1, 64),
+        "at or after 100",
+    ),
+    (lambda: FlatLayout((Slot("w", (100,), 0),), 64, 1, 64), "past the space"),
+    (lambda: FlatLayout((Slot("w", (4,), 0),), 256, 1, 64, 256), "would divide blocks of 256"),
+    (lambda: FlatLayout((), 100, 3, 64), "do not cut"),
+    (lambda: Topology(6, 4), "do not divide 6 ranks: choose a size of 1, 2, 3, 6"),
+    (lambda: Axes(("dp", "dp"), (2, 2), ("dp",)), "the mesh has the axis 'dp' twice"),
+    (lambda: Axes(("dp", "tp"), (2, 2), ("cp",)), "the mesh has the axes 'dp', 'tp'"),
+    (lambda: Axes(("dp", "tp"), (2, 2), ()), "data names no axis"),
+    (lambda: Holders.of({0: "a", 1: "a", 2: "b"}, {0: 0, 1: 1, 2: 2}), "different numbers"),
+    (lambda: Holders.of({0: "a", 1: "a", 2: "a"}, {0: 0, 1: 0, 2: 1}), "unevenly over the data"),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), REFUSED_LAYOUTS)
+def test_what_cannot_be_laid_out_is_refused(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_groups_are_neighbours_and_a_chain_across_them_holds_one_shard(
+    groups: int, each: int
+) -> None:
+    topology = Topology(groups * each, each)
+    order = topology.order
+    assert sorted(order) == list(range(groups * each))
+    for rank, position in ((r, topology.position_of(r)) for r in range(groups * each)):
+        assert order[position] == rank
+        inside = {order[p] for p in topology.intra_group(position)}
+        first = rank // each * each
+        assert inside == set(range(first, first + each)), "a group crosses a node's border"
+        across = topology.inter_group(position)
+        assert position in across and {order[p] % each for p in across} == {rank % each}
+        assert across == list(range(across[0], across[0] + groups)), "intervals are not adjacent"
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 255))
+def test_holders_divide_the_ranks_and_their_sum_is_the_mean_over_data(
+    sizes: list[int], chosen: int
+) -> None:
+    """Along a data axis that is divided, a rank holds the sum of those that sent to it."""
+    names = tuple(f"axis {i}" for i in range(len(sizes)))
+    data = tuple(n for i, n in enumerate(names) if chosen >> i & 1) or names[:1]
+    divided = [n for i, n in enumerate(names) if chosen >> (i + 4) & 1]
+    axes = Axes(names, tuple(sizes), data)
+    holders = axes.holders(divided)
+    assert sorted(r for group in holders.groups for r in group) == list(range(axes.size))
+    assert all(rank in holders.group_of(rank) for rank in range(axes.size))
+    of = dict(zip(names, sizes, strict=True))
+    assert len(holders.groups) == prod(of[name] for name in divided)
+    sent_from = prod(of[name] for name in divided if name in data)
+    assert holders.size * sent_from * holders.scale == pytest.approx(1.0)
+
+
+def test_the_holders_of_eight_ranks() -> None:
+    mesh = Axes(("ep", "dp", "tp"), (2, 2, 2), ("ep", "dp"))
+    assert mesh.holders(["tp"]).groups == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert mesh.holders(["ep", "tp"]).groups == ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
+# -- boxes of tensors ------------------------------------------------------------------------------
+
+boxed = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def intervals(draw: st.DrawFn, shape: tuple[int, ...]) -> BoxInterval:
+    """An interval of a box of a tensor of `shape`."""
+    ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+    region = TensorBox(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+    a, b = sorted((draw(st.integers(0, region.numel)), draw(st.integers(0, region.numel))))
+    return BoxInterval(region, a, b)
+
+
+def elements(shape: tuple[int, ...], interval: BoxInterval) -> Any:
+    """The numbers of the interval's elements in the whole tensor, in its own order."""
+    numbers = np.arange(prod(shape)).reshape(shape)
+    return numbers[interval.region.slices].reshape(-1)[interval.start : interval.stop]
+
+
+@examples(300)
+@given(st.data(), boxed)
+def test_common_blocks_are_the_elements_that_both_intervals_have(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    one, other = data.draw(intervals(shape)), data.draw(intervals(shape))
+    mine, theirs = elements(shape, one), elements(shape, other)
+    copied = np.full(one.numel, -1)
+    for block in common(one, other):
+        for index in np.ndindex(*block.shape):
+            at = (np.array(index, dtype=int) * np.array(block.strides, dtype=int)).sum()
+            there = (np.array(index, dtype=int) * np.array(block.strides_there, dtype=int)).sum()
+            assert copied[block.at + at] == -1, f"an element is in two blocks: {one}, {other}"
+            copied[block.at + at] = theirs[block.there + there]
+    assert (copied == np.where(np.isin(mine, theirs), mine, -1)).all(), (shape, one, other)
+
+
+@examples(300)
+@given(st.data(), boxed)
+def test_runs_and_stretches_spell_an_interval_in_its_order(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    interval = data.draw(intervals(shape))
+    numbers, found = elements(shape, interval), list(runs(interval, shape))
+    assert [r.at + i for r in found for i in range(r.length)] == numbers.tolist()
+    breaks = int((numbers[1:] != numbers[:-1] + 1).sum()) if len(numbers) else -1
+    assert len(found) == breaks + 1, "two runs are one piece of the tensor"
+    a, b = sorted(data.draw(st.integers(0, prod(shape))) for _ in range(2))
+    every = np.arange(prod(shape)).reshape(shape)
+    boxes = stretches(shape, a, b)
+    assert [n for box in boxes for n in every[box.slices].reshape(-1)] == list(range(a, b))
+
+
+@given(st.data(), boxed)
+def test_the_parts_of_a_mesh_tile_the_tensor_and_a_gap_is_told(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    parts = [data.draw(st.integers(1, 3)) for _ in shape]
+    boxes = tuple(
+        region_of(shape, [AxisCut(d, parts[d], i) for d, i in enumerate(index)])
+        for index in np.ndindex(*parts)
+    )
+    assert tile(shape, boxes) == tile(shape, (whole_region(shape),)) == ""
+    some = tuple(box for box in boxes if box.numel)
+    if some:
+        assert "cover" in tile(shape, some[1:]) and "overlap" in tile(shape, (*some, some[0]))
+        outside = TensorBox(tuple(n + 1 for n in shape), shape)
+        assert not shape or "not inside" in tile(shape, (outside,))
+
+
+# -- what a rank holds and sends -------------------------------------------------------------------
+
+SCHEMES: tuple[dict[str, Any], ...] = (
+    {"stage": 0},
+    {"stage": 1},
+    {"stage": 2, "reduce_codec": "int8", "error_feedback": True},
+    {"stage": 3},
+    {"stage": 3, "precision": "bf16"},
+    {"stage": 3, "shard_group": 2},
+    {"stage": 3, "shard_group": 2, "optimizer_over": "all"},
+    {"stage": 3, "group": 2, "second_copy": True},
+    {"stage": 3, "gather_codec": "int8", "reduce_codec": "int4"},
+    {"stage": 3, "group": 2, "second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"},
+    {"stage": 3, "offload_optimizer": "cpu"},
+)
+specified = (
+    st.lists(st.lists(st.integers(1, 60), max_size=3).map(tuple), min_size=1, max_size=8),
+    st.sampled_from([(1, 1), (2, 2), (3, 3), (4, 2), (6, 3), (6, 2), (4, 1), (8, 4)]),
+    st.sampled_from(SCHEMES),
+)
+
+
+def specs(
+    shapes: list[tuple[int, ...]], ranks: tuple[int, int], scheme: dict[str, Any], **options: Any
+) -> list[ShardSpec]:
+    """Those of all ranks."""
+    recipe = Recipe.zero(**{"precision": "fp32"} | scheme)
+    dtypes, topology = Dtypes.of(torch.float32, True, recipe), Topology(*ranks)
+    return [
+        ShardSpec.of(named(shapes), dtypes, recipe, topology, position, codec, **options)
+        for position in range(topology.size)
+    ]
+
+
+@given(*specified)
+def test_ranks_own_every_element_equally_often(
+    shapes: list[tuple[int, ...]], ranks: tuple[int, int], scheme: dict[str, Any]
+) -> None:
+    found = specs(shapes, ranks, scheme)
+    numel = found[0].numel
+    assert sum(s.own for s in found) in (numel, numel * ranks[0] // ranks[1], numel * ranks[0])
+    edges = sorted({s.owned for s in found})
+    assert (edges[0][0], edges[-1][1]) == (0, numel)
+    assert all(a[1] == b[0] for a, b in zip(edges, edges[1:], strict=False)), edges
+    for spec in found:
+        local = [overlap((s.start, s.end), spec.owned) for s in spec.layout.slots]
+        assert [spec.local(s) for s in spec.layout.slots] == [b - a for a, b in local]
+
+
+@given(*specified)
+def test_the_hops_of_a_reduction_leave_a_rank_its_interval(
+    shapes: list[tuple[int, ...]], ranks: tuple[int, int], scheme: dict[str, Any]
+) -> None:
+    for spec in specs(shapes, ranks, scheme):
+        left = (0, spec.numel)
+        for at, hop in enumerate(spec.hops):
+            edges = [hop.ranges[0][0], *(end for _, end in hop.ranges)]
+            assert (edges[0], edges[-1]) == left and edges == sorted(edges), (hop, left)
+            left = hop.ranges[hop.index]
+            room = spec.exchange(at, spec.dtypes.wire)
+            own_too = 1 if spec.encodes(hop) else 0
+            assert room.rows + bool(room.apart) == hop.size - 1 + own_too, (room, hop)
+        assert left == spec.interval
+
+
+@given(*specified)
+def test_a_cached_shard_is_whole_intervals_of_the_encoded_buffer(
+    shapes: list[tuple[int, ...]], ranks: tuple[int, int], scheme: dict[str, Any]
+) -> None:
+    for spec in specs(shapes, ranks, scheme):
+        first, last = spec.cached
+        assert 0 <= first <= last <= spec.ranks
+        assert spec.cached_bytes == (last - first) * spec.each
+        if spec.gather_codec is not None:
+            assert spec.each >= spec.gather_codec.encoded_bytes(spec.layout.shard_numel)
+            assert spec.each % 16 == 0, "scales are read as numbers of four bytes"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"position": 4}, "was given with position 4 of 4"),
+        ({"layout": FlatLayout.of([("p", (64,))], 2)}, "a layout for 2 ranks"),
+        ({"stored": True}, "cannot be all of this"),
+        ({"unsharded": True}, "cannot be all of this"),
+    ],
+)
+def test_a_rank_cannot_hold_what_does_not_fit_together(change: dict[str, Any], said: str) -> None:
+    [spec, *_] = specs([(64, 8)], (4, 2), {"stage": 3})
+    with pytest.raises(ValueError, match=said):
+        replace(spec, **change)
+
+
+def test_borders_change_the_order_only_where_parameters_are_divided_and_trained() -> None:
+    def order(stage: int, trainable: bool) -> list[str]:
+        sizes = [(64 * n, 64) for n in (1, 3, 3, 5)]
+        scheme = {"stage": stage, "borders": stage > 0}
+        return [s.name for s in specs(sizes, (2, 2), scheme, trainable=trainable)[0].layout.slots]
+
+    assert order(0, True) == order(3, False) == ["p0", "p1", "p2", "p3"] != order(3, True)
+    assert any("borders" in note for note in Recipe.zero(0, borders=True).notes)
