@@ -3,7 +3,7 @@
 # make bench   Onefold beside its peers                             make habits     writes benchmarks/results/habits.md from what its tests find
 # make docs    the site of docs/, in site/                         make options    writes the tables of docs/options.md
 # make matrix  writes benchmarks/results/matrix.md: tools, features and how near they are to DDP
-# make clean   removes the environment                              make record     compares every recorded run and plan; ARGS="--write" records anew
+# make clean   removes the environment                              make record     compares the table's rows with another tree; ARGS="--against TREE"
 #
 # ARGS is handed on:      make train ARGS="--steps 10 --stage 3"    make test ARGS="tests/train -x"
 # PIP_ARGS goes to pip:   make train PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"  (a smaller torch)
@@ -94,7 +94,7 @@ habits: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m tests.scripts write
 
 record: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python tests/recording/record.py $(ARGS)
+	$(TEST_ENV) $(BIN)/python tests/promises/record.py $(ARGS)
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
