@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import looks
 import onefold
 import standin
 import virtual
 from on_ranks import on_ranks, slow
-from promises.jobs import STEPS, Job, Loop, Mesh, Row, ask, differing, sharded
+from promises.jobs import STEPS, Loop, Mesh, Row, ask, differing, sharded
 from promises.table import table
 from zoo import TinyMLP, features_of
 
@@ -125,7 +124,7 @@ def test_sums_are_made_in_the_dtype_of_the_wire() -> None:
 
 @on_ranks(2)
 def test_gloo_has_no_reduce_scatter_and_says_so() -> None:
-    with pytest.raises(ValueError, match="gloo has none.*leave it out"):
+    with pytest.raises(ValueError, match=r"gloo has none.*leave it out"):
         onefold.shard(TinyMLP(), onefold.Recipe.zero(2, reduce="native"))
 
 

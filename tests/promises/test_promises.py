@@ -26,45 +26,45 @@ def rows_on(ranks: int) -> Any:
     return pytest.mark.parametrize("row", found)
 
 
-def keep(row: Row, folder: Path) -> None:
-    broken = ask(row, ROWS, folder)
+def keep(row: Row, folder: Path, every: bool) -> None:
+    broken = ask(row, ROWS, folder, every)
     assert not broken, "\n".join(broken)
 
 
 @on_ranks(1)
 @rows_on(1)
-def test_one_rank_keeps_every_promise(row: Row, folder: Path) -> None:
-    keep(row, folder)
+def test_one_rank_keeps_every_promise(row: Row, folder: Path, every: bool) -> None:
+    keep(row, folder, every)
 
 
 @on_ranks(2)
 @rows_on(2)
-def test_two_ranks_keep_every_promise(row: Row, folder: Path) -> None:
-    keep(row, folder)
+def test_two_ranks_keep_every_promise(row: Row, folder: Path, every: bool) -> None:
+    keep(row, folder, every)
 
 
 @on_ranks(3)
 @rows_on(3)
-def test_three_ranks_keep_every_promise(row: Row, folder: Path) -> None:
-    keep(row, folder)
+def test_three_ranks_keep_every_promise(row: Row, folder: Path, every: bool) -> None:
+    keep(row, folder, every)
 
 
 @on_ranks(4)
 @rows_on(4)
-def test_four_ranks_keep_every_promise(row: Row, folder: Path) -> None:
-    keep(row, folder)
+def test_four_ranks_keep_every_promise(row: Row, folder: Path, every: bool) -> None:
+    keep(row, folder, every)
 
 
 @on_ranks(6)
 @rows_on(6)
-def test_six_ranks_keep_every_promise(row: Row, folder: Path) -> None:
-    keep(row, folder)
+def test_six_ranks_keep_every_promise(row: Row, folder: Path, every: bool) -> None:
+    keep(row, folder, every)
 
 
 @on_ranks(8)
 @rows_on(8)
-def test_eight_ranks_keep_every_promise(row: Row, folder: Path) -> None:
-    keep(row, folder)
+def test_eight_ranks_keep_every_promise(row: Row, folder: Path, every: bool) -> None:
+    keep(row, folder, every)
 
 
 def test_the_table_keeps_its_budget() -> None:

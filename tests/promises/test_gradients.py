@@ -1,0 +1,293 @@
+"""Gradients on their way: dropped or changed before they are reduced, added up without `no_sync`,
+rounded once, fed back where a codec lost of them, and not finite on one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import looks
+import onefold
+from on_ranks import on_ranks
+from promises.jobs import Loop, Row, in_one_process, train
+from reference import NEAR, built, ddp, differences, sgd, weights
+from zoo import TinyGPT, TinyMLP, features_of, tokens_of
+
+#: Whole gradients are kept until the boundary at all but stages 2 and 3 by default.
+MODES: dict[str, tuple[int, dict[str, Any]]] = {
+    "0": (0, {}), "1": (1, {}), "2": (2, {}), "3": (3, {}), "2, late": (2, {"reduce_at": "boundary"}),
+    "3, late": (3, {"reduce_at": "boundary"}), "groups of one": (3, {"shard_group": 1}),
+}  # fmt: skip
+KEEPING = ["0", "1", "2, late", "3, late"]
+
+
+def no_sync(model: nn.Module) -> Any:
+    plain = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    return plain.no_sync() if plain is not None else onefold.no_sync(model)
+
+
+def sharded(mode: str, make: Callable[[], nn.Module] = TinyMLP, **more: Any) -> nn.Module:
+    stage, options = MODES[mode]
+    recipe = onefold.Recipe.zero(stage, stall_timeout=60.0, **options, **more)
+    return onefold.shard(built(make), recipe)
+
+
+def backward(model: nn.Module, number: int) -> None:
+    model(features_of(10 * number + dist.get_rank(), 4, 7)).square().mean().backward()
+
+
+# -- dropped ---------------------------------------------------------------------------------------
+
+
+def _one_block(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.blocks[1].zero_grad()
+
+
+def _one_parameter(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.blocks[1].up.bias.grad = None
+
+
+#: How gradients of a micro-batch are dropped: of a model without its wrapper.
+DROPS: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
+    "all": lambda model, optimizer: optimizer.zero_grad(),
+    "filled with zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "by the model": lambda model, optimizer: model.zero_grad(),
+    "of one block": _one_block,
+    "of one parameter": _one_parameter,
+}
+
+
+def dropping(model: nn.Module, inner: nn.Module, drop: Any, after: int) -> dict[str, Any]:
+    """Three steps of three micro-batches, with what stands behind `after` of them dropped."""
+    optimizer = sgd(inner)
+    for step in range(3):
+        for micro in range(3):
+            with contextlib.nullcontext() if micro == 2 else no_sync(model):
+                backward(model, 3 * step + micro)
+            if micro == after:
+                drop(inner, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(inner)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", DROPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_dropped_between_micro_batches_are_gone_as_in_ddp(mode: str, how: str) -> None:
+    for after in (0, 1):
+        plain, model = built(TinyMLP), sharded(mode)
+        expected = dropping(ddp(plain, find_unused_parameters=False), plain, DROPS[how], after)
+        assert differences(expected, dropping(model, model, DROPS[how], after), **NEAR) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_process_in_16_bits_drops_them_too(mode: str) -> None:
+    found = []
+    for first in (True, False):
+        model = sharded(mode, precision="bf16")
+        if first:
+            with onefold.no_sync(model):
+                model(features_of(0, 4, 7)).square().mean().backward()
+            model.zero_grad()
+        model(features_of(1, 4, 7)).square().mean().backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert found[0] and differences(*found) == []
+
+
+# -- changed ---------------------------------------------------------------------------------------
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda p: p.grad.mul_(2),
+    "by adding": lambda p: p.grad.add_(1.0),
+    "to others": lambda p: p.grad.copy_(torch.ones_like(p.grad)),
+    "by another": lambda p: setattr(p, "grad", torch.ones_like(p)),
+    "clipped": lambda p: nn.utils.clip_grad_value_([p], 1e-6),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("mode", KEEPING)
+def test_an_unreduced_gradient_that_was_changed_is_an_error_with_its_name(
+    mode: str, how: str
+) -> None:
+    """On all ranks, before a micro-batch and before a step; whoever holds which part of it."""
+    for then in ("micro-batch", "step"):
+        model = sharded(mode, units=())
+        optimizer = sgd(model)
+        with onefold.no_sync(model):
+            backward(model, 0)
+        with pytest.raises(RuntimeError, match="no_sync|after the last micro-batch") as told:
+            CHANGES[how](model.blocks[1].up.weight)
+            backward(model, 1) if then == "micro-batch" else optimizer.step()
+        assert "'blocks.1.up.weight'" in str(told.value), told.value
+
+
+class Rows(nn.Module):
+    """An embedding of which a batch touches few rows, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.leave = nn.Embedding(128, 32), nn.Linear(32, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.rows(ids)).sum()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", KEEPING)
+def test_a_gradient_whose_part_here_is_zero_is_told_from_a_dropped_one(mode: str) -> None:
+    """Each rank's batch touches rows that the other rank holds."""
+    ids, total = torch.arange(4) + (100 if dist.get_rank() == 0 else 0), []
+    for drop in (None, 0.0):
+        model: Any = sharded(mode, Rows, units=())
+        with onefold.no_sync(model):
+            model(ids).backward()
+        if drop is not None:
+            model.rows.weight.grad = None
+        model(ids + 4).backward()
+        total.append(model.rows.weight.grad.abs().sum().item())
+    assert total[1] == pytest.approx(total[0] / 2) and total[0] > 0
+    model = sharded(mode, Rows, units=())
+    with onefold.no_sync(model):
+        model(ids).backward()
+    with pytest.raises(RuntimeError, match=r"'rows\.weight'"):
+        model.rows.weight.grad.mul_(0.5)
+        model(ids + 4).backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", KEEPING)
+def test_a_step_on_unreduced_gradients_is_refused_and_the_boundary_puts_it_right(mode: str) -> None:
+    found = []
+    for mistaken in (True, False):
+        model = sharded(mode)
+        optimizer = sgd(model)
+        with onefold.no_sync(model):
+            backward(model, 0)
+        if mistaken:
+            with pytest.raises(RuntimeError, match="no_sync"):
+                optimizer.step()
+        backward(model, 1)
+        optimizer.step()
+        found.append(weights(model))
+    assert differences(*found) == []
+
+
+# -- added up --------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_backward_passes_without_no_sync_add_up(stage: int) -> None:
+    found, plain = [], built(TinyMLP)
+    model = sharded(str(stage))
+    for one, inner in ((ddp(plain, find_unused_parameters=False), plain), (model, model)):
+        optimizer = sgd(inner)
+        for step in range(3):
+            backward(one, 2 * step)
+            backward(one, 2 * step + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(inner))
+    assert differences(*found, **NEAR) == []
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_mean_of_16_bits_is_rounded_once(stage: int) -> None:
+    """The ranks' own gradients, added in fp32, divided, rounded to bf16. The difference of two fp32
+    weights of size 1 is the gradient within 2^-23; rounding moves it by up to 2^-9 of itself.
+    """
+
+    def loss(model: nn.Module, rank: int) -> torch.Tensor:
+        return model(features_of(rank, 4, 7).bfloat16()).float().square().mean()
+
+    plain = built(TinyMLP).bfloat16()
+    total = {name: torch.zeros(p.shape) for name, p in plain.named_parameters()}
+    for rank in range(2):
+        plain.zero_grad()
+        loss(plain, rank).backward()
+        total = {name: total[name] + p.grad.float() for name, p in plain.named_parameters()}
+    mean = {name: (t / 2).bfloat16().float() for name, t in total.items()}
+    model = onefold.shard(built(TinyMLP).bfloat16(), onefold.Recipe.zero(stage))
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=1.0), weights(model)
+    loss(model, dist.get_rank()).backward()
+    optimizer.step()
+    after = weights(model)
+    found = {name: before[name] - after[name] for name in before}
+    assert differences(mean, found, rtol=0, atol=1e-6) == []
+
+
+@on_ranks(2)
+def test_a_rank_whose_step_overflows_has_all_ranks_skip_it(folder: Path) -> None:
+    """In the third step a loss of one rank alone is a million times as large."""
+    for stage, options in ((1, {}), (3, {}), (2, {"offload_optimizer": "cpu"})):
+        loop = Loop(clip=0.5, scaler=64.0, then="overflow on one rank")
+        row = Row("overflow", stage, {"precision": "fp16", **options}, loop=loop, near=3e-2)
+        (folder / str(stage)).mkdir(exist_ok=True)
+        seen, one = train(row, folder / str(stage)), in_one_process(row)
+        scales = seen.losses[2::3]
+        assert scales == one.losses[2::3] == [64.0, 64.0, 32.0], (scales, one.losses)
+        for name in seen.weights:
+            assert torch.allclose(seen.weights[name], one.weights[name], 0, 1e-2), name
+        dist.barrier()
+
+
+# -- encoded ---------------------------------------------------------------------------------------
+
+
+def summed(options: dict[str, Any]) -> tuple[int, torch.Tensor]:
+    """(bytes of what encoding lost, the sum over 30 steps of the reduced gradients of a constant)"""
+    linear = nn.Linear(64, 64, bias=False)
+    model: Any = onefold.shard(linear, onefold.Recipe.zero(3, group=2, **options))
+    x = torch.linspace(0.01, 1.0, 64).repeat(2, 1) * (1 + dist.get_rank())
+    total: Any = 0
+    for _ in range(30):
+        model(x).sum().backward()
+        total = total + model.weight.grad.detach().clone()
+        model.weight.grad = None
+    return looks.held(model)["device"].get("error feedback", 0), total
+
+
+@on_ranks(4)
+def test_what_encoding_lost_is_fed_back() -> None:
+    int4 = {"reduce_codec": "int4"}
+    (_, want), (_, without), (nbytes, fed) = map(summed, ({}, int4, {**int4, "error_feedback": True}))
+    assert nbytes == 4 * (64 * 64 + 64 * 64 // 2)  # of the whole on the first hop, of a share then
+    far, near = ((t - want).abs().max().item() for t in (without, fed))
+    assert near < far / 5, (near, far)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("codec", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("what", [math.inf, math.nan])
+def test_what_is_not_finite_on_one_rank_skips_the_step_and_is_not_fed_back(
+    codec: str, what: float
+) -> None:
+    recipe = onefold.Recipe.zero(3, group=2, reduce_codec=codec, error_feedback=True)
+    model = onefold.shard(built(TinyGPT), recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, found = onefold.GradScaler(model, init_scale=64.0), []
+    for step in range(3):
+        before = weights(model)
+        loss = model(tokens_of(step)) * (what if (step, dist.get_rank()) == (1, 3) else 1)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = onefold.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = bool(differences(before, weights(model)))
+        found.append((bool(torch.isfinite(norm)), scaler.get_scale(), moved))
+    assert found == [(True, 64.0, True), (False, 32.0, False), (True, 32.0, True)], found
