@@ -189,8 +189,12 @@ def planned(
     optimizer: str = "adamw",
     per_node: int = 0,
     native: bool = False,
+    streams: bool = False,
 ) -> Planned:
-    """For a model that is not sharded. `native`: collectives are a backend's own, as NCCL's."""
+    """For a model that is not sharded. `native`: collectives are a backend's own, as NCCL's.
+    `streams`: the device has some, so that copies end later than they begin.
+    """
+    from onefold.device.copies import WINDOW
     from onefold.plan.modules import model_shape
     from onefold.plan.offloaded import offloaded_bytes
     from onefold.plan.replay import Replay
@@ -202,8 +206,9 @@ def planned(
         units = units_of(
             model_shape(module, recipe.units), recipe, ranks, rank, per_node or None, native
         )
-    replay = Replay(units, recipe).run(micro_batches)
-    away = offloaded_bytes(units, recipe, micro_batches, optimizer)
+    window = WINDOW if streams else 0
+    replay = Replay(units, recipe, window).run(micro_batches)
+    away = offloaded_bytes(units, recipe, micro_batches, optimizer, streams)
     legs, topology = (
         legs_of(units, recipe, micro_batches),
         topology_of(recipe, ranks, per_node or None),
@@ -223,7 +228,7 @@ def planned(
         {move: by["between"] for move, by in links.items() if by["between"]},
         away.moved,
         sum(replay.peak.values()),
-        bound_of(units, recipe, micro_batches),
+        bound_of(units, recipe, micro_batches, window),
         away.host,
         replay.ledger.now(),
     )
@@ -263,3 +268,8 @@ def spare(model: nn.Module) -> int:
 def groups(model: nn.Module) -> int:
     """How many groups of ranks its moves go over; 1: they are flat."""
     return engine(model).group.topology.outer
+
+
+def step_on_the_host_with(model: nn.Module, threads: int) -> None:
+    """As on a machine with so many cores for this rank."""
+    engine(model).transfers.threads = threads

@@ -427,6 +427,16 @@ def _on_features(make: Callable[[], nn.Module], *shape: int, unforeseen: bool = 
     return Subject(make, lambda seed: features_of(seed, *shape), _squares, "", unforeseen)
 
 
+def _its_loss(model: Callable[..., Any], batch: Any) -> Tensor:
+    return model(input_ids=batch, labels=batch).loss
+
+
+def _of_transformers(kind: str) -> nn.Module:
+    import tiny_transformers
+
+    return tiny_transformers.build(kind)
+
+
 def _half_frozen() -> nn.Module:
     made = TinyGPT()
     made.blocks[0].requires_grad_(False)
@@ -451,6 +461,7 @@ SUBJECTS: dict[str, Subject] = {
     "long gpt, recomputed": _gpt(
         32, "long gpt", width=64, depth=2, length=128, checkpointing="non-reentrant"
     ),
+    "bf16 gpt": Subject(lambda: TinyGPT().bfloat16(), tokens_of, _its_output),
     "half-frozen gpt": Subject(_half_frozen, tokens_of, _its_output),
     "adapted gpt": Subject(Adapted, tokens_of, _its_output, "", unforeseen=True),
     "wide adapted gpt": Subject(lambda: Adapted(64), tokens_of, _its_output, "", unforeseen=True),
@@ -462,4 +473,6 @@ SUBJECTS: dict[str, Subject] = {
     "conv": _on_features(Conv, 4, 3, 6, 6),
     "skipping": _on_features(Skipping, 4, 6, unforeseen=True),
     "mixed": _on_features(Mixed, 4, 6),
+    "gpt2 of transformers": Subject(lambda: _of_transformers("gpt2"), tokens_of, _its_loss),
+    "llama of transformers": Subject(lambda: _of_transformers("llama"), tokens_of, _its_loss),
 }

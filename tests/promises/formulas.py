@@ -13,9 +13,9 @@ pass uses and the units around it), which stay gathered until the backward pass.
 | optimizer over all| as above       | as above          | P              | W                 |
 | second copy       | as above       | as above          | P              | as inside         |
 
-"Inside" is of a group of G ranks, times (G-1)/G; "across" of its H groups, times (H-1)/HG; without
-groups G is the number of ranks. At stages 2 and 3 `reduce_at="boundary"` has W for mW; and
-`reshard_after_forward=False` has mP for 2mP - mT.
+At stage 0 P is in the wider of both dtypes. "Inside" is of a group of G ranks, times (G-1)/G;
+"across" of its H groups, times (H-1)/HG; without groups G is the number of ranks. At stages 2 and 3
+`reduce_at="boundary"` has W for mW; and `reshard_after_forward=False` has mP for 2mP - mT.
 
 Bytes at rest, S being the ranks that a state is divided by: parameters P (stages 0 to 2), P/S
 (stage 3); masters P/S beside those in 16 bits, AdamW's moments twice 4/S of an element.
@@ -182,7 +182,7 @@ def sent(row: Row, units: Units) -> dict[str, int] | None:
     again = options.get("reshard_after_forward", True)
     gathers = (trained + frozen) * compute * m * (2 if again else 1) - again * m * turn * compute
     if row.stage < 3:
-        gathers = trained * compute
+        gathers = trained * (compute if row.stage else max(compute, wire))
     sums = trained * wire * (m if row.stage > 1 and options.get("reduce_at") != "boundary" else 1)
     inside, across = gathers + sums, gathers + sums
     if "shard_group" in options:
@@ -214,7 +214,9 @@ def at_rest(row: Row, units: Units) -> tuple[int, int, int] | None:
     """(bytes of parameters and masters, the least and the most bytes of AdamW's moments: nobody
     steps padding, and each parameter has a count of steps).
     """
-    if not _known(row, OF_REST) or row.loop.frozen or "adamw" not in row.loop.optimizer:
+    if not _known(row, OF_REST) or row.loop.frozen or row.mesh.ranks == 1:
+        return None  # one rank holds no padding
+    if "adamw" not in row.loop.optimizer:
         return None
     options, (group, _) = row.options, _groups(row)
     elements, _, _ = _elements(row, units)

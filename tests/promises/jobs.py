@@ -15,7 +15,7 @@ everything; `broken` says which promises do not hold:
 | nothing left      | the engine, tensors and files once the model is gone   | nothing                              |
 
 Rows of one family on the same ranks, with the same model and loop, have the same bits, on any
-processor. A family "" promises no bits: codecs, which are only near.
+processor. A family "" promises no bits.
 """
 
 from __future__ import annotations
@@ -525,13 +525,13 @@ def _memory(row: Row, seen: Seen, planned: looks.Planned) -> Iterator[str]:
         yield f"peak: {seen.peak}, by the closed form at most {bound}"
     if "offload_activations" in row.options:
         return
-    if seen.moved != planned.moved:
+    if known and seen.moved != planned.moved:
         yield f"moved: {seen.moved}, planned {planned.moved}"
     if "tile" not in row.options and not odd and seen.peak != planned.peak:
         yield f"peak: {seen.peak}, planned {planned.peak}"
     if seen.peak > planned.bound:
         yield f"peak: {seen.peak} above its bound of {planned.bound}"
-    if seen.host_peak > planned.host_bound:
+    if known and seen.host_peak > planned.host_bound:
         yield f"peak: {seen.host_peak} on the host, above its bound of {planned.host_bound}"
 
 

@@ -27,9 +27,10 @@ from promises.jobs import Loop, Mesh, Row
 STAGES = (0, 1, 2, 3)
 Options = dict[str, Any]
 BF16: Options = {"precision": "bf16"}
-CODECS = {"gather_codec", "reduce_codec", "frozen", "wire_rounding", "stochastic_rounding"}
+CODECS = {"gather_codec", "reduce_codec", "frozen"}
 #: Options on which the bits depend.
-OF_BITS = ("precision", "master_dtype", "wire", "accumulate_dtype", "moments", "cast_inputs")
+OF_BITS = ("precision", "master_dtype", "wire", "accumulate_dtype", "moments", "cast_inputs", "stochastic_rounding",
+           "gather_codec", "reduce_codec", "frozen", "wire_rounding", "error_feedback")  # fmt: skip
 #: Options that say what holds without them.
 AS_THEY_ARE = (("precision", "fp32"), ("moments", "fp32"), ("cast_inputs", True))
 ONCE, THREE, CLIPPED = Loop(), Loop(micro_batches=3), Loop(clip=0.5)
@@ -75,7 +76,7 @@ def family_of(stage: int, options: Options, mesh: Mesh, loop: Loop) -> str:
     """Sums in the same order, of numbers that are rounded alike, are the same bits: whatever the
     stage, the schedule, the tier, and who holds what.
     """
-    if CODECS & set(options) or "tile" in options:
+    if "tile" in options:
         return ""
     given = {k: v for k, v in options.items() if (k, v) not in AS_THEY_ARE}
     said = [f"{key}={given[key]}" for key in OF_BITS if key in given]
@@ -148,7 +149,7 @@ def schedule() -> Iterator[Row]:
         named = {"units": ("blocks.0", "head")}
         yield row("schedule", stage, named, loop=Loop(optimizer="sgd"), ci=stage == 3)
         yield row("schedule", stage, {}, 4, CLIPPED, "big gpt", ci=stage == 3)
-        yield row("schedule", stage, {"in_flight": 0}, model="large mlp", ci=stage in (1, 3))
+        yield row("schedule", stage, {"in_flight": 0}, model="large mlp", ci=stage == 3)
     for micro_batches in (1, 2):
         for options in (
             {"prefetch": 0}, {"prefetch": 3}, {"prefetch": 0, "in_flight": 0}, {"prefetch": 4, "in_flight": 4},
@@ -195,10 +196,17 @@ def models() -> Iterator[Row]:
         yield row("models", stage, model="gpt with dropout", ci=stage == 3)
         frozen = Loop(frozen=("blocks.0", "blocks.1"))
         yield row("models", stage, loop=frozen, model="mlp", ci=stage in (1, 3))
+        yield row("models", stage, model="bf16 gpt", ci=stage in (0, 3))
+        yield row("models", stage, {"wire": "fp16"}, model="bf16 gpt")
+        yield row("models", stage, BF16, model="conv")
     for sync in ("norms", False):
         yield row("models", 3, {"sync_buffers": sync}, model="conv")
     for model in ("routed", "tied gpt"):
         yield row("models", 3, BF16, 3, model=model, loop=BOTH)
+    yield row("models", 3, HOST, model="bf16 gpt")
+    for at, model in enumerate(("gpt2 of transformers", "llama of transformers")):
+        yield row("models", at, model=model)
+        yield row("models", 3, BF16, model=model, loop=THREE)
     yield row("models", 3, {}, 4, model="mlp")
 
 
@@ -248,7 +256,7 @@ def tiers() -> Iterator[Row]:
     for options in whole:
         ci = options not in (ALL_ON_HOST, ALL_ON_DISK | BF16, ALL_ON_DISK | BEHIND)
         yield row("tiers", 3, options, ci=ci)
-        yield row("tiers", 3, options, loop=BOTH)
+        yield row("tiers", 3, options, loop=THREE)
     for options in (
         HOST,
         DISK,
@@ -316,6 +324,9 @@ def groups() -> Iterator[Row]:
     for size in (1, 4):
         yield row("groups", 3, {"group": size}, 4, CLIPPED)
     yield row("groups", 3, {"shard_group": 2}, 6, CLIPPED)
+    for size, per_node in ((2, 4), (4, 2)):
+        for options in ({"group": size}, {"shard_group": size}):
+            yield row("groups", 3, options, 8, CLIPPED, per_node=per_node)
 
 
 ZERO_PP: Options = {"second_copy": True, "group": 2, "gather_codec": "int8", "reduce_codec": "int4"}
@@ -323,35 +334,47 @@ ZERO_PP: Options = {"second_copy": True, "group": 2, "gather_codec": "int8", "re
 
 def codecs() -> Iterator[Row]:
     for codec in ("int8", "fp8", "int4"):
-        yield row("codecs", 3, {"gather_codec": codec}, ci=codec != "fp8")
-        yield row("codecs", 3, {"gather_codec": codec, **BF16, "second_copy": True, "overlap": False, "group": 2}, 4, THREE)  # fmt: skip
+        gather, reduce = {"gather_codec": codec}, {"reduce_codec": codec}
+        for more in ({}, {"overlap": False}, {"prefetch": 3, "in_flight": 4}, HOST):
+            yield row("codecs", 3, gather | more, ci=codec == "int8" and more in ({}, HOST))
+        yield row("codecs", 3, gather | BF16 | {"second_copy": True, "group": 2}, 4, THREE)
         for stage in (1, 2, 3):
-            yield row("codecs", stage, {"reduce_codec": codec}, ci=stage == 2 and codec != "int4")
-            yield row("codecs", stage, {"reduce_codec": codec, **BF16}, 4, THREE, per_node=2)
+            yield row("codecs", stage, reduce, ci=stage > 1 and codec == "int4")
+            yield row("codecs", stage, reduce | BF16, 4, THREE, per_node=2)
+        for options in ({"group": 2}, {"shard_group": 2}):
+            yield row(
+                "codecs",
+                3,
+                reduce | options,
+                4,
+                CLIPPED,
+                ci=(codec, options) == ("int8", {"group": 2}),
+            )
+        yield row("codecs", 1, reduce | {"group": 2}, 4, CLIPPED)
     for stage in (1, 2, 3):
         fed_back: Options = {"reduce_codec": "int4", "error_feedback": True}
         yield row("codecs", stage, fed_back, loop=THREE, ci=stage == 2)
     yield row("codecs", 3, {"reduce_codec": "int4", "wire_rounding": "stochastic"}, ci=True)
     both: Options = {"gather_codec": "int8", "reduce_codec": "int8"}
     yield row("codecs", 3, both, 3, model="odd")
-    for micro_batches in (1, 3):
-        yield row("codecs", 3, ZERO_PP, 4, Loop(micro_batches), ci=micro_batches == 1)
+    for where in ({}, {"overlap": False}, HOST | BEHIND, ALL_ON_DISK):
+        yield row("codecs", 3, ZERO_PP | where, 4, ci=where == {})
         over = {"shard_group": 2, "optimizer_over": "all", **both}
-        yield row("codecs", 3, over, 4, Loop(micro_batches), ci=micro_batches == 3)
-        yield row("codecs", 3, {"shard_group": 2, **both}, 4, Loop(micro_batches))
-    fed_back = {**ZERO_PP, **BF16, "error_feedback": True}
-    yield row("codecs", 3, fed_back | {"prefetch": 2, "in_flight": 4}, 4, THREE, ci=True)
-    yield row("codecs", 3, {**ZERO_PP, **BF16, "offload_optimizer": 0.6}, 4, THREE)
+        yield row("codecs", 3, over | where, 4, THREE if where != HOST | BEHIND else ONCE)
+        if where != HOST | BEHIND:
+            yield row("codecs", 3, {"shard_group": 2, **both, **where}, 4, THREE)
+    yield row(
+        "codecs", 3, ZERO_PP | BF16 | {"error_feedback": True, "in_flight": 4}, 4, THREE, ci=True
+    )
     yield row("codecs", 3, {"shard_group": 2, "gather_codec": "fp8"}, 4)
-    for where in (HOST, ALL_ON_HOST, ALL_ON_DISK):
-        yield row("codecs", 3, {"gather_codec": "int8", **where}, ci=where == HOST)
     for frozen in ("int8", "nf4", "int4", "fp8"):
         yield row("codecs", 3, {"frozen": frozen}, model="wide adapted gpt", ci=frozen == "nf4")
         yield row("codecs", 3, {"frozen": frozen, **BF16}, loop=THREE, model="wide adapted gpt")
         yield row("codecs", 3, {"frozen": frozen, **ZERO_PP}, 4, model="adapted gpt")
+    for where in ({}, HOST, DISK):
+        yield row("codecs", 3, {"frozen": "int8", **where}, model="adapted gpt")
     yield row("codecs", 3, {"frozen": "int8", "shard_group": 2}, 4, model="adapted gpt", ci=True)
     yield row("codecs", 3, {"frozen": "nf4"}, 1, model="adapted gpt")
-    yield row("codecs", 3, {"frozen": "int8", **HOST}, model="adapted gpt")
 
 
 def tiles() -> Iterator[Row]:
@@ -369,7 +392,10 @@ def moments() -> Iterator[Row]:
             ci = (kind, stage) in (("bf16", 1), ("int8", 3), ("int4", 0))
             yield row("moments", stage, {"moments": kind}, model="wide gpt", ci=ci)
         yield row("moments", 3, {"moments": kind, **HOST}, model="wide gpt", ci=kind == "int8")
+        yield row("moments", 3, {"moments": kind, **HOST, **BEHIND}, model="wide gpt")
         yield row("moments", 3, {"moments": kind}, 3, model="wide gpt")
+        scaled = Loop(scaler=2.0**17, optimizer="fused adamw")
+        yield row("moments", 1, {"moments": kind, "precision": "fp16"}, 2, scaled, "wide gpt")
     for kind in ("bf16", "int8"):
         options = {"moments": kind, **DISK, "chunk": 262144}
         yield row("moments", 3, options, model="wide gpt", ci=kind == "int8")
