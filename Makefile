@@ -52,10 +52,8 @@ test-all: $(VENV)/.dev
 PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 \
 	ONEFOLD_TEST_PRODUCTS=by-shape
 # What promises equal bits, or is compared within rounding: stages, schedules, groups, tiers, tiles, activations, moments, checkpoints.
-BITS := tests/test_ranks.py tests/invariants tests/optim tests/offload/test_activations.py \
-	$(addprefix tests/runtime/test_,copies_follow_writes.py micro_batches.py odd_models.py) \
-	$(addprefix tests/offload/test_,activation_offload.py groups_offloaded.py offload.py) tests/quant/test_moments.py tests/tiling \
-	$(addprefix tests/checkpoint/test_,groups_checkpoint.py moments_checkpoint.py offloaded_states.py tiles_checkpoint.py) \
+BITS := tests/test_ranks.py tests/promises tests/invariants tests/optim tests/offload/test_activations.py \
+	tests/runtime/test_odd_models.py tests/offload/test_activation_offload.py tests/tiling tests/checkpoint/test_tiles_checkpoint.py \
 	$(addprefix tests/train/test_,resume.py run.py tiers_of_a_run.py)
 
 test-processors: $(VENV)/.dev
