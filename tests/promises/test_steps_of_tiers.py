@@ -163,6 +163,15 @@ def test_states_on_nvme_are_not_pickled_or_copied_as_nothing(tmp_path: Path) -> 
             lose(saved)
 
 
+def test_gradients_on_nvme_are_not_written_to_through_data(tmp_path: Path) -> None:
+    model = sharded(tmp_path, offload_optimizer="nvme")
+    model(features_of(0, 3, 7)).backward()
+    for p in model.parameters():
+        for gradient in (p.grad, p.grad.data, p.grad.detach()):
+            with pytest.raises(RuntimeError, match="stored on NVMe"):
+                gradient.mul_(2.0)
+
+
 def test_a_budget_too_small_for_any_unit_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
