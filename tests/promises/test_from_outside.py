@@ -28,6 +28,7 @@ from promises.jobs import STEPS, Job, Loop, Row, sharded
 from ranks import absolute_path, run_ranks
 
 MIB = 1 << 20
+STAGES = [pytest.param(stage, marks=() if stage == 3 else slow) for stage in (0, 1, 2, 3)]
 
 
 def large(stage: int, **options: Any) -> Row:
@@ -111,7 +112,7 @@ def test_the_loopback_interface_carries_the_bytes_of_the_formula(
 
 
 @on_ranks(2, fresh=True)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_resident_memory_grows_in_a_step_by_what_the_formula_says(stage: int, folder: Path) -> None:
     """With room of 8 MiB for activations and the allocator."""
     formulas.give_memory_back_at_once()
@@ -150,8 +151,9 @@ def test_the_ledger_has_the_living_tensors_in_the_middle_of_a_pass(
 
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize("options", [
-    (0, {}), (2, {}), (3, {}), (3, {"offload_optimizer": "cpu"}), (3, {"reduce_codec": "int4", "error_feedback": True}),
-    (3, {"gather_codec": "int8", "reduce_codec": "int8", "wire_rounding": "stochastic"}),
+    pytest.param((0, {}), marks=slow), pytest.param((2, {}), marks=slow), (3, {}),
+    pytest.param((3, {"offload_optimizer": "cpu"}), marks=slow), (3, {"reduce_codec": "int4", "error_feedback": True}),
+    pytest.param((3, {"gather_codec": "int8", "reduce_codec": "int8", "wire_rounding": "stochastic"}), marks=slow),
 ], ids=str)  # fmt: skip
 def test_sixty_steps_leave_no_object_and_no_byte(
     options: tuple[int, dict[str, Any]], folder: Path
@@ -189,7 +191,7 @@ def _an_error_in_forward(job: Job) -> None:
 
 
 @on_ranks(2, fresh=True)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_deleted_model_gives_its_memory_back_at_once(stage: int, folder: Path) -> None:
     """Without the collector, whatever it has done."""
     formulas.give_memory_back_at_once()
@@ -225,15 +227,17 @@ def test_stage_3_holds_shards_only_behind_whatever_gathers(folder: Path) -> None
     assert looks.gathered(job.model), "the units at the turn wait for the backward pass"
     del output
     check()
-    with onefold.full_params(job.model):
-        pass
+    with onefold.full_params(job.model), torch.no_grad():
+        with formulas.counted_sends() as sent:
+            job.loss(0, 0)
+        assert sent.payload == 0, "whole parameters were gathered again"
     check()
     onefold.full_state_dict(job.model)
     check()
 
 
 @on_ranks(2, fresh=True)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", STAGES[::3])
 def test_a_deleted_model_takes_its_threads_and_sockets_along(stage: int, folder: Path) -> None:
     """But for a thread or two of autograd, which are torch's."""
     process = psutil.Process()
