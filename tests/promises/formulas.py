@@ -240,6 +240,8 @@ def gradients(row: Row, units: Units) -> list[int] | None:
     """Bytes of gradients behind each backward pass of a step."""
     if not _known(row, OF_GRADIENTS) or row.loop.frozen or row.mesh.ranks == 1 or row.mesh.per_node:
         return None
+    if row.model == "mlp":
+        return None  # a rank's share may be padding alone, of which there is no gradient
     whole, m = 4 * _elements(row, units)[0], row.loop.micro_batches
     share = whole // row.mesh.ranks
     kept = row.stage < 2 or row.options.get("reduce_at") == "boundary"
