@@ -250,7 +250,7 @@ FAULTS = [
         "plan/replay.py",
         "        elif room.rows:\n            r.received = ",
         "        elif room.rows < 0:\n            r.received = ",
-        [row("stages: 1 on 2, clipped to 0.5")],
+        [row("stages: 0 on 2, clipped to 0.5")],
     ),
     Fault(
         "rest and peak",
