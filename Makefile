@@ -3,7 +3,7 @@
 # make bench   Onefold beside its peers                             make habits     writes benchmarks/results/habits.md from what its tests find
 # make docs    the site of docs/, in site/                         make options    writes the tables of docs/options.md
 # make matrix  writes benchmarks/results/matrix.md: tools, features and how near they are to DDP
-# make clean   removes the environment                              make record     compares every recorded run and plan; ARGS="--write" records anew
+# make clean   removes the environment                              make record     compares the table's rows with another tree; ARGS="--against TREE"
 #
 # ARGS is handed on:      make train ARGS="--steps 10 --stage 3"    make test ARGS="tests/train -x"
 # PIP_ARGS goes to pip:   make train PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"  (a smaller torch)
@@ -52,11 +52,8 @@ test-all: $(VENV)/.dev
 PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 \
 	ONEFOLD_TEST_PRODUCTS=by-shape
 # What promises equal bits, or is compared within rounding: stages, schedules, groups, tiers, tiles, activations, moments, checkpoints.
-BITS := tests/test_ranks.py tests/invariants tests/optim tests/stores/test_activations.py tests/stores/test_tiles.py \
-	$(addprefix tests/runtime/test_,copies_follow_writes.py micro_batches.py odd_models.py) \
-	$(addprefix tests/offload/test_,groups_offloaded.py offload.py) tests/quant/test_moments.py \
-	$(addprefix tests/checkpoint/test_,groups_checkpoint.py moments_checkpoint.py offloaded_states.py tiles_checkpoint.py) \
-	$(addprefix tests/train/test_,resume.py run.py tiers_of_a_run.py)
+BITS := tests/test_ranks.py tests/promises tests/optim tests/parallel tests/stores/test_activations.py tests/stores/test_tiles.py \
+	tests/checkpoint/test_tiles_checkpoint.py $(addprefix tests/train/test_,resume.py run.py tiers_of_a_run.py)
 
 test-processors: $(VENV)/.dev
 	@failed=; for processor in $(PROCESSORS); do \
@@ -94,7 +91,7 @@ habits: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m tests.scripts write
 
 record: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python tests/recording/record.py $(ARGS)
+	$(TEST_ENV) $(BIN)/python tests/promises/record.py $(ARGS)
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)

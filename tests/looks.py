@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ import onefold
 
 #: {tier: {category: bytes}}
 Held = dict[str, dict[str, int]]
+#: What the host keeps for later; how much of it depends on how far a disk or a copy is.
+SPARE = ("staging buffers", "idle buffers", "idle slabs")
 
 
 def engine(model: nn.Module) -> Any:
@@ -62,7 +65,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> He
 
         for tier, nbytes in moments_by_tier(optimizer, of).items():
             tiers[tier] = tiers[tier] | {"moments": tiers[tier].get("moments", 0) + nbytes}
-    for category in ("staging buffers", "idle buffers"):
+    for category in SPARE:
         tiers["host"].pop(category, None)
     found = {tier: {k: n for k, n in what.items() if n} for tier, what in tiers.items()}
     return {tier: what for tier, what in found.items() if what}
@@ -190,3 +193,119 @@ def most_gathered(model: nn.Module, units: str) -> int:
             now += change
             most = max(most, now)
     return most
+
+
+# -- what the plan says of the same ----------------------------------------------------------------
+
+
+@dataclass
+class Planned:
+    """What the plan says of a rank's step: bytes that rest (as `held`), that are `sent` (and by
+    link, and between nodes by move) and `moved`, and at the `peak` on the device. `bound` and
+    `host_bound`: bytes that no peak may pass. `left`: on the device behind the step.
+    """
+
+    rest: Held
+    sent: dict[str, int]
+    by_link: dict[str, int]
+    between: dict[str, int]
+    moved: dict[str, int]
+    peak: int
+    bound: int
+    host_bound: int
+    left: dict[str, int]
+
+
+def planned(
+    module: nn.Module,
+    recipe: onefold.Recipe,
+    ranks: int,
+    rank: int,
+    micro_batches: int = 1,
+    optimizer: str = "adamw",
+    per_node: int = 0,
+    native: bool = False,
+    streams: bool = False,
+) -> Planned:
+    """For a model that is not sharded. `native`: collectives are a backend's own, as NCCL's.
+    `streams`: the device has some, so that copies end later than they begin.
+    """
+    from onefold.device.copies import WINDOW
+    from onefold.plan.modules import model_shape
+    from onefold.plan.offloaded import offloaded_bytes
+    from onefold.plan.replay import Replay
+    from onefold.plan.states import at_rest, bound_of, topology_of, units_of
+    from onefold.plan.subject import in_tiles
+    from onefold.plan.wire import legs_of, wire
+
+    with in_tiles(module, recipe):
+        units = units_of(
+            model_shape(module, recipe.units), recipe, ranks, rank, per_node or None, native
+        )
+    window = WINDOW if streams else 0
+    replay = Replay(units, recipe, window).run(micro_batches)
+    away = offloaded_bytes(units, recipe, micro_batches, optimizer, streams)
+    legs, topology = (
+        legs_of(units, recipe, micro_batches),
+        topology_of(recipe, ranks, per_node or None),
+    )
+    links = {
+        move: _by_link([leg for leg in legs if leg.move == move], topology, per_node, rank)
+        for move in {leg.move for leg in legs}
+    }
+    return Planned(
+        {
+            tier: held
+            for tier, held in {"device": at_rest(units, optimizer), **away.rest}.items()
+            if held
+        },
+        wire(units, recipe, micro_batches),
+        _by_link(legs, topology, per_node, rank),
+        {move: by["between"] for move, by in links.items() if by["between"]},
+        away.moved,
+        sum(replay.peak.values()),
+        bound_of(units, recipe, micro_batches, window),
+        away.host,
+        replay.ledger.now(),
+    )
+
+
+def _by_link(legs: Any, topology: Any, per_node: int, rank: int) -> dict[str, int]:
+    from onefold.plan.wire import elsewhere
+
+    between = 0
+    for leg in legs:
+        peers, far = elsewhere(topology, per_node or None, rank, leg.level)
+        between += leg.nbytes * far // peers if peers else 0
+    return {"inside": sum(leg.nbytes for leg in legs) - between, "between": between}
+
+
+def between_nodes(model: nn.Module) -> dict[str, int]:
+    """{move: bytes that this rank sent to other nodes} since `watch`."""
+    return engine(model).traffic.between_by_move()
+
+
+def control(model: nn.Module) -> int:
+    """Bytes of messages that carry no tensor of the model, since `watch`."""
+    return engine(model).traffic.control_bytes
+
+
+def gradients(model: nn.Module) -> int:
+    """Bytes of gradients on the device now."""
+    return engine(model).memory.now().get("gradients", 0)
+
+
+def spare(model: nn.Module) -> int:
+    """Bytes that the host keeps for later use, which `held` leaves out."""
+    held = engine(model).transfers.host.now()
+    return sum(held.get(name, 0) for name in SPARE)
+
+
+def groups(model: nn.Module) -> int:
+    """How many groups of ranks its moves go over; 1: they are flat."""
+    return engine(model).group.topology.outer
+
+
+def step_on_the_host_with(model: nn.Module, threads: int) -> None:
+    """As on a machine with so many cores for this rank."""
+    engine(model).transfers.threads = threads

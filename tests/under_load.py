@@ -38,7 +38,7 @@ FILES = [
     "tests/invariants/test_diverging_ranks.py",
     "tests/invariants/test_nothing_left_behind.py",
     "tests/invariants/test_import.py",
-    "tests/invariants/test_wire_bytes.py",
+    "tests/promises/test_from_outside.py",
     "tests/checkpoint/test_whole_or_absent.py",
     "tests/checkpoint/test_asynchronous.py",
     "tests/checkpoint/test_copying.py",

@@ -46,28 +46,23 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "onefold"
 #: Those of test_waits by their names, so that every recipe runs (tests/conftest.py samples files).
 TESTS = [
-    "tests/comm/test_native_reduce.py",
     "tests/standin/test_standin.py",
+    "tests/promises/test_native.py",
     "tests/pretrained/test_whole_tensors.py",
     "tests/stores",
     "tests/runtime/test_buffers.py",
-    "tests/runtime/test_copies_follow_writes.py",
+    "tests/promises/test_copies.py",
     "tests/runtime/test_gathers_on_the_copy_stream.py",
     "tests/runtime/test_keep_gathered.py",
     "tests/runtime/test_laid_out_from_the_host.py",
     "tests/runtime/test_pending_gradients.py",
     "tests/runtime/test_transfers.py",
     "tests/runtime/test_waits_of_dropped_work.py",
-    "tests/offload/test_offload_odd_steps.py",
-    "tests/offload/test_offloaded_norms.py",
+    "tests/promises/test_steps_of_tiers.py",
     "tests/optim/test_ema.py",
     "tests/checkpoint/test_asynchronous.py",
     "tests/checkpoint/test_copying.py",
     "tests/train/test_a_step_late.py",
-    "tests/invariants/test_waits.py::test_one_rank_has_the_same_bits_under_every_schedule",
-    "tests/invariants/test_waits.py::test_ranks_have_the_same_bits_under_every_schedule",
-    "tests/invariants/test_waits.py::test_masters_on_the_host_are_overwritten_behind_the_copies_of_them",
-    "tests/invariants/test_waits.py::test_weights_on_the_host_take_the_averages_place_behind_the_copies_of_these",
 ]
 #: Methods by the last names of what they are called on and of themselves; "*" is anything. `flush`
 #: and `forget_writes` are not among them: they say when failed writes are told. What orders reads

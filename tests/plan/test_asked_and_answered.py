@@ -72,7 +72,7 @@ def test_the_plan_follows_every_option_of_the_recipe_to_the_byte(
         },
         "the test",
     )
-    # Whose buffers a simulation has; NCCL's are in test_sums_planned.py
+    # Whose buffers a simulation has; NCCL's are in promises/test_native.py
     on_gloo = replace(here(2), shared=True)
     found = plan(Language(), on_gloo, job, stages=(stage,), largest=False)
     ran = simulate(Language(), found.recipe, 2, micro_batches=2, seq=16)

@@ -1,5 +1,5 @@
 """`--stage auto` where state rests off the device: the plan's figures decide
-(tests/plan/test_tiers_planned.py has engines beside them).
+(tests/promises/table.py has engines beside them).
 """
 
 from __future__ import annotations

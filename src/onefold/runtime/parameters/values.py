@@ -92,9 +92,13 @@ class Storageless(torch.Tensor):
         op = operator_of(func)
         if op.does is Does.SHAPE and isinstance(first, Storageless) and first.spec is not None:
             return func(first.spec.stand_in(first.dtype), *args[1:], **kwargs)
-        if needs_no_elements(func) or op.name in _MADE_WITHOUT:
+        if needs_no_elements(func):
             with disable_torch_function():
                 return func(*args, **kwargs)
+        if op.name in _MADE_WITHOUT and isinstance(first, Storageless):
+            with disable_torch_function():
+                made = func(*args, **kwargs)
+            return seen_storageless(made, first.what, first.spec)
         what = next(
             (t.what for t in tensors_among((args, kwargs)) if isinstance(t, Storageless)), ""
         )

@@ -1,0 +1,264 @@
+"""Gradients on their way: dropped or changed before they are reduced, added up without `no_sync`,
+fed back where a codec lost of them, and not finite on one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import looks
+import onefold
+from on_ranks import on_ranks, slow
+from reference import NEAR, built, ddp, differences, sgd, weights
+from zoo import TinyGPT, TinyMLP, features_of, tokens_of
+
+#: Whole gradients are kept until the boundary at all but stages 2 and 3 by default.
+MODES: dict[str, tuple[int, dict[str, Any]]] = {
+    "0": (0, {}), "1": (1, {}), "2": (2, {}), "3": (3, {}), "2, late": (2, {"reduce_at": "boundary"}),
+    "3, late": (3, {"reduce_at": "boundary"}), "groups of one": (3, {"shard_group": 1}),
+}  # fmt: skip
+KEEPING = ["0", "1", "2, late", "3, late"]
+
+
+def in_ci(names: Iterable[str], *few: str) -> list[Any]:
+    """All of them, of which `make test` takes a few."""
+    return [pytest.param(name, marks=() if name in few else slow) for name in names]
+
+
+def no_sync(model: nn.Module) -> Any:
+    plain = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    return plain.no_sync() if plain is not None else onefold.no_sync(model)
+
+
+def sharded(mode: str, make: Callable[[], nn.Module] = TinyMLP, **more: Any) -> nn.Module:
+    stage, options = MODES[mode]
+    recipe = onefold.Recipe.zero(stage, stall_timeout=60.0, **options, **more)
+    return onefold.shard(built(make), recipe)
+
+
+def backward(model: nn.Module, number: int) -> None:
+    model(features_of(10 * number + dist.get_rank(), 4, 7)).square().mean().backward()
+
+
+# -- dropped ---------------------------------------------------------------------------------------
+
+
+def _one_block(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.blocks[1].zero_grad()
+
+
+def _one_parameter(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.blocks[1].up.bias.grad = None
+
+
+#: How gradients of a micro-batch are dropped: of a model without its wrapper.
+DROPS: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
+    "all": lambda model, optimizer: optimizer.zero_grad(),
+    "filled with zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "by the model": lambda model, optimizer: model.zero_grad(),
+    "of one block": _one_block,
+    "of one parameter": _one_parameter,
+}
+
+
+def dropping(model: nn.Module, inner: nn.Module, drop: Any, after: int) -> dict[str, Any]:
+    """Three steps of three micro-batches, with what stands behind `after` of them dropped."""
+    optimizer = sgd(inner)
+    for step in range(3):
+        for micro in range(3):
+            with contextlib.nullcontext() if micro == 2 else no_sync(model):
+                backward(model, 3 * step + micro)
+            if micro == after:
+                drop(inner, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(inner)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", DROPS)
+@pytest.mark.parametrize("mode", in_ci(MODES, "2, late"))
+def test_gradients_dropped_between_micro_batches_are_gone_as_in_ddp(mode: str, how: str) -> None:
+    for after in (0, 1):
+        plain, model = built(TinyMLP), sharded(mode)
+        expected = dropping(ddp(plain, find_unused_parameters=False), plain, DROPS[how], after)
+        assert differences(expected, dropping(model, model, DROPS[how], after), **NEAR) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_process_in_16_bits_drops_them_too(mode: str) -> None:
+    found = []
+    for first in (True, False):
+        model = sharded(mode, precision="bf16")
+        if first:
+            with onefold.no_sync(model):
+                model(features_of(0, 4, 7)).square().mean().backward()
+            model.zero_grad()
+        model(features_of(1, 4, 7)).square().mean().backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert found[0] and differences(*found) == []
+
+
+# -- changed ---------------------------------------------------------------------------------------
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda p: p.grad.mul_(2),
+    "by adding": lambda p: p.grad.add_(1.0),
+    "to others": lambda p: p.grad.copy_(torch.ones_like(p.grad)),
+    "by another": lambda p: setattr(p, "grad", torch.ones_like(p)),
+    "clipped": lambda p: nn.utils.clip_grad_value_([p], 1e-6),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("mode", in_ci(KEEPING, "1"))
+def test_an_unreduced_gradient_that_was_changed_is_an_error_with_its_name(
+    mode: str, how: str
+) -> None:
+    """On all ranks, before a micro-batch and before a step; whoever holds which part of it."""
+    for then in ("micro-batch", "step"):
+        model = sharded(mode, units=())
+        optimizer = sgd(model)
+        with onefold.no_sync(model):
+            backward(model, 0)
+        # A part of it is on either rank
+        name, p = next((n, p) for n, p in model.named_parameters() if mode == "0" or part_of(p))
+        with pytest.raises(RuntimeError, match=r"no_sync|after the last micro-batch") as told:
+            CHANGES[how](p)
+            backward(model, 1) if then == "micro-batch" else optimizer.step()
+        assert repr(name) in str(told.value), told.value
+
+
+def part_of(p: Any) -> bool:
+    start, stop = p.onefold.interval
+    return 0 < stop - start < p.numel()
+
+
+class Rows(nn.Module):
+    """An embedding of which a batch touches few rows, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.leave = nn.Embedding(128, 32), nn.Linear(32, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.rows(ids)).sum()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", in_ci(KEEPING, "3, late"))
+def test_a_gradient_whose_part_here_is_zero_is_told_from_a_dropped_one(mode: str) -> None:
+    """Each rank's batch touches rows that the other rank holds."""
+    ids, total = torch.arange(4) + (100 if dist.get_rank() == 0 else 0), []
+    for drop in (None, 0.0):
+        model: Any = sharded(mode, Rows, units=())
+        with onefold.no_sync(model):
+            model(ids).backward()
+        if drop is not None:
+            model.rows.weight.grad = None
+        model(ids + 4).backward()
+        total.append(model.rows.weight.grad.abs().sum().item())
+    assert total[1] == pytest.approx(total[0] / 2) and total[0] > 0
+    model = sharded(mode, Rows, units=())
+    with onefold.no_sync(model):
+        model(ids).backward()
+    with pytest.raises(RuntimeError, match=r"'rows\.weight'"):
+        model.rows.weight.grad.mul_(0.5)
+        model(ids + 4).backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", in_ci(KEEPING, "3, late"))
+def test_a_step_on_unreduced_gradients_is_refused_and_the_boundary_puts_it_right(mode: str) -> None:
+    found = []
+    for mistaken in (True, False):
+        model = sharded(mode)
+        optimizer = sgd(model)
+        with onefold.no_sync(model):
+            backward(model, 0)
+        if mistaken:
+            with pytest.raises(RuntimeError, match="no_sync"):
+                optimizer.step()
+        backward(model, 1)
+        optimizer.step()
+        found.append(weights(model))
+    assert differences(*found) == []
+
+
+# -- added up --------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_backward_passes_without_no_sync_add_up(stage: int) -> None:
+    found, plain = [], built(TinyMLP)
+    model = sharded(str(stage))
+    for one, inner in ((ddp(plain, find_unused_parameters=False), plain), (model, model)):
+        optimizer = sgd(inner)
+        for step in range(3):
+            backward(one, 2 * step)
+            backward(one, 2 * step + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(inner))
+    assert differences(*found, **NEAR) == []
+
+
+# -- encoded ---------------------------------------------------------------------------------------
+
+
+def summed(options: dict[str, Any]) -> tuple[int, torch.Tensor]:
+    """(bytes of what encoding lost, the sum over 30 steps of the reduced gradients of a constant)"""
+    linear = nn.Linear(64, 64, bias=False)
+    model: Any = onefold.shard(linear, onefold.Recipe.zero(3, group=2, **options))
+    x = torch.linspace(0.01, 1.0, 64).repeat(2, 1) * (1 + dist.get_rank())
+    total: Any = 0
+    for _ in range(30):
+        model(x).sum().backward()
+        total = total + model.weight.grad.detach().clone()
+        model.weight.grad = None
+    return looks.held(model)["device"].get("error feedback", 0), total
+
+
+@on_ranks(4)
+def test_what_encoding_lost_is_fed_back() -> None:
+    int4 = {"reduce_codec": "int4"}
+    (_, want), (_, without), (nbytes, fed) = map(
+        summed, ({}, int4, {**int4, "error_feedback": True})
+    )
+    assert nbytes == 4 * (64 * 64 + 64 * 64 // 2)  # of the whole on the first hop, of a share then
+    far, near = ((t - want).abs().max().item() for t in (without, fed))
+    assert near < far / 5, (near, far)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("codec", in_ci(["int8", "int4", "fp8"], "int4"))
+@pytest.mark.parametrize("what", [math.inf, math.nan])
+def test_what_is_not_finite_on_one_rank_skips_the_step_and_is_not_fed_back(
+    codec: str, what: float
+) -> None:
+    recipe = onefold.Recipe.zero(3, group=2, reduce_codec=codec, error_feedback=True)
+    model = onefold.shard(built(TinyGPT), recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, found = onefold.GradScaler(model, init_scale=64.0), []
+    for step in range(3):
+        before = weights(model)
+        loss = model(tokens_of(step)) * (what if (step, dist.get_rank()) == (1, 3) else 1)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = onefold.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = bool(differences(before, weights(model)))
+        found.append((bool(torch.isfinite(norm)), scaler.get_scale(), moved))
+    assert found == [(True, 64.0, True), (False, 32.0, False), (True, 32.0, True)], found

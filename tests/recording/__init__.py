@@ -1,3 +1,0 @@
-"""What Onefold's runs and plans come to, recorded: a change that is meant to leave every number as
-it is compares against it.
-"""
