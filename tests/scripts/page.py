@@ -1,8 +1,7 @@
-"""docs/habits.md, from what the tests find."""
+"""benchmarks/results/habits.md, from what the tests find."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,13 +9,13 @@ from scripts.registry import BITS, COLUMNS, EITHER, REFUSED, ROUNDING, Habit
 from scripts.subjects import SUBJECTS
 from scripts.verdicts import Verdict, sentence
 
-PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "habits.md"
 UNKNOWN = "not run"
 Found = Mapping[tuple[str, str], Verdict]
 
 HEAD = """# Habits of scripts, and what they mean after `shard()`
 
-Written by `python -m tests.scripts write`; the tests check that every line is as they find it. {count} habits, as people write them, each
+Written by `python -m tests.scripts write`. {count} habits, as people write them, each
 in an ordinary training loop of three steps: on two ranks at every stage, against DDP, and on one process, against plain PyTorch. Losses,
 final whole weights, buffers and every number that the habit prints are compared.
 
@@ -78,30 +77,6 @@ def section(subject: str, habits: list[Habit], found: Found) -> str:
     if letters:
         lines += ["", *(f"- ({letter}) {why}" for why, letter in letters.items())]
     return "\n".join(lines) + "\n"
-
-
-def cells(subject: str) -> dict[tuple[str, str], str]:
-    """The section of a subject as the page has it: (title, column) -> what `told` gives."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    begin = lines.index(f"## {SUBJECTS[subject]}")
-    end = next((i for i in range(begin + 1, len(lines)) if lines[i].startswith("## ")), len(lines))
-    letters = dict(
-        m.groups() for line in lines[begin:end] if (m := re.match(r"- (\(\w+\)) (.*)", line))
-    )
-    found: dict[tuple[str, str], str] = {}
-    for line in lines[begin + 4 : end]:
-        if not line.startswith("| "):
-            break
-        title, one, zero, middle, three = (
-            part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]
-        )
-        first, _, second = middle.partition("; ")
-        for column, kind in zip(COLUMNS, (one, zero, first, second or first, three), strict=True):
-            kind, _, letter = kind.partition(" (")
-            found[title.replace("\\|", "|"), column] = (
-                f"{kind}: {letters['(' + letter]}" if letter else kind
-            )
-    return found
 
 
 def text(habits: Mapping[str, Habit], found: Found) -> str:
