@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from scripts.registry import BITS, COLUMNS, EITHER, REFUSED, ROUNDING, Habit
+from scripts.registry import BITS, EITHER, REFUSED, ROUNDING, Habit
 from scripts.subjects import SUBJECTS
 from scripts.verdicts import Verdict, sentence
 

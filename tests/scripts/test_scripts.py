@@ -22,8 +22,8 @@ from scripts.verdicts import (
     DIFFERENT,
     HANG,
     Task,
-    of_error,
     judged,
+    of_error,
     surprises,
     verdicts_of,
 )

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onefold
+from looks import gathered
 from ranks import outcomes_of
 from scripts.loop import Result, World, differences, run
 from scripts.registry import (
@@ -107,11 +108,16 @@ class Mean(World):
 class Onefold(World):
     def __init__(self, stage: int, group: Any, options: Any, units: Any = None) -> None:
         self.stage, self.group, self.options, self.units = stage, group, options, units
+        self.left: list[str] = []
 
     def wrap(self, module: nn.Module) -> nn.Module:
         recipe = onefold.Recipe.zero(self.stage, **{"stall_timeout": STALL_TIMEOUT, **self.options})
         units, self.units = self.units, None  # of the first model
         return onefold.shard(module, recipe, units=units, group=self.group)
+
+    def reduce(self, model: nn.Module) -> None:
+        if self.stage == 3:
+            self.left = gathered(model)
 
     def whole(self, model: nn.Module, module: nn.Module) -> dict[str, Tensor]:
         return onefold.full_state_dict(model)
@@ -166,6 +172,8 @@ def judge(habits: Sequence[Habit], column: str, alone: Any, references: dict[Any
         del error
         gc.collect()
         return verdict
+    if sharded.left:
+        return Verdict(DIFFERENT, f"gathered behind the backward pass: {', '.join(sharded.left)}")
     if column != "one" and all(h.alike for h in habits):
         first = references.setdefault(f"a stage of {key[0]}", result)
         if found := differences(first, result, 0.0, 0.0):

@@ -18,5 +18,8 @@ SUBJECTS = {
     "structure": "Structure",
     "evaluation": "Evaluation",
     "kinds": "Kinds of models",
+    "autograd": "Gradients of a script's own",
+    "loops": "Loops of every kind",
+    "taken": "Weights that others take",
     "ranks_by_hand": "Ranks by hand",
 }

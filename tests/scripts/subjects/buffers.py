@@ -105,7 +105,6 @@ class Rotary(nn.Module):
 
 PARTS: dict[str, Any] = {
     "BatchNorm1d": lambda: nn.BatchNorm1d(9),
-    "BatchNorm1d, `momentum=None`": lambda: nn.BatchNorm1d(9, momentum=None),
     "a running mean by `lerp_` and a counter": RunningMean,
     "a codebook with moving averages (VQ)": Codebook,
     "biases of experts moved by their load (DeepSeek-V3)": ExpertBias,
@@ -166,21 +165,3 @@ class EvalStatistics(FeaturesHabit):
         with torch.no_grad():
             s.note("mean", s.model(s.batch).mean().item())
         s.model.train()
-
-
-@habit("running statistics reset: `bn.reset_running_stats()`")
-class ResetStatistics(EvalStatistics):
-    def weights(self, s: Script) -> None:
-        s.module.part.reset_running_stats()
-
-
-@habit("`bn.momentum` changed mid-run")
-class Momentum(EvalStatistics):
-    def weights(self, s: Script) -> None:
-        s.module.part.momentum = 0.5
-
-
-@habit("parameters and buffers counted: `len(list(model.buffers()))`")
-class CountBuffers(EvalStatistics):
-    def log(self, s: Script) -> None:
-        s.note("buffers", [(n, tuple(b.shape), str(b.dtype)) for n, b in s.module.named_buffers()])
