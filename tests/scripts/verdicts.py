@@ -116,7 +116,7 @@ class Onefold(World):
         return onefold.shard(module, recipe, units=units, group=self.group)
 
     def reduce(self, model: nn.Module) -> None:
-        if self.stage == 3:
+        if self.stage == 3 and any(p.grad is not None for p in model.parameters()):
             self.left = gathered(model)
 
     def whole(self, model: nn.Module, module: nn.Module) -> dict[str, Tensor]:

@@ -21,5 +21,6 @@ SUBJECTS = {
     "autograd": "Gradients of a script's own",
     "loops": "Loops of every kind",
     "taken": "Weights that others take",
+    "architectures": "Architectures of transformers",
     "ranks_by_hand": "Ranks by hand",
 }

@@ -1,5 +1,7 @@
 """Kinds of models: what a script builds."""
 
+# ruff: noqa: E501 (a row of the tables is one line)
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -125,11 +125,6 @@ class Outside:
         s.note("temperature", self.temperature.item())
 
 
-class ReturnsWeight(Net):
-    def forward(self, tokens: torch.Tensor) -> Any:
-        return super().forward(tokens), self.head.weight
-
-
 class Chunked(Net):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
