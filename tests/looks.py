@@ -309,3 +309,50 @@ def groups(model: nn.Module) -> int:
 def step_on_the_host_with(model: nn.Module, threads: int) -> None:
     """As on a machine with so many cores for this rank."""
     engine(model).transfers.threads = threads
+
+
+class _TwoOwners:
+    """Owners of the addresses below `CUT` and from there on; stands for a flat buffer's."""
+
+    CUT = 1 << 30
+
+    def __init__(self, of: Any) -> None:
+        self.engine, self.index = of, 3
+        self.bounds = ((0, self.CUT), (self.CUT, 2 * self.CUT))
+        self.position, self.alone = of.rank, False
+
+    def meet(self, subject: str) -> Any:
+        return self.engine.group, self.engine.group
+
+    def wait_before_write(self) -> None:
+        """Nothing is copying the addresses."""
+
+
+def part_of_two(x: torch.Tensor, of: Any) -> torch.Tensor:
+    """This rank's half of `x`, as a parameter 'x' of the engine `of` over two ranks has it."""
+    from onefold.runtime.parameters.interval import IntervalSpec, dress
+
+    owners = _TwoOwners(of)
+    spec = IntervalSpec(owners, "x", owners.CUT - x.numel() // 2, x.shape)
+    return dress(x.detach().reshape(-1)[spec.start : spec.stop].clone(), spec)
+
+
+def part_within(t: torch.Tensor) -> tuple[tuple[int, int] | None, torch.Tensor]:
+    """(first and last element of the whole that a part has, None of a whole; its memory)."""
+    from onefold.runtime.parameters.interval import local_part, spec_of
+
+    spec = spec_of(t) if t.layout is torch.strided else None
+    return (None, t) if spec is None else ((spec.start, spec.stop), local_part(t))
+
+
+def tensors_among(value: Any) -> Any:
+    from onefold.runtime.parameters import interval
+
+    return interval.tensors_among(value)
+
+
+def record_graphs_on(device: str) -> None:
+    """As if torch recorded CUDA graphs there."""
+    from onefold.runtime import differentiate
+
+    differentiate.GRAPHED = frozenset((device,))

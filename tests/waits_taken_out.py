@@ -63,6 +63,7 @@ TESTS = [
     "tests/checkpoint/test_asynchronous.py",
     "tests/checkpoint/test_copying.py",
     "tests/train/test_a_step_late.py",
+    "tests/waits/test_waits.py",
 ]
 #: Methods by the last names of what they are called on and of themselves; "*" is anything. `flush`
 #: and `forget_writes` are not among them: they say when failed writes are told. What orders reads

@@ -11,7 +11,6 @@ from torch import nn
 import onefold
 from onefold.runtime import differentiate
 from ranks import run_ranks
-from trials import GPTCase, assert_trains_as_ddp
 from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
 
@@ -68,23 +67,6 @@ def test_a_compiled_model_compiles_none_of_the_hooks(stage: int, backward: bool)
     assert first > 0, "nothing was compiled"
     assert ours == [], f"compiled: {ours}"
     assert later == 0, f"{later} frames were compiled after four steps"
-
-
-class ByInductor(GPTCase):
-    """The forward of each block compiled by inductor, by DDP and at every stage."""
-
-    rtol = atol = 0.0
-
-    def build(self) -> nn.Module:
-        model = TinyGPT(depth=2)
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward)  # type: ignore[assignment]
-        return model
-
-
-@pytest.mark.slow
-def test_blocks_compiled_by_inductor_have_the_bits_of_ddp_at_every_stage() -> None:
-    assert_trains_as_ddp(ByInductor, timeout=400.0)
 
 
 # -- CUDA graphs -----------------------------------------------------------------------------------

@@ -81,6 +81,9 @@ class World:
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
 
+    def reduce(self, model: nn.Module) -> None:
+        """After the last backward pass of a step: gradients are the mean over ranks."""
+
 
 class Script:
     """What a training script has at hand.
@@ -139,6 +142,18 @@ class Script:
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         return self.world.no_sync(self.model)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Another model, as this one is wrapped. `update(..., model=)` trains it."""
+        return self.world.wrap(module)
+
+    def update(self, loss: Tensor, optimizer: Any = None, model: Any = None) -> None:
+        """What a loop does with a loss."""
+        loss.backward()
+        self.world.reduce(self.model if model is None else model)
+        optimizer = optimizer or self.optimizer
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def plain(value: Any) -> Any:
@@ -200,6 +215,7 @@ def run(habits: Sequence[Habit], world: World, rank: int, same_batch: bool) -> R
             loss = term(s, loss)
         s.loss = loss
         one("backward", lambda s, loss: loss.backward())(s, loss)
+        world.reduce(s.model)
         for hook in at("gradients"):
             hook(s)
         one("step", _step)(s)

@@ -62,10 +62,12 @@ class Habit:
         make: gives a fresh object with the methods of its places.
         expect: by column, `BITS`, `ROUNDING` (which takes the same bits too), `REFUSED`, `STALLED`
             or `EITHER`.
-        reference: "ddp", or "plain": the bare model, given the same batch on all ranks, where DDP
-            cannot run.
+        reference: "ddp"; where DDP cannot run "mean", plain backward passes and the mean of
+            gradients over ranks; or "plain", the bare model, given the same batch on all ranks.
         composes: whether random compositions may draw it.
-        options: further arguments of Recipe.zero. ddp: of DistributedDataParallel.
+        options: further arguments of Recipe.zero. ddp: of DistributedDataParallel. units: as in
+            onefold.shard.
+        alike: stages have the same bits as each other. slow: runs with `--all` only. library: that its model is of.
         rtol, atol: what "rounding" means for it.
     """
 
@@ -81,6 +83,10 @@ class Habit:
     atol: float = 1e-6
     options: Mapping[str, Any] = field(default_factory=dict)
     ddp: Mapping[str, Any] = field(default_factory=dict)
+    units: Any = None
+    alike: bool = False
+    slow: bool = False
+    library: str = ""
 
 
 HABITS: dict[str, Habit] = {}

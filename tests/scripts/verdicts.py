@@ -24,7 +24,7 @@ import re
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onefold
+from looks import gathered
 from ranks import outcomes_of
 from scripts.loop import Result, World, differences, run
 from scripts.registry import (
@@ -89,13 +90,34 @@ class DDP(World):
         return DistributedDataParallel(module, **self.options)
 
 
+class Mean(World):
+    """Plain backward passes, and the mean of gradients over ranks. One that no rank has stays
+    None.
+    """
+
+    def reduce(self, model: nn.Module) -> None:
+        for p in model.parameters():
+            present = torch.tensor(float(p.grad is not None))
+            dist.all_reduce(present)
+            if present.item():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+                p.grad = p.grad / dist.get_world_size()
+
+
 class Onefold(World):
-    def __init__(self, stage: int, group: Any, options: Any) -> None:
-        self.stage, self.group, self.options = stage, group, options
+    def __init__(self, stage: int, group: Any, options: Any, units: Any = None) -> None:
+        self.stage, self.group, self.options, self.units = stage, group, options, units
+        self.left: list[str] = []
 
     def wrap(self, module: nn.Module) -> nn.Module:
         recipe = onefold.Recipe.zero(self.stage, **{"stall_timeout": STALL_TIMEOUT, **self.options})
-        return onefold.shard(module, recipe, group=self.group)
+        units, self.units = self.units, None  # of the first model
+        return onefold.shard(module, recipe, units=units, group=self.group)
+
+    def reduce(self, model: nn.Module) -> None:
+        if self.stage == 3 and any(p.grad is not None for p in model.parameters()):
+            self.left = gathered(model)
 
     def whole(self, model: nn.Module, module: nn.Module) -> dict[str, Tensor]:
         return onefold.full_state_dict(model)
@@ -127,7 +149,9 @@ def judge(habits: Sequence[Habit], column: str, alone: Any, references: dict[Any
     key = (tuple(h.title for h in habits), plain)
     if key not in references:
         references.clear()
-        reference = World() if plain else DDP({k: v for h in habits for k, v in h.ddp.items()})
+        mean = any(h.reference == "mean" for h in habits)
+        ddp = {k: v for h in habits for k, v in h.ddp.items()}
+        reference = World() if plain else Mean() if mean else DDP(ddp)
         try:
             references[key] = run(habits, reference, rank, same_batch)
         except Exception:
@@ -135,7 +159,10 @@ def judge(habits: Sequence[Habit], column: str, alone: Any, references: dict[Any
                 CRASH, "the reference itself failed: " + traceback.format_exc(), "reference"
             )
     sharded = Onefold(
-        3 if column == "one" else int(column), alone if column == "one" else None, options
+        3 if column == "one" else int(column),
+        alone if column == "one" else None,
+        options,
+        next((h.units for h in habits if h.units is not None), None),
     )
     try:
         result = run(habits, sharded, rank, same_batch)
@@ -145,6 +172,12 @@ def judge(habits: Sequence[Habit], column: str, alone: Any, references: dict[Any
         del error
         gc.collect()
         return verdict
+    if sharded.left:
+        return Verdict(DIFFERENT, f"gathered behind the backward pass: {', '.join(sharded.left)}")
+    if column != "one" and all(h.alike for h in habits):
+        first = references.setdefault(f"a stage of {key[0]}", result)
+        if found := differences(first, result, 0.0, 0.0):
+            return Verdict(DIFFERENT, f"stages have other bits: {'; '.join(found[:4])}")
     wider = 10.0 if len(habits) > 1 else 1.0  # what one habit rounds, another may enlarge
     return _of_results(
         references[key],
@@ -209,7 +242,10 @@ def work(tasks: Sequence[Task], folder: str) -> None:
 
 
 def verdicts_of(
-    tasks: Sequence[Task], ranks: int = 2, tell: Callable[[Task, Verdict], object] | None = None
+    tasks: Sequence[Task],
+    ranks: int = 2,
+    tell: Callable[[Task, Verdict], object] | None = None,
+    server: str = "",
 ) -> list[Verdict]:
     """The verdict of each task (titles of habits, column), in order. `tell` is called with them
     start by start.
@@ -225,6 +261,7 @@ def verdicts_of(
                 folder,
                 timeout=60.0 + TIME + 10.0 * len(rest),
                 grace=3 * STALL_TIMEOUT,
+                server=server,
             )
             begun = len(found)
             for at in range(len(rest)):
@@ -250,6 +287,19 @@ def verdicts_of(
             for at in range(begun, len(found)) if tell else ():
                 tell(tasks[at], found[at])
     return found
+
+
+def judged(
+    tasks: Sequence[Task],
+    known: Mapping[str, Habit],
+    tell: Callable[[Task, Verdict], object] | None = None,
+) -> list[Verdict]:
+    """The same, of single habits: those of a library's models on ranks that have imported it."""
+    found: dict[Task, Verdict] = {}
+    for server in ("", "libraries"):
+        mine = [t for t in tasks if ("libraries" if known[t[0][0]].library else "") == server]
+        found |= zip(mine, verdicts_of(mine, tell=tell, server=server), strict=True)
+    return [found[task] for task in tasks]
 
 
 def _together(verdicts: list[Verdict]) -> Verdict:

@@ -18,5 +18,9 @@ SUBJECTS = {
     "structure": "Structure",
     "evaluation": "Evaluation",
     "kinds": "Kinds of models",
+    "autograd": "Gradients of a script's own",
+    "loops": "Loops of every kind",
+    "taken": "Weights that others take",
+    "architectures": "Architectures of transformers",
     "ranks_by_hand": "Ranks by hand",
 }

@@ -21,12 +21,6 @@ def clip_inf(s: Script) -> None:
     s.note("norm", clip_grad_norm_(s.model.parameters(), 0.05, norm_type=float("inf")).item())
 
 
-@habit("`clip_grad_norm_` for each parameter by itself", "gradients", expect=ROUNDING)
-def clip_each(s: Script) -> None:
-    for p in s.model.parameters():
-        clip_grad_norm_(p, 0.1)
-
-
 @habit("`clip_grad_norm_` for each block", "gradients", expect=ROUNDING)
 def clip_blocks(s: Script) -> None:
     s.note("norms", [clip_grad_norm_(block.parameters(), 0.2).item() for block in s.module.blocks])
@@ -39,20 +33,9 @@ def clip_strict(s: Script) -> None:
     clip_grad_norm_(s.parameters(), 0.5, foreach=True, error_if_nonfinite=True)
 
 
-@habit("`clip_grad_norm_(..., float('inf'))` to measure only", "gradients", expect=ROUNDING)
-def measure(s: Script) -> None:
-    s.note("norm", float(clip_grad_norm_(s.model.parameters(), float("inf"))))
-
-
 @habit("`clip_grad_value_(model.parameters(), 0.01)`", "gradients")
 def clip_value(s: Script) -> None:
     clip_grad_value_(s.model.parameters(), 0.01)
-
-
-@habit("clip by hand: `p.grad.data.clamp_(-0.01, 0.01)`", "gradients")
-def clamp(s: Script) -> None:
-    for p in s.model.parameters():
-        p.grad.data.clamp_(-0.01, 0.01)
 
 
 @habit("`get_total_norm([p.grad ...])` and `clip_grads_with_norm_`", "gradients", expect=ROUNDING)
@@ -64,19 +47,9 @@ def total(s: Script) -> None:
 
 NORMS = {
     "`sum(p.grad.norm() ** 2) ** 0.5`": lambda ps: (sum(p.grad.norm() ** 2 for p in ps) ** 0.5).item(),
-    "`sum(p.grad.data.norm(2).item() ** 2)`": lambda ps: sum(p.grad.data.norm(2).item() ** 2 for p in ps) ** 0.5,
-    "`sum(p.grad.detach().pow(2).sum())`": lambda ps: sum(p.grad.detach().pow(2).sum() for p in ps).sqrt().item(),
-    "`torch.norm(torch.stack([torch.norm(p.grad) ...]))`": lambda ps: torch.norm(torch.stack([torch.norm(p.grad.detach(), 2) for p in ps]), 2).item(),
-    "`torch.stack([p.grad.norm() ...]).norm()`": lambda ps: torch.stack([p.grad.norm() for p in ps]).norm().item(),
     "`torch._foreach_norm([p.grad ...])`": lambda ps: torch.linalg.vector_norm(torch.stack(torch._foreach_norm([p.grad for p in ps]))).item(),
-    "`torch.linalg.vector_norm(p.grad)`": lambda ps: [torch.linalg.vector_norm(p.grad).item() for p in ps],
     "`max(p.grad.abs().max())`": lambda ps: max(p.grad.abs().max().item() for p in ps),
-    "`(p.grad ** 2).mean()`": lambda ps: [(p.grad**2).mean().item() for p in ps],
-    "`p.grad.square().sum().sqrt()`": lambda ps: [p.grad.square().sum().sqrt().item() for p in ps],
     "`torch.cat([p.grad.view(-1) ...]).norm()`": lambda ps: torch.cat([p.grad.view(-1) for p in ps]).norm().item(),
-    "`torch.cat([p.grad.flatten() ...])`, its length and quantile": lambda ps: [
-        (g := torch.cat([p.grad.detach().flatten().abs() for p in ps])).numel(), torch.quantile(g, 0.9).item()
-    ],
     "`p.grad.norm(1)`, `norm(inf)`": lambda ps: [p.grad.norm(o).item() for p in ps for o in (1, float("inf"))],
     "`np.linalg.norm(p.grad.numpy())`": lambda ps: [float((p.grad.detach().cpu().numpy() ** 2).sum()) for p in ps],
 }  # fmt: skip
@@ -89,18 +62,6 @@ for _title, _norm in NORMS.items():
 
 
 @habit(
-    "clip by hand with the norm of all gradients: `p.grad.mul_(max_norm / norm)`",
-    "gradients",
-    expect=ROUNDING,
-)
-def clip_by_hand(s: Script) -> None:
-    norm = torch.sqrt(sum((p.grad**2).sum() for p in s.model.parameters()))  # type: ignore[arg-type]
-    if norm > 0.5:
-        for p in s.model.parameters():
-            p.grad.mul_(0.5 / norm)
-
-
-@habit(
     "clip by hand with a device-side coefficient: `torch.clamp(max_norm / norm, max=1)`",
     "gradients",
     expect=ROUNDING,
@@ -109,17 +70,6 @@ def clip_on_device(s: Script) -> None:
     grads = [p.grad for p in s.model.parameters() if p.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
     torch._foreach_mul_(grads, torch.clamp(0.5 / (norm + 1e-6), max=1.0))
-
-
-@habit(
-    "adaptive clipping by each layer's norms (AGC, whole parameters)", "gradients", expect=ROUNDING
-)
-@torch.no_grad()
-def agc(s: Script) -> None:
-    for p in s.model.parameters():
-        most = p.norm().clamp(min=1e-3) * 0.05
-        norm = p.grad.norm()
-        p.grad.mul_(torch.where(norm > most, most / norm.clamp(min=1e-6), torch.ones(())))
 
 
 @habit(
@@ -140,10 +90,6 @@ def agc_rows(s: Script) -> None:
 
 WEIGHTS = {
     "`p.norm()` under no_grad": lambda ps: [p.norm().item() for p in ps],
-    "`p.data.norm(2).item()`": lambda ps: [p.data.norm(2).item() for p in ps],
-    "`p.detach().float().norm()`": lambda ps: [p.detach().float().norm().item() for p in ps],
-    "`torch.linalg.norm(p)`": lambda ps: [torch.linalg.norm(p).item() for p in ps],
-    "`sum((p ** 2).sum())`": lambda ps: sum((p**2).sum() for p in ps).sqrt().item(),
     "update-to-weight ratio `(lr * p.grad).std() / p.data.std()`": lambda ps: [((0.1 * p.grad).std() / p.data.std()).log10().item() for p in ps if p.ndim == 2],
     "the Frobenius norm of matrices, `torch.linalg.matrix_norm(p)`": lambda ps: [torch.linalg.matrix_norm(p).item() for p in ps if p.ndim == 2],
     "singular values, `torch.linalg.svdvals(p)`": lambda ps: [torch.linalg.svdvals(p)[0].item() for p in ps if p.ndim == 2],

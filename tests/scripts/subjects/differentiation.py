@@ -38,54 +38,6 @@ def grad_norm(s: Script, loss: Any) -> Any:
 
 
 @habit(
-    "a gradient penalty: `grad(loss, params, create_graph=True)`, its norm in the loss",
-    "loss",
-    expect=ROUNDING,
-    one=ROUNDING,
-    three=EITHER,
-    **PLAIN,
-)
-def penalty(s: Script, loss: Any) -> Any:
-    grads = torch.autograd.grad(loss, s.parameters(), create_graph=True)
-    return loss + 0.1 * sum(g.pow(2).sum() for g in grads)
-
-
-@habit(
-    "a gradient penalty on the inputs (WGAN-GP, R1): `grad(out.sum(), x, create_graph=True)`",
-    expect=ROUNDING,
-    three=EITHER,
-    **PLAIN,
-)
-class InputPenalty:
-    def build(self) -> Any:
-        return torch.nn.Sequential(
-            torch.nn.Linear(5, 9),
-            torch.nn.Tanh(),
-            torch.nn.Linear(9, 9),
-            torch.nn.Tanh(),
-            torch.nn.Linear(9, 1),
-        )
-
-    def batch(self, seed: int) -> Any:
-        return torch.randn(4, 5, generator=torch.Generator().manual_seed(seed), requires_grad=False)
-
-    def forward(self, s: Script) -> Any:
-        x = s.batch.clone().requires_grad_()
-        out = s.model(x)
-        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return out.pow(2).mean() + (g.norm(2, dim=1) - 1).pow(2).mean()
-
-
-@habit("FGSM: the gradient by the inputs, `x.grad.sign()`, a second pass", **PLAIN)
-class Adversarial(InputPenalty):
-    def forward(self, s: Script) -> Any:
-        x = s.batch.clone().requires_grad_()
-        s.model(x).pow(2).mean().backward()
-        s.optimizer.zero_grad()
-        return s.model((x + 0.1 * x.grad.sign()).detach()).pow(2).mean()
-
-
-@habit(
     "a MAML inner step: `w' = w - lr * grad(..., create_graph=True)`, `functional_call`",
     "forward",
     expect=ROUNDING,
@@ -128,21 +80,6 @@ class Reptile:
         for n, p in s.named():
             p.data.add_(p.grad, alpha=-0.1)
             p.data = start[n] + 0.5 * (p.data - start[n])
-
-
-@habit(
-    "`torch.func.functional_call(model, dict(model.named_parameters()), x)`",
-    "forward",
-    expect=ROUNDING,
-    one=ROUNDING,
-    three=EITHER,
-    **PLAIN,
-)
-def functional(s: Script) -> Any:
-    logits = torch.func.functional_call(
-        s.module, dict(s.module.named_parameters()), (s.batch[:, :-1],)
-    )
-    return F.cross_entropy(logits.flatten(0, 1), s.batch[:, 1:].flatten())
 
 
 @habit(
@@ -215,20 +152,6 @@ def retain(s: Script, loss: Any) -> None:
     loss.backward()
 
 
-@habit(
-    "losses backward one by one: `loss_a.backward(retain_graph=True); loss_b.backward()`",
-    "backward",
-    expect=ROUNDING,
-    sharded=EITHER,
-    zero=EITHER,
-    reference="plain",
-)
-def one_by_one(s: Script, loss: Any) -> None:
-    logits = s.model(s.batch[:, :-1])
-    logits.pow(2).mean().backward(retain_graph=True)
-    F.cross_entropy(logits.flatten(0, 1), s.batch[:, 1:].flatten()).backward()
-
-
 class ScaleHook:
     def put(self, s: Script) -> None:
         for p in s.module.parameters():
@@ -238,11 +161,6 @@ class ScaleHook:
 @habit("`p.register_hook(lambda g: g * 0.5)` before shard()")
 class HookBefore(ScaleHook):
     before = ScaleHook.put
-
-
-@habit("`p.register_hook(lambda g: g * 0.5)` after shard()")
-class HookAfter(ScaleHook):
-    after = ScaleHook.put
 
 
 @habit("`p.register_hook` that clamps: `g.clamp(-0.01, 0.01)` (before the reduction)", "after")
@@ -256,28 +174,6 @@ def hook_rows(s: Script) -> None:
     mask = torch.ones(17, 1)
     mask[:5] = 0
     s.module.tokens.weight.register_hook(lambda g: g * mask)
-
-
-@habit("`p.register_hook` that logs the local gradient's norm", expect=ROUNDING)
-class HookLogs:
-    def after(self, s: Script) -> None:
-        self.norms: dict[str, float] = {}
-        for n, p in s.named():
-            p.register_hook(lambda g, n=n: self.norms.__setitem__(n, g.norm().item()))
-
-    def gradients(self, s: Script) -> None:
-        s.note("norms", self.norms)
-
-
-@habit("`p.register_hook` that looks only at shapes: `g.shape == p.shape`")
-class HookShapes:
-    def after(self, s: Script) -> None:
-        self.seen: dict[str, bool] = {}
-        for n, p in s.named():
-            p.register_hook(lambda g, n=n, p=p: self.seen.__setitem__(n, g.shape == p.shape))
-
-    def gradients(self, s: Script) -> None:
-        s.note("seen", dict(sorted(self.seen.items())))
 
 
 @habit("a hook removed after a step: `handle.remove()`")
@@ -305,24 +201,6 @@ class Reversal:
         s.module.tokens.register_forward_hook(lambda m, a, out: Reverse.apply(out))
 
 
-@habit(
-    "`register_post_accumulate_grad_hook` that logs `p.grad is not None`",
-    zero=EITHER,
-    sharded=EITHER,
-    **PLAIN,
-)
-class PostAccumulate:
-    def after(self, s: Script) -> None:
-        self.count = 0
-        for p in s.module.parameters():
-            p.register_post_accumulate_grad_hook(
-                lambda p: setattr(self, "count", self.count + (p.grad is not None))
-            )
-
-    def weights(self, s: Script) -> None:
-        s.note("count", self.count)
-
-
 def _clip(p: Any) -> None:
     p.grad.clamp_(-0.01, 0.01)
 
@@ -334,16 +212,6 @@ class PostClip:
     def after(self, s: Script) -> None:
         for p in s.module.parameters():
             p.register_post_accumulate_grad_hook(_clip)
-
-
-@habit("forward hooks that log activations", expect=ROUNDING)
-class ForwardHooks:
-    def after(self, s: Script) -> None:
-        for n, m in s.module.named_modules():
-            if isinstance(m, torch.nn.Linear):
-                m.register_forward_hook(
-                    lambda m, a, out, n=n: s.note(f"std of {n}", out.detach().std().item())
-                )
 
 
 @habit("forward hooks that read the weight: `m.weight.norm()`", expect=ROUNDING)
@@ -371,23 +239,6 @@ class BackwardHooks:
 def anomaly(s: Script, loss: Any) -> None:
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         loss.backward()
-
-
-@habit(
-    "GradNorm-like weighting by `grad(loss_i, shared.weight)`",
-    "loss",
-    expect=ROUNDING,
-    three=EITHER,
-    **PLAIN,
-)
-def gradnorm(s: Script, loss: Any) -> Any:
-    shared = s.module.head.weight
-    second = s.cross_entropy(s.next_batch(1))
-    a, b = (
-        torch.autograd.grad(each, shared, retain_graph=True)[0].norm().detach()
-        for each in (loss, second)
-    )
-    return loss * (b / (a + b)) + second * (a / (a + b))
 
 
 @habit(

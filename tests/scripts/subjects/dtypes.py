@@ -92,11 +92,6 @@ class Bfloat(Sixteen):
     net = staticmethod(lambda: Net().bfloat16())
 
 
-@habit("dtypes: `model.half()` before shard()", steps=1, expect=ROUNDING, one=ROUNDING, **LOOSE)
-class Half(Sixteen):
-    net = staticmethod(lambda: Net().half())
-
-
 @habit(
     "dtypes: `model.to(torch.bfloat16)` after shard()",
     "after",
@@ -136,16 +131,6 @@ def cpu_after(s: Script) -> None:
     s.module.cpu()
 
 
-@habit("dtypes: `x.to(next(model.parameters()).dtype)`", "log")
-def next_dtype(s: Script) -> None:
-    s.note("dtype", str(torch.ones(2).to(next(s.model.parameters()).dtype).dtype))
-
-
-@habit("dtypes: `{p.dtype for p in model.parameters()}`", "log")
-def dtypes(s: Script) -> None:
-    s.note("dtypes", sorted({str(p.dtype) for p in s.model.parameters()}))
-
-
 @habit("dtypes: `x.to(model.head.weight.dtype)` in forward (HF)")
 class LikeWeight:
     def build(self) -> nn.Module:
@@ -157,11 +142,6 @@ class LikeWeight:
                 return self.head(self.norm(x).to(self.head.weight.dtype))
 
         return Like()
-
-
-@habit("dtypes: `p.grad.dtype == p.dtype`", "gradients")
-def grad_dtype(s: Script) -> None:
-    s.note("same", [p.grad.dtype == p.dtype for p in s.model.parameters()])
 
 
 @habit(

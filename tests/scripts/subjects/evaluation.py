@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -25,12 +23,6 @@ def inference(s: Script) -> None:
         s.note("loss", s.cross_entropy(s.next_batch(3)).item())
 
 
-@habit("`@torch.no_grad()` over the inner module: `model.module(x)`", "log")
-def inner(s: Script) -> None:
-    with torch.no_grad():
-        s.note("mean", s.module(s.batch[:, :-1]).mean().item())
-
-
 @habit("generate: tokens one by one, `argmax` of the last logits", "end")
 def generate(s: Script) -> None:
     tokens = s.batch[:, :2]
@@ -50,12 +42,6 @@ def sampled(s: Script) -> None:
                 [tokens, torch.multinomial(F.softmax(s.model(tokens)[:, -1], -1), 1)], 1
             )
     s.note("tokens", tokens.tolist())
-
-
-@habit("generate inside `onefold.full_params(model)`", "end")
-def in_full(s: Script) -> None:
-    with s.gathered():
-        generate(s)
 
 
 @habit("generate on rank 0 only inside `onefold.full_params(model)`", "end")
@@ -81,18 +67,6 @@ def unequal(s: Script) -> None:
             s.note("loss", s.cross_entropy(s.next_batch(i)[: 1 + s.rank]).item())
 
 
-@habit("accuracy: `(logits.argmax(-1) == y).float().mean()`", "log")
-def accuracy(s: Script) -> None:
-    with torch.no_grad():
-        logits = s.model(s.batch[:, :-1])
-    s.note("accuracy", (logits.argmax(-1) == s.batch[:, 1:]).float().mean().item())
-
-
-@habit("evaluation with gradients enabled and no backward", "log")
-def no_backward(s: Script) -> None:
-    s.note("loss", s.cross_entropy(s.next_batch(3)).item())
-
-
 @habit("perplexity over parts of the model: `model.head(model.norm(h))`", "log")
 def parts(s: Script) -> None:
     with torch.no_grad():
@@ -113,36 +87,3 @@ def nearest(s: Script) -> None:
     with torch.no_grad():
         scores = F.normalize(s.module.tokens.weight, dim=1) @ torch.linspace(-1, 1, 10)
     s.note("best", scores.argmax().item())
-
-
-@habit("logit lens: `h @ model.head.weight.T`", "log", expect=ROUNDING, sharded=EITHER)
-def lens(s: Script) -> None:
-    with torch.no_grad():
-        s.note("sum", (torch.linspace(-1, 1, 10) @ s.module.head.weight.T).tolist())
-
-
-@habit("validation averaged over ranks: `dist.all_reduce(loss)`", "log")
-def averaged(s: Script) -> None:
-    import torch.distributed as dist
-
-    with torch.no_grad():
-        loss = s.cross_entropy(s.next_batch(3))
-    dist.all_reduce(loss)
-    s.note("loss", (loss / dist.get_world_size()).item())
-
-
-@habit("MC dropout: `model.train()` under no_grad, several passes", "log")
-def mc(s: Script) -> None:
-    with torch.no_grad():
-        s.note("mean", torch.stack([s.model(s.batch[:, :-1]) for _ in range(2)]).mean().item())
-
-
-@habit("early stopping by a number that rank 0 broadcasts")
-class Early:
-    def step(self, s: Script) -> Any:
-        import torch.distributed as dist
-
-        stop = torch.tensor(float(s.step == 2))
-        dist.broadcast(stop, src=0)
-        if not stop.item():
-            s.optimizer.step()

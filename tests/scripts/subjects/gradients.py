@@ -27,36 +27,23 @@ def assign(p: Any, value: Any) -> None:
 
 CHANGES = {
     "`p.grad.mul_(0.5)`": lambda p: p.grad.mul_(0.5),
-    "`p.grad *= 0.5`": lambda p: p.grad.__imul__(0.5),
     "`p.grad /= world_size`": lambda p: p.grad.__itruediv__(2),
-    "`p.grad.data.div_(4)`": lambda p: p.grad.data.div_(4),
     "`p.grad = p.grad * 0.5`": lambda p: assign(p, p.grad * 0.5),
     "`p.grad = p.grad.clone()`": lambda p: assign(p, p.grad.clone()),
-    "`p.grad = p.grad.detach()`": lambda p: assign(p, p.grad.detach()),
     "`p.grad.add_(p.data, alpha=0.1)` (decay by hand)": lambda p: p.grad.add_(p.data, alpha=0.1),
     "`p.grad.add_(p, alpha=0.1)` under no_grad": torch.no_grad()(lambda p: p.grad.add_(p, alpha=0.1)),
-    "`p.grad.nan_to_num_()`": lambda p: p.grad.nan_to_num_(),
     "`torch.nan_to_num(p.grad, out=p.grad)`": lambda p: torch.nan_to_num(p.grad, nan=0.0, posinf=0.0, neginf=0.0, out=p.grad),
-    "`p.grad.sign_()`": lambda p: p.grad.sign_(),
-    "`p.grad.copy_(p.grad.sign())`": lambda p: p.grad.copy_(p.grad.sign()),
-    "`p.grad.clamp_(min=0)`": lambda p: p.grad.clamp_(min=0),
     "`p.grad[p.grad.abs() < 1e-2] = 0` (a boolean mask)": lambda p: p.grad.__setitem__(p.grad.abs() < 1e-2, 0),
-    "`p.grad.masked_fill_(p.grad.abs() < 1e-2, 0)`": lambda p: p.grad.masked_fill_(p.grad.abs() < 1e-2, 0),
     "`p.grad = torch.where(p.grad.abs() > 1e-2, p.grad, 0)`": lambda p: assign(p, torch.where(p.grad.abs() > 1e-2, p.grad, torch.zeros_like(p.grad))),
     "`p.grad.add_(torch.randn_like(p.grad), alpha=0.01)`": lambda p: p.grad.add_(torch.randn_like(p.grad), alpha=0.01),
-    "`p.grad += torch.randn_like(p) * 0.01`": lambda p: p.grad.__iadd__(torch.randn_like(p) * 0.01),
     "`p.grad += torch.randn(p.shape) * 0.01`": lambda p: p.grad.__iadd__(torch.randn(p.shape) * 0.01),
-    "`p.grad.add_(torch.empty_like(p.grad).normal_(), alpha=0.01)`": lambda p: p.grad.add_(torch.empty_like(p.grad).normal_(), alpha=0.01),
-    "`p.grad.mul_(torch.bernoulli(torch.full_like(p.grad, 0.5)))` (gradient dropout)": lambda p: p.grad.mul_(torch.bernoulli(torch.full_like(p.grad, 0.5))),
     "`p.grad.mul_(torch.rand_like(p.grad) > 0.5)`": lambda p: p.grad.mul_(torch.rand_like(p.grad) > 0.5),
     "`p.grad.zero_()` for biases": lambda p: p.grad.zero_() if p.ndim == 1 else None,
     "`p.grad = None` for vectors": lambda p: assign(p, None) if p.ndim == 1 else None,
-    "`p.grad = torch.zeros_like(p)` for vectors": lambda p: assign(p, torch.zeros_like(p)) if p.ndim == 1 else None,
     "`p.grad = torch.zeros(p.shape)` for vectors": lambda p: assign(p, torch.zeros(p.shape)) if p.ndim == 1 else None,
     "`p.grad.data = p.grad.data * 0.5`": lambda p: p.grad.__setattr__("data", p.grad.data * 0.5),
     "`p.grad.view(-1).mul_(0.5)`": lambda p: p.grad.view(-1).mul_(0.5),
     "`p.grad.flatten()[::2] = 0`": lambda p: p.grad.view(-1)[::2].zero_(),
-    "`p.grad[0].zero_()` for matrices": lambda p: p.grad[0].zero_() if p.ndim == 2 else None,
     "`p.grad[1:3] = 0` for matrices": lambda p: p.grad.__setitem__(slice(1, 3), 0) if p.ndim == 2 else None,
     "`p.grad[:, 0] = 0` for matrices": lambda p: p.grad.__setitem__((slice(None), 0), 0) if p.ndim == 2 else None,
     "`p.grad[torch.tensor([0, 2])] = 0` for matrices": lambda p: p.grad.__setitem__(torch.tensor([0, 2]), 0) if p.ndim == 2 else None,
@@ -64,13 +51,10 @@ CHANGES = {
     "`p.grad.mul_(scale[:, None])` for rows": lambda p: p.grad.mul_(torch.arange(p.shape[0]).view(-1, 1) / 4) if p.ndim == 2 else None,
     "`p.grad.sub_(p.grad.mean())`": lambda p: p.grad.sub_(p.grad.mean()),
     "`p.grad.div_(p.grad.norm() + 1e-3)` (normalized)": lambda p: p.grad.div_(p.grad.norm() + 1e-3),
-    "`p.grad.div_(p.grad.std() + 1e-3)`": lambda p: p.grad.div_(p.grad.std() + 1e-3),
     "gradient centralization, `g.add_(-g.mean(dim=1, keepdim=True))`": lambda p: p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True)) if p.grad.dim() > 1 else None,
     "top-k by `torch.topk(p.grad.abs().view(-1), k)`": lambda p: p.grad.mul_(p.grad.abs() >= torch.topk(p.grad.abs().view(-1), 3).values[-1]),
     "orthogonal gradient, `g - (w·g / w·w) w`": lambda p: p.grad.sub_(p.data * ((p.data * p.grad).sum() / (p.data * p.data).sum().clamp(min=1e-6))),
-    "`torch.dot(p.data.view(-1), p.grad.view(-1))` removed": lambda p: p.grad.sub_(p.data, alpha=0.1 * float(torch.dot(p.data.view(-1), p.grad.view(-1)))),
     "`p.grad = p.grad.to(torch.bfloat16).float()`": lambda p: assign(p, p.grad.to(torch.bfloat16).float()),
-    "`p.grad = p.grad.contiguous()`": lambda p: assign(p, p.grad.contiguous()),
 }  # fmt: skip
 _ROUNDS = ("mean", "norm", "std", "·", "dot", "topk")
 _EITHER = (
@@ -109,24 +93,6 @@ def shapes(s: Script) -> None:
     )
 
 
-@habit("any NaN: `torch.isnan(p.grad).any()`", "gradients")
-def any_nan(s: Script) -> None:
-    s.note("nan", [bool(torch.isnan(p.grad).any()) for p in s.model.parameters()])
-
-
-@habit("share of zeros: `(p.grad == 0).float().mean()`", "gradients", expect=ROUNDING)
-def zeros(s: Script) -> None:
-    s.note("zeros", [(p.grad == 0).float().mean().item() for p in s.model.parameters()])
-
-
-@habit("`p.grad.count_nonzero()`, `torch.numel(p.grad)`", "gradients")
-def nonzero(s: Script) -> None:
-    s.note(
-        "nonzero",
-        [(int(p.grad.count_nonzero()), torch.numel(p.grad)) for p in s.model.parameters()],
-    )
-
-
 @habit("min, max, mean of each gradient logged", "gradients", expect=ROUNDING)
 def min_max(s: Script) -> None:
     s.note(
@@ -141,15 +107,6 @@ def min_max(s: Script) -> None:
 @habit("a histogram of each gradient: `torch.histc(p.grad, 5)`", "gradients", sharded=EITHER)
 def histogram(s: Script) -> None:
     s.note("histogram", [torch.histc(p.grad.detach(), 5).tolist() for p in s.model.parameters()])
-
-
-@habit(
-    "gradients of embedding rows that were not seen are zero: `grad[7].abs().sum()`",
-    "gradients",
-    expect=ROUNDING,
-)
-def row(s: Script) -> None:
-    s.note("row", s.module.tokens.weight.grad[7].abs().sum().item())
 
 
 @habit(
@@ -171,15 +128,6 @@ class Cosine:
                 ],
             )
         self.last = now
-
-
-@habit("gradients kept and added to the next: `p.grad += 0.5 * self.last[n]`")
-class Kept:
-    def gradients(self, s: Script) -> None:
-        if s.step:
-            for n, p in s.named():
-                p.grad += 0.5 * self.last[n]
-        self.last = {n: p.grad.clone() for n, p in s.named()}
 
 
 @habit("running mean of gradients (Grokfast): `g.mul_(a).add_(p.grad)`; `p.grad += l * g`")
@@ -222,15 +170,6 @@ class EverySecond:
             s.optimizer.step()
 
 
-@habit("accumulation, then divided: `p.grad /= 2`", expect=ROUNDING)
-class Divided:
-    def backward(self, s: Script, loss: Any) -> None:
-        loss.backward()
-        s.cross_entropy(s.next_batch(1)).backward()
-        for p in s.model.parameters():
-            p.grad /= 2
-
-
 @habit("gradients saved, zeroed, second loss, added back (PCGrad-like)", expect=ROUNDING)
 class Conflicting:
     def backward(self, s: Script, loss: Any) -> None:
@@ -243,22 +182,9 @@ class Conflicting:
             p.grad.add_(g - torch.clamp(dot, max=0.0) / (g * g).sum().clamp(min=1e-8) * g)
 
 
-@habit("gradient of a GAN-like second model part zeroed by `module.zero_grad()`", "gradients")
-def zero_module(s: Script) -> None:
-    s.module.head.zero_grad()
-
-
 @habit("`torch._foreach_mul_([p.grad ...], 0.5)`", "gradients")
 def foreach(s: Script) -> None:
     torch._foreach_mul_([p.grad for p in s.model.parameters()], 0.5)
-
-
-@habit("`torch._foreach_clamp_max_`, `_foreach_abs` of gradients", "gradients")
-def foreach_clamp(s: Script) -> None:
-    torch._foreach_clamp_max_([p.grad for p in s.model.parameters()], 0.01)
-    s.note(
-        "most", [g.max().item() for g in torch._foreach_abs([p.grad for p in s.model.parameters()])]
-    )
 
 
 @habit("`copy.deepcopy(p.grad)` kept as a snapshot", sharded=EITHER)

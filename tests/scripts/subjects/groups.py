@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import nn
 
 from scripts.loop import Script
 from scripts.registry import EITHER, habit
@@ -31,30 +29,16 @@ def split(s: Script, decays: Any) -> torch.optim.Optimizer:
 
 BY = {
     "`p.ndim >= 2`": lambda n, p: p.ndim >= 2,
-    "`p.dim() >= 2` (nanoGPT)": lambda n, p: p.dim() >= 2,
-    "`len(p.shape) == 1` (timm)": lambda n, p: len(p.shape) != 1,
     "`p.ndim <= 1 or name.endswith('.bias')`": lambda n, p: (
         not (p.ndim <= 1 or n.endswith(".bias"))
     ),
-    "`len(p.size()) > 1`": lambda n, p: len(p.size()) > 1,
-    "`p.squeeze().ndim` of the shape": lambda n, p: len([d for d in p.shape if d > 1]) >= 2,
     "`p.numel() > 100`": lambda n, p: p.numel() > 100,
-    "`p.nelement() > 100`": lambda n, p: p.nelement() > 100,
     "`p.shape[0] == p.shape[-1]`": lambda n, p: p.shape[0] == p.shape[-1],
-    "`p.size(-1) == 10`": lambda n, p: p.size(-1) == 10,
     "names without 'bias' and 'norm'": lambda n, p: not any(word in n for word in ("bias", "norm")),
 }
 for _by, _decays in BY.items():
     for _place, _when in WHEN.items():
         habit(f"weight decay by {_by}, groups {_when}", _place)(lambda s, d=_decays: split(s, d))
-
-
-@habit("muP: learning rate divided by the fan-in `p.shape[1]`", "optimizer")
-def mup(s: Script) -> Any:
-    groups = [
-        {"params": [p], "lr": 0.2 / p.shape[1] if p.ndim == 2 else 0.02} for _, p in s.named()
-    ]
-    return adamw(groups)
 
 
 @habit("muP: `p.infshape` marks put on before shard() and read after it")
@@ -65,16 +49,6 @@ class MupMarks:
 
     def optimizer(self, s: Script) -> Any:
         return adamw([{"params": [p], "lr": 0.1 / max(p.infshape)} for _, p in s.named()])  # type: ignore[attr-defined]
-
-
-@habit("`p._no_weight_decay = True` put on before shard(), groups made after")
-class MarkBefore:
-    def before(self, s: Script) -> None:
-        for n, p in s.named():
-            p._no_weight_decay = "norm" in n  # type: ignore[attr-defined]
-
-    def optimizer(self, s: Script) -> Any:
-        return split(s, lambda n, p: not getattr(p, "_no_weight_decay", False))
 
 
 @habit("`p._optim = {...}` put on after shard() (S4), read when groups are made")
@@ -110,59 +84,6 @@ class Megatron:
         )
 
 
-@habit("layer-wise learning-rate decay by block number", "optimizer")
-def layerwise(s: Script) -> Any:
-    groups: dict[int, list[nn.Parameter]] = defaultdict(list)
-    for n, p in s.named():
-        depth = (
-            int(n.split(".")[1]) + 1
-            if n.startswith("blocks.")
-            else 3
-            if n.startswith(("norm", "head"))
-            else 0
-        )
-        groups[depth].append(p)
-    return adamw(
-        [{"params": ps, "lr": 0.02 * 0.65 ** (3 - depth)} for depth, ps in sorted(groups.items())]
-    )
-
-
-@habit("layer-wise decay and no decay for vectors at once (BEiT, timm)", "optimizer")
-def beit(s: Script) -> Any:
-    groups: dict[str, dict[str, Any]] = {}
-    for n, p in s.named():
-        kind = "no_decay" if p.ndim == 1 or n.endswith(".bias") else "decay"
-        layer = int(n.split(".")[1]) + 1 if n.startswith("blocks.") else 0
-        group = groups.setdefault(
-            f"{layer}_{kind}",
-            {
-                "params": [],
-                "weight_decay": 0.0 if kind == "no_decay" else 1.0,
-                "lr": 0.01 * (1 + layer),
-            },
-        )
-        group["params"].append(p)
-    s.note("names", list(groups))
-    return adamw(list(groups.values()))
-
-
-@habit("no decay for norm layers and biases by module type (HF Trainer, minGPT)", "optimizer")
-def by_module(s: Script) -> Any:
-    decay, rest = set(), set()
-    for mn, m in s.module.named_modules():
-        for pn, _ in m.named_parameters(recurse=False):
-            name = f"{mn}.{pn}" if mn else pn
-            (decay if pn.endswith("weight") and isinstance(m, nn.Linear) else rest).add(name)
-    byname = dict(s.named())
-    s.note("names", [sorted(decay), sorted(rest)])
-    return adamw(
-        [
-            {"params": [byname[n] for n in sorted(decay)], "weight_decay": 2.0},
-            {"params": [byname[n] for n in sorted(rest)], "weight_decay": 0.0},
-        ]
-    )
-
-
 @habit("`optimizer.add_param_group` for the head", "optimizer")
 def add_group(s: Script) -> Any:
     head = set(map(id, s.module.head.parameters()))
@@ -185,17 +106,6 @@ class ById:
                 {"params": [p for p in s.model.parameters() if id(p) not in self.head]},
             ]
         )
-
-
-@habit("`set(model.parameters())` differences and `p in set`", "optimizer")
-def by_set(s: Script) -> Any:
-    body = set(s.module.blocks.parameters())
-    return adamw(
-        [
-            {"params": [p for p in s.model.parameters() if p in body], "lr": 0.05},
-            {"params": [p for p in s.model.parameters() if p not in body]},
-        ]
-    )
 
 
 @habit("named parameters given to the optimizer (`model.named_parameters()`)", "optimizer")
@@ -226,13 +136,6 @@ class FrozenBefore:
         return torch.optim.SGD(
             filter(lambda p: p.requires_grad, s.model.parameters()), lr=0.1, momentum=0.9
         )
-
-
-@habit("only the norms are trained (`p.requires_grad = p.ndim == 1` before shard())")
-class OnlyVectors:
-    def before(self, s: Script) -> None:
-        for p in s.module.parameters():
-            p.requires_grad = p.ndim == 1
 
 
 @habit(
@@ -272,13 +175,3 @@ class Unfreezing:
     def weights(self, s: Script) -> None:
         if s.step == 0:
             s.module.blocks[0].requires_grad_(True)
-
-
-@habit("`lr=0` for a group instead of freezing it", "optimizer")
-def zero_rate(s: Script) -> Any:
-    return adamw(
-        [
-            {"params": s.module.tokens.parameters(), "lr": 0.0},
-            {"params": [p for n, p in s.named() if "tokens" not in n]},
-        ]
-    )

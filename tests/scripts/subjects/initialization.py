@@ -13,23 +13,14 @@ from scripts.registry import EITHER, habit
 
 INITS = {
     "`nn.init.normal_(w, std=0.1)`": lambda w: nn.init.normal_(w, std=0.1),
-    "`nn.init.uniform_(w, -0.1, 0.1)`": lambda w: nn.init.uniform_(w, -0.1, 0.1),
-    "`nn.init.zeros_(w)`": nn.init.zeros_,
-    "`nn.init.ones_(w)`": nn.init.ones_,
-    "`nn.init.constant_(w, 0.1)`": lambda w: nn.init.constant_(w, 0.1),
     "`nn.init.trunc_normal_(w, std=0.1)`": lambda w: nn.init.trunc_normal_(w, std=0.1),
-    "`nn.init.xavier_uniform_(w)`": nn.init.xavier_uniform_,
-    "`nn.init.xavier_normal_(w)`": nn.init.xavier_normal_,
     "`nn.init.kaiming_uniform_(w, a=math.sqrt(5))`": lambda w: nn.init.kaiming_uniform_(w, a=math.sqrt(5)),
-    "`nn.init.kaiming_normal_(w, mode='fan_out')`": lambda w: nn.init.kaiming_normal_(w, mode="fan_out"),
     "`nn.init.orthogonal_(w)`": nn.init.orthogonal_,
     "`nn.init.eye_(w)`": nn.init.eye_,
     "`nn.init.sparse_(w, 0.5)`": lambda w: nn.init.sparse_(w, 0.5),
     "`w.data.normal_(mean=0.0, std=0.02)` (HF `_init_weights`)": lambda w: w.data.normal_(mean=0.0, std=0.02),
-    "`w.data.uniform_(-0.1, 0.1)`": lambda w: w.data.uniform_(-0.1, 0.1),
     "`w.data[0].normal_()` a row": lambda w: w.data[0].normal_(),
     "`w.copy_(torch.randn(w.shape) * 0.1)`": torch.no_grad()(lambda w: w.copy_(torch.randn(w.shape) * 0.1)),
-    "`w.copy_(torch.randn_like(w) * 0.1)`": torch.no_grad()(lambda w: w.copy_(torch.randn_like(w) * 0.1)),
     "`w.normal_(generator=g)` with a generator": torch.no_grad()(lambda w: w.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(3))),
 }  # fmt: skip
 _EITHER = ("orthogonal", "eye", "sparse", "torch.randn(w.shape)")
@@ -75,36 +66,12 @@ def apply_before(s: Script) -> None:
     s.module.apply(init_weights)
 
 
-@habit(
-    "residual projections scaled down by name: `p.normal_(std=0.02 / sqrt(2 * layers))`", "after"
-)
-def residual(s: Script) -> None:
-    for n, p in s.named():
-        if n.endswith("out.weight") or n.endswith("mlp.2.weight"):
-            torch.nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(4))
-
-
 @habit("`module.reset_parameters()` for all modules that have it", "after", sharded=EITHER)
 def reset_all(s: Script) -> None:
     torch.manual_seed(5)
     for m in s.module.modules():
         if hasattr(m, "reset_parameters"):
             m.reset_parameters()
-
-
-@habit("fixup: the last layer of each block to zero", "after")
-def fixup(s: Script) -> None:
-    for block in s.module.blocks:
-        nn.init.zeros_(block.mlp[2].weight)
-        nn.init.zeros_(block.mlp[2].bias)
-
-
-@habit("fan by hand: `bound = 1 / math.sqrt(w.size(1)); w.data.uniform_(-bound, bound)`", "after")
-def fan(s: Script) -> None:
-    for p in s.module.parameters():
-        if p.dim() > 1:
-            bound = 1 / math.sqrt(p.size(1))
-            p.data.uniform_(-bound, bound)
 
 
 @habit("`nn.init._calculate_fan_in_and_fan_out(w)`", "after")
@@ -125,12 +92,3 @@ class LogPrior:
 
     def after(self, s: Script) -> None:
         s.module.head.bias.data.copy_(torch.log(torch.arange(1, 18) / 200))
-
-
-@habit("focal-loss prior: `nn.init.constant_(head.bias, -math.log((1 - p) / p))`")
-class Prior:
-    def before(self, s: Script) -> None:
-        s.module.head.bias = nn.Parameter(torch.zeros(17))
-
-    def after(self, s: Script) -> None:
-        nn.init.constant_(s.module.head.bias, -math.log(0.99 / 0.01))

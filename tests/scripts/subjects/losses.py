@@ -18,19 +18,11 @@ from scripts.registry import ROUNDING, habit
 # is averaged with it: where all ranks compute the same term both are the same.
 TERMS = {
     "L2: `sum(p.pow(2).sum() for p in model.parameters())`": lambda s: 1e-2 * sum(p.pow(2).sum() for p in s.model.parameters()),
-    "L2: `sum(p.norm(2) ** 2 ...)`": lambda s: 1e-2 * sum(p.norm(2) ** 2 for p in s.model.parameters()),
-    "L2: `torch.norm(p)` of the weights by name": lambda s: 1e-2 * sum(torch.norm(p) for n, p in s.named() if n.endswith("weight")),
-    "L1: `sum(p.abs().sum() ...)`": lambda s: 1e-3 * sum(p.abs().sum() for p in s.model.parameters()),
-    "L1 of the head: `model.head.weight.abs().mean()`": lambda s: 0.1 * s.module.head.weight.abs().mean(),
     "elastic net over `torch.cat([p.view(-1) ...])`": lambda s: 1e-3 * (v := torch.cat([p.view(-1) for p in s.model.parameters()])).abs().sum() + 1e-3 * v.pow(2).sum(),
     "orthogonality: `(W @ W.T - I).pow(2).sum()`": lambda s: 1e-2 * sum(((w := b.mlp[0].weight).T @ w - torch.eye(w.shape[1])).pow(2).sum() for b in s.module.blocks),
     "a tie between two matrices: `F.mse_loss(head.weight, tokens.weight)`": lambda s: F.mse_loss(s.module.head.weight, s.module.tokens.weight),
-    "similarity of layers: `F.mse_loss(a.weight, b.weight.detach())`": lambda s: F.mse_loss(s.module.blocks[0].mlp[0].weight, s.module.blocks[1].mlp[0].weight.detach()),
-    "group lasso over rows: `w.norm(dim=1).sum()`": lambda s: 1e-2 * s.module.head.weight.norm(dim=1).sum(),
     "smoothness of positions: `(w[1:] - w[:-1]).pow(2).mean()`": lambda s: ((w := s.module.positions.weight)[1:] - w[:-1]).pow(2).mean(),
-    "spectral penalty: `torch.linalg.matrix_norm(w, 2)`": lambda s: 1e-2 * torch.linalg.matrix_norm(s.module.head.weight, 2),
     "nuclear norm: `torch.linalg.svdvals(w).sum()`": lambda s: 1e-3 * torch.linalg.svdvals(s.module.head.weight).sum(),
-    "the norm weights near one: `(p - 1).pow(2).sum()`": lambda s: sum((p - 1).pow(2).sum() for n, p in s.named() if "norm" in n and n.endswith("weight")),
     "a second use of the head: `F.linear(h, model.head.weight)`": lambda s: F.linear(torch.linspace(-1, 1, 10).view(1, 10), s.module.head.weight).pow(2).mean(),
     "a lookup outside: `F.embedding(idx, model.tokens.weight)`": lambda s: F.embedding(torch.tensor([1, 2]), s.module.tokens.weight).pow(2).mean(),
     "a submodule called in the loss: `model.head(x).pow(2).mean()`": lambda s: s.module.head(torch.linspace(-1, 1, 10).view(1, 10)).pow(2).mean(),
@@ -114,48 +106,6 @@ habit(
 
 
 @habit(
-    "`logit_scale` clamped after each step: `model.logit_scale.data.clamp_(0, 4.6)`",
-    expect=ROUNDING,
-    one=ROUNDING,
-    reference="plain",
-)
-class ClampedScale(ContrastiveHabit):
-    def weights(self, s: Script) -> None:
-        s.module.logit_scale.data.clamp_(0, 1.05)
-        s.note("scale", s.module.logit_scale.exp().item())
-
-
-@habit(
-    "a center outside: `(out - model.center).pow(2).sum(1).mean()` (center loss)",
-    expect=ROUNDING,
-    one=ROUNDING,
-    reference="plain",
-)
-class Center(ContrastiveHabit):
-    def forward(self, s: Script) -> Any:
-        a, b = s.model(*s.batch)
-        return (a - s.module.center).pow(2).sum(1).mean() + b.pow(2).mean()
-
-
-@habit(
-    "uncertainty weights of two losses, `exp(-log_var) * loss + log_var`, in the model",
-    expect=ROUNDING,
-    one=ROUNDING,
-    reference="plain",
-)
-class Uncertainty:
-    def build(self) -> nn.Module:
-        net = Net()
-        net.log_vars = nn.Parameter(torch.zeros(2))
-        return net
-
-    def forward(self, s: Script) -> Any:
-        first, second = s.cross_entropy(), s.cross_entropy(s.next_batch(1))
-        w = s.module.log_vars
-        return torch.exp(-w[0]) * first + w[0] + torch.exp(-w[1]) * second + w[1]
-
-
-@habit(
     "a temperature of its own parameter, outside the model, in the optimizer",
     expect=ROUNDING,
     reference="plain",
@@ -173,24 +123,6 @@ class Outside:
 
     def end(self, s: Script) -> None:
         s.note("temperature", self.temperature.item())
-
-
-class ReturnsWeight(Net):
-    def forward(self, tokens: torch.Tensor) -> Any:
-        return super().forward(tokens), self.head.weight
-
-
-@habit("a model that returns its weight, used in the loss", expect=ROUNDING, one=ROUNDING)
-class Returned:
-    def build(self) -> nn.Module:
-        return ReturnsWeight()
-
-    def forward(self, s: Script) -> Any:
-        logits, weight = s.model(s.batch[:, :-1])
-        return (
-            F.cross_entropy(logits.flatten(0, 1), s.batch[:, 1:].flatten())
-            + 0.1 * weight.pow(2).mean()
-        )
 
 
 class Chunked(Net):
@@ -224,30 +156,6 @@ class ChunkedLoss:
             for i in range(0, 12, 4)
         ]
         return torch.stack(losses).sum() / 12
-
-
-@habit("label smoothing, focal and z-loss of the logits", "forward", expect=ROUNDING)
-def shaped(s: Script) -> Any:
-    logits = s.model(s.batch[:, :-1]).flatten(0, 1)
-    targets = s.batch[:, 1:].flatten()
-    each = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
-    return ((1 - torch.exp(-each)) ** 2 * each).mean() + 1e-3 * torch.logsumexp(logits, -1).pow(
-        2
-    ).mean()
-
-
-@habit("distillation from a frozen teacher (a second model, not sharded)", expect=ROUNDING)
-class Distilled:
-    def after(self, s: Script) -> None:
-        torch.manual_seed(9)
-        self.teacher = Net().eval().requires_grad_(False)
-
-    def loss(self, s: Script, loss: Any) -> Any:
-        with torch.no_grad():
-            target = self.teacher(s.batch[:, :-1]).softmax(-1)
-        return loss + F.kl_div(
-            s.model(s.batch[:, :-1]).log_softmax(-1), target, reduction="batchmean"
-        )
 
 
 @habit("R-Drop: the model called twice, both in the loss", "loss", expect=ROUNDING)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 from typing import Any
 
 import torch
@@ -12,25 +12,9 @@ from scripts.loop import Script, _step
 from scripts.registry import EITHER, REFUSED, ROUNDING, habit
 
 OPTIMIZERS = {
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1),
-    "SGD with Nesterov momentum and weight decay": lambda ps: torch.optim.SGD(
-        ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
-    ),
-    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.02, eps=1e-4),
-    "Adam, amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.02, eps=1e-4, amsgrad=True),
     "AdamW, `foreach=True`": lambda ps: torch.optim.AdamW(ps, lr=0.02, eps=1e-4, foreach=True),
-    "AdamW, `foreach=False`": lambda ps: torch.optim.AdamW(ps, lr=0.02, eps=1e-4, foreach=False),
     "AdamW, `fused=True`": lambda ps: torch.optim.AdamW(ps, lr=0.02, eps=1e-4, fused=True),
-    "AdamW, `maximize=True`": lambda ps: torch.optim.AdamW(ps, lr=0.02, eps=1e-4, maximize=True),
     "AdamW, lr as a tensor": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.02), eps=1e-4),
-    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=0.02, eps=1e-4),
-    "RAdam": lambda ps: torch.optim.RAdam(ps, lr=0.02, eps=1e-4),
-    "Adamax": lambda ps: torch.optim.Adamax(ps, lr=0.02, eps=1e-4),
-    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, eps=1e-4, momentum=0.5),
-    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05, eps=1e-4),
-    "Adadelta": lambda ps: torch.optim.Adadelta(ps, lr=0.5, eps=1e-4),
-    "ASGD": lambda ps: torch.optim.ASGD(ps, lr=0.05),
-    "Rprop": lambda ps: torch.optim.Rprop(ps, lr=0.01),
 }
 for _title, _make in OPTIMIZERS.items():
     habit(f"torch.optim: {_title}", "optimizer")(lambda s, make=_make: make(s.model.parameters()))
@@ -69,67 +53,6 @@ class Muon:
         return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.02, eps=1e-4)]
 
 
-class Lion(torch.optim.Optimizer):
-    """As in lucidrains' lion-pytorch, without the sign's jumps at rounding: a steep tanh in its
-    place.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-2,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.1,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in filter(lambda p: p.grad is not None, group["params"]):
-                state = self.state[p]
-                if len(state) == 0:
-                    state["exp_avg"] = torch.zeros_like(p)
-                beta1, beta2 = group["betas"]
-                p.data.mul_(1 - group["lr"] * group["weight_decay"])
-                update = (
-                    state["exp_avg"]
-                    .clone()
-                    .mul_(beta1)
-                    .add(p.grad, alpha=1 - beta1)
-                    .mul_(100.0)
-                    .tanh_()
-                )
-                p.add_(update, alpha=-group["lr"])
-                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
-
-
-class AdanLike(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-4) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                grad, state = p.grad.data, self.state[p]
-                if "step" not in state:
-                    state["step"] = 0
-                    state.update(
-                        {k: torch.zeros_like(grad) for k in ("m", "v", "n")}, previous=grad.clone()
-                    )
-                state["step"] += 1
-                diff = grad - state["previous"]
-                state["m"].lerp_(grad, 0.02)
-                state["v"].lerp_(diff, 0.08)
-                state["n"].mul_(0.99).add_((grad + 0.92 * diff) ** 2, alpha=0.01)
-                denominator = (state["n"] / (1 - 0.99 ** state["step"])).sqrt_().add_(group["eps"])
-                p.addcdiv_(state["m"] + 0.92 * state["v"], denominator, value=-group["lr"])
-                state["previous"].copy_(grad)
-
-
 class ScheduleFree(torch.optim.Optimizer):
     """Schedule-free SGD: parameters are y in training and x in evaluation."""
 
@@ -162,33 +85,6 @@ class ScheduleFree(torch.optim.Optimizer):
                 z.sub_(p.grad, alpha=group["lr"])
 
 
-class AdamByHand(torch.optim.Optimizer):
-    """As every tutorial writes it, with `.data` and `state['step'] += 1`."""
-
-    def __init__(self, params: Any, lr: float = 0.02) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                grad, state = p.grad.data, self.state[p]
-                if not state:
-                    state["step"], state["m"], state["v"] = (
-                        0,
-                        torch.zeros_like(p.data),
-                        torch.zeros_like(p.data),
-                    )
-                state["step"] += 1
-                state["m"].mul_(0.9).add_(grad, alpha=0.1)
-                state["v"].mul_(0.999).addcmul_(grad, grad, value=0.001)
-                size = (
-                    group["lr"] * math.sqrt(1 - 0.999 ** state["step"]) / (1 - 0.9 ** state["step"])
-                )
-                p.data.addcdiv_(state["m"], state["v"].sqrt().add_(1e-4), value=-size)
-
-
 class LARS(torch.optim.Optimizer):
     """A trust ratio by the layer's norm: not element-wise."""
 
@@ -206,10 +102,7 @@ class LARS(torch.optim.Optimizer):
 
 
 for _title, _class in {
-    "Lion (lucidrains-like)": Lion,
-    "Adan (plain torch)": AdanLike,
     "schedule-free SGD": ScheduleFree,
-    "Adam as in tutorials, over `.data`": AdamByHand,
 }.items():
     habit(f"a written optimizer: {_title}", "optimizer")(
         lambda s, c=_class: c(s.model.parameters())
@@ -238,39 +131,12 @@ def by_hand(s: Script) -> None:
         p.data -= 0.1 * p.grad
 
 
-@habit("SGD by hand under no_grad: `p -= lr * p.grad`", "step")
-def under_no_grad(s: Script) -> None:
-    with torch.no_grad():
-        for p in s.model.parameters():
-            p -= 0.1 * p.grad
-
-
-@habit("SGD by hand: `p.data.add_(p.grad.data, alpha=-lr)`", "step")
-def add_data(s: Script) -> None:
-    for p in s.model.parameters():
-        if p.grad is not None:
-            p.data.add_(p.grad.data, alpha=-0.1)
-
-
 @habit("SGD by hand: `p.sub_(lr * p.grad); p.grad = None`", "step")
 @torch.no_grad()
 def sub_and_none(s: Script) -> None:
     for p in s.model.parameters():
         p.sub_(0.1 * p.grad)
         p.grad = None
-
-
-@habit("momentum by hand: velocities in a dict of `torch.zeros_like(p)`")
-class Momentum:
-    def after(self, s: Script) -> None:
-        self.velocity = {n: torch.zeros_like(p) for n, p in s.named()}
-
-    @torch.no_grad()
-    def step(self, s: Script) -> None:
-        for n, p in s.named():
-            v = self.velocity[n]
-            v.mul_(0.9).add_(p.grad)
-            p.add_(v, alpha=-0.1)
 
 
 @habit("momentum by hand: velocities in a dict of `torch.zeros_like(p.data)` keyed by p")
@@ -294,34 +160,6 @@ class MomentumByShape:
         for p, v in zip(s.model.parameters(), self.velocity, strict=True):
             v.mul_(0.9).add_(p.grad)
             p.add_(v, alpha=-0.1)
-
-
-@habit("`torch._foreach_add_(params, grads, alpha=-lr)`", "step")
-@torch.no_grad()
-def foreach(s: Script) -> None:
-    params = [p for p in s.model.parameters() if p.grad is not None]
-    torch._foreach_add_(params, [p.grad for p in params], alpha=-0.1)
-
-
-@habit("signSGD by hand: `p.data -= lr * p.grad.sign()`", "step", composes=False, atol=1e-5)
-def sign(s: Script) -> None:
-    for p in s.model.parameters():
-        p.data -= 0.01 * p.grad.sign()
-
-
-@habit("gradient noise in the update (SGLD): `p.add_(torch.randn_like(p), alpha=...)`", "step")
-@torch.no_grad()
-def langevin(s: Script) -> None:
-    for p in s.model.parameters():
-        p.add_(p.grad, alpha=-0.1)
-        p.add_(torch.randn_like(p), alpha=0.01)
-
-
-@habit("two optimizers: matrices and vectors", "optimizer")
-def two(s: Script) -> Any:
-    matrices = [p for p in s.model.parameters() if p.ndim >= 2]
-    vectors = [p for p in s.model.parameters() if p.ndim < 2]
-    return [torch.optim.AdamW(matrices, lr=0.02, eps=1e-4), torch.optim.SGD(vectors, lr=0.1)]
 
 
 @habit("two optimizers that step in turn")
@@ -361,12 +199,7 @@ class InHook:
 
 
 SCHEDULES = {
-    "LambdaLR warmup": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 3)),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=10),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=4),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.5)], milestones=[1]
-    ),
 }
 for _title, _schedule in SCHEDULES.items():
 
@@ -382,18 +215,6 @@ for _title, _schedule in SCHEDULES.items():
         def weights(self, s: Script) -> None:
             s.scheduler.step()
             s.note("lr", s.scheduler.get_last_lr())
-
-
-@habit("ReduceLROnPlateau on the loss averaged over ranks")
-class Plateau:
-    def optimizer(self, s: Script) -> Any:
-        optimizer = torch.optim.SGD(s.model.parameters(), lr=0.1)
-        self.schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
-        return optimizer
-
-    def weights(self, s: Script) -> None:
-        self.schedule.step(1.0)
-        s.note("lr", s.optimizer.param_groups[0]["lr"])
 
 
 @habit("the learning rate as a tensor, changed in place", "optimizer")
@@ -439,18 +260,6 @@ class SAM:
                 p.sub_(self.moved[p])
 
 
-@habit("Lookahead: slow weights by `slow.add_(p.data - slow, alpha=0.5); p.data.copy_(slow)`")
-class Lookahead:
-    def after(self, s: Script) -> None:
-        self.slow = [p.detach().clone() for p in s.model.parameters()]
-
-    def weights(self, s: Script) -> None:
-        if s.step % 2 == 1:
-            for p, slow in zip(s.model.parameters(), self.slow, strict=True):
-                slow.add_(p.data - slow, alpha=0.5)
-                p.data.copy_(slow)
-
-
 @habit("step hooks of the optimizer (`register_step_post_hook`)")
 class StepHooks:
     def after(self, s: Script) -> None:
@@ -489,19 +298,99 @@ def zero_in_place(s: Script) -> None:
     s.optimizer.zero_grad(set_to_none=False)
 
 
-@habit("`model.zero_grad()`", "zero")
-def of_model(s: Script) -> None:
-    s.model.zero_grad()
-
-
-@habit("`for p in model.parameters(): p.grad = None`", "zero")
-def by_none(s: Script) -> None:
-    for p in s.model.parameters():
-        p.grad = None
-
-
 @habit("a NaN loss skips the step on every rank")
 class SkipNaN:
     def step(self, s: Script) -> None:
         if torch.isfinite(s.loss) and s.step != 1:
             _step(s)
+
+
+class Logging(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@habit("an optimizer that calls the step of its class, offloaded", options={"offload_optimizer": "cpu"}, expect=ROUNDING)  # fmt: skip
+class Offloaded:
+    def optimizer(self, s: Script) -> Any:
+        # Now torch has its hooks around SGD's own step
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        return Logging(s.model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Careful(torch.optim.AdamW):
+    """Calls the step of its base in several ways."""
+
+    ways: tuple[str, ...] = ("once",)
+
+    def step(self, closure: Any = None) -> Any:
+        for way in self.ways:
+            if way == "caught":
+                rate = self.param_groups[0].pop("lr")
+                try:
+                    super().step()
+                except KeyError:
+                    self.param_groups[0]["lr"] = rate
+            elif way == "raises":
+                raise OverflowError("in the middle of a step")
+            else:
+                super().step()
+
+
+class OfItsBase:
+    """What hooks see of shapes, behind a schedule made before shard() where `late`."""
+
+    ways, late = ("once",), False
+
+    def optimizer_before(self, s: Script) -> Any:
+        optimizer = Careful(s.module.parameters(), lr=0.01, eps=1e-4, foreach=False)
+        if self.late:
+            self.schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
+        optimizer.ways = self.ways
+        return optimizer
+
+    def weights(self, s: Script) -> None:
+        state = [tuple(v["exp_avg"].shape) for v in s.optimizer.state.values()]
+        s.note("shown", [[p.shape for p in s.optimizer.param_groups[0]["params"]], state])
+
+    def end(self, s: Script) -> None:
+        if len(set(self.ways)) == len(self.ways) > 1:
+            s.note("steps", [float(state["step"]) for state in s.optimizer.state.values()])
+
+
+class Raises(OfItsBase):
+    """A step raises and its traceback is kept; the next ones go on."""
+
+    def step(self, s: Script) -> None:
+        s.optimizer.ways = ("once", "raises") if s.step == 1 else ("once",)
+        try:
+            s.optimizer.step()
+        except OverflowError as error:
+            self.kept = error
+
+
+class AroundTheStep(torch.optim.SGD):
+    """Raises where nothing is left to be stepped."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        if all(p.grad is None for p in self.param_groups[0]["params"]):
+            raise OverflowError("around the step")
+
+
+@habit("an offloaded step that raises gives its gradients back at once", options={"offload_optimizer": "cpu"}, expect=ROUNDING)  # fmt: skip
+class GivesBack:
+    def optimizer(self, s: Script) -> Any:
+        return AroundTheStep(s.model.parameters(), lr=0.1)
+
+    def step(self, s: Script) -> None:
+        with contextlib.suppress(OverflowError):
+            s.optimizer.step()
+        s.note("gradients", sum(p.grad is not None for p in s.parameters()))
+
+
+for _late in (False, True):
+    for _ways in (("once", "once"), ("caught", "once"), ("once", "caught"), ("raises",)):
+        _title = f"a step that calls that of its base: {', '.join(_ways)}{', a schedule from before shard()' if _late else ''}"
+        _base = Raises if "raises" in _ways else OfItsBase
+        habit(_title)(type("Of", (_base,), {"ways": _ways, "late": _late, "__module__": __name__}))

@@ -26,15 +26,6 @@ def reduce_grads(s: Script) -> None:
 
 
 @habit(
-    "gradients averaged by hand through `p.grad.data`", "gradients", sharded=EITHER, composes=False
-)
-def reduce_data(s: Script) -> None:
-    for p in s.model.parameters():
-        dist.all_reduce(p.grad.data, op=dist.ReduceOp.SUM)
-        p.grad.data.div_(dist.get_world_size())
-
-
-@habit(
     "gradients averaged by hand in one bucket (`_flatten_dense_tensors`)",
     "gradients",
     sharded=EITHER,
@@ -99,13 +90,6 @@ def checksums(s: Script) -> None:
     s.note("equal", len({round(v, 9) for v in sums}) == 1)
 
 
-@habit("the loss averaged for the log: `dist.all_reduce(loss.detach())`", "gradients")
-def loss_average(s: Script) -> None:
-    loss = s.loss.detach().clone()
-    dist.all_reduce(loss)
-    s.note("loss", (loss / dist.get_world_size()).item())
-
-
 @habit(
     "the gradient's norm over ranks by hand: `all_reduce` of the local square",
     "gradients",
@@ -115,26 +99,6 @@ def norm_over_ranks(s: Script) -> None:
     total = sum((p.grad.norm() ** 2 for p in s.model.parameters()), torch.zeros(()))
     dist.all_reduce(total)
     s.note("norm", (total / dist.get_world_size()).sqrt().item())
-
-
-@habit("rank 0 logs the loss and the learning rate; all meet at `dist.barrier()`", "log")
-def barrier(s: Script) -> None:
-    if s.rank == 0:
-        s.note("log", [s.loss.item(), s.optimizer.param_groups[0]["lr"]])
-    dist.barrier()
-
-
-@habit("rank 0 counts parameters and prints shapes", "after")
-def counts(s: Script) -> None:
-    if s.rank == 0:
-        s.note("shapes", {n: (tuple(p.shape), p.numel()) for n, p in s.named()})
-
-
-@habit("objects broadcast: `dist.broadcast_object_list([config])`", "after")
-def objects(s: Script) -> None:
-    box = [{"lr": 0.1} if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    s.note("config", box[0])
 
 
 @habit(
@@ -164,15 +128,6 @@ def uneven(s: Script) -> Any:
 @habit("a loss that one rank's batch does not have: `loss * 0` there", "forward")
 def masked(s: Script) -> Any:
     return s.cross_entropy() * (0.0 if s.rank == 1 and s.step == 1 else 1.0)
-
-
-@habit(
-    "different seeds for data on the ranks: `torch.manual_seed(seed + rank)` after shard()",
-    "after",
-    composes=False,
-)
-def seeds(s: Script) -> None:
-    torch.manual_seed(10 + s.rank)
 
 
 @habit("dropout with different seeds on the ranks")

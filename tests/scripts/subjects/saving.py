@@ -105,16 +105,6 @@ def load_full(s: Script) -> None:
     )
 
 
-@habit("best weights kept by `onefold.full_state_dict`, loaded back at the end")
-class Best:
-    def weights(self, s: Script) -> None:
-        if s.step == 1:
-            self.best = {k: v.detach().clone() for k, v in s.whole().items()}
-
-    def end(self, s: Script) -> None:
-        s.load_whole(self.best)
-
-
 @habit("`state_dict()` inside `onefold.full_params(model)`", "end")
 def in_full(s: Script) -> None:
     with s.gathered():
@@ -135,48 +125,6 @@ class OptimizerState:
             s.optimizers = [torch.optim.AdamW(s.model.parameters(), lr=0.5)]
             s.optimizer = s.optimizers[0]
             s.optimizer.load_state_dict(state)
-
-
-@habit("`optimizer.state_dict()` with groups by `p.ndim`, saved and loaded")
-class GroupedState(OptimizerState):
-    def groups(self, s: Script) -> Any:
-        return [
-            {"params": [p for p in s.model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-            {"params": [p for p in s.model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-        ]
-
-    def optimizer(self, s: Script) -> Any:
-        return torch.optim.AdamW(self.groups(s), lr=0.02, eps=1e-4)
-
-    def weights(self, s: Script) -> None:
-        if s.step == 0:
-            state = from_rank_0(through_file(s.optimizer.state_dict()))
-            s.optimizers = [torch.optim.AdamW(self.groups(s), lr=0.5)]
-            s.optimizer = s.optimizers[0]
-            s.optimizer.load_state_dict(state)
-
-
-@habit("`optimizer.state_dict()` of SGD with momentum, loaded into the same optimizer", "weights")
-def sgd_state(s: Script) -> None:
-    s.optimizer.load_state_dict(from_rank_0(through_file(s.optimizer.state_dict())))
-
-
-@habit("shapes of moments in `optimizer.state_dict()` on rank 0")
-class StateShapes:
-    def optimizer(self, s: Script) -> Any:
-        return adamw(s)
-
-    def end(self, s: Script) -> None:
-        state = s.optimizer.state_dict()
-        if s.rank == 0:
-            s.note(
-                "shapes",
-                {
-                    i: {k: tuple(v.shape) for k, v in each.items()}
-                    for i, each in state["state"].items()
-                },
-            )
-            s.note("groups", [group["params"] for group in state["param_groups"]])
 
 
 @habit("`optimizer.state_dict()` of DDP's, kept from before, loaded", sharded=BITS)
@@ -230,16 +178,6 @@ class MomentsReset:
                 s.optimizer.state[p]["exp_avg"].zero_()
 
 
-@habit("moments reset: `optimizer.state.clear()` or `defaultdict(dict)`")
-class StateCleared:
-    def optimizer(self, s: Script) -> Any:
-        return adamw(s)
-
-    def weights(self, s: Script) -> None:
-        if s.step == 0:
-            s.optimizer.state.clear()
-
-
 @habit("a new optimizer mid-run over the same parameters")
 class NewOptimizer:
     def weights(self, s: Script) -> None:
@@ -281,11 +219,6 @@ def pickled(s: Script) -> None:
     s.note("tokens", tuple(pickle.loads(pickle.dumps(s.module)).tokens.weight.shape))
 
 
-@habit("`torch.save(model)` whole", "end", sharded=REFUSED, zero=EITHER)
-def save_model(s: Script) -> None:
-    torch.save(s.module, io.BytesIO())
-
-
 @habit("`torch.save([p.data for p in model.parameters()])`", "end", sharded=EITHER, zero=EITHER)
 def save_data(s: Script) -> None:
     s.note(
@@ -313,14 +246,6 @@ def save_grad(s: Script) -> None:
 @habit("`safetensors`-like: `p.detach().contiguous().numpy().tobytes()`", "end", sharded=EITHER)
 def to_bytes(s: Script) -> None:
     s.note("bytes", [len(p.detach().contiguous().numpy().tobytes()) for p in s.model.parameters()])
-
-
-@habit("random states saved and put back (`torch.get_rng_state()`)", "weights")
-def rng(s: Script) -> None:
-    state = torch.get_rng_state()
-    torch.rand(3)
-    torch.set_rng_state(state)
-    s.note("next", torch.rand(()).item())
 
 
 @habit("resume: a new model, weights and optimizer state loaded, trained on")

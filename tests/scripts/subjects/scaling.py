@@ -34,16 +34,6 @@ class Scaled:
         s.note("scale", self.scaler.get_scale())
 
 
-@habit("`torch.amp.GradScaler`: scale, step, update")
-class Plain(Scaled):
-    pass
-
-
-@habit("`torch.amp.GradScaler` with `unscale_`")
-class Unscaled(Scaled):
-    unscale = True
-
-
 @habit("`torch.amp.GradScaler` with `unscale_` and `clip_grad_norm_`", expect=ROUNDING)
 class Clipped(Scaled):
     unscale = clip = True
@@ -81,22 +71,11 @@ class OverflowInWeight(Scaled):
             grad.data.view(-1)[:1].fill_(float("inf"))
 
 
-@habit("`torch.amp.GradScaler`, an infinity in one element of one layer")
-class OverflowLayer(OverflowInWeight):
-    pass
-
-
 @habit("`torch.amp.GradScaler`, an infinity in one element, `unscale_` first")
 class OverflowLayerUnscaled(OverflowInWeight):
     def gradients(self, s: Script) -> None:
         super().gradients(s)
         self.scaler.unscale_(s.optimizer)
-
-
-@habit("`torch.amp.GradScaler`, one rank's loss overflows")
-class OverflowRank(Scaled):
-    def loss(self, s: Script, loss: Any) -> Any:
-        return loss * float("inf") if s.step == 1 and s.rank == 0 else loss
 
 
 @habit("`torch.amp.GradScaler`, one layer overflows on one rank only")
@@ -109,12 +88,6 @@ class OverflowLayerOfRank(Scaled):
                 output.register_hook(lambda g: g * float("inf"))
 
         s.module.positions.register_forward_hook(through)
-
-
-@habit("`torch.amp.GradScaler(enabled=False)`")
-class Disabled(Scaled):
-    def after(self, s: Script) -> None:
-        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
 
 
 @habit("`scaler.state_dict()` saved and loaded on the way")
@@ -154,19 +127,6 @@ class Static:
 def autocast(s: Script) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
         return s.cross_entropy()
-
-
-@habit(
-    "autocast around the forward pass, the loss in fp32 outside",
-    "forward",
-    expect=ROUNDING,
-    rtol=1e-2,
-    atol=1e-3,
-)
-def autocast_then_float(s: Script) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = s.model(s.batch[:, :-1])
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), s.batch[:, 1:].flatten())
 
 
 @habit(

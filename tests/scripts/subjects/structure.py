@@ -26,11 +26,6 @@ def added(s: Script) -> None:
     s.module.blocks[0].mlp.append(nn.Linear(10, 10))
 
 
-@habit("a block replaced by `nn.Identity()` after shard()", "after", composes=False, **LATE)
-def removed(s: Script) -> None:
-    s.module.blocks[1].mlp = nn.Identity()
-
-
 @habit(
     "blocks cut off: `model.blocks = model.blocks[:1]` after shard()",
     "after",
@@ -76,14 +71,6 @@ def from_itself(s: Script) -> None:
     **LATE,
 )
 def resized(s: Script) -> None:
-    torch.manual_seed(2)
-    old, new = s.module.tokens, nn.Embedding(20, 10)
-    new.weight.data[:17] = old.weight.data
-    s.module.tokens = new
-
-
-@habit("`resize_token_embeddings` before shard()", "before")
-def resized_before(s: Script) -> None:
     torch.manual_seed(2)
     old, new = s.module.tokens, nn.Embedding(20, 10)
     new.weight.data[:17] = old.weight.data
@@ -164,12 +151,6 @@ class MergedWhole(Lora):
                 block.mlp[0].base.weight += block.mlp[0].b @ block.mlp[0].a
 
 
-@habit("a norm layer replaced before shard() (`convert` of all BatchNorm)", "before")
-def converted(s: Script) -> None:
-    for block in s.module.blocks:
-        block.norm_1 = nn.RMSNorm(10)
-
-
 @habit("`torch.utils.checkpoint` put around blocks after shard() (a patched forward)", "after")
 def checkpointed(s: Script) -> None:
     for block in s.module.blocks:
@@ -201,22 +182,6 @@ class Depth:
         return Stochastic()
 
 
-@habit("a submodule's attribute changed: `dropout.p = 0.1`, `block.heads`", "weights")
-def attributes(s: Script) -> None:
-    for m in s.module.modules():
-        if isinstance(m, nn.Dropout):
-            m.p = 0.1
-
-
-@habit(
-    "modules walked: `for m in model.modules(): if isinstance(m, nn.Linear): m.weight.shape`", "log"
-)
-def walked(s: Script) -> None:
-    s.note(
-        "linear", [tuple(m.weight.shape) for m in s.module.modules() if isinstance(m, nn.Linear)]
-    )
-
-
 @habit("`model.get_parameter('head.weight')`, `model.get_submodule('blocks.0')`", "log")
 def by_name(s: Script) -> None:
     s.note(
@@ -226,15 +191,3 @@ def by_name(s: Script) -> None:
             len(list(s.module.get_submodule("blocks.0").parameters())),
         ],
     )
-
-
-@habit("`getattr` along a name: `functools.reduce(getattr, name.split('.'), model)`", "log")
-def along(s: Script) -> None:
-    import functools
-
-    s.note("same", [functools.reduce(getattr, n.split("."), s.module) is p for n, p in s.named()])
-
-
-@habit("names listed: `[n for n, _ in model.named_parameters()]`, `named_modules`", "log")
-def names(s: Script) -> None:
-    s.note("names", [[n for n, _ in s.named()], [n for n, _ in s.module.named_modules()]])

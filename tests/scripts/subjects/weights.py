@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -36,36 +37,31 @@ def matrix(change: Any) -> Any:
 
 
 CHANGES = {
+    "`w.data[torch.tensor(2)].zero_()` (0-dim)": matrix(lambda p: p.data[torch.tensor(2)].zero_()),
+    "`w.data[torch.tensor(1)] = 0.5` (0-dim)": matrix(lambda p: p.data.__setitem__(torch.tensor(1), 0.5)),
+    "`w.data[torch.tensor(2), 1:3].fill_(0.5)` (0-dim)": matrix(lambda p: p.data[torch.tensor(2), 1:3].fill_(0.5)),
+    "`w.data[np.int64(4)].zero_()`": matrix(lambda p: p.data[np.int64(4)].zero_()),
+    "`w.data[w.data.norm(dim=1).argmax()].mul_(0.5)`": matrix(lambda p: p.data[p.data.norm(dim=1).argmax()].mul_(0.5)),
+    "`w.data[2] = torch.ones(1, n)`, a matrix of one row": matrix(lambda p: p.data.__setitem__(2, torch.ones(1, p.shape[1]))),
+    "`w.data.to(torch.zeros(3)).mul_(0.5)`": matrix(lambda p: p.data.to(torch.zeros(3)).mul_(0.5)),
+    "`w.data.type_as(torch.zeros(2, 9)).mul_(0.5)`": matrix(lambda p: p.data.type_as(torch.zeros(2, 9)).mul_(0.5)),
+    "`w.data.expand(-1, -1).mul_(0.5)`": matrix(lambda p: p.data.expand(-1, -1).mul_(0.5)),
+    "`torch.broadcast_tensors(w.data, zeros)[0].mul_(0.5)`": matrix(lambda p: torch.broadcast_tensors(p.data, torch.zeros(p.shape))[0].mul_(0.5)),
     "`p.mul_(0.99)`": lambda p: p.mul_(0.99),
     "`p.data.mul_(0.99)`": lambda p: p.data.mul_(0.99),
-    "`p.data *= 0.99`": lambda p: p.data.__imul__(0.99),
-    "`p.clamp_(-0.1, 0.1)` (WGAN)": lambda p: p.clamp_(-0.1, 0.1),
-    "`p.data.clamp_(min=0)`": lambda p: p.data.clamp_(min=0),
     "`p.data = p.data * 0.99`": lambda p: assign(p, p.data * 0.99),
-    "`p.data = p.data.clone()`": lambda p: assign(p, p.data.clone()),
     "`p.data = torch.clamp(p.data, -0.1, 0.1)`": lambda p: assign(p, torch.clamp(p.data, -0.1, 0.1)),
     "`p.data = torch.full(p.shape, 0.1)` for vectors": lambda p: assign(p, torch.full(p.shape, 0.1)) if p.ndim == 1 else None,
     "`p.add_(torch.randn_like(p) * 0.01)`": lambda p: p.add_(torch.randn_like(p) * 0.01),
     "`p.add_(torch.randn(p.size()) * 0.01)`": lambda p: p.add_(torch.randn(p.size()) * 0.01),
-    "`p.data += torch.randn_like(p.data) * 0.01`": lambda p: p.data.__iadd__(torch.randn_like(p.data) * 0.01),
-    "`p.data.add_(torch.rand_like(p), alpha=0.01)`": lambda p: p.data.add_(torch.rand_like(p), alpha=0.01),
     "`p.detach().mul_(0.99)`": lambda p: p.detach().mul_(0.99),
-    "`p.data.neg_()`": lambda p: p.data.neg_(),
-    "`p.data.sign_().mul_(0.1)` (binarized)": lambda p: p.data.sign_().mul_(0.1),
     "`p.copy_(p.round(decimals=2))`": lambda p: p.copy_(p.round(decimals=2)),
     "`p.data = p.data.to(torch.bfloat16).float()`": lambda p: assign(p, p.data.to(torch.bfloat16).float()),
-    "`p.zero_()` for vectors": lambda p: p.zero_() if p.ndim == 1 else None,
-    "`p.fill_(0.5)` for vectors": lambda p: p.fill_(0.5) if p.ndim == 1 else None,
-    "`p.data.fill_(0)` for vectors": lambda p: p.data.fill_(0) if p.ndim == 1 else None,
     "`w.data[2].zero_()`": matrix(lambda p: p.data[2].zero_()),
-    "`w.data[2] = 0.1`": matrix(lambda p: p.data.__setitem__(2, 0.1)),
-    "`w[2] = 0` under no_grad": matrix(lambda p: p.__setitem__(2, 0.0)),
     "`w[2].zero_()` under no_grad": matrix(lambda p: p[2].zero_()),
     "`w.detach()[2] = 0`": matrix(lambda p: p.detach().__setitem__(2, 0.0)),
     "`w.data[2:5].mul_(0.5)`": matrix(lambda p: p.data[2:5].mul_(0.5)),
-    "`w.data[-1].fill_(0.1)`": matrix(lambda p: p.data[-1].fill_(0.1)),
     "`w.data[:, 1] = 0`": matrix(lambda p: p.data.__setitem__((slice(None), 1), 0.0)),
-    "`w.data[:, 1].zero_()`": matrix(lambda p: p.data[:, 1].zero_()),
     "`w.data[1, 3] = 0.1`": matrix(lambda p: p.data.__setitem__((1, 3), 0.1)),
     "`w.data[[0, 2]] = 0`": matrix(lambda p: p.data.__setitem__([0, 2], 0.0)),
     "`w.data.view(-1)[5] = 0.1`": matrix(lambda p: p.data.view(-1).__setitem__(5, 0.1)),
@@ -76,20 +72,13 @@ CHANGES = {
     "`w.data.index_fill_(0, rows, 0)`": matrix(lambda p: p.data.index_fill_(0, torch.tensor([0, 3]), 0.0)),
     "`w.data.copy_(torch.ones(w.shape) * 0.1)`": matrix(lambda p: p.data.copy_(torch.ones(p.shape) * 0.1)),
     "`w.data[w.data.abs() < 0.05] = 0` (pruning)": matrix(lambda p: p.data.__setitem__(p.data.abs() < 0.05, 0.0)),
-    "`w.data.masked_fill_(w.data.abs() < 0.05, 0)`": matrix(lambda p: p.data.masked_fill_(p.data.abs() < 0.05, 0.0)),
-    "`w.data.mul_((w.abs() > 0.05).float())`": matrix(lambda p: p.data.mul_((p.abs() > 0.05).float())),
     "`w.data.mul_(mask)`, a mask of the whole's shape": matrix(lambda p: p.data.mul_((torch.arange(p.numel()).view(p.shape) % 3 > 0).float())),
-    "`w.data.sub_(w.data.mean())` (weight standardization of a whole)": matrix(lambda p: p.data.sub_(p.data.mean())),
     "`w.data.div_(w.data.norm() + 1e-6)`": matrix(lambda p: p.data.div_(p.data.norm() + 1e-6)),
-    "`w.data.mul_(torch.clamp(1 / w.norm(), max=1))`": matrix(lambda p: p.data.mul_(torch.clamp(1.0 / p.norm(), max=1.0))),
     "`w.data.div_(w.data.norm(dim=1, keepdim=True))` (unit rows)": matrix(lambda p: p.data.div_(p.data.norm(dim=1, keepdim=True))),
     "`w.data = F.normalize(w.data, dim=-1)` (nGPT)": matrix(lambda p: assign(p, nn.functional.normalize(p.data, dim=-1))),
     "`w.data.renorm_(2, 0, 1.0)` (max-norm rows)": matrix(lambda p: p.data.renorm_(2, 0, 1.0)),
-    "`torch.renorm(w.data, 2, 0, 1.0)` copied in": matrix(lambda p: p.data.copy_(torch.renorm(p.data, 2, 0, 1.0))),
     "spectral norm by hand, `w.data.div_(torch.linalg.matrix_norm(w, 2))`": matrix(lambda p: p.data.div_(torch.linalg.matrix_norm(p.data, 2).clamp(min=1.0))),
     "orthogonalized, `q, _ = torch.linalg.qr(w)`": matrix(lambda p: p.data.copy_(torch.linalg.qr(p.data)[0]) if p.shape[0] >= p.shape[1] else None),
-    "shrink and perturb, `p.data.mul_(0.8).add_(torch.randn_like(p), alpha=0.01)`": lambda p: p.data.mul_(0.8).add_(torch.randn_like(p), alpha=0.01),
-    "weights sorted, `w.data.copy_(w.data.sort().values)`": matrix(lambda p: p.data.copy_(p.data.sort().values)),
     "`w.data.copy_(w.data.flip(0))`": matrix(lambda p: p.data.copy_(p.data.flip(0))),
     "`w.data[0], w.data[1] = w.data[1].clone(), w.data[0].clone()`": matrix(lambda p: (a := p.data[1].clone(), p.data[1].copy_(p.data[0]), p.data[0].copy_(a))),
     "`w.data.exponential_()`, `w.data.bernoulli_(0.5)` with seeds": matrix(lambda p: (p.data.exponential_(), p.data.bernoulli_(0.5).mul_(0.1))),
@@ -201,20 +190,6 @@ class EmaBefore:
         s.note("ema", {n: v.sum().item() for n, v in self.shadow.items()})
 
 
-@habit("EMA by `torch._foreach_lerp_`")
-class EmaForeach:
-    def after(self, s: Script) -> None:
-        self.ema = [p.detach().clone() for p in s.model.parameters()]
-
-    @torch.no_grad()
-    def weights(self, s: Script) -> None:
-        torch._foreach_lerp_(self.ema, list(s.model.parameters()), 0.1)
-
-    def end(self, s: Script) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(list(s.model.parameters()), self.ema)
-
-
 @habit("`AveragedModel(model)` made after shard()", sharded=EITHER, zero=EITHER)
 class Averaged:
     def after(self, s: Script) -> None:
@@ -237,31 +212,6 @@ class AveragedBefore(Averaged):
         pass
 
 
-@habit("SWA by hand: a running mean of `p.data` at each step")
-class Swa:
-    def weights(self, s: Script) -> None:
-        if s.step == 0:
-            self.mean = [p.data.clone() for p in s.model.parameters()]
-        else:
-            for m, p in zip(self.mean, s.model.parameters(), strict=True):
-                m.add_((p.data - m) / (s.step + 1))
-
-    def end(self, s: Script) -> None:
-        for m, p in zip(self.mean, s.model.parameters(), strict=True):
-            p.data.copy_(m)
-
-
-@habit("a snapshot `{n: p.detach().clone()}` restored when the loss rises")
-class Snapshot:
-    def weights(self, s: Script) -> None:
-        if s.step == 0:
-            self.best = {n: p.detach().clone() for n, p in s.named()}
-        if s.step == 2:
-            with torch.no_grad():
-                for n, p in s.named():
-                    p.copy_(self.best[n])
-
-
 @habit("a snapshot on the host, `p.data.cpu().clone()`, restored by `p.data = saved`")
 class SnapshotData:
     def weights(self, s: Script) -> None:
@@ -282,25 +232,11 @@ class Moved:
         s.note("moved", [(p - self.start[n]).norm().item() for n, p in s.named()])
 
 
-@habit("how far weights moved from the start, kept before shard()", expect=ROUNDING, sharded=EITHER)
-class MovedBefore(Moved):
-    def before(self, s: Script) -> None:
-        self.start = {n: p.detach().clone() for n, p in s.module.named_parameters()}
-
-    def after(self, s: Script) -> None:
-        pass
-
-
 @habit("weight decay by hand toward the start (L2-SP): `p.data.add_(start - p.data, alpha=0.1)`")
 class Anchor(Moved):
     def log(self, s: Script) -> None:
         for n, p in s.named():
             p.data.add_(self.start[n] - p.data, alpha=0.1)
-
-
-@habit("a padding row reset after each step: `emb.weight.data[0].zero_()`", "weights")
-def padding(s: Script) -> None:
-    s.module.tokens.weight.data[0].zero_()
 
 
 @habit(
@@ -339,14 +275,6 @@ def reset(s: Script) -> None:
         s.module.head.reset_parameters()
 
 
-@habit("mean weights of two layers: `w = (a.data + b.data) / 2` into both", "weights")
-def merged(s: Script) -> None:
-    a, b = s.module.blocks[0].norm_1.weight, s.module.blocks[0].norm_2.weight
-    w = (a.data + b.data) / 2
-    a.data.copy_(w)
-    b.data.copy_(w)
-
-
 @habit(
     "`parameters_to_vector(model.parameters())`, its norm and length",
     "log",
@@ -373,22 +301,6 @@ def in_full_params(s: Script) -> None:
             if p.ndim == 2:
                 p[:, 0] = 0.1
                 p.div_(p.norm(dim=1, keepdim=True))
-
-
-@habit(
-    "evolution strategies: perturb all weights by a seed, evaluate, take it back", expect=ROUNDING
-)
-class Evolution:
-    def perturb(self, s: Script, scale: float) -> None:
-        torch.manual_seed(7 + s.step)
-        for p in s.model.parameters():
-            p.data.add_(torch.randn_like(p.data), alpha=scale)
-
-    def weights(self, s: Script) -> None:
-        self.perturb(s, 0.01)
-        with torch.no_grad():
-            s.note("loss", s.cross_entropy().item())
-        self.perturb(s, -0.01)
 
 
 @habit(
@@ -422,3 +334,45 @@ class Prune:
             for n, p in s.named():
                 if n in self.masks:
                     p.data.mul_(self.masks[n])
+
+
+@habit("averages swapped in and out: `backup = p.data; p.data = shadow; ...; p.data = backup`")
+class InAndOut:
+    def weights(self, s: Script) -> None:
+        backup = {}
+        for n, p in s.named():
+            shadow = p.data.clone() * 0.5
+            backup[n] = p.data
+            p.data = shadow
+        with torch.no_grad():
+            s.note("inside", s.cross_entropy().item())
+        for n, p in s.named():
+            p.data = backup[n]
+        with torch.no_grad():
+            s.note("outside", s.cross_entropy().item())
+
+
+@habit("data of two layers exchanged: `p.data, q.data = q.data, p.data`", "weights")
+def exchanged(s: Script) -> None:
+    first, second = (block.parameters() for block in s.module.blocks)
+    for p, q in zip(first, second, strict=True):
+        p.data, q.data = q.data, p.data
+
+
+@habit("what `.data` gave out keeps its values when other data is assigned", "weights", expect=ROUNDING)  # fmt: skip
+def old_stays(s: Script) -> None:
+    w = s.module.head.weight
+    old, detached = w.data, w.detach()
+    w.data = w.data * 2
+    old.add_(1.0)
+    s.note("norms", [old.norm().item(), detached.norm().item(), w.data.norm().item()])
+
+
+@habit("`w.data = w.data * 0.5` of a parameter that some ranks have no element of, and `w.data = w.data`", "weights")  # fmt: skip
+def halved(s: Script) -> None:
+    bias = s.module.norm.bias
+    with torch.no_grad():
+        s.cross_entropy()  # copies that are kept are fresh again
+    bias.data = bias.data * 0.5
+    s.note("read", bias.sum().item() - bias.data.sum().item())
+    bias.data = bias.data
