@@ -1,0 +1,654 @@
+"""What cannot be right with a sharded model is refused in a sentence, on every rank, before it
+changes a number: a table of calls, stages and words of the sentence.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+
+import looks
+import onefold
+from on_ranks import on_ranks
+from zoo import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
+
+ALL, SHARDED = (0, 1, 2, 3), (1, 2, 3)
+
+
+def sharded(stage: int, model: nn.Module | None = None, **options: Any) -> Any:
+    recipe = onefold.Recipe.zero(stage, stall_timeout=60.0, **options)
+    model = TinyMLP() if model is None else model
+    units = (ResidualBlock,) if any(isinstance(m, ResidualBlock) for m in model.modules()) else None
+    return onefold.shard(model, recipe, units=units)
+
+
+def run(model: nn.Module, passes: int = 1) -> None:
+    for _ in range(passes):
+        model(features_of(0, 4, 7)).float().square().mean().backward()
+
+
+class Around(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(7, 7), part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.first(x))
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter around a layer."""
+
+    def __init__(self, around: nn.Linear) -> None:
+        super().__init__()
+        self.around = around
+        self.down, self.up = nn.Linear(10, 2, bias=False), nn.Linear(2, 20, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.around(x) + self.up(self.down(x))
+
+
+def tensor_parallel(stage: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    sharded(stage, parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel()))
+
+
+def sharing(m: Any, stage: int, what: str) -> None:
+    other: Any = TinyMLP()
+    if what == "module":
+        other.blocks[1] = m.blocks[1]
+    else:
+        other.blocks[1].up.weight = m.blocks[1].up.weight
+    sharded(stage, other)
+
+
+def after(change: Callable[[Any], Any], passes: int = 0, then: int = 1) -> Any:
+    """A change behind so many passes, and then a pass."""
+
+    def call(m: Any, stage: int) -> None:
+        run(m, passes)
+        change(m)
+        run(m, then)
+
+    return call
+
+
+def late_in_many_modules(m: Any, stage: int) -> None:
+    after(lambda m: setattr(m.blocks[49], "extra", nn.Linear(10, 10)), 3, 5)(sharded(stage, TinyMLP(depth=50)), stage)  # fmt: skip
+
+
+def hook(what: Any) -> Any:
+    def call(m: Any, stage: int) -> None:
+        weight = m.blocks[1].up.weight
+        weight.register_post_accumulate_grad_hook(what(weight))
+        run(m)
+
+    return call
+
+
+def left(call: Any) -> Any:
+    def on_a_block(m: Any, stage: int) -> None:
+        block = sharded(stage).blocks[1]  # its model is gone
+        call(block)
+
+    return on_a_block
+
+
+def in_ddp(m: nn.Module) -> None:
+    run(nn.parallel.DistributedDataParallel(m))
+
+
+def held_by_ddp(m: Any, stage: int) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(model := TinyMLP())
+    sharded(stage, model)
+    run(wrapped)
+
+
+def left_out_of_ddp(m: Any, stage: int) -> None:
+    model = nn.Linear(2, 2)
+    ignore = nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(model, ["bias"])
+    sharded(stage, model)
+
+
+def buffer_of_a_part(m: Any, stage: int) -> None:
+    m.leave.register_buffer("old", m.leave.weight.data.clone())
+    run(m)
+
+
+def pruned(m: Any, stage: int) -> None:
+    import torch.nn.utils.prune
+
+    torch.nn.utils.prune.l1_unstructured(m.enter, "weight", amount=0.5)
+    run(m)
+
+
+def given(value: Any) -> Any:
+    """A load of what `value` makes of whole weights, which must change nothing."""
+
+    def call(m: Any, stage: int) -> None:
+        before = onefold.full_state_dict(m)
+        try:
+            onefold.load_full_state_dict(m, value(TinyMLP().state_dict()))
+        finally:
+            after = onefold.full_state_dict(m)
+            assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+    return call
+
+
+def shard_with(**options: Any) -> Any:
+    return lambda m, stage: onefold.shard(TinyMLP(), onefold.Recipe.zero(stage), **options)
+
+
+def over(group: Any) -> Any:
+    return lambda m, stage: shard_with(group=group())(m, stage)
+
+
+def frozen_hook(m: Any, stage: int) -> None:
+    m.leave.bias.requires_grad_(False).register_hook(lambda grad: grad)
+
+
+def in_tiles(m: Any, stage: int) -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 8))
+    onefold.shard(model, onefold.Recipe.zero(stage, tile=1024))
+    weight = next(p for n, p in model.named_parameters() if "tiles" in n)
+    weight.register_hook(lambda grad: grad)
+
+
+def of_a_freed_model(m: Any, stage: int) -> None:
+    class Multiplies(nn.Module):
+        def __init__(self, other: Any) -> None:
+            super().__init__()
+            self.first, self.other = nn.Linear(4, 4), [other]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x) @ self.other[0]
+
+    weight = sharded(stage, nn.Linear(4, 4)).weight
+    sharded(stage, Multiplies(weight))(torch.ones(2, 4))
+
+
+def in_unsharded(change: Any) -> Any:
+    def call(m: Any, stage: int) -> None:
+        with onefold.unsharded(m):
+            change(m)
+
+    return call
+
+
+def raise_on_1(m: Any) -> None:
+    if dist.get_rank() == 1:
+        raise RuntimeError("raised on rank 1 by the script")
+
+
+def inside(context: Any) -> Any:
+    def call(m: Any, stage: int) -> None:
+        with context(m), onefold.unsharded(m):
+            pass
+
+    return call
+
+
+def waiting(m: Any, stage: int) -> None:
+    with onefold.no_sync(m):
+        run(m)
+    with onefold.unsharded(m):
+        pass
+
+
+def with_rows(m: Any, stage: int) -> None:
+    optimizer = torch.optim.Adafactor(m.parameters())
+    run(m)
+    optimizer.step()
+    with onefold.unsharded(m):
+        pass
+
+
+def mixed(m: Any, stage: int) -> None:
+    run(sharded(stage, precision="bf16").to(torch.bfloat16))
+
+
+def trained_though_encoded(m: Any, stage: int) -> None:
+    model: Any = TinyGPT().requires_grad_(False)
+    model.norm.requires_grad_(True)
+    onefold.shard(model, onefold.Recipe.zero(3, frozen="int8"))
+    model(tokens_of(0)).backward()
+    model.blocks[1].mlp[0].weight.requires_grad_(True)
+    model(tokens_of(0))
+
+
+SHAPE = ("'blocks.1.up.weight'", "replaced after shard()")
+CAST = ("moved or cast after shard()", "before shard()", "precision")
+COLLECTIVE = ("was given 'enter.weight'", "parameter.onefold.gather()")
+HOOK = ("step_in_backward", "ordinary order")
+UNSHARDED = ("onefold.unsharded does not work with this recipe", "before shard()")
+
+#: {what is done: (the call, of a sharded model and its stage, the stages, words of the sentence)}
+CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
+    # other models
+    "a part is sharded": (
+        lambda m, s: sharded(s, Around(m)),
+        ALL,
+        ("'part'", "another sharded model", "once"),
+    ),
+    "a DTensor": (
+        lambda m, s: tensor_parallel(s),
+        ALL,
+        ("is a DTensor (S(0))", "Give shard() the mesh="),
+    ),
+    "a part of it": (lambda m, s: sharded(s, m.blocks), ALL, ("another sharded model", "once")),
+    "twice": (lambda m, s: sharded(s, m), ALL, ("already",)),
+    "a shared module": (
+        lambda m, s: sharing(m, s, "module"),
+        ALL,
+        ("'blocks.1", "another sharded model"),
+    ),
+    "a shared parameter": (
+        lambda m, s: sharing(m, s, "parameter"),
+        ALL,
+        ("'blocks.1.up'", "another sharded model"),
+    ),
+    "DDP around it": (lambda m, s: in_ddp(m), ALL, ("DistributedDataParallel", "onefold.shard()")),
+    "what DDP holds": (held_by_ddp, ALL, ("DistributedDataParallel",)),
+    "what DDP leaves out": (
+        left_out_of_ddp,
+        ALL,
+        ("leave out 'bias'", "_ddp_params_and_buffers_to_ignore"),
+    ),
+    "a parameter of a freed model": (
+        of_a_freed_model,
+        SHARDED,
+        ("'weight' is a parameter of a model that is gone", "use a clone"),
+    ),
+    # copies and files
+    "a copy": (lambda m, s: copy.deepcopy(m), ALL, ("deepcopy", "enter.weight", "full_state_dict")),
+    "a copy of a parameter": (
+        lambda m, s: copy.deepcopy(m.enter.weight),
+        ALL,
+        ("deepcopy", "enter.weight"),
+    ),
+    "torch.save": (
+        lambda m, s: torch.save(m, io.BytesIO()),
+        ALL,
+        ("pickling", "torch.save(onefold.full_state_dict(model), path)"),
+    ),
+    "a pickled parameter": (
+        lambda m, s: pickle.dumps(m.enter.weight),
+        ALL,
+        ("pickling", "'enter.weight'"),
+    ),
+    "state_dict": (
+        lambda m, s: m.state_dict(),
+        SHARDED,
+        ("onefold.full_state_dict", "full_params"),
+    ),
+    "load_state_dict": (
+        lambda m, s: m.load_state_dict(TinyMLP().state_dict()),
+        SHARDED,
+        ("onefold.load_full_state_dict", "write=True"),
+    ),
+    "state_dict of a block that is left": (
+        left(lambda b: b.state_dict()),
+        SHARDED,
+        ("ResidualBlock", "outlived", "'blocks.1."),
+    ),
+    # another structure
+    "a parameter replaced": (
+        after(lambda m: setattr(m.blocks[1].up, "weight", nn.Parameter(torch.zeros(20, 10)))),
+        ALL,
+        (*SHAPE, "full_params(model, write=True)"),
+    ),
+    "a module added": (
+        after(lambda m: setattr(m.blocks[1], "extra", nn.Linear(10, 10))),
+        ALL,
+        ("had 16 parameters", "has 18 now", "added 'blocks.1.extra.weight'", "before shard()"),
+    ),
+    "an adapter, late": (
+        after(lambda m: setattr(m.blocks[1], "up", Adapter(m.blocks[1].up)), 3),
+        ALL,
+        ("has 18 now", "adapters"),
+    ),
+    "a parameter, late": (
+        after(lambda m: m.leave.register_parameter("extra", nn.Parameter(torch.zeros(3))), 3),
+        ALL,
+        ("has 17 now",),
+    ),
+    "a module among many, late": (late_in_many_modules, ALL, ("had 204 parameters", "has 206 now")),
+    "a parameter taken away": (
+        after(lambda m: setattr(m.blocks[1].up, "bias", None)),
+        ALL,
+        ("has 15 now", "removed 'blocks.1.up.bias'", "onefold.unsharded(model)"),
+    ),
+    "a module replaced": (
+        after(lambda m: setattr(m, "leave", nn.Linear(10, 5))),
+        ALL,
+        ("replaced 'leave.weight', 'leave.bias'",),
+    ),
+    "weights tied": (
+        after(lambda m: setattr(m.blocks[0].up, "weight", m.blocks[1].up.weight)),
+        ALL,
+        ("blocks.0.up.weight",),
+    ),
+    "half()": (after(lambda m: m.half()), ALL, CAST),
+    "bfloat16() of mixed precision": (mixed, ALL, CAST),
+    "an encoded weight thawed": (
+        trained_though_encoded,
+        (3,),
+        ("'blocks.1.mlp.0.weight' was frozen", "stored encoded"),
+    ),
+    # gradients
+    "a step in a hook": (
+        hook(lambda w: (o := torch.optim.SGD([w], lr=0.1), lambda p: o.step())[1]),
+        ALL,
+        HOOK,
+    ),
+    "a write to data in a hook": (
+        hook(lambda w: lambda p: p.data.sub_(p.grad, alpha=0.1)),
+        ALL,
+        HOOK,
+    ),
+    "a hook on a frozen parameter": (frozen_hook, ALL, ("doesn't require gradient",)),
+    "a hook on tiles": (in_tiles, (3,), ("in tiles", "larger tile")),
+    "a gradient of another shape": (
+        lambda m, s: setattr(m.leave.bias, "grad", torch.ones(3)),
+        SHARDED,
+        ("`.grad` of parameter 'leave.bias' was given shape (3,)",),
+    ),
+    "zeros_like that require gradients": (
+        lambda m, s: torch.zeros_like(m.enter.weight, requires_grad=True),
+        SHARDED,
+        ("requires_grad=True",),
+    ),
+    "functional_call with a wrong shape": (
+        lambda m, s: functional_call(
+            m, {"blocks.1.up.weight": torch.zeros(10, 20)}, (features_of(0, 4, 7),)
+        ),
+        ALL,
+        ("(20, 10)", "blocks.1.up.weight"),
+    ),
+    "torch.func.grad": (
+        lambda m, s: torch.func.grad(
+            lambda p: functional_call(m, p, (features_of(0, 4, 7),)).sum()
+        )(dict(m.named_parameters())),
+        SHARDED,
+        ("full_params(model)",),
+    ),
+    "a buffer made of a part": (
+        buffer_of_a_part,
+        (1, 3),
+        ("buffer 'old' was made of parameter 'leave.weight'", "gather()"),
+    ),
+    "a mask made of a part": (
+        pruned,
+        (1, 3),
+        (
+            "buffer 'weight_mask' was made of parameter 'enter.weight'",
+            "with onefold.unsharded(model):",
+        ),
+    ),
+    "a transposed part": (
+        lambda m, s: torch.no_grad()(m.enter.weight.t)(),
+        (1, 3),
+        ("enter.weight", "(10, 7)", "full_params", "onefold.unsharded"),
+    ),
+    **{
+        f"dist.{name}": (call, (1, 3), (name, *COLLECTIVE))
+        for name, call in {
+            "all_reduce": lambda m, s: dist.all_reduce(m.enter.weight.data),
+            "reduce": lambda m, s: dist.reduce(m.enter.weight, 0),
+            "broadcast": lambda m, s: dist.broadcast(m.enter.weight, 0),
+        }.items()
+    },
+    # unsharded
+    "unsharded: another error": (in_unsharded(raise_on_1), (3,), ("raised on rank 1",)),
+    "unsharded: ranks differ": (
+        in_unsharded(lambda m: setattr(m.blocks[1], "more", nn.Linear(10, 10 + dist.get_rank()))),
+        (3,),
+        ("parameter shapes", "rank 1"),
+    ),
+    "unsharded: tiles": (
+        lambda m, s: in_unsharded(id)(sharded(s, TinyGPT(), tile=1024), s),
+        (3,),
+        UNSHARDED,
+    ),
+    "unsharded: inside full_params": (inside(onefold.full_params), (3,), ("inside full_params",)),
+    "unsharded: inside keep_gathered": (
+        inside(onefold.keep_gathered),
+        (3,),
+        ("inside keep_gathered",),
+    ),
+    "unsharded: gradients wait": (waiting, (1,), ("no_sync", "optimizer.step()")),
+    "unsharded: states by rows": (with_rows, (0,), ("Adafactor keeps", "make it anew")),
+    # arguments
+    **{
+        f"clip to {args}": (
+            lambda m, s, a=args: (run(m), onefold.clip_grad_norm_(m, *a)),
+            (0, 2),
+            ("norm", f"={args[-1]!r}: expected a number"),
+        )
+        for args in ((None,), ("1",), (-1.0,), (float("nan"),), (True,), (1.0, None), (1.0, 0))
+    },
+    "a number as weights": (
+        given(lambda w: {**w, "enter.weight": 3}),
+        ALL,
+        ("enter.weight is a int",),
+    ),
+    "arrays as weights": (
+        given(lambda w: {n: t.numpy() for n, t in w.items()}),
+        (3,),
+        ("is a ndarray",),
+    ),
+    "complex weights": (
+        given(lambda w: {**w, "enter.weight": w["enter.weight"].to(torch.complex64)}),
+        (3,),
+        ("imaginary",),
+    ),
+    "weights of another shape": (
+        given(lambda w: {**w, "enter.weight": torch.zeros(3, 3)}),
+        (0, 3),
+        ("enter.weight",),
+    ),
+    "a weight that is missing": (
+        given(lambda w: {n: t for n, t in w.items() if n != "leave.bias"}),
+        (0, 3),
+        ("leave.bias",),
+    ),
+    "init=3": (shard_with(init=3), (3,), ("init=3", "function")),
+    "units=[3]": (shard_with(units=[3]), (3,), ("units=[3]", "module names or classes")),
+    "units that are not there": (shard_with(units=("blocks.9",)), (3,), ("blocks.9",)),
+    "a stage as the recipe": (lambda m, s: onefold.shard(TinyMLP(), s), (3,), ("Recipe",)),
+    **{
+        f"{name} of a model that is not sharded": (
+            lambda m, s, n=name: getattr(onefold, n)(
+                TinyMLP(), *((1.0,) if "clip" in n else ())
+            ).__enter__(),
+            (3,),
+            ("onefold.shard",),
+        )
+        for name in (
+            "clip_grad_norm_",
+            "full_params",
+            "full_state_dict",
+            "no_sync",
+            "engine_of",
+            "GradScaler",
+        )
+    },
+    # groups
+    "group=3": (over(lambda: 3), (3,), ("group=3", "ProcessGroup")),
+    "group=[0, 1]": (over(lambda: [0, 1]), (3,), ("group=[0, 1]", "ProcessGroup")),
+    "no group's number": (over(lambda: -100), (3,), ("is not in the given group",)),
+    "a mesh of two dimensions": (
+        over(lambda: mesh(2, 1)),
+        (3,),
+        ("2 dimensions", "one-dimensional"),
+    ),
+    "a destroyed group": (over(lambda: destroyed()), (3,), ("destroyed",)),
+}
+
+
+def mesh(*shape: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor")[: len(shape)])
+
+
+def destroyed() -> Any:
+    group = dist.new_group([0, 1])
+    dist.destroy_process_group(group)
+    return group
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", list(CALLS))
+def test_it_is_refused_in_a_sentence(name: str) -> None:
+    call, stages, words = CALLS[name]
+    for stage in stages:
+        model = sharded(stage)
+        with pytest.raises((ValueError, RuntimeError, TypeError)) as error:
+            call(model, stage)
+        raised = str(error.value)
+        if "unsharded: another" in name and dist.get_rank() == 1:
+            continue  # its own error
+        for word in words:
+            assert word in raised, f"stage {stage}: {word!r} is not in: {raised}"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ALL)
+def test_a_refused_change_that_is_taken_back_leaves_no_trace(stage: int) -> None:
+    found = []
+    for mistaken in (False, True):
+        torch.manual_seed(0)
+        model = sharded(stage)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run(model)
+        if mistaken:
+            mine = model.blocks[1].up.weight
+            model.blocks[1].up.weight = nn.Parameter(torch.zeros(20, 10))
+            with pytest.raises(RuntimeError, match="replaced"):
+                run(model)
+            model.blocks[1].up.weight = mine
+        run(model)
+        optimizer.step()
+        found.append(onefold.full_state_dict(model))
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nothing_is_read_from_or_written_to_parameters_that_left_the_model(stage: int) -> None:
+    model = sharded(stage)
+    state = onefold.full_state_dict(model)
+    model.leave = nn.Linear(10, 5)
+    for call in (
+        lambda: onefold.load_full_state_dict(model, state),
+        lambda: onefold.full_state_dict(model),
+        lambda: onefold.full_params(model).__enter__(),
+        lambda: onefold.save("nowhere", model=model),
+    ):
+        with pytest.raises(RuntimeError, match=r"replaced 'leave.weight', 'leave.bias'"):
+            call()
+
+
+@on_ranks(2)
+def test_a_module_without_parameters_may_be_exchanged_at_any_time() -> None:
+    model = TinyMLP()
+    model.spare = nn.Dropout(0.1)
+    sharded(3, model)
+    run(model, 4)
+    model.spare = nn.Sequential(nn.GELU(), nn.Identity())
+    run(model, 2)
+
+
+@on_ranks(2, fresh=True)
+def test_a_refused_shard_leaves_no_process_group_no_thread_and_no_hook() -> None:
+    recipe, rank, world = onefold.Recipe.zero, dist.get_rank(), dist.distributed_c10d._world
+
+    def fails(module: nn.Module) -> None:
+        raise KeyError("no values")
+
+    with torch.device("meta"):
+        meta = TinyMLP()
+    refused: list[tuple[nn.Module, Any, dict[str, Any]]] = [
+        (TinyMLP(depth=3 + rank), recipe(3, stall_timeout=10.0), {}),
+        (TinyMLP(), recipe(1 + rank, stall_timeout=10.0), {}),
+        (TinyMLP(), recipe(3, reduce="native", stall_timeout=10.0), {}),
+        (TinyMLP(), recipe(3, stall_timeout=10.0), {"weights": "/no/such/folder"}),
+        (meta, recipe(3, stall_timeout=10.0), {"init": fails}),
+    ]
+    for model, chosen, options in refused:
+        before = len(world.pg_map), threading.active_count()
+        with pytest.raises((ValueError, KeyError, RuntimeError, OSError)):
+            onefold.shard(model, chosen, **options)
+        assert (len(world.pg_map), threading.active_count()) == before
+        assert not any(m._forward_hooks for m in model.modules())
+
+
+@on_ranks(1)
+def test_on_one_rank_nothing_of_this_is_refused() -> None:
+    model = sharded(3)
+    copy.deepcopy(model.blocks)
+    model.load_state_dict(model.state_dict())
+    run(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (1, {"reshard_after_forward": False}),
+        (3, {"overlap": False, "prefetch": 4}),
+        (3, {"overlap": False, "in_flight": 4}),
+    ],
+    ids=str,
+)
+def test_an_option_that_cannot_apply_raises_or_is_listed(stage: int, options: Any) -> None:
+    try:
+        recipe = onefold.Recipe.zero(stage, **options)
+    except ValueError as error:
+        listed = str(error)
+    else:
+        model = onefold.shard(TinyGPT(), recipe)
+        listed = " ".join([*recipe.notes, recipe.describe(), looks.engine(model).summary()])
+    assert any(name in listed for name in options), listed
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ALL)
+def test_the_summary_tells_units_elements_and_padding(stage: int) -> None:
+    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage))
+    summary = looks.engine(model).summary()
+    for word in ("blocks.1", "padding", "parameters", "gradients", "optimizer"):
+        assert re.search(word, summary), summary
+    assert {"blocks.0", "blocks.1", "blocks.2"} <= {name for name, _ in looks.units(model)}
+
+
+def test_frozen_encoding_that_finds_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        onefold.shard(TinyGPT(), onefold.Recipe.zero(3, frozen="int8"))
+    assert "no matrix but embeddings was frozen" in caplog.text
+
+
+def test_a_group_without_process_groups_is_not_passed_over() -> None:
+    with pytest.raises(ValueError, match=r"group=\[0, 1\].*init_process_group"):
+        onefold.shard(TinyMLP(), onefold.Recipe.zero(3), group=[0, 1])
