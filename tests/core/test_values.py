@@ -1,0 +1,508 @@
+"""What code is given: averages of weights, states of optimizers, clones, norms, numbers that every
+rank must ask for.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import looks
+import onefold
+from on_ranks import on_ranks
+from reference import NEAR, adamw, built, ddp, differences, sgd, train
+from zoo import TinyGPT, TinyMLP, features_of, tokens_of
+
+STAGES = (0, 1, 2, 3)
+
+
+def sharded(stage: int, make: Any = TinyMLP, seed: int = 0, **options: Any) -> Any:
+    recipe = onefold.Recipe.zero(stage, **{"stall_timeout": 20.0, **options})
+    return onefold.shard(built(make, seed), recipe)
+
+
+def first(state: Any) -> Any:
+    """What rank 0 alone gives."""
+    return state if dist.get_rank() == 0 else None
+
+
+def one_step(model: Any, optimizer: Any, update: Any, step: int) -> None:
+    train(model, optimizer, [features_of(10 * step + dist.get_rank(), 4, 7)])
+    update()
+
+
+# -- averages of weights ---------------------------------------------------------------------------
+
+
+class Normed(TinyMLP):
+    """With a buffer that moves, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__(width=40)
+        self.register_buffer("seen", torch.zeros(()))
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += self.training
+        return super().forward(x) * (1 + 0.01 * self.seen)
+
+
+def torchs_average(decay: float | None) -> AveragedModel:
+    """After three steps under DDP."""
+    plain = ddp(built(Normed))
+    average = AveragedModel(plain.module, multi_avg_fn=decay and get_ema_multi_avg_fn(decay))
+    optimizer = sgd(plain)
+    for step in range(3):
+        one_step(plain, optimizer, lambda: average.update_parameters(plain.module), step)
+    return average
+
+
+AVERAGED: list[tuple[float | None, dict[str, Any]]] = [
+    *((decay, {"stage": stage}) for stage in STAGES for decay in (0.7, None)),
+    (0.7, {"stage": 3, "offload_optimizer": "cpu"}),
+    (0.7, {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"}),
+    (0.7, {"stage": 3, "tile": 1000}),
+    (0.7, {"stage": 3, "shard_group": 1}),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("decay, options", AVERAGED, ids=str)
+def test_an_average_is_averaged_models_on_every_tier(
+    decay: float | None, options: dict[str, Any], folder: Path
+) -> None:
+    theirs = torchs_average(decay)
+    if "nvme" in options.values():
+        options = {**options, "nvme": str(folder)}
+    model = sharded(make=Normed, **options)
+    average, optimizer = onefold.ema.EMA(model, decay), sgd(model)
+    for step in range(3):
+        one_step(model, optimizer, average.update, step)
+    held = looks.held(model)
+    counted = sum(tier.get("averages", 0) for tier in held.values())
+    shares = 4 * sum(numel for _, numel in looks.units(model)) // 2
+    assert "nvme" in options or "shard_group" in options or 0 < counted <= shares + 4 * 512
+    weights, state = onefold.full_state_dict(model), average.state_dict()
+    assert not first(differences(theirs.state_dict(), state, **NEAR))
+    x = features_of(99, 8, 7)
+    with average.applied() as applied, torch.no_grad():
+        assert torch.allclose(applied.eval()(x), theirs.module.eval()(x), **NEAR)
+        assert not differences(state, average.state_dict())
+        inside = onefold.full_state_dict(model)
+        named = {n.removeprefix("module."): t for n, t in state.items() if n != "n_averaged"}
+        assert not first(differences(named, inside))
+    model.train()
+    assert not differences(weights, onefold.full_state_dict(model))
+    one_step(model, optimizer, average.update, 3)
+    other = sharded(make=Normed, seed=1, **options)
+    again = onefold.ema.EMA(other, decay)
+    again.load_state_dict(first(state))
+    assert again.updates == 3 and not differences(state, again.state_dict())
+    again.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(state if dist.get_rank() == 0 else theirs.state_dict())
+
+
+@on_ranks(2)
+def test_what_an_average_cannot_do_is_said() -> None:
+    model = sharded(2, Normed)
+    optimizer, average = sgd(model), onefold.ema.EMA(model, 0.7)
+    one_step(model, optimizer, average.update, 0)
+    before = onefold.full_state_dict(model)
+    with average.applied():
+        model(features_of(0, 8, 7)).sum().backward()
+        for call in (optimizer.step, optimizer.step, average.update, average.applied().__enter__):
+            with pytest.raises((RuntimeError, ValueError), match=r"inside (ema.applied|itself)"):
+                call()
+        optimizer.zero_grad()
+    changed = {
+        line.partition(":")[0] for line in differences(before, onefold.full_state_dict(model))
+    }
+    assert changed <= {"seen"}
+    wrong = {"n_averaged": torch.tensor(1), "module.enter.weight": torch.ones(2)}
+    for call, words in (
+        (lambda: onefold.ema.EMA(model, 1.5), "decay=1.5: expected a number"),
+        (lambda: onefold.ema.EMA(nn.Linear(2, 2)), "was not sharded"),
+        (lambda: average.load_state_dict(before), "given no state of an average"),
+        (lambda: average.load_state_dict(wrong), r"has shape \(2,\), expected \(40, 7\)"),
+        (lambda: AveragedModel(model), r"onefold.ema.EMA\(model, decay\)"),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=words):
+            call()
+
+
+@on_ranks(2, fresh=True)
+def test_a_state_of_an_average_on_rank_0_alone_is_an_error_that_names_the_call() -> None:
+    model = sharded(3, Normed, stall_timeout=2.0)
+    average = onefold.ema.EMA(model)
+    with pytest.raises(onefold.StallError, match=r"EMA.state_dict\(\)"):
+        if dist.get_rank() == 0:
+            average.state_dict()
+        one_step(model, sgd(model), average.update, 0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_averaged_model_made_before_shard_averages_whole_weights(stage: int) -> None:
+    model: Any = built(Normed)
+    ours = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    onefold.shard(model, onefold.Recipe.zero(stage))
+    optimizer = sgd(model)
+    for step in range(3):
+        one_step(model, optimizer, lambda: ours.update_parameters(model), step)
+    assert not differences(torchs_average(0.7).state_dict(), ours.state_dict(), **NEAR)
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+class Late(nn.Module):
+    """Small parameters, which one rank alone has; `late` is used from the third call on, and `never`
+    not at all. All ranks have the same data.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late, self.last = nn.Linear(6, 40), nn.Linear(6, 6), nn.Linear(40, 3)
+        self.never, self.calls = nn.Parameter(torch.ones(5)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.late(x) if self.calls > 2 else x
+        return self.last(torch.tanh(self.first(x))).square().mean()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda p: [torch.optim.AdamW(p.values(), lr=0.01)],
+    "groups with other keys": lambda p: [
+        torch.optim.AdamW(
+            [
+                {"params": [t for n, t in p.items() if "late" in n], "amsgrad": True},
+                {"params": [t for n, t in p.items() if "late" not in n]},
+            ],
+            lr=0.01,
+        )
+    ],
+    "one for each": lambda p: [torch.optim.AdamW([t], lr=0.01) for t in p.values()],
+    "SGD": lambda p: [torch.optim.SGD(p.values(), lr=0.01, momentum=0.9)],
+}
+
+
+def shown(model: Any, optimizers: list[Any]) -> Any:
+    """{parameter: {key: (shape, norm)}}, read by the same code on every rank."""
+    found: dict[str, Any] = {}
+    for name, p in model.named_parameters():
+        for optimizer in (o for o in optimizers if p in o.state):
+            found[name] = {
+                key: (tuple(v.shape), pytest.approx(v.double().norm().item(), rel=1e-4))
+                for key, v in optimizer.state[p].items()
+                if v is not None
+            }
+    return found, [len(optimizer.state) for optimizer in optimizers]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("how", ["trained", "frozen", "thawed", "popped", "cleared", "unsharded"])
+def test_every_rank_sees_the_states_of_plain_pytorch(name: str, how: str) -> None:
+    """After any history: freezes, parameters that are used late or never, states that are dropped."""
+    models = [built(Late), *(sharded(stage, Late) for stage in (1, 2, 3))]
+    optimizers = [OPTIMIZERS[name](dict(model.named_parameters())) for model in models]
+    for step in range(7):
+        for model, mine in zip(models, optimizers, strict=True):
+            if step in (4, 6) and how in ("frozen", "thawed"):
+                model.first.requires_grad_(step == 6 and how == "thawed")
+            for optimizer in mine:
+                if step == 3 and how == "popped":
+                    optimizer.state.pop(model.first.bias, None)
+                if step == 4 and how == "cleared":
+                    optimizer.state.clear()
+            if step == 5 and how == "unsharded" and looks.is_sharded(model):
+                with onefold.unsharded(model):
+                    pass
+            for optimizer in mine:
+                optimizer.zero_grad()
+            model(features_of(step, 4, 6)).backward()
+            for optimizer in mine:
+                optimizer.step()
+        if step != 1:
+            expected, *found = [shown(m, o) for m, o in zip(models, optimizers, strict=True)]
+            for stage, one in enumerate(found, 1):
+                assert one == expected, f"stage {stage}, step {step}"
+
+
+def whole(model: Any) -> list[Tensor]:
+    return [
+        (p.onefold.gather() if hasattr(p, "onefold") else p.detach()).clone()
+        for p in model.parameters()
+    ]
+
+
+LOADERS = ("onefold.load", "dcp.load", "load_state_dict", "local")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_from_before_shard_is_saved_loaded_into_and_seen_at_once(
+    stage: int, loader: str, folder: Path
+) -> None:
+    batches = [features_of(step, 4, 7) for step in range(6)]
+    plain = built(TinyMLP)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    train(plain, theirs, batches[:2])
+    model: Any = built(TinyMLP)
+    ours = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, ours, batches[:2])
+    recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
+    onefold.shard(model, recipe)
+    assert shown(model, [ours])[0] == shown(plain, [theirs])[0]
+    other: Any = built(TinyMLP, 1)
+    its = torch.optim.AdamW(other.parameters(), lr=0.01)
+    train(other, its, batches[4:])
+    onefold.shard(other, recipe)
+    if loader == "onefold.load":
+        onefold.save(folder / "a", model=model, optimizer=ours)
+        onefold.load(folder / "a", model=other, optimizer=its)
+    elif loader == "dcp.load":
+        dcp.save(onefold.dcp_state_dict(model, ours), checkpoint_id=folder / "b")
+        dcp.load(onefold.dcp_state_dict(other, its), checkpoint_id=folder / "b")
+    else:
+        onefold.load_full_state_dict(other, first(onefold.full_state_dict(model)))
+        if loader == "local":
+            local = copy.deepcopy(onefold.optim.local_state_dict(ours))
+            onefold.optim.load_local_state_dict(its, local)
+        else:
+            its.load_state_dict(ours.state_dict())
+    assert shown(other, [its]) == shown(plain, [theirs])
+    train(plain, theirs, batches[2:4])
+    for m, o in ((model, ours), (other, its)):
+        train(m, o, batches[2:4])
+        assert all(map(torch.equal, whole(m), whole(plain)))
+
+
+class Careful(torch.optim.AdamW):
+    """Calls the `step` of its base in several ways."""
+
+    ways: tuple[str, ...] = ("once",)
+
+    def step(self, closure: Any = None) -> Any:
+        for way in self.ways:
+            if way == "raises":
+                raise OverflowError("in the middle of a step")
+            super().step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ways", [("once",), ("once", "once"), ("once", "raises")])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_steps_inside_steps_that_raise_and_of_copies_are_those_of_plain_pytorch(
+    ways: tuple[str, ...], scheduled: bool
+) -> None:
+    found, kept = [], []
+    for stage in (None, 1, 3):
+        model: Any = built(TinyMLP)
+        optimizer = Careful(model.parameters(), lr=0.01, foreach=False)
+        if scheduled:
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+        if stage is not None:
+            onefold.shard(model, onefold.Recipe.zero(stage))
+        train(model, optimizer, [features_of(0, 4, 7)])
+        optimizer.ways = ways
+        model(features_of(1, 4, 7)).square().mean().backward()
+        try:
+            optimizer.step()
+        except OverflowError as error:
+            kept.append(error)  # with its traceback
+        shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
+        assert shapes == [tuple(p.shape) for p in built(TinyMLP).parameters()]
+        optimizer.zero_grad()
+        optimizer.ways = ("once",)
+        train(model, optimizer, [features_of(step, 4, 7) for step in (2, 3)])
+        found.append((whole(model), [float(s["step"]) for s in optimizer.state.values()]))
+    for weights, steps in found[1:]:
+        assert all(map(torch.equal, weights, found[0][0])) and steps == found[0][1]
+
+
+# -- clipping and 16 bits --------------------------------------------------------------------------
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.01, 1e6])
+def test_clipping_is_torchs_on_whole_gradients_alike_at_every_stage_and_rank(
+    norm_type: float, max_norm: float
+) -> None:
+    norms = []
+    for stage in STAGES:
+        found = []
+        for model in (ddp(built(TinyMLP)), sharded(stage), sharded(stage)):
+            model(features_of(dist.get_rank(), 4, 7)).square().mean().backward()
+            if len(found) == 1:
+                norm = onefold.clip_grad_norm_(model, max_norm, norm_type)
+                norms.append(norm.item())
+            else:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+            found.append([norm.item(), *(p.grad.norm().item() for p in model.parameters())])
+        for ours in found[1:]:
+            assert ours == pytest.approx(found[0], rel=1e-4)
+    everybodys: list[Any] = [None] * 3
+    dist.all_gather_object(everybodys, norms)
+    assert len({norm for each in everybodys for norm in each}) == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("overflowing", [0, 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_ranks_overflow_skips_the_step_on_all(stage: int, overflowing: int) -> None:
+    model = sharded(stage, precision="fp16")
+    optimizer = sgd(model)
+    scaler = onefold.GradScaler(model, init_scale=1024.0, growth_interval=100)
+    for step in range(4):
+        before = whole(model)
+        loss = model(features_of(10 * step + dist.get_rank(), 4, 7)).float().square().mean()
+        if step == 1 and dist.get_rank() == overflowing:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        onefold.clip_grad_norm_(model, 10.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == (1024.0 if step == 0 else 512.0)
+        assert all(map(torch.equal, before, whole(model))) == (step == 1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_masters_and_sums_keep_what_bf16_would_lose(stage: int) -> None:
+    def ones() -> nn.Module:
+        model = nn.Linear(8, 8, bias=False)
+        nn.init.ones_(model.weight)
+        return model
+
+    model = sharded(stage, ones, precision="bf16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    train(model, optimizer, [torch.ones(1, 8)] * 64, lambda m, x: m(x).sum())
+    assert model.weight.onefold.gather().mean().item() == pytest.approx(1 - 64e-4, abs=1e-5)
+    with onefold.no_sync(model):  # in bf16 256 + 1 is 256
+        for gradient in (256.0, *[1.0] * 43):
+            model(torch.full((1, 8), gradient)).sum().backward()
+    model(torch.ones(1, 8)).sum().backward()
+    assert model.weight.grad.mean().item() == 300.0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_inputs_are_cast_to_the_compute_dtype_integers_and_float64_not(stage: int) -> None:
+    class Records(TinyMLP):
+        def forward(self, x: Tensor, index: Tensor, nested: Any) -> Tensor:  # type: ignore[override]
+            self.seen = x.dtype, index.dtype, nested["y"][0].dtype, nested["wide"].dtype
+            return super().forward(x.to(self.enter.weight.dtype))
+
+    nested = {"y": [torch.ones(2)], "wide": torch.ones(2, dtype=torch.float64)}
+    for cast, kind in ((True, torch.bfloat16), (False, torch.float32)):
+        model = sharded(stage, Records, precision="bf16", cast_inputs=cast)
+        model(features_of(0, 4, 7), torch.arange(3), nested)
+        assert model.seen == (kind, torch.int64, kind, torch.float64)
+
+
+# -- clones, and numbers that ranks ask for --------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{"stage": s} for s in STAGES], ids=str)
+def test_clones_outlive_their_model_and_keep_none_of_its_memory(options: dict[str, Any]) -> None:
+    found = []
+    for rate in (0.1, 0.1, 0.3):
+        model: Any = sharded(**options)
+        engine = weakref.ref(looks.engine(model))
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        model(features_of(dist.get_rank(), 4, 7)).square().sum().backward()
+        grad = model.enter.weight.grad.detach().clone()
+        optimizer.step()
+        clone = model.enter.weight.detach().clone()
+        found.append((clone, grad, model.enter.weight.onefold.gather()))
+        del model, optimizer
+        assert engine() is None
+    (a, a_grad, a_whole), (b, b_grad, _), (c, _, _) = found
+    assert a.tolist() == a_whole.tolist() and (a - b).abs().max() == 0 < (a - c).abs().max()
+    assert nn.utils.get_total_norm([a, a_grad]) == nn.utils.get_total_norm([b, b_grad])
+
+
+@on_ranks(2, fresh=True)
+def test_a_clone_says_that_its_process_group_is_gone() -> None:
+    clone = sharded(3).enter.weight.detach().clone()
+    dist.destroy_process_group()
+    with pytest.raises(
+        onefold.ShardedParameterError, match=r"read it before destroy_process_group"
+    ):
+        clone.sum()
+
+
+#: What two ranks ask for at once, of two parameters and their optimizer.
+Asked = Any
+DIFFERENT: dict[str, tuple[Asked, Asked]] = {
+    "norms": (lambda a, b, _: a.data.norm(), lambda a, b, _: b.data.norm()),
+    "1-norms": (lambda a, b, _: a.data.norm(1), lambda a, b, _: a.data.norm()),
+    "a sum and a mean": (lambda a, b, _: a.data.sum(), lambda a, b, _: a.data.mean()),
+    "any": (lambda a, b, _: (a.data > 9).any(), lambda a, b, _: (b.data > 0).any()),
+    "equal": (lambda a, b, _: a.data.equal(a.data + 0), lambda a, b, _: b.data.equal(b.data + 1)),
+    "a gradient": (lambda a, b, _: a.grad.norm(), lambda a, b, _: a.data.norm()),
+    "moments": (lambda a, b, o: o.state[a]["exp_avg"].sum(), lambda a, b, o: o.state[b]["exp_avg"].sum()),
+    "lists": (lambda a, b, _: torch._foreach_norm([a.data, b.data] * 4), lambda a, b, _: torch._foreach_norm([b.data, a.data] * 4)),
+    "clipping": (lambda a, b, _: nn.utils.clip_grad_norm_([a], 1.0), lambda a, b, _: nn.utils.clip_grad_norm_([b], 1.0)),
+}  # fmt: skip
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("backend", ["gloo", "standin"])
+def test_ranks_that_ask_for_different_numbers_are_told_so_and_get_none(
+    stage: int, backend: str
+) -> None:
+    import standin
+
+    group = standin.new_group() if backend == "standin" else None
+    recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
+    model: Any = onefold.shard(built(TinyMLP), recipe, group=group)
+    optimizer = adamw(model)
+    model(features_of(0, 4, 7)).square().mean().backward()
+    optimizer.step()
+    a, b = model.blocks[0].up.weight, model.blocks[1].up.weight
+    rank = dist.get_rank()
+    for name, calls in DIFFERENT.items():
+        with pytest.raises(RuntimeError) as error:
+            calls[rank](a, b, optimizer)
+        for words in (f"rank {rank} called", "every rank must call the same, in the same order."):
+            assert words in str(error.value), (name, error.value)
+        assert torch.allclose(a.data.norm(), a.onefold.gather().norm())  # answered afterwards
+
+
+@on_ranks(2, fresh=True)
+def test_reads_of_different_wholes_are_never_taken_for_each_other() -> None:
+    model = sharded(3, stall_timeout=5.0)
+    with pytest.raises(onefold.StallError, match="which every rank must call"):
+        (model.enter.weight if dist.get_rank() == 0 else model.leave.weight).data.tolist()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name, bound", [("int8", 0.02), ("int4", 0.3), ("fp8", 0.15)])
+def test_gradients_that_travel_encoded_are_near_the_exact_mean(name: str, bound: float) -> None:
+    models = sharded(3, TinyGPT), sharded(3, TinyGPT, reduce_codec=name)
+    for model in models:
+        model(tokens_of(dist.get_rank())).backward()
+    for exact, mine in zip(*(m.parameters() for m in models), strict=True):
+        exact, mine = exact.grad.onefold.gather(), mine.grad.onefold.gather()
+        assert (mine - exact).abs().max() <= bound * exact.abs().max()
