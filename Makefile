@@ -85,7 +85,7 @@ options: $(VENV)/.dev
 	PYTHONPATH=src $(BIN)/python tests/recipe/test_options.py
 
 matrix: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python tests/integrations/matrix.py write
+	$(TEST_ENV) $(BIN)/python tests/others/matrix.py write
 
 habits: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m tests.scripts write

@@ -672,7 +672,7 @@ FAULTS = [
         "integrations/hf/trainer.py",
         "return onefold.clip_grad_norm_(self.model, self.args.max_grad_norm)",
         "return onefold.clip_grad_norm_(self.model, 1.0)",
-        ["tests/integrations/test_hf_trainer.py"],
+        ["tests/others/test_trainer.py"],
     ),
     Fault(
         "front ends",

@@ -1,8 +1,9 @@
-"""Adapters alone: what peft opens, bit for bit, and back into a sharded model."""
+"""Adapters alone, and what they bring besides: modules saved whole, biases, embedding layers,
+prompts. They are saved and merged as peft does with the same model unsharded, and come back.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,130 +13,193 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ranks import run_ranks
+import onefold
+from needed import skip_without
+from on_ranks import on_ranks
+from reference import differences
 
+skip_without("peft")
 SERVER = "libraries"
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("peft") is None, reason="peft is not installed"
-)
 
-TOKENS = torch.arange(14).reshape(2, 7)
+TOKENS = torch.arange(60, 67).reshape(1, 7)  # some that are new in a model of 70
+BOTH = ["q_proj", "embed_tokens", "lm_head"]
+#: How the model is made; what is merged too; of how many embedding layers peft's file has weights.
+KINDS: dict[str, tuple[dict[str, Any], bool, int]] = {
+    "plain": ({}, True, 0),
+    "whole modules": ({"modules_to_save": ["lm_head", "embed_tokens"]}, True, 0),
+    "biases": ({"bias": "all"}, True, 0),
+    "lora's biases": ({"bias": "lora_only"}, True, 0),
+    "transformers' own": ({"own": True, "modules_to_save": ["lm_head"]}, False, 0),
+    "adapters on both": ({"target_modules": BOTH}, False, 2),
+    "adapters on both, tied": ({"target_modules": BOTH, "tied": True}, False, 2),
+    "adapters on one, by a pattern": ({"target_modules": r".*\.(q_proj|embed_tokens)"}, False, 1),
+    "more tokens": ({"tokens": 70}, False, 2),
+    "more tokens, tied": ({"tokens": 70, "tied": True}, False, 2),
+    "fewer tokens": ({"tokens": 60}, False, 2),
+    "more tokens, prompts": ({"tokens": 70, "prompts": True}, False, 2),
+    "more tokens, transformers' own": ({"tokens": 70, "own": True}, False, 2),
+    "more tokens, the head trained": ({"tokens": 70, "modules_to_save": ["lm_head"]}, False, 2),
+    "new tokens trained": ({"trainable_token_indices": [3, 5]}, False, 0),
+}
 
 
-def base(device: str = "cpu") -> Any:
+def recipe(stage: int = 3) -> onefold.Recipe:
+    return onefold.Recipe.zero(stage, stall_timeout=20.0)
+
+
+def base(folder: Path, tied: bool = False, device: str = "cpu") -> Any:
+    """The model of `folder`/base, which is written if it is not there; without memory on "meta".
+    Collective.
+    """
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32,
-        max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied,
     )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(device):
-        return transformers.LlamaForCausalLM(config)
+    if dist.get_rank() == 0 and not (folder / "base").exists():
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        for parameter in model.parameters():
+            parameter.data.add_(0.125)  # norms that are not all ones
+        model.save_pretrained(folder / "base")
+    dist.barrier()
+    if device == "meta":
+        with torch.device("meta"):
+            return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM.from_pretrained(folder / "base")
 
 
-def wrapped(model: Any, rank: int = 3, seed: int | None = None, **options: Any) -> Any:
-    """The model with LoRA adapters; with a seed, B is not zero either."""
+def made(
+    folder: Path, seed: int | None, tokens: int = 64, tied: bool = False, own: bool = False,
+    prompts: bool = False, device: str = "cpu", **options: Any,
+) -> Any:  # fmt: skip
+    """The model with adapters. The seed draws what is new in it; without one, peft does."""
     import peft
 
-    config = peft.LoraConfig(
-        r=rank, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options
-    )
-    out = peft.get_peft_model(model, config)
-    if seed is not None:
-        torch.manual_seed(seed)
-        for name, parameter in out.named_parameters():
-            if "lora_" in name:
-                parameter.data.normal_()
-    return out
+    model = base(folder, tied, device)
+    torch.manual_seed(seed or 0)
+    if tokens != 64:
+        model.resize_token_embeddings(tokens, mean_resizing=False)
+    given = {"r": 3, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    config: Any = peft.LoraConfig(**{**given, **options})
+    if prompts:
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    if own:
+        model.add_adapter(config)
+    else:
+        model = peft.get_peft_model(model, config)
+    for parameter in model.parameters() if seed is not None else ():
+        if parameter.requires_grad:
+            parameter.data.normal_()
+    return model
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
+def tensors(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
+    dist.barrier()
     return load_file(folder / "adapter_model.safetensors")
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A base model, and adapters as peft saves them."""
-    root = tmp_path_factory.mktemp("peft")
-    base().save_pretrained(root / "base")
-    wrapped(base(), seed=1).save_pretrained(root / "theirs")
-    wrapped(base(), rank=2).save_pretrained(root / "other rank")
-    return {name: root / name for name in ("base", "theirs", "other rank")}
-
-
-def there_and_back(folders: dict[str, Path], root: Path, stages: list[int]) -> list[str]:
-    import onefold
-    from onefold.checkpoint.errors import CheckpointError
-    from onefold.pretrained.adapters import load_adapters, save_adapters
-
-    problems, theirs = [], tensors_of(folders["theirs"])
-    for stage in stages:
-        recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
-        out = save_adapters(onefold.shard(wrapped(base(), seed=1), recipe), root / f"ours {stage}")
-        ours = tensors_of(out)
-        if ours.keys() != theirs.keys() or any(not torch.equal(ours[n], theirs[n]) for n in theirs):
-            problems.append(f"stage {stage}: saved {sorted(ours)} or other values")
-        model = onefold.shard(wrapped(base("meta")), recipe, weights=folders["base"])
-        state = onefold.full_state_dict(model)
-        wrong = [
-            n
-            for n, t in state.items()
-            if ("lora_B" in n and t.any()) or ("lora_A" in n and not t.any())
-        ]
-        if wrong:
-            problems.append(f"stage {stage}: adapters do not start as peft's do: {wrong}")
-        load_adapters(model, folders["theirs"])
-        expected = wrapped(base(), seed=1)
-        state = onefold.full_state_dict(model)
-        problems += [
-            f"stage {stage}: {n}"
-            for n, t in expected.state_dict().items()
-            if state and not torch.equal(t, state[n])
-        ]
-        with torch.no_grad():
-            if not torch.equal(model.eval()(TOKENS).logits, expected.eval()(TOKENS).logits):
-                problems.append(f"stage {stage}: other logits")
-        for folder, words in (
-            (folders["other rank"], "rank and targets"),
-            (folders["base"], "neither adapter_model.safetensors"),
-        ):
-            try:
-                load_adapters(model, folder)
-                problems.append(f"{folder} was loaded")
-            except CheckpointError as error:
-                problems += [] if words in str(error) else [str(error)]
-    return problems
-
-
-@pytest.mark.parametrize(("ranks", "stages"), [(1, [0]), (2, [0, 3]), (3, [3])])
-def test_adapters_go_to_peft_and_come_back_bit_for_bit(
-    ranks: int, stages: list[int], folders: dict[str, Path], tmp_path: Path
-) -> None:
-    import peft
-
-    assert run_ranks(ranks, there_and_back, folders, tmp_path, stages) == [[]] * ranks
+def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        both = (tmp_path / f"ours {stages[-1]}", folders["theirs"])
-        ours, theirs = (
-            peft.PeftModel.from_pretrained(base(), str(f)).eval()(TOKENS).logits for f in both
-        )
-        plain = base().eval()(TOKENS).logits
-    assert torch.equal(ours, theirs) and not torch.equal(ours, plain)
-    first, second = (json.loads((f / "adapter_config.json").read_text()) for f in both)
-    assert {k: v for k, v in first.items() if k != "target_modules"} == {
-        k: v for k, v in second.items() if k != "target_modules"
-    }
-    assert sorted(first["target_modules"]) == sorted(second["target_modules"])
-    cards = [(folder / "README.md").read_text() for folder in both]
-    assert "library_name: peft" in cards[0] and cards[0] == cards[1]
+        out: Tensor = model.eval()(TOKENS % model.config.vocab_size).logits
+    return out
+
+
+def streamed(model: Any, **options: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in onefold.stream_params(model, **options)}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_saved_as_by_peft_merged_and_come_back(kind: str, folder: Path) -> None:
+    import peft
+    import transformers
+
+    options, merges, layers = KINDS[kind]
+    theirs = made(folder, 1, **options)
+    if dist.get_rank() == 0:
+        theirs.save_pretrained(folder / "theirs")
+    expected = tensors(folder / "theirs")
+    names = (".weight", ".base_layer.weight")
+    of_layers = tuple(layer + name for layer in ("embed_tokens", "lm_head") for name in names)
+    assert layers in (0, sum(name.endswith(of_layers) for name in expected))
+    whole = {name: value.clone() for name, value in theirs.state_dict().items()}
+    for stage in (0, 3):
+        model = onefold.shard(made(folder, 1, **options), recipe(stage))
+        out = onefold.save_adapters(model, folder / f"ours {stage}")
+        assert not differences(expected, tensors(out))
+        first, second = (json.loads((f / "adapter_config.json").read_text()) for f in (out, folder / "theirs"))  # fmt: skip
+        for config in (first, second):
+            config["target_modules"] = sorted(config["target_modules"] or [])
+        assert first == second
+        if not options.get("prompts"):
+            other = onefold.shard(made(folder, 5, **options), recipe(stage))
+            assert not torch.equal(logits(other), logits(model))
+            onefold.load_adapters(other, out)
+            back = streamed(other)
+            assert not differences({name: whole[name] for name in back}, back)
+            assert torch.equal(logits(other), logits(theirs))
+        if not options.get("own") and options.get("bias") is None:
+            plain = made(folder, 7, **options)
+            plain = plain.get_base_model() if options.get("prompts") else plain.unload()
+            again = peft.PeftModel.from_pretrained(plain, str(out))
+            assert torch.equal(logits(again), logits(theirs))
+        if merges:
+            given = streamed(model, merge_adapters=True)
+            merged = made(folder, 1, **options).merge_and_unload().state_dict()
+            assert not differences(merged, given, 1e-6, 1e-6)
+            for name, size in (("whole", 1 << 30), ("small", 4096)):
+                place = folder / f"merged {stage} {name}"
+                onefold.pretrained.export_merged(model, out, place, max_shard_bytes=size)
+                dist.barrier()
+                opened = transformers.AutoModelForCausalLM.from_pretrained(place)
+                assert not differences(opened.state_dict(), given, 1e-6, 1e-6)
+                torch.testing.assert_close(logits(opened), logits(theirs), rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2)
+def test_a_tied_module_that_is_saved_whole_is_saved_and_not_merged(folder: Path) -> None:
+    options: dict[str, Any] = {"tied": True, "modules_to_save": ["lm_head"]}
+    model = onefold.shard(made(folder, 1, **options), recipe())
+    out = onefold.save_adapters(model, folder / "ours")
+    if dist.get_rank() == 0:
+        made_alone = folder / "theirs"
+    theirs = made(folder, 1, **options)
+    if dist.get_rank() == 0:
+        theirs.save_pretrained(made_alone)
+    assert not differences(tensors(folder / "theirs"), tensors(out))
+    with pytest.raises(onefold.CheckpointError, match=r"(?s)is tied.*tie_word_embeddings=False"):
+        list(onefold.stream_params(model, merge_adapters=True))
+
+
+@on_ranks(2)
+def test_adapters_on_a_base_read_in_parts_begin_as_pefts_and_train_alone(folder: Path) -> None:
+    theirs = base(folder).state_dict()
+    model = onefold.shard(made(folder, None, device="meta"), recipe(), weights=folder / "base")
+    before = onefold.full_state_dict(model)
+    for name, value in before.items():
+        if "lora_" in name:  # B·A begins at 0
+            assert bool(value.any()) == ("lora_A" in name), name
+        else:
+            plain = name.removeprefix("base_model.model.").replace("base_layer.", "")
+            assert torch.equal(value, theirs[plain]), name
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1, weight_decay=0.0)
+    model(input_ids=TOKENS % 64, labels=TOKENS % 64).loss.backward()
+    optimizer.step()
+    after = onefold.full_state_dict(model)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {
+        name for name in before if "lora_B" in name
+    }  # A's gradient is something times 0
 
 
 #: What peft trains besides, or in place of adapters: copies of modules, which begin as these, and
 #: prompts, which begin at random.
-BESIDE: dict[str, dict[str, Any]] = {
+BESIDE = {
     "copies": {
         "target_modules": ["q_proj"],
         "modules_to_save": ["embed_tokens", "norm", "lm_head"],
@@ -145,149 +209,71 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-def beside(kind: str, device: str) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", BESIDE)
+def test_copies_begin_as_the_modules_of_the_folder_and_prompts_at_random(
+    kind: str, folder: Path
+) -> None:
     import peft
 
-    made = {"copies": peft.LoraConfig, "norms": peft.LNTuningConfig}
-    config = made.get(kind, peft.PromptTuningConfig)(task_type="CAUSAL_LM", **BESIDE[kind])
-    return peft.get_peft_model(base(device), config)
+    kinds = {"copies": peft.LoraConfig, "norms": peft.LNTuningConfig}
+    config = kinds.get(kind, peft.PromptTuningConfig)(task_type="CAUSAL_LM", **BESIDE[kind])
+    theirs = peft.get_peft_model(base(folder), config).state_dict()
+    model = peft.get_peft_model(base(folder, device="meta"), config)
+    init = model._init_weights  # of what the folder has not
+    whole = onefold.full_state_dict(
+        onefold.shard(model, recipe(), init=init, weights=folder / "base")
+    )
+    for name, value in whole.items():
+        if "prompt" in name or "lora_A" in name:
+            assert 0.5 < float(value.std() / theirs[name].std()) < 2, name
+        else:
+            assert torch.equal(value, theirs[name]), name
 
 
-def begun(root: Path) -> list[str]:
-    """What does not begin as peft has it, of models whose weights are read in parts."""
-    import onefold
-
-    problems = []
-    for kind in BESIDE:
-        model = beside(kind, "meta")
-        recipe = onefold.Recipe.zero(3, stall_timeout=20.0)
-        init = model._init_weights  # of what the folder has not
-        state = onefold.full_state_dict(onefold.shard(model, recipe, init=init, weights=root))
-        with torch.random.fork_rng():
-            theirs = beside(kind, "cpu")
-            theirs.get_base_model().load_state_dict(tensors_of_base(root, theirs), strict=False)
-        for name, tensor in theirs.state_dict().items() if state else ():
-            drawn = "prompt" in name or "lora_A" in name
-            if drawn and not 0.5 < float(state[name].std() / tensor.std()) < 2:
-                problems.append(
-                    f"{kind}: {name} spreads by {state[name].std()}, not {tensor.std()}"
-                )
-            if not drawn and not torch.equal(state[name], tensor):
-                problems.append(f"{kind}: {name}")
-    return problems
-
-
-def tensors_of_base(root: Path, model: Any) -> dict[str, Tensor]:
-    """The folder's, for modules of peft and for the copies that they train."""
-    from safetensors.torch import load_file
-
-    there, out = load_file(root / "model.safetensors"), {}
-    there["lm_head.weight"] = there["model.embed_tokens.weight"]  # tied, and the copies are not
-    for name in model.get_base_model().state_dict():
-        plain = name
-        for part in ("base_layer.", "original_module.", "modules_to_save.default.",
-                     "ln_tuning_layers.default."):  # fmt: skip
-            plain = plain.replace(part, "")
-        if plain in there:
-            out[name] = there[plain]
-    return out
-
-
-def test_copies_begin_as_the_modules_of_the_folder_and_prompts_at_random(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_told(folder: Path) -> None:
     import peft
 
-    import onefold
-    from onefold.checkpoint.errors import CheckpointError
-
-    model = base()
-    for p in model.parameters():
-        p.data.add_(0.125)  # norms that are not all ones
-    model.save_pretrained(tmp_path)
-    assert run_ranks(2, begun, tmp_path) == [[], []]
-    config = peft.IA3Config(
-        task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]
-    )
-    with pytest.raises(CheckpointError, match=r"of the kind IA3 .*ia3_l.* build it in memory"):
-        onefold.shard(
-            peft.get_peft_model(base("meta"), config), onefold.Recipe.zero(0), weights=tmp_path
-        )
-
-
-def prompted() -> Any:
-    import peft
-
-    torch.manual_seed(5)
-    return peft.get_peft_model(
-        base(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    )
-
-
-def prompts_saved(root: Path) -> bool:
-    import onefold
-
-    model = onefold.shard(prompted(), onefold.Recipe.zero(3, stall_timeout=20.0))
-    onefold.save_adapters(model, root / "ours")
-    onefold.save_adapters(model, root / "ours", overwrite=True)
-    return bool(model.prompt_encoder.training)
+    Failed = onefold.CheckpointError
+    model = onefold.shard(made(folder, None), recipe())
+    ours = onefold.save_adapters(model, folder / "ours")
+    more = onefold.save_adapters(onefold.shard(made(folder, 1, tokens=70), recipe()), folder / "70")
+    two = onefold.save_adapters(onefold.shard(made(folder, 1, r=2), recipe()), folder / "two")
+    plain = onefold.shard(base(folder), recipe(0))
+    dora = made(folder, None, use_dora=True, device="meta")
+    ia3 = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+    odd = peft.get_peft_model(base(folder, device="meta"), ia3)
+    weights = folder / "base"
+    for words, call in {
+        "has no adapters of peft": lambda: onefold.save_adapters(plain, folder / "out"),
+        "no adapter 'other'; it has default": lambda: onefold.load_adapters(model, ours, "other"),
+        "rank and targets": lambda: onefold.load_adapters(model, two),
+        "neither adapter_model.safetensors": lambda: onefold.load_adapters(model, weights),
+        r"\(70, 16\) there, \(64, 16\) in.*resize_token": lambda: onefold.load_adapters(model, more),
+        "save_adapters": lambda: onefold.export(model, folder / "out"),
+        "starts from the base model's weights": lambda: onefold.shard(dora, recipe(), weights=weights),
+        "of the kind IA3 .*build it in memory": lambda: onefold.shard(odd, recipe(), weights=weights),
+    }.items():  # fmt: skip
+        with pytest.raises(Failed, match=f"(?s){words}"):
+            call()
+    assert not (folder / "out").exists()
 
 
-def test_prompts_are_saved_as_pefts(tmp_path: Path) -> None:
-    """They are no tensors of the model: an encoder makes them."""
-    import peft
-
-    assert run_ranks(2, prompts_saved, tmp_path) == [True, True]
-    prompted().save_pretrained(tmp_path / "theirs")
-    ours, theirs = (tensors_of(tmp_path / name) for name in ("ours", "theirs"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
-    again = peft.PeftModel.from_pretrained(base(), str(tmp_path / "ours"))
-    assert again.peft_config["default"].num_virtual_tokens == 3
-
-
-def only_adapters_train(folders: dict[str, Path]) -> list[str]:
-    """The base is frozen, read from its folder, and does not change. At first B moves alone: A's
-    gradient is something times B, 0.
-    """
-    import onefold
-
-    model = onefold.shard(
-        wrapped(base("meta")), onefold.Recipe.zero(3, stall_timeout=20.0), weights=folders["base"]
-    )
-    before = onefold.full_state_dict(model)
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.0
-    )
-    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    optimizer.step()
-    after = onefold.full_state_dict(model)
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    wanted = {name for name in before if "lora_B" in name}
-    return (
-        []
-        if dist.get_rank() or moved == wanted
-        else [f"moved {sorted(moved)}, expected {sorted(wanted)}"]
-    )
-
-
-def test_adapters_on_a_base_read_from_its_folder_train_alone(folders: dict[str, Path]) -> None:
-    assert run_ranks(2, only_adapters_train, folders) == [[], []]
-
-
-def test_what_cannot_be_is_told(folders: dict[str, Path], tmp_path: Path) -> None:
-    import onefold
-    from onefold.checkpoint.errors import CheckpointError
-    from onefold.pretrained.adapters import load_adapters, save_adapters
-    from onefold.pretrained.export import export
-
-    plain = onefold.shard(base(), onefold.Recipe.zero(0))
-    with pytest.raises(CheckpointError, match="has no adapters of peft"):
-        save_adapters(plain, tmp_path / "out")
-    model = onefold.shard(wrapped(base()), onefold.Recipe.zero(0))
-    with pytest.raises(CheckpointError, match="no adapter 'other'; it has default"):
-        load_adapters(model, folders["theirs"], "other")
-    with pytest.raises(CheckpointError, match="save_adapters"):
-        export(model, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="starts from the base model's weights"):
-        onefold.shard(
-            wrapped(base("meta"), use_dora=True), onefold.Recipe.zero(0), weights=folders["base"]
-        )
-    assert list(tmp_path.iterdir()) == []
+@on_ranks(2)
+def test_a_save_takes_some_frozen_parameters_by_name(folder: Path) -> None:
+    model = onefold.shard(made(folder, 1), recipe())
+    expected = made(folder, 1).state_dict()
+    name = next(n for n, p in model.named_parameters() if n.endswith("embed_tokens.weight"))
+    for bad in (["other.weight"], name):
+        with pytest.raises(onefold.CheckpointError, match="expected True, False, or a list with"):
+            onefold.save(folder / "bad", model=model, frozen=bad)
+    onefold.save(folder / "some", model=model, frozen=[name])
+    with onefold.full_params(model, write=True):
+        for param in model.parameters():
+            param.fill_(0.5)
+    loaded = onefold.load(folder / "some", model=model, strict=False)
+    kept = {n for n in expected if n == name or "lora_" in n}
+    assert not kept.intersection(loaded.missing)
+    for n, value in onefold.full_state_dict(model).items():
+        assert torch.equal(value, expected[n]) == (n in kept), n

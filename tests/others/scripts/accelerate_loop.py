@@ -1,4 +1,4 @@
-"""A loop as accelerate's documentation writes it; run by test_accelerate_launch.py."""
+"""A loop as accelerate's documentation writes it."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Published scripts, run as they are on the ranks of a test: what a rank calls by name."""
+"""A model and data for published scripts, and what these do on the ranks of a test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import runpy
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 
 #: Blocks of SmolLM2 that are left of its 30.
 LAYERS = 2
-HERE = Path(__file__).parent
 
 
 def texts(count: int) -> list[tuple[str, str]]:
@@ -89,8 +87,6 @@ def prepare(folder: str) -> int:
         for split, part in {"train": kind[:16], "test": kind[16:]}.items():
             lines = "".join(json.dumps(row) + "\n" for row in part)
             (Path(folder) / name / f"{split}.jsonl").write_text(lines)
-    prose = "\n".join(textwrap.fill(text[:2500], 100) for _, text in rows[:4])
-    (Path(folder) / "prose.txt").write_text(prose)
     return sum(p.numel() for p in model.parameters())
 
 
@@ -148,7 +144,7 @@ def _watch(seen: dict[str, Any]) -> None:
             seen["engine"] = args.deepspeed is not None
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
-            for key in ("loss", "eval_loss", "grad_norm", "rewards/margins"):
+            for key in ("loss", "rewards/margins"):
                 if key in logs:
                     seen.setdefault(key, []).append(logs[key])
 

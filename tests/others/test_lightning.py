@@ -1,0 +1,306 @@
+"""onefold.lightning.Strategy beside Lightning's DDPStrategy; and Lightning's own DeepSpeedStrategy
+with the name deepspeed served.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import looks
+from needed import skip_without
+from on_ranks import on_ranks, slow
+from others.matrix import TOOLS, wrong
+from ranks import absolute_path
+from reference import differences, on_each_rank
+
+skip_without("lightning")
+SERVER = "libraries"
+# Lightning takes seconds to import, so ranks do it and not this module: all workers collect it
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "feature",
+    [f if "validation" in f else pytest.param(f, marks=slow) for f in TOOLS["lightning"].features],
+)
+def test_every_stage_trains_as_ddp_does(feature: str, folder: Path) -> None:
+    assert not wrong("lightning", feature, folder)
+
+
+@slow
+@on_ranks(2, server="served")
+@pytest.mark.parametrize("feature", TOOLS["lightning by name"].features)
+def test_every_stage_of_deepspeeds_strategy_trains_as_ddp_does(feature: str, folder: Path) -> None:
+    assert not wrong("lightning by name", feature, folder)
+
+
+def kept(folder: Path, name: str, strategy: Any) -> tuple[list[float], Path]:
+    """The losses of two epochs, and the folder of their checkpoints."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from others.lit import fitted
+
+    link = "link" if name == "folder" else None
+    keeps = ModelCheckpoint(folder / name, filename="{epoch}", save_top_k=-1, save_last=link)
+    options = {"callbacks": [keeps], "enable_checkpointing": True, "max_epochs": 2}
+    run = fitted(folder, strategy, **options)
+    run.trainer.save_checkpoint(folder / name / "weights.ckpt", weights_only=True)
+    return run.losses, folder / name
+
+
+@slow
+@on_ranks(2)
+def test_checkpoints_go_on_at_other_stages_and_by_ddp(folder: Path) -> None:
+    """A folder of shards, one file, and DDP's own file."""
+    from others.lit import Tuned, fitted, loader, trainer
+
+    saves = {"folder": {"stage": 3}, "file": {"stage": 3, "checkpoint": "file"}, "ddp": "ddp"}
+    losses, places = zip(*(kept(folder, *save) for save in saves.items()), strict=True)
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 8
+    assert (places[0] / "epoch=0.ckpt" / "rank-00001.safetensors").exists()
+    assert (places[0] / "last.ckpt").resolve().name == "epoch=1.ckpt"
+    mine, theirs = (torch.load(p / "epoch=0.ckpt", weights_only=True) for p in places[1:])
+    assert mine.keys() == theirs.keys()
+    assert mine["state_dict"].keys() == theirs["state_dict"].keys()
+    torch.testing.assert_close(mine["optimizer_states"], theirs["optimizer_states"])
+    tested = []
+    for place, strategy in zip(
+        places, ({"stage": 1}, {"stage": 3}, {"stage": 2, "checkpoint": "file"}), strict=True
+    ):
+        again = fitted(folder, strategy, place / "epoch=0.ckpt", max_epochs=2)
+        assert again.losses == losses[0][4:] and again.trainer.global_step == 8
+        # Evaluated by the weights of a checkpoint, on a module that was made without memory
+        fresh, path = Tuned(meta=True), str(place / "weights.ckpt")
+        trainer({"stage": 3}, folder).test(fresh, loader(4), ckpt_path=path, verbose=False)
+        tested.append(fresh.evaluated)
+    assert tested[0] == tested[1] == tested[2]
+    by_ddp = fitted(folder, "ddp", places[1] / "epoch=0.ckpt", max_epochs=2)
+    assert by_ddp.losses == losses[0][4:]
+
+
+@slow
+@on_ranks(2, server="served")
+def test_deepspeeds_strategy_goes_on_at_another_stage_and_is_converted(folder: Path) -> None:
+    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
+    from others.lit import deepspeeds, fitted
+
+    once, longer = fitted(folder, "ddp"), fitted(folder, "ddp", max_epochs=2)
+    for stage in (2, 3):
+        path = folder / f"{stage}.ckpt"
+        fitted(folder, deepspeeds(stage=stage)).trainer.save_checkpoint(path)
+        again = fitted(folder, deepspeeds(stage=5 - stage), path, max_epochs=2)
+        assert again.losses == pytest.approx(longer.losses[4:], rel=1e-6)
+        file = folder / f"{stage} of rank {dist.get_rank()}.ckpt"
+        state = convert_zero_checkpoint_to_fp32_state_dict(str(path), str(file))
+        assert state["epoch"] == 0
+        assert not differences(once.weights, state["state_dict"], 1e-5, 1e-6)
+
+
+@slow
+@on_ranks(2)
+def test_its_loops_callbacks_figures_and_models_without_memory(folder: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
+    from others.lit import Tuned, loader, trainer
+
+    best = ModelCheckpoint(folder / "best", filename="{step}", monitor="val_loss", save_top_k=1)
+    logger = CSVLogger(folder)
+    used = trainer(
+        {"stage": 3}, folder, logger=logger, log_every_n_steps=2, val_check_interval=2, callbacks=[best],
+        enable_checkpointing=True, max_epochs=2, enable_model_summary=True,
+    )  # fmt: skip
+    with used.init_module(empty_init=True):
+        tuned = Tuned()
+    assert all(p.is_meta for p in tuned.parameters())
+    used.validate(tuned, loader(4), verbose=False)
+    nbytes = 4 * sum(p.numel() for p in tuned.parameters())
+    assert sum(looks.held(tuned)["device"].values()) < 0.6 * nbytes
+    used.fit(tuned, loader(), loader(4))
+    assert used.global_step == 8
+    dist.barrier()
+    assert [path.suffix for path in (folder / "best").iterdir()] == [".ckpt"]
+    used.test(tuned, loader(4), ckpt_path="best", verbose=False)
+    score = used.callback_metrics["val_loss"].item()
+    assert score == pytest.approx(best.best_model_score.item(), abs=1e-6)
+    (told,) = used.predict(tuned, loader(4))
+    assert told.ndim == 0
+    used.fit(tuned, loader(), loader(4))  # max_epochs is reached: nothing happens
+    assert used.global_step == 8
+    if used.is_global_zero:
+        lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+        head, rows = lines[0].split(","), [line.split(",") for line in lines[1:]]
+        for name in ("wire_bytes", "memory_bytes", "memory_peak_bytes", "wire_wait_ms"):
+            values = [float(r[at]) for r in rows if r[at := head.index(f"onefold/{name}")]]
+            assert len(values) == 4 and values[-1] > 0, name
+            if name == "wire_bytes":  # three times half of the model, and what is logged
+                assert nbytes / 2 < values[-1] < 4 * nbytes / 2
+    strategy = used.strategy
+    assert strategy.broadcast(f"from {used.global_rank}") == "from 0"
+    assert strategy.reduce(torch.tensor(used.global_rank + 1.0), reduce_op="sum").item() == 3.0
+    assert strategy.reduce_boolean_decision(used.global_rank == 0, all=False)
+
+
+@slow
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["folder", "file"])
+def test_averages_are_torchs_through_a_checkpoint(form: str, folder: Path) -> None:
+    import lightning.pytorch as L
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    import onefold.lightning
+    from others.lit import fitted
+
+    class Averaging(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if not hasattr(self, "average"):
+                self.average = AveragedModel(pl_module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+            self.average.update_parameters(pl_module)
+
+    theirs = Averaging()
+    fitted(folder, "ddp", callbacks=[theirs], max_epochs=2)
+    saves = ModelCheckpoint(folder, filename="average")
+    first = [onefold.lightning.EMA(decay=0.5), saves]
+    strategy = {"stage": 3, "checkpoint": form}
+    fitted(folder, strategy, callbacks=first, enable_checkpointing=True)
+    second = [onefold.lightning.EMA(decay=0.5)]
+    path = folder / "average.ckpt"
+    ours = fitted(folder, {"stage": 2}, path, True, callbacks=second, max_epochs=2)
+    # The averages, once it has ended
+    assert not differences(theirs.average.module.state_dict(), ours.weights, 0, 1e-6)
+
+
+@slow
+@on_ranks(2)
+def test_two_optimizers_in_turn_by_hand_train_as_under_ddp(folder: Path) -> None:
+    import lightning.pytorch as L
+
+    from others.lit import loader, trainer
+    from zoo import TinyMLP
+
+    class Pair(L.LightningModule):
+        """A generator and its judge."""
+
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.maker, self.judge = TinyMLP(6, 5, 1, 7), TinyMLP(7, 5, 1, 1)
+            self.losses: list[float] = []
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            x, last = batch[:, :6].float() / 61, batch_idx % 2 == 1
+            for i, (optimizer, target) in enumerate(zip(self.optimizers(), (0, 1), strict=True)):
+                with optimizer.toggle_model(sync_grad=last):
+                    made = self.maker(x)
+                    loss = (self.judge(made if i == 0 else made.detach()) - target).square().mean()
+                    self.manual_backward(loss)
+                    self.losses.append(loss.item())
+                    if last:
+                        if i == 1:
+                            self.clip_gradients(optimizer, 0.5, "norm")
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.AdamW(n.parameters(), lr=1e-2) for n in (self.maker, self.judge)]
+
+    found: list[list[float]] = []
+    for strategy in ("ddp_find_unused_parameters_true", *({"stage": s} for s in (1, 2, 3))):
+        pair, used = Pair(), trainer(strategy, folder)
+        used.fit(pair, loader())
+        found.append(pair.losses)
+    assert len(found[0]) == 8
+    for losses in found[1:]:
+        assert losses == pytest.approx(found[0], abs=1e-6)
+    used.save_checkpoint(folder / "pair.ckpt")
+    again = trainer({"stage": 3}, folder, max_epochs=2)
+    again.fit(Pair(), loader(), ckpt_path=str(folder / "pair.ckpt"))
+    assert again.optimizers[1].state, "a judge without states was resumed"
+
+
+@slow
+@on_ranks(2)
+def test_names_are_recipes_and_values_are_clipped_as_under_ddp(folder: Path) -> None:
+    import onefold.lightning
+    from others.lit import fitted
+
+    plain = fitted(folder, "ddp")
+    for name, stage in (("onefold", 3), ("onefold_stage_1", 1), ("onefold_stage_2_offload", 2)):
+        run = fitted(folder, name)
+        offload = "cpu" if "offload" in name else None
+        expected = onefold.Recipe.zero(stage, offload_optimizer=offload)
+        assert onefold.engine_of(run.trainer.lightning_module).recipe == expected
+        assert run.losses == plain.losses
+    clipped = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+    ours, ddp = (fitted(folder, by, **clipped) for by in ({"stage": 3}, "ddp"))
+    assert ours.losses == ddp.losses != plain.losses
+
+
+@slow
+@on_ranks(2)
+def test_what_cannot_be_is_refused_in_words(folder: Path) -> None:
+    import lightning.pytorch as L
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    import onefold.lightning
+    from others.lit import Tuned, fitted, loader, trainer
+
+    made, named = onefold.lightning.Strategy, L.plugins.precision.Precision
+    other = type("Other", (named,), {"precision": "other"})
+    swa = L.callbacks.StochasticWeightAveraging(swa_lrs=1e-2)
+    three = {"stage": 3}
+    tuned = Tuned()
+    fitted(folder, three, module=tuned)
+    onefold.save(folder / "bare", model=tuned)
+
+    def saves(place: str) -> None:
+        # The Trainer that has it knows what it holds; the hook is the user's
+        tuned.on_save_checkpoint = lambda checkpoint: checkpoint["state_dict"].update(x=1)
+        tuned.trainer.save_checkpoint(place)
+
+    for words, call in {
+        "no recipe.*stage=3": lambda: made(),
+        r"Strategy\(stage=3\)": lambda: made(3),
+        "besides": lambda: made(onefold.Recipe.zero(2), stage=3),
+        "'one'": lambda: made(stage=3, checkpoint="one"),
+        "'spawn'": lambda: made(stage=3, start_method="spawn"),
+        "StochasticWeight": lambda: fitted(folder, three, callbacks=[swa]),
+        "AsyncCheckpointIO": lambda: fitted(folder, three, plugins=[AsyncCheckpointIO()]),
+        "autocast": lambda: fitted(folder, {"stage": 3, "precision": "bf16"}, precision="bf16-mixed"),
+        "16-mixed": lambda: fitted(folder, three, precision="16-true"),
+        "float16": lambda: fitted(folder, {"stage": 3, "precision": "fp16"}, precision="bf16-true"),
+        "Other": lambda: fitted(folder, three, plugins=[other()]),
+        "another recipe": lambda: trainer({"stage": 2}, folder).fit(tuned, loader()),
+        "on_save": lambda: saves(f"{folder}/no.ckpt"),
+        "lightning.pt": lambda: fitted(folder, three, folder / "bare"),
+        "s3://": lambda: tuned.trainer.save_checkpoint("s3://bucket/x.ckpt"),
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=f"(?s){words}"):
+            call()
+    assert on_each_rank("all refused") == ["all refused"] * 2
+
+
+@slow
+def test_the_example_runs_in_ranks_that_lightning_starts(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "lightning_gpt.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], env={**os.environ, "PYTHONPATH": absolute_path()},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith("30 steps, loss ") and f"28 tensors in {tmp_path}" in said, done.stdout
+    names = {path.name for path in (tmp_path / "last.ckpt").iterdir()}
+    assert {f"rank-{rank:05}.safetensors" for rank in range(2)} <= names
