@@ -656,7 +656,10 @@ FAULTS = [
         "integrations/deepspeed/engine.py",
         "config, limit = self.settings, self.settings.gradient_clipping or math.inf",
         "config, limit = self.settings, math.inf",
-        ["tests/integrations/test_deepspeed.py"],
+        [
+            "tests/ds/test_engine_surface.py::test_without_gradient_clipping_a_json_clips_to_norm_one",
+            "tests/ds/test_engine_surface.py::test_a_json_trains_as_ddp_wherever_states_rest",
+        ],
     ),
     Fault(
         "front ends",
@@ -664,7 +667,7 @@ FAULTS = [
         "integrations/deepspeed/passes.py",
         "return 1.0 if _Divided.calls else 1.0 / engine.gradient_accumulation_steps()",
         "return 1.0 / engine.gradient_accumulation_steps()",
-        ["tests/integrations/test_deepspeed_accumulation.py"],
+        ["tests/ds/test_engine_passes.py::test_gradients_are_those_of_a_plain_model"],
     ),
     Fault(
         "front ends",
@@ -720,7 +723,7 @@ FAULTS = [
         "integrations/deepspeed/engine.py",
         "            self.skipped_steps += 1\n        elif self.lr_scheduler is not None:",
         "            self.skipped_steps += 1\n        if self.lr_scheduler is not None:",
-        ["tests/integrations/test_deepspeed.py", "tests/integrations/test_deepspeed_precision.py"],
+        ["tests/ds/test_engine_precision.py::test_an_overflow_on_one_rank_skips_the_step_on_all"],
     ),
     Fault(
         "front ends",

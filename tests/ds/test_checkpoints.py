@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
@@ -556,27 +555,3 @@ def test_what_cannot_be_read_says_why(folder: Path) -> None:
         with pytest.raises(onefold.CheckpointError, match=words):
             onefold.load(path / "saved", model=model)
         assert not Path("sprung").exists()
-
-
-@slow
-def test_checkpoints_made_now_by_deepspeed_are_read(tmp_path: Path) -> None:
-    """By an interpreter with torch and DeepSpeed: this one, or the one that DEEPSPEED_PYTHON names."""
-    here = sys.executable if importlib.util.find_spec("deepspeed") else None
-    python = os.environ.get("DEEPSPEED_PYTHON") or here
-    if python is None:
-        pytest.skip(
-            "DeepSpeed is not installed (what it made lies in data/saved_by_deepspeed and was read):"
-            " DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8"
-        )
-    names = ["stage-1-fp32-2", "stage-3-fp32-2"]
-    command = [python, str(DATA / "make_deepspeed.py"), str(tmp_path), *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    for name in names:
-        with zipfile.ZipFile(tmp_path / f"{name}.zip") as archive:
-            archive.extractall(tmp_path / name)
-        said = json.loads((tmp_path / name / "case.json").read_text())
-        model = onefold.shard(Tiny(), onefold.Recipe.zero(2))
-        onefold.load(tmp_path / name / "saved", model=model)
-        loss = model(torch.tensor(said["batches"][0]))
-        assert abs(loss.item() - said["losses"][0]) < CLOSE["fp32"]

@@ -264,6 +264,10 @@ def test_a_block_that_raised_leaves_its_gradients_to_the_next_reduction(stage: i
         loss_of(plain.model(batch(i))).backward()
     plain.step()
     assert apart(masters(engine), plain.weights()) < 1e-5
+    counted = made(stage, gradient_accumulation_steps=2)
+    with counted.coalesce_grad_reduction():
+        counted.backward(loss_of(counted(batch(0))))
+    assert not counted.is_gradient_accumulation_boundary(), "the count goes on as before"
 
 
 @on_ranks(2)

@@ -505,6 +505,12 @@ def test_save_16bit_model_writes_the_whole_model(folder: Path) -> None:
             "model.safetensors",
             "again.bin",
         }
+    model = built(TinyMLP)
+    model.blocks.requires_grad_(False)
+    place = folder / "part"
+    assert made(3, model).save_16bit_model(place, exclude_frozen_parameters=True)
+    names = torch.load(place / "pytorch_model.bin").keys()
+    assert names == {n for n in expected if not n.startswith("blocks")}
     with pytest.raises(RuntimeError, match="rank 0 could not write"):
         engine.save_16bit_model("/dev/null/nowhere")
 

@@ -4,7 +4,6 @@ refused and why, and the names beside the engine.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import importlib.metadata
@@ -164,12 +163,6 @@ NO_NAMES = {
     "deepspeed.config.get",
     "deepspeed.save_checkpoint",
 }
-#: What libraries look for in a folder of `engine.save_checkpoint`, and find there.
-LOOKED_FOR = {"global_step*", "latest", "zero_to_fp32.py"}
-#: Names of files of DeepSpeed's engine, whole or as a part of a pattern.
-FILES = re.compile(
-    r"global_step\*|^latest$|zero_to_fp32\.py|\w*mp_rank\w*|\w*_states\.pt|model_states\w*|optim_states\w*"
-)
 
 
 def names_in(text: str) -> set[str]:
@@ -212,22 +205,6 @@ def test_every_name_that_an_installed_library_asks_for_is_served_or_refused_with
             if (said := outcome(name)) and "not served here" not in said
         }
         assert not left, f"{host} asks for them: serve them, or refuse them with a reason: {left}"
-
-
-@slow
-def test_no_installed_library_looks_for_files_of_deepspeed_that_are_not_written() -> None:
-    found: set[str] = set()
-    for text in (text for host in HOSTS for text in sources(host)):
-        tree = ast.parse(text)
-        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Constant)
-                and isinstance(node.value, str)
-                and id(node) not in alone
-            ):
-                found |= set(FILES.findall(node.value))
-    assert found <= LOOKED_FOR and found, found - LOOKED_FOR
 
 
 # -- names beside the engine -----------------------------------------------------------------------

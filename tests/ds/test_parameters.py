@@ -209,10 +209,13 @@ def test_what_needs_values_raises_outside_and_shapes_dtypes_and_copies_do_not() 
     twin = copy.deepcopy(model)
     assert twin.to(torch.float64)[0].weight.dtype == torch.float64
     model[1].bias.data = torch.full((3,), 2.0 + dist.get_rank())  # rank 0's value counts
+    if dist.get_rank() == 0:
+        model[0].bias.data = torch.full((5,), 7.0)
     engine = served().initialize(model=model, config=json_of(3))[0]
     copied = served().initialize(model=twin.eval(), config=json_of(3, optimizer=None))[0]
     theirs = list(plain.parameters())
-    assert all(map(torch.equal, whole(engine.module), [*theirs[:3], torch.full((3,), 2.0)]))
+    expected = [theirs[0], torch.full((5,), 7.0), theirs[2], torch.full((3,), 2.0)]
+    assert all(map(torch.equal, whole(engine.module), expected))
     assert all(torch.equal(a.float(), b) for a, b in zip(whole(copied.module), theirs, strict=True))
     train(engine, range(1))
 

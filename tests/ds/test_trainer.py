@@ -31,20 +31,13 @@ AUTO = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto", "steps_per_print": float("inf"),
 }  # fmt: skip
-ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-LLAMA = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}  # fmt: skip
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 
 
-def ds(stage: int, **more: Any) -> dict[str, Any]:
+def ds(stage: int) -> dict[str, Any]:
     """A configuration as it stands in transformers' documentation, with "auto"."""
-    zero = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": "auto"}
-    return {**AUTO, "zero_optimization": {**zero, **more.pop("zero", {})}, **more}
+    return {**AUTO, "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"}}
 
 
 def tokens(rows: int = 64, words: int = 64) -> list[dict[str, Any]]:
@@ -83,9 +76,15 @@ def saved_llama(folder: Path) -> None:
     dist.barrier()
 
 
+def llama_of(folder: Path) -> Any:
+    import transformers as hf
+
+    return hf.LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+
+
 def trained(
     folder: Path, name: str, stage: int | None = None, *, resume: str | None = None, kinds: Any = None,
-    make: Any = None, json: Any = None, options: Any = None, **arguments: Any,
+    make: Any = None, options: Any = None, **arguments: Any,
 ) -> tuple[Any, dict[str, list[float]]]:  # fmt: skip
     """A trainer after its run, and what it has logged; under DDP without a stage. The model of
     `folder` is saved as `folder`/of-`name`.
@@ -96,14 +95,10 @@ def trained(
     with fresh():
         given = arguments_kind(
             output_dir=str(folder / name), use_cpu=True, per_device_train_batch_size=2, learning_rate=1e-2,
-            logging_steps=1, report_to=[], disable_tqdm=True, seed=1, deepspeed=None if stage is None else ds(stage, **(json or {})),
+            logging_steps=1, report_to=[], disable_tqdm=True, seed=1, deepspeed=None if stage is None else ds(stage),
             **{"max_steps": 4, "save_strategy": "no", **arguments},
         )  # fmt: skip
-        model = (
-            make()
-            if make
-            else hf.LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-        )
+        model = make() if make else llama_of(folder)
         torch.manual_seed(0)
         more = options or {"train_dataset": tokens(), "eval_dataset": tokens()}
         trainer = trainer_kind(model, given, **more)
@@ -149,59 +144,11 @@ def test_trainer_trains_saves_and_goes_on_as_under_ddp(folder: Path) -> None:
 
 @slow
 @on_ranks(2, server="served")
-def test_trainer_offloads_and_goes_on_wherever_the_state_rests(folder: Path) -> None:
-    saved_llama(folder)
-    (disk := folder / "disk").mkdir(exist_ok=True)
-    host, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(disk)}
-    _, ddp = trained(folder, "ddp")
-    tiers = {
-        "states on the host": (1, {"zero": {"offload_optimizer": host}}),
-        "all on the host": (3, {"zero": {"offload_optimizer": host, "offload_param": host}, "zero_force_ds_cpu_optimizer": False}),
-        "all on nvme": (3, {"zero": {"offload_optimizer": nvme, "offload_param": nvme}, "optimizer": ADAMW}),
-    }  # fmt: skip
-    for name, (stage, json) in tiers.items():
-        _, ours = trained(folder, name, stage, json=json, **SAVES)
-        same(ours, ddp, 1e-5)
-        same_model(folder, name, "ddp")
-    stage, json = tiers["states on the host"]
-    resume = f"{folder}/all on nvme/checkpoint-2"
-    _, again = trained(folder, "again", stage, json={**json, "optimizer": ADAMW}, resume=resume)
-    assert again["loss"][-2:] == pytest.approx(ddp["loss"][-2:], rel=1e-5)
-
-
-@slow
-@on_ranks(2, server="served")
-def test_fp16_of_the_json_scales_its_loss_and_skips_what_overflows(folder: Path) -> None:
-    saved_llama(folder)
-    _, ddp = trained(folder, "ddp", max_steps=8)
-    kinds = {
-        "overflows": {"initial_scale_power": 24},
-        "grows": {"initial_scale_power": 4, "loss_scale_window": 2},
-        "static": {"loss_scale": 64.0},
-    }
-    for kind, section in kinds.items():
-        json = {"fp16": {"enabled": "auto", "hysteresis": 1, **section}}
-        trainer, ours = trained(folder, kind, 3, json=json, max_steps=8, fp16=True)
-        engine = trainer.model_wrapped
-        if kind == "overflows":
-            assert 1 <= engine.skipped_steps <= 7 and engine.cur_scale == 2.0 ** (
-                24 - engine.skipped_steps
-            )
-            assert ours["learning_rate"][:2] == [1e-2] * 2, "the rate waits too"
-            continue
-        assert ours["loss"] == pytest.approx(ddp["loss"], abs=0.02) and not engine.skipped_steps
-        assert engine.cur_scale == 64 if kind == "static" else engine.cur_scale > 2**4
-
-
-@slow
-@on_ranks(2, server="served")
-@pytest.mark.parametrize("name", ["texts", "tokens", "adalora"])
-def test_generated_texts_new_tokens_and_adalora_are_those_of_ddp(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("name", ["texts", "tokens"])
+def test_generated_texts_and_new_tokens_are_those_of_ddp(name: str, folder: Path) -> None:
     import transformers as hf
-    from peft import AdaLoraConfig, get_peft_model
 
     saved_llama(folder)
-    llama = hf.LlamaForCausalLM
 
     def translator() -> Any:
         config = hf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
@@ -211,22 +158,9 @@ def test_generated_texts_new_tokens_and_adalora_are_those_of_ddp(name: str, fold
         return model
 
     def more_tokens() -> Any:
-        model = built(lambda: llama.from_pretrained(folder / "model", dtype=torch.float32))
+        model = built(lambda: llama_of(folder))
         model.resize_token_embeddings(70, mean_resizing=False)
         return model
-
-    def adapted() -> Any:
-        config = AdaLoraConfig(init_r=4, target_r=2, tinit=1, tfinal=2, deltaT=1, total_step=8,
-                               target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")  # fmt: skip
-        return built(
-            lambda: get_peft_model(
-                llama.from_pretrained(folder / "model", dtype=torch.float32), config
-            )
-        )
-
-    class Allocates(hf.TrainerCallback):
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            given["model"].base_model.update_and_allocate(state.global_step)
 
     texts: list[Any] = []
 
@@ -234,29 +168,13 @@ def test_generated_texts_new_tokens_and_adalora_are_those_of_ddp(name: str, fold
         texts.append(found.predictions.tolist())
         return {}
 
-    rows = [
-        {"input_ids": r["input_ids"], "labels": r["labels"][: 4 + i % 4]}
-        for i, r in enumerate(tokens(16))
-    ]
-    rows = [
-        {
-            **row,
-            "labels": torch.nn.functional.pad(row["labels"], (0, 8 - len(row["labels"])), value=1),
-        }
-        for row in rows
-    ]
+    rows = [{**row, "labels": row["labels"][:8]} for row in tokens(16)]
     kinds = (hf.Seq2SeqTrainer, hf.Seq2SeqTrainingArguments)
-    asks = {
-        "predict_with_generate": True,
-        "generation_max_length": 8,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-    }
+    asks = {"predict_with_generate": True, "generation_max_length": 8, "eval_strategy": "steps", "eval_steps": 2}  # fmt: skip
     runs: dict[str, dict[str, Any]] = {
         "texts": {"make": translator, "kinds": kinds,
                   "options": {"train_dataset": rows, "eval_dataset": rows[:6], "compute_metrics": metrics}, **asks},
         "tokens": {"make": more_tokens, "options": {"train_dataset": tokens(64, 70)}},
-        "adalora": {"make": adapted, "options": {"train_dataset": tokens(), "callbacks": [Allocates()]}, "max_steps": 8},
     }  # fmt: skip
     found = {}
     for stage in (None, 3):
@@ -268,8 +186,7 @@ def test_generated_texts_new_tokens_and_adalora_are_those_of_ddp(name: str, fold
             own = trainer.model.generate(
                 mine, max_new_tokens=length, **({"synced_gpus": True} if stage else {})
             ).tolist()
-        peft = getattr(trainer.model, "peft_config", {})
-        found[stage] = logs, [*texts], own, {k: v.rank_pattern for k, v in peft.items()}
+        found[stage] = logs, [*texts], own
     same(found[3][0], found[None][0], 1e-5)
     assert found[3][1:] == found[None][1:], name
     if name == "tokens":
