@@ -29,7 +29,6 @@ SMALLEST = {
     " --sides onefold-1-muon onefold-3-muon fsdp2-muon",
     "trainer": "--rounds 1 --steps 2 --warmup 1 --layers 2 --width 32 --sides"
     " 'loop 3' 'trainer 3' 'trainer fsdp2'",
-    "phases": "--rounds 1",
 }
 
 
