@@ -20,12 +20,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, Refused
 
 # -- those who start ranks -------------------------------------------------------------------------
 
@@ -33,40 +33,40 @@ from benchmarks.harness import ROOT
 def interpreter_has(python: str, package: str) -> bool:
     """Whether that interpreter finds the package; nothing is imported."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    asked = subprocess.run([python, "-c", code], env=environment(1), cwd=ROOT, check=False)
+    try:
+        asked = subprocess.run([python, "-c", code], env=environment(1), cwd=ROOT, check=False)
+    except OSError as error:
+        raise Refused(f"--deepspeed-python {python}: expected an interpreter ({error}).") from None
     return asked.returncode == 0
 
 
-def requirement(side: str) -> str | None:
-    """The package that a side needs beside torch, None for torch's own."""
-    family = side.partition("-")[0]
-    return family if family in ("deepspeed", "onefold") else None
+def on_deepspeed(side: str) -> bool:
+    """Whether a side needs DeepSpeed, which may have an interpreter of its own."""
+    return "deepspeed" in side.replace("-", " ").split()
 
 
 def python_of(side: str, options: Any) -> str:
     """The interpreter that runs a side."""
-    return str(options.deepspeed_python) if requirement(side) == "deepspeed" else sys.executable
+    return str(options.deepspeed_python) if on_deepspeed(side) else sys.executable
 
 
 def absent(sides: Iterable[str], options: Any) -> set[str]:
     """Those of the sides whose library is not installed."""
-    needed = {side: (python_of(side, options), requirement(side)) for side in sides}
-    there = {
-        asked: interpreter_has(asked[0], asked[1]) for asked in set(needed.values()) if asked[1]
-    }
-    return {side for side, asked in needed.items() if not there.get(asked, True)}
+    theirs = {side for side in sides if on_deepspeed(side)}
+    there = theirs and interpreter_has(options.deepspeed_python, "deepspeed")
+    return set() if there else theirs
 
 
 def environment(threads: int, source: Path = ROOT / "src") -> dict[str, str]:
     """The ranks' environment: threads, gloo on the loopback interface, Onefold from `source`."""
-    launchers = (
+    launchers = {
         "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
         "LOCAL_WORLD_SIZE",
         "MASTER_ADDR",
         "MASTER_PORT",
-    )
+    }
     kept = {name: value for name, value in os.environ.items() if name not in launchers}
     paths = [str(source), str(ROOT), *kept.get("PYTHONPATH", "").split(os.pathsep)]
     kept["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
@@ -122,21 +122,11 @@ def run_ranks(
         return {"status": "failed", "error": error, "wall_s": wall}
 
 
-def run_side(
-    side: str,
-    setting: Any,
-    options: Any,
-    job: dict[str, Any] | None = None,
-    *,
-    module: str = "benchmarks.worker",
-    run: Callable[..., dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """Measure a side in a `peers.settings.Setting` once, with the interpreter that has its library.
-    `run` may stand in for `run_ranks`.
-    """
-    return (run or run_ranks)(
+def run_side(module: str, side: str, setting: Any, options: Any, **job: Any) -> dict[str, Any]:
+    """Measure a side in a setting once, with the interpreter that has its library."""
+    return run_ranks(
         module,
-        {"side": side, "setting": asdict(setting), **(job or {})},
+        {"side": side, "setting": asdict(setting), **job},
         setting.ranks,
         threads=setting.threads,
         python=python_of(side, options),

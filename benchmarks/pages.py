@@ -103,9 +103,20 @@ def page(*parts: str) -> str:
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
 
 
-def notes(told: Mapping[str, str], of: Iterable[str] | None = None) -> list[str]:
-    """A sentence for each side (of those that are named), how it is set up."""
-    return [f"{name}: {note}." for name, note in told.items() if of is None or name in of]
+def notes(told: Mapping[str, str], left_out: Iterable[str] = ()) -> list[str]:
+    """A sentence for each side, how it is set up, but for those that are named."""
+    return [f"{name}: {note}." for name, note in told.items() if name not in left_out]
+
+
+def goals(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table of `harness.goal`s; empty where there are none."""
+    met = {True: "yes", False: "**no**", None: DASH}
+    columns: Columns = {
+        "goal": shown("goal"),
+        "measured": shown("figure"),
+        "met": lambda row: met[row["met"]],
+    }
+    return table(columns, rows, left=3) if rows else ""
 
 
 def failures(rows: Iterable[Any]) -> list[str]:

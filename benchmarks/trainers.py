@@ -1,9 +1,9 @@
-"""One class a peer: how it is built and how it takes one optimizer step. Everything else of a run
+"""One class a library: how it is built and how it takes one optimizer step. Everything else of a run
 is shared.
 
-Every peer starts from the same fp32 weights, uses `torch.optim.AdamW(fused=True)` and averages
+Every side starts from the same fp32 weights, uses `torch.optim.AdamW(fused=True)` and averages
 gradients over ranks and micro-batches. bf16 is each library's documented way of computing in bf16
-over fp32 master weights (`settings.NOTES`).
+over fp32 master weights.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.launch import requirement
-from benchmarks.peers.model import Batch
-from benchmarks.peers.settings import Setting
+from benchmarks.gpt import Batch, Setting
+from benchmarks.launch import on_deepspeed
 
 LEARNING_RATE = 3e-4
 WEIGHT_DECAY = 0.1
 
 
-class Peer(Protocol):
+class Trainer(Protocol):
     """A model that is ready to train."""
 
     def step(self, batches: Sequence[Batch]) -> float:
@@ -41,12 +40,12 @@ class Peer(Protocol):
 
 
 def adamw(parameters: Any) -> torch.optim.AdamW:
-    """The optimizer of every peer."""
+    """The optimizer of every side."""
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-class TorchPeer:
-    """The ordinary loop of PyTorch; the peers below differ in how they fill its attributes."""
+class Torch:
+    """The ordinary loop of PyTorch; the sides below differ in how they fill its attributes."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -80,7 +79,7 @@ class TorchPeer:
         return float(total) / len(batches)
 
 
-class Plain(TorchPeer):
+class Plain(Torch):
     """PyTorch alone, on one rank."""
 
     def __init__(self, setting: Setting, model: nn.Module) -> None:
@@ -97,7 +96,7 @@ def all_reduce_in_bf16(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
     return done.then(lambda _: whole.copy_(sent))
 
 
-class DDP(TorchPeer):
+class DDP(Torch):
     """DistributedDataParallel; with `compress`, bf16 on the wire."""
 
     def __init__(self, setting: Setting, model: nn.Module, *, compress: bool = False) -> None:
@@ -134,7 +133,7 @@ class ZeroOptimizer(DDP):
         )
 
 
-class FSDP2(TorchPeer):
+class FSDP2(Torch):
     """`fully_shard` on each block, then on the root: the set-up of its tutorial. Reduces every
     micro-batch.
 
@@ -228,7 +227,7 @@ class DeepSpeed:
         return float(total) / len(batches)
 
 
-class Onefold(TorchPeer):
+class Onefold(Torch):
     """`onefold.shard` at one stage, with further arguments of `Recipe.zero`; `ranks` are those of
     `shard` that name a mesh.
     """
@@ -269,24 +268,26 @@ class Onefold(TorchPeer):
         return int(self.engine.traffic.total())
 
 
-def prepare(peer: str, device: str = "cpu") -> None:
-    """Import what the peer needs before memory is measured: a library is no state."""
-    package = requirement(peer)
-    if package == "deepspeed":
+def prepare(side: str, device: str = "cpu") -> None:
+    """Import what the side needs before memory is measured, and nothing of Onefold for another
+    library: a library is no state.
+    """
+    if on_deepspeed(side):
         os.environ.setdefault("DS_ACCELERATOR", device)
         # Its ninja stands beside the interpreter, which need not be on the PATH when no environment
         # is activated.
         beside = str(Path(sys.executable).parent)
         os.environ["PATH"] = os.pathsep.join([beside, os.environ.get("PATH", "")])
-    if package:
-        importlib.import_module(package)
-    if peer.startswith("fsdp2"):
+        importlib.import_module("deepspeed")
+    elif side.startswith("fsdp2"):
         importlib.import_module("torch.distributed.fsdp")
-    if peer == "zero-optimizer":
+    elif side == "zero-optimizer":
         importlib.import_module("torch.distributed.optim")
+    elif not side.startswith(("ddp", "plain")):
+        importlib.import_module("onefold.observe")
 
 
-PEERS: dict[str, Callable[..., Peer]] = {
+PEERS: dict[str, Callable[..., Trainer]] = {
     "plain": Plain,  # PyTorch alone
     "ddp": DDP,
     "ddp-bf16-wire": partial(DDP, compress=True),
@@ -297,12 +298,12 @@ PEERS: dict[str, Callable[..., Peer]] = {
 }
 
 
-def build(peer: str, setting: Setting, model: nn.Module) -> Peer:
-    """The peer around `model`, which holds whole fp32 weights on every rank.
+def build(side: str, setting: Setting, model: nn.Module) -> Trainer:
+    """The side of that name around `model`, which holds whole fp32 weights on every rank.
 
     Raises:
         ValueError: a name that is not in `PEERS`.
     """
-    if peer not in PEERS:
-        raise ValueError(f"There is no peer {peer!r}; choose one of {', '.join(PEERS)}.")
-    return PEERS[peer](setting, model)
+    if side not in PEERS:
+        raise ValueError(f"There is no side {side!r}; choose one of {', '.join(PEERS)}.")
+    return PEERS[side](setting, model)

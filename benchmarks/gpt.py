@@ -1,19 +1,53 @@
-"""What every peer trains: a GPT in plain `torch.nn` and a stream of random tokens."""
+"""What most benchmarks train: a GPT in plain `torch.nn`, a stream of random tokens, and the setting that
+all sides of a comparison share.
+"""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.peers.settings import Setting
-
 Batch = tuple[Tensor, Tensor]
+PRECISIONS: tuple[str, ...] = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all sides of a comparison share.
+
+    `tokens` are per rank and micro-batch; `accumulation` is the number of micro-batches of an
+    optimizer step; `warmup` and `steps` count optimizer steps (the first are not timed); `clip` is
+    the gradient norm, 0 for none.
+    """
+
+    model: str = "gpt-110m"
+    tokens: int = 256
+    precision: str = "fp32"
+    ranks: int = 2
+    accumulation: int = 1
+    warmup: int = 2
+    steps: int = 4
+    clip: float = 0.0
+    threads: int = 1
+    device: str = "cpu"
+
+    @property
+    def title(self) -> str:
+        """The setting in words, for a table's or a plot's heading."""
+        micro = "micro-batch" if self.accumulation == 1 else "micro-batches"
+        clip = f", clip {self.clip:g}" if self.clip else ""
+        return (
+            f"{self.model}, {self.tokens:,} tokens a rank, {self.precision}, {self.ranks} ranks,"
+            f" {self.accumulation} {micro} a step{clip}"
+        )
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Tokens that all ranks together consume in one optimizer step."""
+        return self.tokens * self.accumulation * self.ranks
 
 
 @dataclass(frozen=True)
@@ -117,22 +151,13 @@ def count_at_the_turn(name: str) -> int:
     return sum(p.numel() for p in model.parameters()) - sum(blocks[:-1])
 
 
-def micro_batch(
-    name: str, tokens: int, step: int, micro: int, rank: int, ranks: int
-) -> tuple[Tensor, Tensor]:
+def micro_batch(shape: Shape, tokens: int, step: int, micro: int, rank: int, ranks: int) -> Batch:
     """Inputs and labels, (tokens / seq, seq) each, a function of where in the run the micro-batch
     stands and no more.
 
     Token frequencies follow Zipf's law (log-uniform ids), so that there is something to learn and
     the losses of a few steps move: peers whose losses agree then agree on something.
     """
-    return drawn(SHAPES[name], tokens, step, micro, rank, ranks)
-
-
-def drawn(
-    shape: Shape, tokens: int, step: int, micro: int, rank: int, ranks: int
-) -> tuple[Tensor, Tensor]:
-    """The same for any model of these sizes."""
     seq = min(shape.seq, tokens)
     source = torch.Generator().manual_seed(((step * 1_000 + micro) * ranks + rank) * 7 + 1)
     uniform = torch.rand(max(1, tokens // seq), seq + 1, generator=source, dtype=torch.float64)
@@ -140,19 +165,11 @@ def drawn(
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def batches(setting: Setting, step: int, rank: int) -> list[Batch]:
-    """A rank's micro-batches of a step, on the setting's device."""
+def batches(setting: Setting, step: int, rank: int, ranks: int = 0) -> list[Batch]:
+    """The micro-batches of one of `ranks` (the setting's) in a step, on the setting's device."""
+    shape, count = SHAPES[setting.model], ranks or setting.ranks
     made = [
-        micro_batch(setting.model, setting.tokens, step, micro, rank, setting.ranks)
+        micro_batch(shape, setting.tokens, step, micro, rank, count)
         for micro in range(setting.accumulation)
     ]
     return [(ids.to(setting.device), labels.to(setting.device)) for ids, labels in made]
-
-
-def touch(build_side: Callable[[Setting, nn.Module], Any], setting: Setting) -> None:
-    """Let a side train a toy for a step: its code and lazy imports are there afterwards."""
-    toy = replace(setting, model="gpt-tiny", tokens=32)
-    trainer = build_side(toy, build(toy.model, device=toy.device))
-    trainer.step(batches(toy, 0, 0))
-    del trainer
-    gc.collect()
