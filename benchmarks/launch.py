@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -86,12 +86,14 @@ def run_ranks(
     python: str = sys.executable,
     timeout: float = 600.0,
     source: Path = ROOT / "src",
+    start: Callable[..., subprocess.Popen[bytes]] | None = None,
 ) -> dict[str, Any]:
     """Let every rank call `module.measure(job)`; answers `status` ("ok", "failed" or "timeout"),
     `ranks` (what each returned), `error`, `wall_s`.
 
     The ranks meet through a file in a temporary folder (no port is chosen). One that fails, or
-    `timeout` seconds, ends all; the error carries its output's end.
+    `timeout` seconds, ends all; the error carries its output's end. `start` may stand in for this
+    module's, with the rank before the command.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -101,9 +103,8 @@ def run_ranks(
         try:
             for rank in range(ranks):
                 work = [python, "-m", "benchmarks.launch", module, str(path), str(rank)]
-                workers.append(
-                    start(work, Path(folder, f"rank{rank}.log"), environment(threads, source))
-                )
+                how = (work, Path(folder, f"rank{rank}.log"), environment(threads, source))
+                workers.append(start(rank, *how) if start else started_here(*how))
             failed = wait(workers, started + timeout)
         finally:
             for worker in workers:
@@ -122,15 +123,18 @@ def run_ranks(
         return {"status": "failed", "error": error, "wall_s": wall}
 
 
-def run_side(module: str, side: str, setting: Any, options: Any, **job: Any) -> dict[str, Any]:
+def run_side(
+    module: str, side: str, setting: Any, options: Any, start: Any = None, **job: Any
+) -> dict[str, Any]:
     """Measure a side in a setting once, with the interpreter that has its library."""
     return run_ranks(
         module,
-        {"side": side, "setting": asdict(setting), **job},
+        {"side": side, "setting": asdict(setting), "timeout": options.timeout, **job},
         setting.ranks,
         threads=setting.threads,
         python=python_of(side, options),
         timeout=options.timeout,
+        start=start,
     )
 
 
@@ -143,7 +147,7 @@ def all_ranks(module: str, job: dict[str, Any], ranks: int, **how: Any) -> list[
     return told
 
 
-def start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+def started_here(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
     """A process that ends with us: its standard input is a pipe that only we hold open."""
     with log.open("wb") as out:
         return subprocess.Popen(

@@ -353,7 +353,7 @@ def too_large(
                 meet = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
                 meet |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 env = launch.environment(threads) | {k: str(v) for k, v in meet.items()}
-                workers.append(launch.start(command, Path(place, f"rank{rank}.log"), env))
+                workers.append(launch.started_here(command, Path(place, f"rank{rank}.log"), env))
             deadline = time.monotonic() + timeout
             while any(w.poll() is None for w in workers) and not any(w.poll() for w in workers):
                 resident = sum(probes.status_bytes("VmRSS", w.pid) or 0 for w in workers)

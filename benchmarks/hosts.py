@@ -27,15 +27,22 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import CannotGoOn
-from benchmarks.wires.sides import Link
+from benchmarks.harness import ROOT, CannotGoOn
+from benchmarks.launch import environment
 
+HOSTS = 2
 INTERFACE = "wire"
+PORT = 29400
+"""Of the plain stream: a new host has every port free."""
 ADDRESS = "WIRES_ADDRESS"
 """The environment variable that tells a rank its own host's address."""
 LARGEST_PACKET = 68 * 1024
@@ -53,6 +60,21 @@ TOOLS = {
 
 class HostError(CannotGoOn):
     """Hosts or links cannot be made here; the message says why and what would help."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """`rate` in bits a second, each way; `delay_ms` one way, beside what the rate takes."""
+
+    rate: float
+    delay_ms: float = 0.0
+
+    @property
+    def title(self) -> str:
+        units = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0))
+        unit, size = next((u, s) for u, s in units if self.rate >= s)
+        delay = f", {self.delay_ms:g} ms each way" if self.delay_ms else ""
+        return f"{self.rate / size:g} {unit}{delay}"
 
 
 def tool(name: str) -> str:
@@ -217,3 +239,70 @@ def permitted(link: Link) -> str | None:
             return None
     except HostError as error:
         return str(error)
+
+
+# -- one plain stream over the link, for the rate that it really carries --------------------------------
+
+
+def measured(link: Link, seconds: float = 0.5) -> dict[str, Any]:
+    """What one plain stream gets from the link: payload "bit_s" a second, and "round_trip_ms" of
+    its first words.
+
+    Raises:
+        HostError: there can be no hosts, or the stream did not get through.
+    """
+    script = [sys.executable, "-m", "benchmarks.hosts"]
+    how: dict[str, Any] = {"folder": ROOT, "environment": environment(1)}
+    how |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    with joined(link) as (first, second):
+        receiver = first.start([*script, "receive"], **how)
+        assert receiver.stdout is not None
+        if receiver.stdout.readline() != b"ready\n":
+            raise HostError("the plain stream that measures the link did not start.")
+        sender = second.start([*script, "send", first.address, str(seconds)], **how)
+        try:
+            told = [process.communicate(timeout=30 + seconds)[0] for process in (sender, receiver)]
+            return {"bit_s": float(told[1]), "round_trip_ms": float(told[0])}
+        except (subprocess.TimeoutExpired, ValueError):
+            raise HostError(
+                "the plain stream that measures the link did not get through."
+            ) from None
+
+
+def receive() -> None:
+    """Prints payload bits a second between the first block and the last."""
+    with socket.create_server(("0.0.0.0", PORT)) as server:
+        print("ready", flush=True)
+        connection, _ = server.accept()
+        with connection:
+            room = memoryview(bytearray(1 << 20))
+            for _ in range(5):
+                connection.sendall(connection.recv(1))
+            connection.recv_into(room)
+            begun, got = time.perf_counter(), 0
+            while taken := connection.recv_into(room):
+                got += taken
+                ended = time.perf_counter()
+    print(8 * got / (ended - begun) if got else 0.0)
+
+
+def send(address: str, seconds: float) -> None:
+    """Prints the milliseconds of the quickest round trip of one byte."""
+    with socket.create_connection((address, PORT)) as connection:
+        trips = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            connection.sendall(b"?")
+            connection.recv(1)
+            trips.append(time.perf_counter() - begun)
+        print(1000 * min(trips))
+        block, end = bytes(1 << 18), time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            connection.sendall(block)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "receive":
+        receive()
+    else:
+        send(sys.argv[2], float(sys.argv[3]))
