@@ -5,9 +5,9 @@ model, one disk, one run.
     python -m benchmarks checkpoint --model gpt-tiny --rounds 1   # a minute or two: does it run?
 
 In a round every peer saves, saves behind the training, and loads on as many ranks, on twice and on half
-as many, each in fresh processes; then every way opens a Hugging Face folder as a sharded model. Beside
-each save the same processes write as many bytes to the disk: what it gives just then. Every rank trains
-on the same batches: the two steps after a save and the same two after a load must have the same losses.
+as many, each in fresh processes. Beside each save the same processes write as many bytes to the disk:
+what it gives just then. Every rank trains on the same batches: the two steps after a save and the same
+two after a load must have the same losses.
 
 Before cold loads a checkpoint's files are taken out of the page cache with posix_fadvise(DONTNEED),
 which needs no privilege; that the bytes then came from the disk shows in `read_bytes` of /proc/self/io.
@@ -18,23 +18,20 @@ A run's "ranks" are the tasks of a turn: {"task", "ranks", "saved", "told": [wha
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks import gpt, harness, launch, pages, probes, trainers
 from benchmarks.harness import Row, Run, middle, of_ranks, relative, scaled
@@ -42,11 +39,6 @@ from benchmarks.pages import Cell, shown
 
 PEERS: tuple[str, ...] = ("onefold-3", "onefold-1", "fsdp2", "deepspeed-3", "deepspeed-1")
 """In the order of a round. A number is the ZeRO stage."""
-
-WAYS: tuple[str, ...] = (
-    "onefold-weights", "onefold-rank0", "fsdp2-every", "fsdp2-rank0", "fsdp2-stream",
-)  # fmt: skip
-"""Ways to open a Hugging Face folder as a sharded model."""
 
 NOTES: dict[str, str] = {
     "onefold-N": (
@@ -63,53 +55,26 @@ NOTES: dict[str, str] = {
         " on disk` is what counts. It stores a copy of the weights beside the fp32 masters, and"
         " loads on as many ranks as saved"
     ),
-    "onefold-weights": (
-        "model on the meta device, onefold.shard(model, zero(3), weights=folder): every rank reads"
-        " what it will own"
-    ),
-    "onefold-rank0": (
-        "from_pretrained on rank 0, the meta device elsewhere, then onefold.shard, which sends"
-        " every rank its part"
-    ),
-    "fsdp2-every": "from_pretrained on every rank, then fully_shard",
-    "fsdp2-rank0": (
-        "from_pretrained on rank 0; fully_shard on the meta device, to_empty, "
-        "set_model_state_dict(full_state_dict, broadcast_from_rank0)"
-    ),
-    "fsdp2-stream": (
-        "fully_shard on the meta device, to_empty, dcp.load with HuggingFaceStorageReader into its"
-        " state dict"
-    ),
 }
 PROOF = 1000
 """The number of the first of the two steps that prove a load."""
 BUFFER = 16.0
 """MiB that a load may take beside a rank's part of the checkpoint: `onefold.checkpoint.apply.BUFFER` elements of fp32."""
 
-LLAMAS: dict[str, tuple[int, int, int, int, int]] = {
-    "gpt-110m": (768, 2048, 12, 12, 32_000),
-    "gpt-1b": (2048, 5632, 22, 16, 32_000),
-    "gpt-tiny": (64, 128, 2, 4, 512),
-}
-"""Llamas in place of the benchmark's GPTs of these names: width, feed-forward, layers, heads, words."""
-
 
 @dataclass(frozen=True)
 class Setting(gpt.Setting):
-    """`weights`: Hugging Face weights are opened, else checkpoints are saved and loaded. `saves` and
-    `behind` count saves that the training waits for, and those behind it in each of the peer's ways;
-    `steps` are timed alone before each of these. `elsewhere`: loads on other numbers of ranks too.
+    """`saves` and `behind` count saves that the training waits for, and those behind it in each of the
+    peer's ways; `steps` are timed alone before each of these. `elsewhere`: loads on other numbers of
+    ranks too.
     """
 
-    weights: bool = False
     saves: int = 2
     behind: int = 3
     elsewhere: bool = True
 
     @property
     def title(self) -> str:
-        if self.weights:
-            return f"Hugging Face weights of about {self.model}'s size, {self.ranks} ranks"
         numel = gpt.count_parameters(self.model)
         return (
             f"{self.model}, {numel:,} parameters in fp32 with AdamW ({12 * numel / 1e9:.2f} GB of"
@@ -421,153 +386,14 @@ class Bench:
         return {"seconds": seconds, "peak_mib": peak, "stays_mib": stays, **moved}
 
 
-# -- a rank that opens a Hugging Face folder ---------------------------------------------------------
-
-
-def write_folder(folder: Path, name: str) -> int:
-    """Make the folder; bytes of its weights."""
-    transformers = importlib.import_module("transformers")
-    torch.manual_seed(0)
-    width, forward, layers, heads, words = LLAMAS[name]
-    config = transformers.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=forward,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        vocab_size=words,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    flush(folder)
-    return sum(path.stat().st_size for path in files(folder) if path.suffix == ".safetensors")
-
-
-class Opener:
-    """The ways to open a folder as a sharded model."""
-
-    def __init__(self, way: str) -> None:
-        self.transformers: Any = importlib.import_module("transformers")
-        names = ("fsdp", "checkpoint", "checkpoint.state_dict")
-        if way.startswith("onefold"):
-            self.onefold: Any = importlib.import_module("onefold")
-        else:
-            self.fsdp, self.dcp, self.state = (
-                importlib.import_module(f"torch.distributed.{name}") for name in names
-            )
-        self.open = {
-            "onefold-weights": self._onefold_weights,
-            "onefold-rank0": self._onefold_rank0,
-            "fsdp2-every": self._fsdp2_every,
-            "fsdp2-rank0": self._fsdp2_rank0,
-            "fsdp2-stream": self._fsdp2_stream,
-        }[way]
-
-    def _read(self, folder: Path) -> nn.Module:
-        model: nn.Module = self.transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32
-        )
-        return model.train()
-
-    def _empty(self, folder: Path) -> nn.Module:
-        config = self.transformers.AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            model: nn.Module = self.transformers.AutoModelForCausalLM.from_config(config)
-        return model.train()
-
-    def _onefold_weights(self, folder: Path) -> nn.Module:
-        return self.onefold.shard(self._empty(folder), self.onefold.Recipe.zero(3), weights=folder)
-
-    def _onefold_rank0(self, folder: Path) -> nn.Module:
-        model = self._read(folder) if dist.get_rank() == 0 else self._empty(folder)
-        return self.onefold.shard(model, self.onefold.Recipe.zero(3), device="cpu")
-
-    def _divided(self, model: Any) -> nn.Module:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in model.model.layers:
-            self.fsdp.fully_shard(layer, mesh=mesh)
-        return self.fsdp.fully_shard(model, mesh=mesh)
-
-    def _fsdp2_every(self, folder: Path) -> nn.Module:
-        return self._divided(self._read(folder))
-
-    def _fsdp2_empty(self, folder: Path) -> Any:
-        model: Any = self._divided(self._empty(folder))
-        model.to_empty(device="cpu")
-        rotary = model.model.rotary_emb  # its buffer is in no file
-        fresh = type(rotary)(config=copy.deepcopy(model.config))
-        for name, buffer in fresh.named_buffers():
-            rotary.get_buffer(name).copy_(buffer)
-        return model
-
-    def _fsdp2_rank0(self, folder: Path) -> nn.Module:
-        whole = self._read(folder).state_dict() if dist.get_rank() == 0 else {}
-        model = self._fsdp2_empty(folder)
-        options = self.state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        self.state.set_model_state_dict(model, whole, options=options)
-        return model
-
-    def _fsdp2_stream(self, folder: Path) -> nn.Module:
-        model = self._fsdp2_empty(folder)
-        states = self.state.get_model_state_dict(model)
-        self.dcp.load(states, storage_reader=self.dcp.HuggingFaceStorageReader(str(folder)))
-        self.state.set_model_state_dict(model, states)
-        return model
-
-
-def loss_of(model: nn.Module) -> float:
-    """The loss of the same few tokens everywhere, fixed by the weights alone."""
-    ids = torch.arange(64).remainder(500).view(1, -1)
-    with torch.no_grad():
-        return float(model(input_ids=ids, labels=ids).loss)
-
-
-def open_turn(way: str, folder: Path, toy: Path) -> dict[str, Any]:
-    """Open the folder once, from the disk. Memory in MiB beyond what the libraries take; "own_peak_mib"
-    leaves out pages that are mapped from files, which the kernel can take back at any time.
-    """
-    opener, ended, own = Opener(way), threading.Event(), [0]
-    loss_of(opener.open(toy))
-
-    def watch() -> None:
-        while not ended.wait(0.005):
-            own.append(probes.own_bytes())
-
-    if dist.get_rank() == 0:
-        evict(folder)
-    rest, before = settled(), probes.moved_bytes()
-    own[0] = probes.own_bytes()
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    begun = time.perf_counter()
-    model = opener.open(folder)
-    dist.barrier()  # with the slowest rank: a model is open when every rank has it
-    seconds, peak, moved = time.perf_counter() - begun, above(rest), probes.moved_since(before)
-    ended.set()
-    watcher.join()
-    gc.collect()
-    probes.give_back_free_heap()
-    stays = probes.difference(probes.resident_mib(), rest)
-    found = {"seconds": seconds, "peak_mib": peak, "stays_mib": stays, **moved}
-    return {**found, "own_peak_mib": (max(own) - own[0]) / 2**20, "loss": loss_of(model)}
-
-
 def prepare(job: dict[str, Any]) -> None:
-    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     trainers.prepare(job["side"])
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """What this rank says of the job's task."""
-    task, folder = job["task"], Path(job["folder"])
-    toy = folder.with_name(f"{folder.name}-toy")
-    if task == "write":
-        write_folder(toy, "gpt-tiny")
-        return {"bytes": write_folder(folder, job["setting"]["model"])}
-    if task == "open":
-        return open_turn(job["side"], folder, toy)
-    bench = Bench(job["side"], Setting(**job["setting"]), folder)
-    found = bench.save_turn() if task == "save" else bench.load_turn()
+    bench = Bench(job["side"], Setting(**job["setting"]), Path(job["folder"]))
+    found = bench.save_turn() if job["task"] == "save" else bench.load_turn()
     bench.keeper.close()
     return found
 
@@ -584,8 +410,7 @@ LEGEND = (
     " cold: the files are not in this machine's page cache; warm: they are, and the model holds states"
     " already; owned: a rank's part of the checkpoint; read: what the rank that reads most asked of"
     " the kernel in the warm load; disk: what the disk gave in the cold one; loss diff: the two steps"
-    " after the load to the two after the save. Weights: in fp32 from the disk, until every rank has"
-    " its part; own: without pages that are mapped from files; shard: the bytes that a rank owns."
+    " after the load to the two after the save."
 )
 SAVES: dict[str, Cell] = {
     "side": shown("side"),
@@ -619,16 +444,6 @@ LOADS: dict[str, Cell] = {
     "peak MiB": shown("peak_mib", "{:,.0f}"),
     "stays MiB": shown("stays_mib", "{:,.0f}"),
     "loss diff": shown("loss_difference", "{:.1e}"),
-}
-OPENED: dict[str, Cell] = {
-    "side": shown("side"),
-    "s": shown("seconds", "{:.2f}"),
-    "peak MiB": shown("peak_mib", "{:,.0f}"),
-    "own MiB": shown("own_peak_mib", "{:,.0f}"),
-    "stays MiB": shown("stays_mib", "{:,.0f}"),
-    "shard MiB": shown("shard_mib", "{:,.0f}"),
-    "read GB": shown("read_gb", "{:.2f}"),
-    "loss": shown("loss", "{:.5f}"),
 }
 
 
@@ -722,15 +537,11 @@ def load_rows(side: str, good: Sequence[Run]) -> Iterator[Row]:
 
 
 class Checkpoints(harness.Study):
-    schema, module, known = "onefold-checkpoint/2", "benchmarks.checkpoint", PEERS + WAYS
+    schema, module, known = "onefold-checkpoint/2", "benchmarks.checkpoint", PEERS
     read, notes, legend, reference = Setting, NOTES, LEGEND, ""
 
     def absent(self) -> set[str]:
-        ways = set(WAYS) if harness.version("transformers") is None else set()
-        return launch.absent(self.sides, self.options) | ways
-
-    def those(self, setting: Setting) -> list[str]:
-        return [side for side in self.sides if side in (WAYS if setting.weights else PEERS)]
+        return launch.absent(self.sides, self.options)
 
     def measure(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=self.options.folder))
@@ -741,12 +552,10 @@ class Checkpoints(harness.Study):
 
     def take(self, setting: Setting, side: str) -> dict[str, Any]:
         """All tasks of a peer, each of which starts where the one before has left the folder."""
-        folder, n = self.folder / ("weights" if setting.weights else side), setting.ranks
+        folder, n = self.folder / side, setting.ranks
         tasks = [("save", n), ("load", n)]
         if setting.elsewhere and not side.startswith("deepspeed"):
             tasks += [("load", 2 * n)] + [("load", n // 2)] * (n > 1)
-        if setting.weights:
-            tasks = [("write", 1)] * (not folder.exists()) + [("open", n)]
         done, wall = [], 0.0
         try:
             for task, ranks in tasks:
@@ -758,33 +567,18 @@ class Checkpoints(harness.Study):
                     return {**found, "error": f"{task} on {ranks}: {found['error']}"}
                 done.append({"task": task, "ranks": ranks, "saved": n, "told": found["ranks"]})
         finally:
-            if not setting.weights:
-                remove(folder)
+            remove(folder)
         return {"status": "ok", "ranks": done, "wall_s": wall}
 
     def row(self, comparison: harness.Comparison, side: str, good: list[Run]) -> Row:
-        if not comparison.setting.weights:
-            return save_row(good)
-        opened = told(good, "open")
-        nbytes = told(comparison.runs, "write")[0][0]["bytes"]
-        return {
-            **{
-                name: over(opened, name)
-                for name in ("seconds", "peak_mib", "own_peak_mib", "stays_mib")
-            },
-            "shard_mib": nbytes / comparison.setting.ranks / 2**20,
-            "read_gb": scaled(over(opened, "read_calls"), 1e9),
-            "loss": fmean(ranks[0]["loss"] for ranks in opened),
-        }
+        return save_row(good)
 
     def columns(self, setting: Setting) -> Mapping[str, Cell]:
-        return OPENED if setting.weights else SAVES
+        return SAVES
 
     def further(self, make: Callable[[str, list[Run]], Iterator[Row]]) -> list[Row]:
         """The rows of another table of the checkpoints."""
-        good = [
-            r for c in self.comparisons if not c.setting.weights for r in c.runs if r.status == "ok"
-        ]
+        good = [run for c in self.comparisons for run in c.runs if run.status == "ok"]
         sides = dict.fromkeys(run.side for run in good)
         return [row for side in sides for row in make(side, [r for r in good if r.side == side])]
 
@@ -801,7 +595,7 @@ class Checkpoints(harness.Study):
             yield pages.table(LOADS, result["loads"])
 
     def goals(self, judged: Any) -> list[Row]:
-        rows, goal = [row for s, found in judged if not s.weights for row in found], harness.goal
+        rows, goal = [row for _, found in judged for row in found], harness.goal
         behind, loads = self.further(behind_rows), self.further(load_rows)
         theirs = min((row["stall_s"] for row in behind if row["side"] == "fsdp2"), default=None)
         found = []
@@ -831,7 +625,7 @@ class Checkpoints(harness.Study):
     __doc__,
     rounds=3,
     timeout=900.0,
-    sides=(list(PEERS + WAYS), f"which of {', '.join(PEERS + WAYS)}"),
+    sides=(list(PEERS), f"which of {', '.join(PEERS)}"),
     model=("gpt-110m", "which GPT", gpt.SHAPES),
     ranks=(2, "who saves; loads are on as many, on twice and on half as many"),
     saves=(2, "saves of a turn that the training waits for"),
@@ -848,5 +642,4 @@ def main(options: harness.Options) -> int:
     harness.check_at_least(options, 0, "behind")
     names = ("model", "ranks", "saves", "behind", "steps", "tokens", "threads")
     shared = {name: getattr(options, name) for name in names}
-    state = Setting(elsewhere=not options.same_ranks, **shared)
-    return Checkpoints(options, [state, replace(state, weights=True)]).run()
+    return Checkpoints(options, [Setting(elsewhere=not options.same_ranks, **shared)]).run()

@@ -1,5 +1,5 @@
 """Codecs of the wire and sums: bytes a second beside a copy, and whether kernels and torch agree:
-`python -m benchmarks.codecs`.
+`python -m benchmarks codecs`.
 
 A rate counts the bytes that must be touched: read the floats and write the encoding, or the
 reverse; a sum is read and written. Of the parts of a reduction (16 bits or fp32, summed in fp32)
@@ -7,12 +7,11 @@ each is read once and their sum written once. A rate is printed beside the rate 
 same floats in the same minute, which is what memory can do. On a CPU there is one thread, and
 seconds are the thread's own, so that what else runs on the machine shows less. `--check` compares
 only: on a machine without a GPU but with Triton,
-`TRITON_INTERPRET=1 python -m benchmarks.codecs --check` runs the kernels in Triton's interpreter.
+`TRITON_INTERPRET=1 python -m benchmarks codecs --check` runs the kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -157,7 +156,7 @@ def chapter(options: harness.Options) -> tuple[pages.Table, list[dict[str, Any]]
     elements = 1 << 28 if options.device == "cuda" else 1 << 20
     job = {"device": options.device, "elements": elements, "rounds": 5}
     found = launch.run_ranks("benchmarks.codecs", job, 1, timeout=options.timeout)
-    outcome = {"peer": "codecs", **found}
+    outcome = {"side": "codecs", **found}
     table = pages.Table(title, columns)
     if outcome["status"] == "ok":
         table.rows = lines(outcome["ranks"][0]["rates"])
@@ -210,7 +209,3 @@ def main(options: harness.Options) -> int:
     if options.output:
         harness.keep(options, SCHEMA, **result)
     return int(bool(result["differences"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

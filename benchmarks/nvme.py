@@ -1,5 +1,4 @@
-"""The NVMe store beside a plain copy:
-`python -m benchmarks.nvme FOLDER... [--mib 512] [--rounds 7]`.
+"""The NVMe store beside a plain copy: `python -m benchmarks nvme FOLDER... [--mib 512] [--rounds 7]`.
 
 A chunk of the optimizer's step on NVMe reads masters, two moments and gradients, and writes masters
 and moments: 4 regions read, 3 written, 16 MiB of each at a time. What the disk gives for this is
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -222,7 +220,3 @@ def main(args: harness.Options) -> int:
     }
     harness.keep(args, SCHEMA, **result)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

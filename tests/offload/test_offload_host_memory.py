@@ -74,7 +74,7 @@ def held_and_planned(
     """Bytes of host memory, moments included: at their most in the "first" step and in "later"
     ones; "planned"; all "gradients".
     """
-    from benchmarks.offload.planned import planned
+    from host_planned import planned
 
     import onefold
 

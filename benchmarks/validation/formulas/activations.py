@@ -70,16 +70,6 @@ def logits_bytes(
     )
 
 
-def embedding_and_head(
-    seq: int, batch: int, hidden: int, vocab: int, pipeline: int = 1, tensor: int = 1
-) -> float:
-    """s·b·h·p/t of dropout, and 4·s·b·h(1 + V/h)/t without a pipeline (Korthikanti et al., 4.3)."""
-    sbh = seq * batch * hidden
-    return sbh * pipeline / tensor + (
-        4 * sbh * (1 + vocab / hidden) / tensor if pipeline == 1 else 0.0
-    )
-
-
 def total_bytes(
     dims: Transformer,
     micro_batch: int,

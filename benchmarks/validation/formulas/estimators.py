@@ -8,7 +8,6 @@ mean GiB; here it is bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 BUFFER_FACTOR = 1.5
 
@@ -48,25 +47,3 @@ def zero3_estimate(
         gpu = gathered + 18 * numel / (gpus_per_node * nodes)
         host = 4 * largest_layer * gpus_per_node if zero_init else built
     return Estimate(host * buffer_factor, gpu)
-
-
-def zero2_estimate(
-    numel: float,
-    gpus_per_node: int,
-    nodes: int = 1,
-    *,
-    offload_optimizer: bool = False,
-    version: Literal["documented", "code"] = "documented",
-    buffer_factor: float = BUFFER_FACTOR,
-) -> Estimate:
-    """Stage 2: 4Ψ + 16Ψ/N as documented, 2Ψ + 18Ψ/N in the code of 2024; 2Ψ with offload."""
-    total = gpus_per_node * nodes
-    built = 4 * numel * gpus_per_node
-    if offload_optimizer:
-        return Estimate(max(built, 16 * numel / nodes) * buffer_factor, 2 * numel)
-    gpu = (
-        4 * numel + 16 * numel / total
-        if version == "documented"
-        else 2 * numel + 18 * numel / total
-    )
-    return Estimate(built * buffer_factor, gpu)

@@ -26,18 +26,6 @@ def model_states(layers: int, hidden: int, bytes_per_parameter: float = 20) -> f
     return bytes_per_parameter * parameters(layers, hidden)
 
 
-def parameter_working_bytes(hidden: int) -> int:
-    """The largest operator, hd → 4hd: 16·hd² bytes in 16 bits with gradients (equation 4)."""
-    return 2 * 2 * hidden * 4 * hidden
-
-
-def activation_working_bytes(
-    batch: int, seq: int, hidden: int, heads: int, interval: int = 1
-) -> int:
-    """Between two checkpoints: b·s·ci·(16·hd + 2·heads·s) bytes (equation 5)."""
-    return batch * seq * interval * (16 * hidden + 2 * heads * seq)
-
-
 def intensity(
     streamed: str, *, batch: int = 1, seq: int = 1024, hidden: int = 0, interval: int = 1
 ) -> float:
@@ -59,14 +47,3 @@ def intensity(
 def efficiency(intensity: float, bandwidth: float, peak: float = V100_ACHIEVABLE) -> float:
     """Share of the peak that remains when nothing overlaps: ait·bw/(ait·bw + peak) (equation 6)."""
     return intensity * bandwidth / (intensity * bandwidth + peak)
-
-
-def bandwidth_for(intensity: float, wanted: float, peak: float = V100_ACHIEVABLE) -> float:
-    """Bytes/s that leave the share `wanted` of the peak: the inverse of `efficiency`.
-
-    Raises:
-        ValueError: a share outside (0, 1).
-    """
-    if not 0 < wanted < 1:
-        raise ValueError(f"an efficiency of {wanted!r}: expected a share between 0 and 1.")
-    return wanted * peak / (intensity * (1 - wanted))

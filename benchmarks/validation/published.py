@@ -1,17 +1,175 @@
-"""Tables about seconds: the time model beside published runs, one fitted constant a system."""
+"""Published figures beside what the plan's formulas and its model of time say: bytes of states, the
+largest model, peaks; seconds and rates of published systems, with one fitted constant a system.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.validation.formulas import compute, traffic
+from benchmarks.validation.formulas import activations, compute, estimators, states, traffic
 from benchmarks.validation.systems import SYSTEMS, System, blocks_of
-from benchmarks.validation.tables import BILLION, TERA, Line, Row, Rows, Table, ints, read, table
+from benchmarks.validation.tables import BILLION, GB, GIB, TERA, Row, Rows, ints, read, table
+from onefold.plan.formulas import transformer_flops_per_token
 from onefold.plan.hardware import machine
-from onefold.plan.shapes import ARCHITECTURES, architecture
+from onefold.plan.shapes import ARCHITECTURES, Transformer, architecture
 from onefold.plan.times import Work, step_times
+
+CONVENTIONS = states.CONVENTIONS
+Lines = Iterator[tuple[Any, ...]]
+
+
+def trained(capacity: float, convention: str, stage: int, *ranks: int) -> float:
+    """Billions of parameters that can be expected to train, by the states."""
+    allowed = states.largest_model(capacity, CONVENTIONS[convention], stage, *ranks)
+    return states.USABLE * allowed / BILLION
+
+
+@table("ZeRO Table 1: model states", "formula", "ZeRO, Table 1", "zero_table1_model_states")
+def zero_states(rows: Rows) -> Lines:
+    """Model states a GPU at 16 bytes a parameter. The paper truncates some figures (128B and 1T at
+    stages 1 and 2).
+    """
+    for r in rows:
+        numel, (ranks, stage) = float(r["params_billion"]), ints(r, "dp_degree", "zero_stage")
+        held = states.model_states(numel * BILLION, CONVENTIONS["16"], stage, ranks) / GB
+        what = f"{r['params_billion']}B, N = {ranks}, stage {stage}"
+        yield what, held, r["published_GB_per_gpu(decimal)"], "GB"
+
+
+@table("ZeRO Table 2: the largest model", "memory", "ZeRO, Table 2", "zero_table2_max_model")
+def zero_largest(rows: Rows) -> Lines:
+    """Largest model on 32 GB GPUs: what the states allow, and 0.8 of it against what was
+    trained.
+    """
+    for r in rows:
+        mp, dp = ints(r, "mp_degree", "dp_degree")
+        for stage, key in ((0, "baseline"), (1, "Pos"), (2, "Pos+g"), (3, "Pos+g+p")):
+            largest = states.largest_model(32 * GB, CONVENTIONS["16"], stage, dp, mp) / BILLION
+            yield f"MP {mp}, states allow, stage {stage}", largest, r[f"theory_{key}_B"], "B"
+        for stage, key in ((0, "measured_baseline_B"), (1, "measured_ZeRO-OS(Pos)_B")):
+            expected = trained(32 * GB, "16", stage, dp, mp)
+            yield f"MP {mp}, trained, stage {stage}", expected, r[key], "B"
+
+
+@table(
+    "ZeRO-Offload Fig. 7: the largest model",
+    "memory",
+    "ZeRO-Offload, Fig. 7",
+    "offload_fig7_max_model",
+)
+def offload_largest(rows: Rows) -> Lines:
+    """0.8 of what the states allow. On 4 and 16 GPUs the published ZeRO-Offload runs add model
+    parallelism, which is not modelled.
+    """
+    for r in rows:
+        (gpus,) = ints(r, "gpus(V100-32GB,1.5TB host)")
+        yield f"{gpus} GPUs, PyTorch", trained(32 * GB, "16", 0, gpus), r["PyTorch_B"], "B"
+        yield f"{gpus} GPUs, ZeRO-2", trained(32 * GB, "16", 2, gpus), r["ZeRO-2_B"], "B"
+        if gpus == 1:
+            kept = states.largest_trainable(32 * GB, CONVENTIONS["16"].parameters) / BILLION
+            yield "1 GPU, ZeRO-Offload", kept, r["ZeRO-Offload_B"], "B"
+
+
+@table(
+    "ZeRO-Infinity Fig. 6a and 1: the largest model",
+    "memory",
+    "ZeRO-Infinity, Figs. 1 and 6a",
+    "infinity_fig1_table4_max_model",
+)
+def infinity_largest(rows: Rows) -> Lines:
+    """One DGX-2 node at 20 bytes a parameter, 0.8 of what the slowest tier in use allows; then Fig.
+    1 by nodes, where the paper rounds down to 1T a node.
+    """
+
+    def kept(capacity: float, held: float) -> float:
+        return states.largest_trainable(capacity, held) / BILLION
+
+    convention = CONVENTIONS["20"]
+    by_config = {
+        "Data parallel": trained(32 * GB, "20", 0, 16),
+        "ZeRO-2": trained(32 * GB, "20", 2, 16),
+        "ZeRO-Offload": kept(32 * GB, convention.parameters),
+        "ZeRO-3": trained(32 * GB, "20", 3, 16),
+        "ZeRO-Inf-CPU": kept(1500 * GB, convention.total),
+        "ZeRO-Inf-NVMe": kept(28_000 * GB, convention.total),
+    }
+    for r in rows:
+        if r["figure"] == "6a" and r["config"] in by_config:
+            yield r["config"], by_config[r["config"]], r["max_params_B"], "B"
+    for r in rows:
+        if r["figure"] == "1" and r["config"] == "ZeRO-Infinity":
+            largest = kept(28_000 * GB * int(r["gpus"]) / 16, convention.total)
+            yield f"ZeRO-Infinity, {r['gpus']} GPUs, NVMe", largest, r["max_params_B"], "B"
+
+
+@table("DeepSpeed's estimator", "formula", "DeepSpeed, memory.rst", "deepspeed_estimator")
+def deepspeed(rows: Rows) -> Lines:
+    """What DeepSpeed's own estimator of stage 3 prints (GiB, called GB). The GPU column prints two
+    digits.
+    """
+    for r in (r for r in rows if r["stage"] == "ZeRO-3"):
+        gpus, nodes = ints(r, "gpus", "nodes")
+        got = estimators.zero3_estimate(
+            float(r["total_params"]),
+            float(r["largest_layer_params"]),
+            gpus // nodes,
+            nodes,
+            offload_optimizer=r["offload_optimizer"] == "cpu",
+            offload_parameters=r["offload_param"] == "cpu",
+            zero_init=r["zero_init"] == "1",
+        )
+        where = f"parameters {r['offload_param']}, optimizer {r['offload_optimizer']}"
+        name = f"{where}, zero.Init {r['zero_init']}"
+        yield f"{name}: host", got.host / GIB, r["published_per_cpu_GiB(printed GB)"], "GiB"
+        gpu = r["published_per_gpu_GiB(printed GB)"].split()[0]
+        yield f"{name}: GPU", got.gpu / GIB, gpu, "GiB"
+
+
+@table("FSDP Fig. 8: memory", "memory", "PyTorch FSDP, Fig. 8 (digitized)", "fsdp_fig8_memory")
+def fsdp_memory(rows: Rows) -> Lines:
+    """Bytes allocated at peak: fp32 states over all ranks, two units gathered and one unit's
+    gradients in 16 bits, a checkpoint a block, one block being recomputed, logits.
+    """
+    dims = Transformer(96, 12_288, 96, 4 * 12_288, 50_000, 2048, fused_attention=False)
+    numel, unit = 175e9, 175e9 / 96
+    for r in rows:
+        gpus, batch = ints(r, "gpus", "batch_per_gpu")
+        kept = activations.total_bytes(dims, batch, recompute="full")
+        kept += activations.logits_bytes(dims, batch)
+        held = states.model_states(numel, CONVENTIONS["fp32"], 3, gpus) + 2 * 2 * unit + 2 * unit
+        what = f"{r['model']}, batch {batch}, {gpus} GPUs"
+        yield what, (held + kept) / GB, r["allocated_GB"], "GB"
+
+
+@table(
+    "torchtitan: memory freed by more ranks",
+    "memory",
+    "torchtitan benchmarks and paper",
+    "torchtitan_llama31_h100",
+    "torchtitan_paper_tables",
+    "torchtitan_h200_fp8",
+)
+def torchtitan_memory(benchmarks: Rows, paper: Rows, fp8: Rows) -> Lines:
+    """How much less a GPU holds at its peak on more ranks: the states' share alone. Each peak is
+    printed to 0.1 GiB.
+    """
+    by_name: dict[str, dict[int, float]] = {}
+    for r in [*benchmarks[:6], *paper]:
+        name = f"{r.get('parallelism') or 'paper: ' + r['technique']}"
+        gpus = int(r.get("gpus(H100-96GB)") or r["gpus"])
+        by_name.setdefault(name, {})[gpus] = float(r["peak_memory_GiB"])
+    numel, convention = architecture("llama-3-8b").numel, CONVENTIONS["fp32"]
+    freed = states.freed_by_more_ranks(numel, convention, 3, 8, 128) / GIB
+    for name, at in by_name.items():
+        if {8, 128} <= set(at):
+            yield f"{name}, 8 to 128 GPUs", freed, at[8] - at[128], "GiB"
+    few, many = (float(r["peak_memory_GiB"]) for r in fp8)
+    freed = states.freed_by_more_ranks(numel, convention, 3, 32, 64) / GIB
+    yield "H200, 32 to 64 GPUs", freed, few - many, "GiB"
+
+
+# -- seconds ---------------------------------------------------------------------------------------
 
 #: Layers and width of the sizes that the reports name only by size.
 DIMS = {175: (96, 12_288), 530: (105, 20_480), 1000: (128, 25_600), 2000: (160, 32_768)}
@@ -19,33 +177,21 @@ Predict = Callable[[System], float]
 RATE = "TFLOP/s"
 
 
-@dataclass(frozen=True)
-class Run:
-    """A published figure, what the model says, and whether a constant was fitted to it."""
-
-    what: str
-    published: float
-    unit: str
-    predict: Predict
-    fitted: bool = False
-
-
-#: system -> its runs; and (source, files, what the page says of them)
-RUNS: dict[str, Callable[[], list[Run]]] = {}
-ABOUT: dict[str, tuple[str, tuple[str, ...], str]] = {}
-
-
 def published(system: str, source: str, *files: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a system's runs of a function that yields their fields for the rows of `files`."""
+    """Makes a table of a function that yields for the rows of `files`: what, the published figure, its
+    unit, what predicts it of a system, and whether the system's constant was fitted to it.
+    """
+    known = SYSTEMS[system]
+    value = getattr(known.software, known.fitted)
 
-    def made(fields: Callable[..., Iterator[tuple[Any, ...]]]) -> Callable[[], list[Run]]:
-        def make() -> list[Run]:
-            rows = map(read, files)
-            return [Run(what, float(value), *more) for what, value, *more in fields(*rows)]
+    def made(fields: Callable[..., Iterator[tuple[Any, ...]]]) -> Any:
+        def lines(*rows: Rows) -> Iterator[tuple[Any, ...]]:
+            for what, figure, unit, predict, *fitted in fields(*rows):
+                yield what, predict(known), figure, unit, *fitted
 
-        ABOUT[system] = source, files, " ".join((fields.__doc__ or "").split())
-        RUNS[system] = make
-        return make
+        fit = f"Fitted: {known.fitted} = {value:g}, on {known.fitted_on}."
+        lines.__doc__ = f"{fields.__doc__} {fit}"
+        return table(known.name, "time", source, *files)(lines)
 
     return made
 
@@ -98,12 +244,6 @@ def zeropp(rows: Rows) -> Iterator[tuple[Any, ...]]:
             predict = _rate(numel, blocks_of(numel), flops, gpus, f"{link}g", scheme)
             what = f"{scheme}, {size}B, {tokens} tokens, {link} Gbit/s"
             yield what, r[f"{key}_TFLOPS_per_gpu"], RATE, predict, not case
-
-
-def by_bandwidth(tokens: int, link: int, numel: float = 176e9) -> float:
-    """TFLOP/s a GPU of ZeRO-3 on 384 V100 at `link` Gbit/s, with ZeRO++'s constants."""
-    flops = compute.infinity_flops(numel, 1, tokens)
-    return _rate(numel, blocks_of(numel), flops, 384, f"{link}g")(SYSTEMS["zero++"])
 
 
 @published("zero-2", "ZeRO, Fig. 4 and Table 10", "zero_fig2_3_4_throughput")
@@ -230,7 +370,7 @@ def torchtitan(rows: Rows, paper: Rows) -> Iterator[tuple[Any, ...]]:
     """Llama 3.1 8B with FSDP and torch.compile."""
     model, dims = architecture("llama-3-8b"), ARCHITECTURES["llama-3-8b"].dims
     tokens, key = 2 * 8192, "tokens_per_s_per_gpu"
-    flops = tokens * compute.transformer_flops_per_token(model.active_numel, dims)
+    flops = tokens * transformer_flops_per_token(model.active_numel, dims)
 
     def on(gpus: int) -> Predict:
         return lambda system: (
@@ -243,20 +383,6 @@ def torchtitan(rows: Rows, paper: Rows) -> Iterator[tuple[Any, ...]]:
     for r in (r for r in paper if r["technique"] == "+compile"):
         (gpus,) = ints(r, "gpus")
         yield f"8B, {gpus} GPUs (paper)", r[key], "tokens/s", on(gpus)
-
-
-def tables() -> list[Table]:
-    made = []
-    for name, runs in RUNS.items():
-        system, (source, files, says) = SYSTEMS[name], ABOUT[name]
-        value = getattr(system.software, system.fitted)
-        about = f"{says} Fitted: {system.fitted} = {value:g}, on {system.fitted_on}."
-        lines = [
-            Line(run.what, run.predict(system), run.published, run.unit, run.fitted)
-            for run in runs()
-        ]
-        made.append(Table(system.name, "time", source, files, about, lines))
-    return [*made, adam_latency()]
 
 
 @table("ZeRO-Offload Table 4: Adam", "time", "ZeRO-Offload, Table 4", "offload_table4_adam_latency")

@@ -1,4 +1,4 @@
-"""The chapter "largest": the largest model of each side that takes two steps.
+"""The chapter "largest" of benchmarks/gpu.py: the largest model of each side that takes two steps.
 
 A GPT of wide blocks grows by blocks. Each is recomputed in the backward pass, so that activations do
 not decide, and built in each library's own way of never having it whole on the device. An attempt
@@ -8,9 +8,10 @@ that runs out of memory ends with an error, which is an answer.
 from __future__ import annotations
 
 import importlib
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import launch, probes
+from benchmarks import harness, launch, offload, probes, trainers
+from benchmarks.gpt import GPT, Setting, Shape
 from benchmarks.harness import Options
-from benchmarks.offload import sides
-from benchmarks.on_gpu.run import available, run, side_of, state
 from benchmarks.pages import DASH, Table, essence
-from benchmarks.peers import adapters
-from benchmarks.peers.model import GPT, Shape
-from benchmarks.peers.settings import Setting
 from onefold.memory.pool import free_host_memory
 
 ON_ONE_GPU: tuple[str, ...] = (
@@ -37,6 +34,7 @@ ON_ONE_GPU: tuple[str, ...] = (
     "deepspeed-2-cpu",
     "deepspeed-3-cpu-param",
 )
+SIDES = {**offload.SIDES, **offload.PLAIN}
 GROWTH = 1.5
 HOST_SHARE = 0.9
 """Of the free host memory, what an attempt may be expected to take."""
@@ -50,7 +48,8 @@ def chapter(options: Options) -> tuple[Table, list[dict[str, Any]]]:
     )
     memory = ("step s", "device MiB", "host MiB")
     table = Table(title, ("side", "largest", "blocks", *memory, "too large", "why"))
-    sides, absent = available(ON_ONE_GPU, options)
+    absent = launch.absent(ON_ONE_GPU, options)
+    sides = [side for side in ON_ONE_GPU if side not in absent]
     outcomes = []
     for side in sides:
         tried: dict[int, dict[str, Any]] = {}
@@ -70,8 +69,9 @@ def chapter(options: Options) -> tuple[Table, list[dict[str, Any]]]:
             for name in ("device_mib", "resident_mib"):
                 found.append(DASH if rank[name] is None else f"{rank[name]:,.0f}")
         table.add(side, *found, f"{size / 1e9:.2f}B", why)
-    for side in absent:
-        table.add(side, "not installed")
+    for side in ON_ONE_GPU:
+        if side in absent:
+            table.add(side, "not installed")
     return table, outcomes
 
 
@@ -99,14 +99,15 @@ def _attempt(side: str, layers: int, options: Options) -> dict[str, Any]:
         device=options.device,
     )
     need, free = 16 * parameters_of(layers, options.width), int(HOST_SHARE * free_host_memory())
-    if side_of(side).optimizer == "cpu" and need > free:
-        about = {"peer": side, "setting": asdict(setting), "layers": layers, "ranks": []}
+    if SIDES[side].optimizer == "cpu" and need > free:
         error = f"{need:,} bytes of state, {free:,} of host memory may be taken"
-        return {**about, "status": "refused", "error": error}
-    with state(options) as where:
-        size = {"layers": layers, "width": options.width}
-        found = run(side, setting, options, "benchmarks.on_gpu.largest", **size, **where)
-        return {**found, "layers": layers}
+        return {"side": side, "layers": layers, "status": "refused", "error": error}
+    with tempfile.TemporaryDirectory(prefix="offload-", dir=options.disk) as place:
+        job: dict[str, Any] = {"layers": layers, "width": options.width}
+        job |= {"disk": str(Path(place).resolve()), "own_adam": options.deepspeed_adam}
+        found = launch.run_side("benchmarks.gpu_largest", side, setting, options, **job)
+    harness.say(f"{side}, {layers} blocks: {found['status']} in {found['wall_s']:.0f} s")
+    return {"side": side, "layers": layers, "error": "", **found}
 
 
 # -- one attempt, on its rank -----------------------------------------------------------------------
@@ -148,33 +149,33 @@ def initialize(module: nn.Module) -> None:
 
 def build(name: str, setting: Setting, shape: Shape, disk: str | None, own_adam: bool) -> Any:
     """The side around a model that never was whole on the device, as far as its library allows."""
-    side = {**sides.SIDES, **sides.PLAIN}[name]
+    side = SIDES[name]
     if side.family in ("onefold", "fsdp2"):
         with torch.device("meta"):
             model = Large(shape)
-        return sides.build(name, setting, model, disk, init=initialize)
+        return offload.build(name, setting, model, disk, init=initialize)
     if side.family == "deepspeed" and side.stage == 3:
         deepspeed = importlib.import_module("deepspeed")
-        config = adapters.deepspeed_config(setting, **side.zero(setting.device))
+        config = trainers.deepspeed_config(setting, **side.zero(setting.device))
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = Large(shape)
-        return sides.build(name, setting, model, own_adam=own_adam)
+        return offload.build(name, setting, model, own_adam=own_adam)
     if side.family == "deepspeed":
         torch.set_default_dtype(torch.bfloat16)  # the library casts to it anyway
         model = Large(shape)
         torch.set_default_dtype(torch.float32)
-        return sides.build(name, setting, model, own_adam=own_adam)
+        return offload.build(name, setting, model, own_adam=own_adam)
     with torch.device(setting.device):
-        return sides.build(name, setting, Large(shape))
+        return offload.build(name, setting, Large(shape))
 
 
 def prepare(job: dict[str, Any]) -> None:
-    adapters.prepare(job["side"], job["setting"]["device"])
+    trainers.prepare(job["side"], job["setting"]["device"])
 
 
 def join(job: dict[str, Any]) -> None:
     """Plain PyTorch meets nobody."""
-    if job["side"] in sides.SIDES:
+    if job["side"] != "plain":
         launch.join(job, job["setting"]["device"])
 
 
