@@ -540,9 +540,6 @@ class Checkpoints(harness.Study):
     schema, module, known = "onefold-checkpoint/2", "benchmarks.checkpoint", PEERS
     read, notes, legend, reference = Setting, NOTES, LEGEND, ""
 
-    def absent(self) -> set[str]:
-        return launch.absent(self.sides, self.options)
-
     def measure(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=self.options.folder))
         try:
@@ -601,22 +598,20 @@ class Checkpoints(harness.Study):
         found = []
         for row in (row for row in rows if row["side"].startswith("onefold")):
             text = f"{row['side']}: rate of saving at least 0.80 of the disk's"
-            found.append(goal(text, row["rate"], lambda v: v >= 0.8))
+            found.append(goal(text, row["rate"], 9, least=0.8))
         for row in (row for row in behind if row["side"].startswith("onefold")):
             text = f"{row['side']}: stall at most 5 % of the time until whole"
-            found.append(goal(text, row["stall_share"], lambda v: v <= 0.05, "{:.1%}"))
+            found.append(goal(text, row["stall_share"], 0.05, "{:.1%}"))
             text = f"{row['side']}: stall at most that of the better of DCP's"
-            found.append(goal(text, theirs and row["stall_s"] / theirs, lambda v: v <= 1))
+            found.append(goal(text, theirs and row["stall_s"] / theirs, 1))
         for row in (row for row in loads if row["side"].startswith("onefold")):
             sizes = f"{row['side']}, {row['saved']} -> {row['ranks']}"
             owned = row["need_gb"] * 1e9 / 2**20 + BUFFER
             read = row["read_gb"] and row["read_gb"] / row["need_gb"]
-            found.append(
-                goal(f"{sizes}: reads at most 1.05 of what it owns", read, lambda v: v <= 1.05)
-            )
+            found.append(goal(f"{sizes}: reads at most 1.05 of what it owns", read, 1.05))
             peak = row["peak_mib"] and row["peak_mib"] / owned
             text = f"{sizes}: peak at most what it owns and {BUFFER:.0f} MiB"
-            found.append(goal(text, peak, lambda v: v <= 1))
+            found.append(goal(text, peak, 1))
         return found
 
 

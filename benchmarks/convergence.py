@@ -31,7 +31,7 @@ from torch import nn
 import onefold
 from benchmarks import harness, launch
 from benchmarks.harness import Refused, Row, Run
-from benchmarks.pages import Cell, Panel, shown
+from benchmarks.pages import Cell, shown
 from benchmarks.whole import Spent
 from onefold.comm import MOVES
 from onefold.data.order import DataOrder
@@ -431,28 +431,6 @@ class Convergence(harness.Study):
     def columns(self, setting: Case) -> Mapping[str, Cell]:
         return COLUMNS
 
-    def charts(self, result: dict[str, Any]) -> list[list[Panel]]:
-        """Two panels a case: held-out losses, and their differences to the reference's in percent
-        with the limit.
-        """
-        found = []
-        for c in self.comparisons:
-            case: Case = c.setting
-            curves = {run.side: curve(run)["held_out"] for run in c.runs if run.status == "ok"}
-            if case.sides[0] not in curves:
-                continue
-            theirs = [loss for _, loss in curves[case.sides[0]]]
-            apart = {
-                side: [(n, 100 * (a / b - 1)) for (n, a), b in zip(points, theirs, strict=True)]
-                for side, points in curves.items()
-            }
-            title, limit = "difference to the reference, %, and the limit", 100 * case.limit
-            dotted = [side for side in curves if not SIDES[side].judged]
-            how: dict[str, Any] = {"dotted": dotted, "across": "step"}
-            left = Panel("held-out loss", case.name, curves=curves, **how)
-            found.append([left, Panel("", title, curves=apart, levels=(-limit, limit), **how)])
-        return found
-
     @property
     def failed(self) -> bool:
         """Whether a side has failed, or is not within its limit."""
@@ -498,7 +476,6 @@ CHANGES = {
     threads=1,
     timeout=21600.0,
     resume=False,
-    json=False,
     cases=([case.name for case in CASES], f"which of {', '.join(case.name for case in CASES)}"),
     sides=(None, f"which of {', '.join(SIDES)}; without it the case's own", {"nargs": "+"}),
     **CHANGES,

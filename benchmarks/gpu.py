@@ -27,7 +27,6 @@ gpu.json and gpu.md.
 | fp32      | `ranks` and `step` with the larger model in fp32, which takes longest                           | yes                |
 | overlap   | a profile: how much of communication and copies had a compute kernel beside it                  | `--only overlap`   |
 | offload   | host and NVMe with a profile of the copies, with 1 and 8 micro-batches                          | `--only offload`   |
-| largest   | how large a model does each side train on this GPU? See benchmarks/gpu_largest.py               | `--only largest`   |
 
 Sides take turns in one process for each comparison (benchmarks/gpu_turns.py); DeepSpeed takes part
 where it is installed, in one of its own. `--tiny` runs every row with a tiny model on a CPU.
@@ -51,7 +50,7 @@ if __package__ in (None, ""):
 
 import torch
 
-from benchmarks import codecs, gpu_largest, harness, launch, pages
+from benchmarks import codecs, harness, launch, pages
 from benchmarks.gpt import PRECISIONS, SHAPES, Setting, count_parameters
 from benchmarks.gpu_turns import Turn, take_turns
 from benchmarks.harness import ROOT, Options, Row, Run
@@ -62,7 +61,7 @@ from onefold.doctor.chapters import CHAPTER
 
 SCHEMA = "onefold-gpu/2"
 CHAPTERS = (
-    "check", *OF_THE_DOCTOR, "ranks", "step", "host", "memory", "codecs", "fp32", "overlap", "offload", "largest",
+    "check", *OF_THE_DOCTOR, "ranks", "step", "host", "memory", "codecs", "fp32", "overlap", "offload",
 )  # fmt: skip
 USUAL = CHAPTERS[: CHAPTERS.index("overlap")]
 STAGES = ("onefold-0", "onefold-1", "onefold-2", "onefold-3")
@@ -324,7 +323,6 @@ def check(options: Options, report: Report) -> tuple[Table, Outcomes]:
 SINGLE: dict[str, Callable[[Options, Report], tuple[Table, Outcomes]]] = {
     "check": check,
     "codecs": lambda options, report: codecs.chapter(options),
-    "largest": lambda options, report: gpu_largest.chapter(options),
 }
 TINY = {"device": "cpu", "model": "gpt-tiny", "smaller": "gpt-tiny", "tokens": 64, "steps": 2}
 TINY |= {"rounds": 1, "threads": 1}
@@ -346,9 +344,6 @@ BOTH = list(PRECISIONS)
     tokens=(8192, "tokens a rank and micro-batch"),
     precisions=(BOTH, "what is computed in", BOTH),
     accumulations=([1, 8], "micro-batches a step of `offload`"),
-    blocks=(16, "blocks of the first attempt of `largest`"),
-    width=(4096, "width of the blocks of `largest`, a multiple of 128"),
-    largest_tokens=(1024, "tokens a step of `largest`"),
     disk=(Path.cwd(), "a folder on the disk for state on NVMe"),
     deepspeed_adam=(False, "DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler"),
     device=("cuda", "cpu: a rehearsal of the script itself", ["cuda", "cpu"]),
@@ -373,7 +368,7 @@ def main(options: Options) -> int:
                 if chapter == name:
                     taken(comparison, options, report, f"{name} {number}")
         report.write(finished=True)
-    asked = [o for name, part in report.outcomes.items() for o in part if name != "largest"]
+    asked = [o for name, part in report.outcomes.items() for o in part]
     failed = [outcome for outcome in asked if outcome["status"] != "ok"]
     for outcome in failed:
         print(f"{outcome['side']} {outcome['status']}: {outcome['error']}\n", file=sys.stderr)

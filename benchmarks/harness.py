@@ -34,9 +34,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
 
-from benchmarks import pages
+from benchmarks import launch, pages
+from benchmarks.launch import ROOT, Refused
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLACES = ("--disk", "--folder", "--output", "--deepspeed-python", "--against")
 """Options whose values are places on one machine: the results name the option and not the place."""
@@ -61,12 +61,7 @@ _SHARED: Mapping[str, tuple[Any, ...]] = {
     "output": ("the folder of the results", Path),
     "deepspeed_python": ("an interpreter that has DeepSpeed, if this one has not",),
     "against": ("`src` folders of other checkouts", Path, {"nargs": "*"}),
-    "json": ("print the JSON in place of the tables",),
 }
-
-
-class Refused(ValueError):
-    """A wrong command line: what was given, and what to write instead."""
 
 
 def parser(
@@ -349,12 +344,12 @@ def timings(
 
 
 def goal(
-    text: str, figure: float | None, met: Callable[[float], bool], form: str = "{:.2f}"
+    text: str, figure: float | None, most: float, form: str = "{:.2f}", least: float = 0
 ) -> Row:
     """A row of the table of goals: what was to be reached, what was, and whether that is it."""
     if figure is None:
         return {"goal": text, "figure": "not measured", "met": None}
-    return {"goal": text, "figure": form.format(figure), "met": met(figure)}
+    return {"goal": text, "figure": form.format(figure), "met": least <= figure <= most}
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -401,15 +396,6 @@ def _answer(*command: str) -> str | None:
     except OSError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def sources(options: Options) -> dict[str, Path]:
-    """The `src` folders that are measured: "this", and those of --against by commit or folder."""
-    found = {"this": ROOT / "src"}
-    for path in options.against:
-        commit = _answer("git", "-C", str(path), "rev-parse", "--short", "HEAD")
-        found[commit or path.parent.name] = path
-    return found
 
 
 def about(options: Options, schema: str, packages: Iterable[str] = ()) -> dict[str, Any]:
@@ -484,7 +470,6 @@ OPTIONS: Mapping[str, Any] = {
     "budget": None,
     "resume": False,
     "deepspeed_python": sys.executable,
-    "json": False,
 }
 """What the command line of a study usually has."""
 
@@ -545,7 +530,7 @@ class Study:
 
     def absent(self) -> set[str]:
         """The sides whose library is not installed."""
-        return set()
+        return launch.absent(self.sides, self.options)
 
     def those(self, setting: Any) -> Sequence[str]:
         """The sides that mean something in a setting, in the order of a round."""
@@ -553,7 +538,7 @@ class Study:
 
     def take(self, setting: Any, side: str) -> dict[str, Any]:
         """One turn; what `launch.run_ranks` answers."""
-        raise NotImplementedError
+        return launch.run_side(self.module, side, setting, self.options)
 
     def row(self, comparison: Comparison, side: str, good: list[Run]) -> Row:
         """What the runs of a side come to."""
@@ -644,8 +629,5 @@ class Study:
             self.measure()
         result = self.write(finished=stop.status == 0)
         pages.plot(self.options.output / f"{self.options.name}.png", self.charts(result))
-        if getattr(self.options, "json", False):
-            print(json.dumps(result))
-        else:
-            pages.show(self.page(result))
+        pages.show(self.page(result))
         return stop.status or int(self.failed)

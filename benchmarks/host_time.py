@@ -9,7 +9,7 @@ calls and the optimizer's own loop.
 | two over gloo        | those that end in "+inductor"             | what torch.compile of the blocks gains            |
 | rank 0 of 8, 64, 1,024 of torch's fake backend | stages 1 and 3  | what grows with the ranks besides the wire        |
 
-With `--against` the `src` folders of other checkouts take their turns too, as SIDE@COMMIT. A figure of
+With `--against` the `src` folders of other checkouts take their turns too, as SIDE@FOLDER. A figure of
 a turn is the median of its steps, of its slower rank; of a side, the median of its turns. Ratios are
 medians of the rounds' own ratios.
 """
@@ -138,8 +138,8 @@ class HostTime(harness.Study):
     schema, module, read, notes = "onefold-host-time/2", "benchmarks.host_time", Setting, NOTES
 
     def __init__(self, options: harness.Options) -> None:
-        self.sources = harness.sources(options)
-        others = [name for name in self.sources if name != "this"]
+        self.sources = {path.resolve().parent.name: path for path in options.against}
+        others = list(self.sources)
         asked = [s for s in options.sides if s.partition(INDUCTOR)[0] not in PLAIN]
         options.sides = [*options.sides, *(f"{side}@{other}" for side in asked for other in others)]
         self.known = [*SIDES, *COMPILED, *(s for s in options.sides if "@" in s)]
@@ -152,14 +152,11 @@ class HostTime(harness.Study):
     def those(self, setting: Setting) -> list[str]:
         if setting.ranks == 2:
             return self.sides
-        others = (
-            f"{side}@{name}" for side in FAKE_SIDES for name in self.sources if name != "this"
-        )
-        return [*FAKE_SIDES, *others]
+        return [*FAKE_SIDES, *(f"{side}@{name}" for side in FAKE_SIDES for name in self.sources)]
 
     def take(self, setting: Setting, side: str) -> dict[str, Any]:
         job = {"side": side, "setting": vars(setting)}
-        source = self.sources[side.partition("@")[2] or "this"]
+        source = self.sources.get(side.partition("@")[2], harness.ROOT / "src")
         return launch.run_ranks(self.module, job, 2 if setting.ranks == 2 else 1, source=source)
 
     def row(self, comparison: harness.Comparison, side: str, good: list[Run]) -> Row:
@@ -198,12 +195,12 @@ class HostTime(harness.Study):
                     peer, most = GOALS[row["side"]]
                     text = f"{setting.title}: stage {row['side']} at most {most} × {peer}"
                     figure = row[f"of_{peer}"]
-                    found.append(harness.goal(text, figure, lambda v, most=most: v <= most))
+                    found.append(harness.goal(text, figure, most))
         for side, by_ranks in steps.items():
             few, many = min(by_ranks), max(by_ranks)
             text = f"stage {side} on {many:,} ranks: at most {FAKE_GOAL} × on {few:,}"
             figure = by_ranks[many] / by_ranks[few]
-            found.append(harness.goal(text, figure, lambda v: v <= FAKE_GOAL))
+            found.append(harness.goal(text, figure, FAKE_GOAL))
         return found
 
     @property

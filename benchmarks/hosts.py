@@ -17,8 +17,7 @@ makes a name under /run/netns that stays behind SIGKILL.)
 all has it. It charges a packet that the network card would cut into frames (TSO) with the headers
 of all its frames, so 100 Mbit/s carry some 95.6 of payload at 1,500 bytes a frame, as a real link
 does. Its bucket holds a millisecond's worth, at least one such packet; the queue is longer than
-what TCP keeps in it, so that nothing is dropped. `netem` could do rate and delay alone, but not
-every kernel is built with it: it is asked for only where a delay is.
+what TCP keeps in it, so that nothing is dropped.
 """
 
 from __future__ import annotations
@@ -27,22 +26,15 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, CannotGoOn
-from benchmarks.launch import environment
+from benchmarks.harness import CannotGoOn
 
 HOSTS = 2
 INTERFACE = "wire"
-PORT = 29400
-"""Of the plain stream: a new host has every port free."""
 ADDRESS = "WIRES_ADDRESS"
 """The environment variable that tells a rank its own host's address."""
 LARGEST_PACKET = 68 * 1024
@@ -62,19 +54,10 @@ class HostError(CannotGoOn):
     """Hosts or links cannot be made here; the message says why and what would help."""
 
 
-@dataclass(frozen=True)
-class Link:
-    """`rate` in bits a second, each way; `delay_ms` one way, beside what the rate takes."""
-
-    rate: float
-    delay_ms: float = 0.0
-
-    @property
-    def title(self) -> str:
-        units = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0))
-        unit, size = next((u, s) for u, s in units if self.rate >= s)
-        delay = f", {self.delay_ms:g} ms each way" if self.delay_ms else ""
-        return f"{self.rate / size:g} {unit}{delay}"
+def said(rate: float) -> str:
+    """Bits a second in words."""
+    unit, size = next(u for u in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("bit/s", 1.0)) if rate >= u[1])
+    return f"{rate / size:g} {unit}"
 
 
 def tool(name: str) -> str:
@@ -177,27 +160,16 @@ class Host:
                 stream.close()
 
 
-def _shape(host: Host, link: Link) -> None:
-    """Hold what the host sends to the link's rate, and delay it.
+def _shape(host: Host, rate: float) -> None:
+    """Hold what the host sends to `rate` bits a second.
 
     Raises:
         HostError: this kernel cannot.
     """
-    burst = max(LARGEST_PACKET, int(link.rate / 8 / 1000))
-    tbf = ["tbf", "rate", f"{link.rate:.0f}bit", "burst", str(burst), "limit", str(QUEUE)]
-    root = ["tc", "qdisc", "add", "dev", INTERFACE, "root", "handle", "1:"]
-    if link.delay_ms:
-        try:
-            host.set(*root, "netem", "delay", f"{link.delay_ms:g}ms", "limit", "100000")
-        except HostError as error:
-            raise HostError(
-                f"this kernel gives a link no delay ({error}): it lacks netem"
-                " (CONFIG_NET_SCH_NETEM, `modprobe sch_netem`). Leave --delay out to measure the"
-                " rate alone."
-            ) from None
-        root = ["tc", "qdisc", "add", "dev", INTERFACE, "parent", "1:1", "handle", "10:"]
+    burst = max(LARGEST_PACKET, int(rate / 8 / 1000))
+    tbf = ["tbf", "rate", f"{rate:.0f}bit", "burst", str(burst), "limit", str(QUEUE)]
     try:
-        host.set(*root, *tbf)
+        host.set("tc", "qdisc", "add", "dev", INTERFACE, "root", "handle", "1:", *tbf)
     except HostError as error:
         raise HostError(
             f"this kernel limits no rate ({error}): it lacks tbf (CONFIG_NET_SCH_TBF, `modprobe"
@@ -206,7 +178,7 @@ def _shape(host: Host, link: Link) -> None:
 
 
 @contextlib.contextmanager
-def joined(link: Link) -> Iterator[tuple[Host, Host]]:
+def joined(rate: float) -> Iterator[tuple[Host, Host]]:
     """Two hosts and the link between them; gone on leaving.
 
     Raises:
@@ -226,83 +198,16 @@ def joined(link: Link) -> Iterator[tuple[Host, Host]]:
             # No IPv6 announcements among the counted bytes
             host.set("ip", "link", "set", INTERFACE, "addrgenmode", "none")
             host.set("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE)
-            _shape(host, link)
+            _shape(host, rate)
             for device in ("lo", INTERFACE):
                 host.set("ip", "link", "set", device, "up")
         yield first, second
 
 
-def permitted(link: Link) -> str | None:
+def permitted(rate: float) -> str | None:
     """Why two hosts with such a link cannot be had here, None if they can. Tries it."""
     try:
-        with joined(link):
+        with joined(rate):
             return None
     except HostError as error:
         return str(error)
-
-
-# -- one plain stream over the link, for the rate that it really carries --------------------------------
-
-
-def measured(link: Link, seconds: float = 0.5) -> dict[str, Any]:
-    """What one plain stream gets from the link: payload "bit_s" a second, and "round_trip_ms" of
-    its first words.
-
-    Raises:
-        HostError: there can be no hosts, or the stream did not get through.
-    """
-    script = [sys.executable, "-m", "benchmarks.hosts"]
-    how: dict[str, Any] = {"folder": ROOT, "environment": environment(1)}
-    how |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-    with joined(link) as (first, second):
-        receiver = first.start([*script, "receive"], **how)
-        assert receiver.stdout is not None
-        if receiver.stdout.readline() != b"ready\n":
-            raise HostError("the plain stream that measures the link did not start.")
-        sender = second.start([*script, "send", first.address, str(seconds)], **how)
-        try:
-            told = [process.communicate(timeout=30 + seconds)[0] for process in (sender, receiver)]
-            return {"bit_s": float(told[1]), "round_trip_ms": float(told[0])}
-        except (subprocess.TimeoutExpired, ValueError):
-            raise HostError(
-                "the plain stream that measures the link did not get through."
-            ) from None
-
-
-def receive() -> None:
-    """Prints payload bits a second between the first block and the last."""
-    with socket.create_server(("0.0.0.0", PORT)) as server:
-        print("ready", flush=True)
-        connection, _ = server.accept()
-        with connection:
-            room = memoryview(bytearray(1 << 20))
-            for _ in range(5):
-                connection.sendall(connection.recv(1))
-            connection.recv_into(room)
-            begun, got = time.perf_counter(), 0
-            while taken := connection.recv_into(room):
-                got += taken
-                ended = time.perf_counter()
-    print(8 * got / (ended - begun) if got else 0.0)
-
-
-def send(address: str, seconds: float) -> None:
-    """Prints the milliseconds of the quickest round trip of one byte."""
-    with socket.create_connection((address, PORT)) as connection:
-        trips = []
-        for _ in range(5):
-            begun = time.perf_counter()
-            connection.sendall(b"?")
-            connection.recv(1)
-            trips.append(time.perf_counter() - begun)
-        print(1000 * min(trips))
-        block, end = bytes(1 << 18), time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            connection.sendall(block)
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "receive":
-        receive()
-    else:
-        send(sys.argv[2], float(sys.argv[3]))

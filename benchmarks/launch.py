@@ -25,7 +25,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.harness import ROOT, Refused
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Refused(ValueError):
+    """A wrong command line: what was given, and what to write instead."""
+
 
 # -- those who start ranks -------------------------------------------------------------------------
 
@@ -136,15 +141,6 @@ def run_side(
         timeout=options.timeout,
         start=start,
     )
-
-
-def all_ranks(module: str, job: dict[str, Any], ranks: int, **how: Any) -> list[dict[str, Any]]:
-    """What each rank's `module.measure(job)` returned; raises RuntimeError unless all ended well."""
-    found = run_ranks(module, job, ranks, **how)
-    if found["status"] != "ok":
-        raise RuntimeError(f"{module} on {ranks} ranks, {job}: {found['error']}")
-    told: list[dict[str, Any]] = found["ranks"]
-    return told
 
 
 def started_here(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -1,14 +1,14 @@
 """The plan's seconds beside measured ones: settings planned, then trained on real ranks, stages in turns.
 
-    python -m benchmarks plan_matrix [--quick] [--rounds 7] [--ranks 1 2 4] [--architectures gpt2 llama mixtral]
+    python -m benchmarks plan_matrix [--quick] [--rounds 7] [--ranks 1 2 4] [--models llama:10m]
 
-Stages 0 to 3 × fp32 and bf16 × accumulation 1 and 4 × checkpointing none and full × ranks × three
-architectures. It needs a machine that `onefold doctor --calibrate --ranks 1,2,4` has measured. The
-stages of a setting live side by side and take their steps in turns, each round beginning with another.
-On shared hosts a machine's speed changes by the minute, which a plan cannot know: around every round a
-block is timed that the calibration timed too, and the round's seconds are divided by how much slower
-the machine is now (its pace). A step must be within 25 % of the plan, and the stages in the planned
-order, unless plan or measurement call them a tie (`order`). Ends with status 1 where one is not.
+Stages 0 to 3 × fp32 and bf16 × accumulation 1 and 4 × checkpointing none and full × ranks. It needs a
+machine that `onefold doctor --calibrate --ranks 1,2,4` has measured. The stages of a setting live side
+by side and take their steps in turns, each round beginning with another. On shared hosts a machine's
+speed changes by the minute, which a plan cannot know: around every round a block is timed that the
+calibration timed too, and the round's seconds are divided by how much slower the machine is now (its
+pace). A step must be within 25 % of the plan, and the stages in the planned order, unless plan or
+measurement call them a tie (`order`). Ends with status 1 where one is not.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torch import nn
 import onefold
 from benchmarks import harness, launch, pages
 from onefold.doctor.benchmark_blocks import Block, block_flops
-from onefold.machine.calibration import Calibration, CalibrationError
-from onefold.models.build import checkpoint_activations
+from onefold.machine.calibration import Calibration
+from onefold.models.build import checkpoint_activations, load_model
 from onefold.plan.activity import Activity
 from onefold.plan.api import machine_here
 from onefold.plan.choose import Question
@@ -39,9 +39,8 @@ from onefold.plan.modules import model_shape
 from onefold.tracing.trace import trace
 
 SCHEMA = "onefold-plan-matrix/2"
-ARCHITECTURES = ("gpt2", "llama", "mixtral")
 STAGES = (0, 1, 2, 3)
-VOCABULARY, SAMPLES, SEQ, WARMUP = 2048, 2, 64, 3
+VOCABULARY, SAMPLES, SEQ, WARMUP = 256, 2, 64, 3
 #: Relative error that a step's time may have. Two stages that are predicted to differ by less than NEAR
 #: take the same; of the rounds, the share that must show an order for it to count.
 TIME, NEAR, AGREE = 0.25, 0.05, 0.8
@@ -53,7 +52,7 @@ HIDDEN, TOKENS, PASSES = 256, 256, 5
 class Setting:
     """Micro-batches of two samples of 64 tokens, `accumulation` of them in a step of a rank."""
 
-    architecture: str
+    model: str
     ranks: int
     precision: str
     accumulation: int
@@ -61,32 +60,14 @@ class Setting:
 
     def __str__(self) -> str:
         return (
-            f"{self.architecture}, {self.ranks} ranks, {self.precision}, accumulation"
+            f"{self.model}, {self.ranks} ranks, {self.precision}, accumulation"
             f" {self.accumulation}, checkpointing {self.checkpointing}"
         )
 
 
-def build(architecture: str) -> nn.Module:
-    """The model with the same weights on every rank: causal language models of transformers, from
-    configs of our own, of a few million parameters.
-    """
-    import transformers
-
-    torch.manual_seed(0)
-    transformers.logging.set_verbosity_error()
-    common = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 0, "eos_token_id": 1}
-    decoder = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    decoder |= {"tie_word_embeddings": False, **common}
-    if architecture == "gpt2":
-        size = {"n_embd": 192, "n_layer": 6, "n_head": 4, "n_positions": 256}
-        drops = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **drops, **common))
-    if architecture == "llama":
-        size = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6}
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **decoder))
-    size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
-    size |= {"num_local_experts": 4, "num_experts_per_tok": 2}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**size, **decoder))
+def build(model: str) -> nn.Module:
+    """The model, as `onefold train --model` builds it, with the same weights on every rank."""
+    return load_model(model, "bytes", 0, SEQ).module
 
 
 def batch(samples: int, seed: int) -> dict[str, torch.Tensor]:
@@ -100,9 +81,9 @@ def batch(samples: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _activity(architecture: str, precision: str, checkpointing: str, samples: int) -> Activity:
+def _activity(model: str, precision: str, checkpointing: str, samples: int) -> Activity:
     how: Any = {"checkpointing": checkpointing, "precision": precision, "device": "cpu"}
-    return Activity.from_trace(trace(build(architecture), batch(samples, 0), **how))
+    return Activity.from_trace(trace(build(model), batch(samples, 0), **how))
 
 
 def predicted(setting: Setting) -> list[float]:
@@ -123,9 +104,9 @@ def predicted(setting: Setting) -> list[float]:
     )
 
     def activities(samples: int, how: str) -> Activity:
-        return _activity(s.architecture, s.precision, how, samples)
+        return _activity(s.model, s.precision, how, samples)
 
-    question = Question(model_shape(build(s.architecture), seq=SEQ), activities, machine, job)
+    question = Question(model_shape(build(s.model), seq=SEQ), activities, machine, job)
     schemes = [Scheme(stage, s.checkpointing, "none", SAMPLES) for stage in STAGES]
     return [question.answer(scheme).account.seconds["step"] for scheme in schemes]
 
@@ -138,7 +119,7 @@ class Training:
 
     def __init__(self, setting: Setting, stage: int, rank: int) -> None:
         self.setting, self.rank, self.number = setting, rank, 0
-        model = build(setting.architecture)
+        model = build(setting.model)
         checkpoint_activations(model, setting.checkpointing)
         recipe = onefold.Recipe.zero(stage, precision=setting.precision, stall_timeout=60.0)
         self.model = onefold.shard(model.train(), recipe)
@@ -279,27 +260,26 @@ def page(found: dict[str, Any]) -> str:
     timeout=1800.0,
     quick=(False, "bf16, four micro-batches, two rounds"),
     ranks=([1, 2, 4], "how many ranks"),
-    architectures=(list(ARCHITECTURES), "which models", ARCHITECTURES),
+    models=(["llama:10m"], "as in `onefold train --model`"),
 )
 def main(options: harness.Options) -> int:
     precisions, accumulations = (["bf16"], [4]) if options.quick else (["fp32", "bf16"], [1, 4])
     rows: list[dict[str, Any]] = []
-    for architecture, ranks in itertools.product(options.architectures, options.ranks):
+    for model, ranks in itertools.product(options.models, options.ranks):
         how = itertools.product(precisions, accumulations, ("none", "full"))
-        settings = [Setting(architecture, ranks, p, a, c) for p, a, c in how]
+        settings = [Setting(model, ranks, p, a, c) for p, a, c in how]
         predicted(settings[0])  # refuses a machine without a calibration
-        try:
-            rate = Calibration.load().block_rate(HIDDEN, TOKENS, "float32", ranks)
-        except CalibrationError as error:
-            raise harness.Refused(str(error)) from None
+        rate = Calibration.load().block_rate(HIDDEN, TOKENS, "float32", ranks)
         job = {
             "rounds": 2 if options.quick else options.rounds,
             "settings": [asdict(s) for s in settings],
         }
         job["usual"] = block_flops(HIDDEN, TOKENS) / rate
         limit: Any = {"threads": options.threads, "timeout": options.timeout}
-        seen = launch.all_ranks("benchmarks.plan_matrix", job, ranks, **limit)[0]["settings"]
-        for setting, rounds in zip(settings, seen, strict=True):
+        seen = launch.run_ranks("benchmarks.plan_matrix", job, ranks, **limit)
+        if seen["status"] != "ok":
+            raise RuntimeError(f"{ranks} ranks: {seen['error']}")
+        for setting, rounds in zip(settings, seen["ranks"][0]["settings"], strict=True):
             rows += rows_of(setting, rounds)
             ratios = " ".join(f"{row['ratio']:.2f}" for row in rows[-len(STAGES) :])
             harness.say(f"{setting}: {ratios}")

@@ -1,4 +1,4 @@
-"""What trains on how much memory: `python -m benchmarks.reach [--check]` writes docs/reach.md,
+"""What trains on how much memory: `python -m benchmarks reach [--check]` writes docs/reach.md,
 every cell an answer of `onefold plan`.
 
 A cell is the fastest way that the plan finds to train a model of that size on one GPU with the host
@@ -9,7 +9,6 @@ benchmarks/offload has left it.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,7 +143,7 @@ def measured() -> str:
     large = large_run()
     if large is None:
         return (
-            "No large model has been measured yet either (`python -m benchmarks.offload --large`)."
+            "No large model has been measured yet either (`python -m benchmarks offload --large`)."
         )
     return (
         "● marks a size that has run in that much memory, but on a CPU:"
@@ -159,7 +158,7 @@ def page() -> str:
     """The whole page."""
     return f"""# What trains on how much memory
 
-Written by `python -m benchmarks.reach`: each cell is what `onefold plan` recommends for one sample of {SEQ:,} tokens on one GPU, with
+Written by `python -m benchmarks reach`: each cell is what `onefold plan` recommends for one sample of {SEQ:,} tokens on one GPU, with
 AdamW, fp32 masters and moments, and the seconds that it predicts for a step. A step of many micro-batches moves states once: it hides
 more. "–": it does not fit.
 
@@ -175,9 +174,11 @@ that has to leave. "tiles" gathers weights {TILE} at a time.
 """
 
 
-def main() -> int:
-    return harness.write_page("reach", __doc__, PAGE, page)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@harness.command(
+    "reach",
+    __doc__,
+    results=False,
+    check=(False, "write nothing; fail if the page is not what the code says"),
+)
+def main(options: harness.Options) -> int:
+    return harness.write_page(PAGE, page(), options.check)

@@ -265,12 +265,6 @@ class OnTrainer(harness.Study):
     schema, module, known = "onefold-trainer/3", "benchmarks.trainer", SIDES
     read, notes, reference, legend = Setting, {}, "trainer ddp", LEGEND
 
-    def absent(self) -> set[str]:
-        return launch.absent(self.sides, self.options)
-
-    def take(self, setting: Setting, side: str) -> dict[str, Any]:
-        return launch.run_side(self.module, side, setting, self.options)
-
     def row(self, comparison: harness.Comparison, side: str, good: list[Run]) -> Row:
         how, *on = side.split()
         loop = harness.by_round(comparison.runs, f"loop {on[-1]}" if how == "trainer" else "")
@@ -314,7 +308,7 @@ class OnTrainer(harness.Study):
             harness.goal(
                 f"{row['side']}: at most {GOAL} of its loop",
                 row["ratio"],
-                lambda v: v <= GOAL,
+                GOAL,
                 "{:.3f}",
             )
             for _, rows in judged

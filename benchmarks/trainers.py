@@ -139,8 +139,7 @@ class FSDP2(Torch):
 
     Args:
         hybrid: (groups, ranks in each) shards inside a group and replicates across; empty shards
-            over all ranks. offload: with CPUOffloadPolicy. init: gives a model of the meta device
-            its values.
+            over all ranks. offload: with CPUOffloadPolicy.
     """
 
     def __init__(
@@ -150,7 +149,6 @@ class FSDP2(Torch):
         hybrid: tuple[int, ...] = (),
         *,
         offload: bool = False,
-        init: Callable[[nn.Module], object] | None = None,
     ) -> None:
         super().__init__(setting)
         from torch.distributed.device_mesh import init_device_mesh
@@ -170,9 +168,6 @@ class FSDP2(Torch):
         for block in model.get_submodule("blocks").children():
             fully_shard(block, **how)
         fully_shard(model, **how)
-        if init is not None:
-            model.to_empty(device="cpu")
-            model.apply(init)
         self.model = model
         self.optimizer = adamw(model.parameters())
 
@@ -243,13 +238,8 @@ class Onefold(Torch):
         super().__init__(setting)
         self.onefold: Any = importlib.import_module("onefold")
         self.autocast = False
-        built = all(not p.is_meta for p in model.parameters())
-        self.model = self.onefold.shard(
-            model,
-            self.onefold.Recipe.zero(stage, precision=setting.precision, **recipe),
-            device=None if built else setting.device,
-            **ranks,
-        )
+        made = self.onefold.Recipe.zero(stage, precision=setting.precision, **recipe)
+        self.model = self.onefold.shard(model, made, **ranks)
         self.optimizer = adamw(self.model.parameters())
 
     @property

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpt, harness, launch, probes
+from benchmarks import gpt, harness, probes
 from benchmarks.gpt import Setting
 from benchmarks.harness import Row, Run, over_rounds, scaled
 from benchmarks.pages import Cell, range_of, shown
@@ -226,12 +226,6 @@ class Steps(harness.Study):
     """A study of training steps: `module.measure(job)` answers what `measured` does."""
 
     legend, read = LEGEND, Setting
-
-    def absent(self) -> set[str]:
-        return launch.absent(self.sides, self.options)
-
-    def take(self, setting: Setting, side: str) -> dict[str, Any]:
-        return launch.run_side(self.module, side, setting, self.options)
 
     def row(self, comparison: harness.Comparison, side: str, good: list[Run]) -> Row:
         return row(comparison.setting, good, self.references(comparison))

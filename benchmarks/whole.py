@@ -365,7 +365,7 @@ class Whole(training.Steps):
                     f"{setting.ranks} ranks, stage {stage}: the rest at most {GOAL} × AdamW's step"
                 )
                 own = ratio.get(f"onefold-{stage}-muon")
-                found.append(harness.goal(text, own, lambda v: v <= GOAL))
+                found.append(harness.goal(text, own, GOAL))
         return found
 
 

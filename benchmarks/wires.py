@@ -3,7 +3,6 @@ long the step takes.
 
     python -m benchmarks wires                                  # 100 Mbit/s, 1 Gbit/s and 10 Gbit/s, every side
     python -m benchmarks wires --rates 1G --sides onefold-3 fsdp2 --rounds 1
-    python -m benchmarks wires --rates 1G --delay 5             # and 5 ms each way, where the kernel has netem
 
 A *host* is a network and a process namespace of its own (`hosts.py`); two are joined by a pair of
 virtual Ethernet devices whose sending queues the kernel holds to the rate (`tc`). A turn (one side, one
@@ -19,13 +18,11 @@ what is missing. Bytes come from four places that know nothing of each other:
 | ledger    | what Onefold says that a rank sent, by the ranks of the move's group | none, nor gloo's               |
 
 All count from the beginning: differences are taken, while the ranks stand still, so that no byte is on
-its way. The JSON has "skipped" too: why there can be no hosts here; and "streams": what one plain
-stream gets from each link.
+its way. The JSON has "skipped" too: why there can be no hosts here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
@@ -43,7 +40,7 @@ from torch import nn
 from benchmarks import gpt, harness, hosts, launch, probes, trainers, training
 from benchmarks.gpt import SHAPES, count_at_the_turn, count_parameters
 from benchmarks.harness import ROOT, Refused, Row, Run
-from benchmarks.hosts import HOSTS, Link
+from benchmarks.hosts import HOSTS
 from benchmarks.pages import DASH, Cell, range_of, shown
 
 RANKS_A_HOST = 2
@@ -51,19 +48,14 @@ RANKS_A_HOST = 2
 
 @dataclass(frozen=True)
 class Setting(gpt.Setting):
-    """`rate` and `delay_ms`: of the `Link`."""
+    """`rate`: of the link, bits a second each way."""
 
     ranks: int = HOSTS * RANKS_A_HOST
     rate: float = 1e9
-    delay_ms: float = 0.0
-
-    @property
-    def link(self) -> Link:
-        return Link(self.rate, self.delay_ms)
 
     @property
     def title(self) -> str:
-        return f"{self.link.title}: {super().title}"
+        return f"{hosts.said(self.rate)}: {super().title}"
 
 
 def read_rate(text: str) -> float:
@@ -388,16 +380,10 @@ class Wires(training.Steps):
     notes = {name: side.note for name, side in SIDES.items()}  # noqa: RUF012
     reference, legend = "onefold-3", LEGEND
 
-    def __init__(self, options: harness.Options, settings: Iterable[Setting]) -> None:
-        super().__init__(options, settings)
-        self.streams: dict[str, Any] = self.old.get("streams", {})
-        self.skipped: str | None = None
+    skipped: str | None = None
 
     def take(self, setting: Setting, side: str) -> dict[str, Any]:
-        if setting.link.title not in self.streams:
-            self.streams[setting.link.title] = hosts.measured(setting.link)
-        with contextlib.ExitStack() as stack:
-            pair = stack.enter_context(hosts.joined(setting.link))
+        with hosts.joined(setting.rate) as pair:
 
             def start(rank: int, command: list[str], log: Path, env: dict[str, str]) -> Any:
                 host = pair[rank // RANKS_A_HOST]
@@ -436,12 +422,7 @@ class Wires(training.Steps):
         return COLUMNS
 
     def document(self) -> dict[str, Any]:
-        return {**super().document(), "skipped": self.skipped, "streams": self.streams}
-
-    def more(self, result: dict[str, Any]) -> Iterable[str]:
-        for link, found in result["streams"].items():
-            payload, trip = found["bit_s"] / 1e6, found["round_trip_ms"]
-            yield f"One plain stream at {link}: {payload:,.1f} Mbit/s of payload, {trip:.2f} ms there and back."
+        return {**super().document(), "skipped": self.skipped}
 
     @property
     def failed(self) -> bool:
@@ -467,7 +448,6 @@ def sides_of(names: Iterable[str]) -> list[str]:
     accumulation=1,
     timeout=1800.0,
     rates=(["100M", "1G", "10G"], "bits a second of the link, each way"),
-    delay=(0.0, "milliseconds one way, by netem"),
     sides=(list(SIDES), f"which of {', '.join(SIDES)}; or a family"),
     tokens=(256, "tokens a rank and micro-batch"),
     precision=("bf16", "what is computed in", gpt.PRECISIONS),
@@ -478,13 +458,12 @@ def main(options: harness.Options) -> int:
     """0 also where there can be no hosts; what an earlier run measured then stays as it is."""
     counts = ("tokens", "accumulation", "rounds", "steps", "warmup", "threads")
     harness.check_at_least(options, 1, *counts)
-    harness.check_at_least(options, 0, "delay")
     names = ("model", "tokens", "precision", "accumulation", "steps", "warmup", "threads")
-    shared = {name: getattr(options, name) for name in names} | {"delay_ms": options.delay}
+    shared = {name: getattr(options, name) for name in names}
     options.sides = sides_of(options.sides)
     study = Wires(options, [Setting(rate=read_rate(rate), **shared) for rate in options.rates])
-    study.skipped = hosts.permitted(study.asked[0].setting.link)
+    study.skipped = hosts.permitted(study.asked[0].setting.rate)
     if not study.skipped:
         return study.run()
-    print(json.dumps(study.document()) if options.json else f"skipped: {study.skipped}")
+    print(f"skipped: {study.skipped}")
     return 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.validation.formulas import activations, compute, estimators, states, traffic
+from benchmarks.validation.formulas import activations, compute, states, traffic
 from benchmarks.validation.systems import SYSTEMS, System, blocks_of
 from benchmarks.validation.tables import BILLION, GB, GIB, TERA, Row, Rows, ints, read, table
 from onefold.plan.formulas import transformer_flops_per_token
@@ -101,29 +101,6 @@ def infinity_largest(rows: Rows) -> Lines:
         if r["figure"] == "1" and r["config"] == "ZeRO-Infinity":
             largest = kept(28_000 * GB * int(r["gpus"]) / 16, convention.total)
             yield f"ZeRO-Infinity, {r['gpus']} GPUs, NVMe", largest, r["max_params_B"], "B"
-
-
-@table("DeepSpeed's estimator", "formula", "DeepSpeed, memory.rst", "deepspeed_estimator")
-def deepspeed(rows: Rows) -> Lines:
-    """What DeepSpeed's own estimator of stage 3 prints (GiB, called GB). The GPU column prints two
-    digits.
-    """
-    for r in (r for r in rows if r["stage"] == "ZeRO-3"):
-        gpus, nodes = ints(r, "gpus", "nodes")
-        got = estimators.zero3_estimate(
-            float(r["total_params"]),
-            float(r["largest_layer_params"]),
-            gpus // nodes,
-            nodes,
-            offload_optimizer=r["offload_optimizer"] == "cpu",
-            offload_parameters=r["offload_param"] == "cpu",
-            zero_init=r["zero_init"] == "1",
-        )
-        where = f"parameters {r['offload_param']}, optimizer {r['offload_optimizer']}"
-        name = f"{where}, zero.Init {r['zero_init']}"
-        yield f"{name}: host", got.host / GIB, r["published_per_cpu_GiB(printed GB)"], "GiB"
-        gpu = r["published_per_gpu_GiB(printed GB)"].split()[0]
-        yield f"{name}: GPU", got.gpu / GIB, gpu, "GiB"
 
 
 @table("FSDP Fig. 8: memory", "memory", "PyTorch FSDP, Fig. 8 (digitized)", "fsdp_fig8_memory")
