@@ -9,7 +9,7 @@ as many, each in fresh processes. Beside each save the same processes write as m
 what it gives just then. Every rank trains on the same batches: the two steps after a save and the same
 two after a load must have the same losses.
 
-Before cold loads a checkpoint's files are taken out of the page cache with posix_fadvise(DONTNEED),
+Before a load the checkpoint's files are taken out of the page cache with posix_fadvise(DONTNEED),
 which needs no privilege; that the bytes then came from the disk shows in `read_bytes` of /proc/self/io.
 What a virtual disk's host keeps in its memory cannot be seen from here.
 
@@ -115,11 +115,8 @@ def flush(folder: Path) -> float:
     """Seconds to flush every file below the folder: none where the library has done it."""
     begun = time.perf_counter()
     for path in files(folder):
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
     return time.perf_counter() - begun
 
 
@@ -127,11 +124,8 @@ def evict(folder: Path) -> None:
     """Take every file below the folder out of this machine's page cache."""
     flush(folder)
     for path in files(folder):
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def remove(folder: Path) -> None:
@@ -371,19 +365,16 @@ class Bench:
         return {**found, "stall_s": stall, "whole_s": pending.whole_at() - begun, "copy_mib": taken}
 
     def load_turn(self) -> dict[str, Any]:
-        """Load into a fresh model twice: from the disk, then with the files in the page cache."""
+        """Load into a fresh model, from the disk."""
         if self.first:
             evict(self.folder)
-        found = {"cold": self._load(), "warm": self._load()}
-        return {**found, "folder_bytes": nbytes_of(self.folder), "proof": self.proof()}
-
-    def _load(self) -> dict[str, Any]:
         rest, before, begun = settled(), probes.moved_bytes(), time.perf_counter()
         self.keeper.load(self.folder)
         seconds, peak, moved = time.perf_counter() - begun, above(rest), probes.moved_since(before)
         stays = probes.difference(probes.resident_mib(), rest)
         dist.barrier()
-        return {"seconds": seconds, "peak_mib": peak, "stays_mib": stays, **moved}
+        found = {"seconds": seconds, "peak_mib": peak, "stays_mib": stays, **moved}
+        return {**found, "folder_bytes": nbytes_of(self.folder), "proof": self.proof()}
 
 
 def prepare(job: dict[str, Any]) -> None:
@@ -407,10 +398,9 @@ LEGEND = (
     " training, stall: what the call takes; whole: from the call until the checkpoint is whole on"
     " disk; lost: what a save costs the training, its stall and the delay of the steps beside it;"
     " copy: memory beyond rest after the first call; first: of a run, which makes its buffers. Loads,"
-    " cold: the files are not in this machine's page cache; warm: they are, and the model holds states"
-    " already; owned: a rank's part of the checkpoint; read: what the rank that reads most asked of"
-    " the kernel in the warm load; disk: what the disk gave in the cold one; loss diff: the two steps"
-    " after the load to the two after the save."
+    " from the disk: owned: a rank's part of the checkpoint; read: what the rank that reads most asked"
+    " of the kernel; disk: what the disk gave; loss diff: the two steps after the load to the two"
+    " after the save."
 )
 SAVES: dict[str, Cell] = {
     "side": shown("side"),
@@ -436,8 +426,7 @@ BEHIND: dict[str, Cell] = {
 LOADS: dict[str, Cell] = {
     "side": shown("side"),
     "saved on -> loaded on": lambda row: f"{row['saved']} -> {row['ranks']}",
-    "cold s": shown("cold_s", "{:.2f}"),
-    "warm s": shown("warm_s", "{:.2f}"),
+    "s": shown("seconds", "{:.2f}"),
     "owned GB": shown("need_gb", "{:.2f}"),
     "read GB": shown("read_gb", "{:.2f}"),
     "disk GB, all ranks": shown("disk_gb", "{:.2f}"),
@@ -517,7 +506,7 @@ def load_rows(side: str, good: Sequence[Run]) -> Iterator[Row]:
         (t["saved"], t["ranks"]) for r in good for t in r.ranks if t["task"] == "load"
     )
     for saved, ranks in sizes:
-        loads, total = told(good, "load", ranks), 0.0
+        loads = told(good, "load", ranks)
         proofs = zip(loads, told(good, "save"), strict=True)
         differences = [relative(a[0]["proof"], b[0]["proof"]) for a, b in proofs]
         total = loads[0][0]["folder_bytes"] / 1e9
@@ -525,13 +514,12 @@ def load_rows(side: str, good: Sequence[Run]) -> Iterator[Row]:
             "side": side,
             "saved": saved,
             "ranks": ranks,
-            "cold_s": over(loads, lambda r: r["cold"]["seconds"]),
-            "warm_s": over(loads, lambda r: r["warm"]["seconds"]),
+            "seconds": over(loads, "seconds"),
             "need_gb": total / ranks,
-            "read_gb": scaled(over(loads, lambda r: r["warm"].get("read_calls")), 1e9),
-            "disk_gb": scaled(over(loads, lambda r: r["cold"].get("read_disk"), sum), 1e9),
-            "peak_mib": over(loads, lambda r: r["cold"]["peak_mib"]),
-            "stays_mib": over(loads, lambda r: r["cold"]["stays_mib"]),
+            "read_gb": scaled(over(loads, "read_calls"), 1e9),
+            "disk_gb": scaled(over(loads, "read_disk", sum), 1e9),
+            "peak_mib": over(loads, "peak_mib"),
+            "stays_mib": over(loads, "stays_mib"),
             "loss_difference": max(d for d in differences if d is not None),
         }
 

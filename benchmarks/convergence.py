@@ -83,13 +83,8 @@ SIDES: dict[str, Side] = {
     "qgz": Side("gradients encoded in int4, in two hops", {"reduce_codec": "int4"}),
     "all": Side("all three", _ALL),
     "all-feedback": Side("all three, with error feedback", _ALL | {"error_feedback": True}),
-    "all-stochastic": Side(
-        "all three, with stochastic rounding of gradients", _ALL | {"wire_rounding": "stochastic"}
-    ),
-    "all-int8": Side("all three, gradients in int8", _ALL | {"reduce_codec": "int8"}),
     "frozen-int8": Side("frozen matrices rest and travel in int8", {"frozen": "int8"}),
     "frozen-nf4": Side("frozen matrices rest and travel in nf4", {"frozen": "nf4"}),
-    "frozen-int4": Side("frozen matrices rest and travel in int4", {"frozen": "int4"}),
     "nudged": Side(
         "the reference from weights moved by a millionth of themselves: what chance makes of it",
         nudge=1e-6,

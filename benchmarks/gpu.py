@@ -25,7 +25,6 @@ gpu.json and gpu.md.
 | memory    | activations on the host, weights in tiles                                                       | yes                |
 | codecs    | are codecs as quick as memory, do kernels write what torch writes? See benchmarks/codecs.py     | yes                |
 | fp32      | `ranks` and `step` with the larger model in fp32, which takes longest                           | yes                |
-| overlap   | a profile: how much of communication and copies had a compute kernel beside it                  | `--only overlap`   |
 | offload   | host and NVMe with a profile of the copies, with 1 and 8 micro-batches                          | `--only offload`   |
 
 Sides take turns in one process for each comparison (benchmarks/gpu_turns.py); DeepSpeed takes part
@@ -61,9 +60,9 @@ from onefold.doctor.chapters import CHAPTER
 
 SCHEMA = "onefold-gpu/2"
 CHAPTERS = (
-    "check", *OF_THE_DOCTOR, "ranks", "step", "host", "memory", "codecs", "fp32", "overlap", "offload",
+    "check", *OF_THE_DOCTOR, "ranks", "step", "host", "memory", "codecs", "fp32", "offload",
 )  # fmt: skip
-USUAL = CHAPTERS[: CHAPTERS.index("overlap")]
+USUAL = CHAPTERS[: CHAPTERS.index("offload")]
 STAGES = ("onefold-0", "onefold-1", "onefold-2", "onefold-3")
 GOAL = 1.02  # of plain PyTorch's step time and memory at world size 1
 Outcomes = list[dict[str, Any]]
@@ -158,9 +157,6 @@ def compared(options: Options) -> Iterator[tuple[str, Comparison]]:
     tight = ("plain", "onefold-3", "onefold-3-activations", "onefold-3-tiles")
     title = f"Activations on the host, weights in tiles: {about}"
     yield "memory", Comparison(title, setting(), tight, "plain")
-    # Where there is one GPU, two ranks share it over gloo
-    many = setting(max(2, gpus), steps=2)
-    yield "overlap", Comparison(f"Overlap: {about}", many, ("fsdp2", *STAGES), "fsdp2", trace=True)
     nvme = (
         "onefold-3",
         *host[1:4],

@@ -50,6 +50,9 @@ class Plain:
                     os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_DIRECT)
                 )
         self.memory = memoryview(page_buffer(READS * chunk).numpy())
+        self.memory[:] = os.urandom(
+            len(self.memory)
+        )  # some disks have an easy way with repetitions
         for file in self.files:
             for at in range(0, nbytes, chunk):
                 os.pwrite(file, self.memory[:chunk], at)

@@ -8,8 +8,8 @@ same data and the same ranks.
 
 A *side* is a library with its state in a certain place. On CPU ranks device and host are the same
 memory: what is measured is what moving state costs in software, what the engine holds on which tier,
-and what the disk gives. Around every timed step of a side that uses the disk a third process copies
-as much sequentially with O_DIRECT while the ranks wait: what the disk gives just then.
+and what the disk gives. Around every timed step of a side that uses the disk one rank copies files
+sequentially with O_DIRECT while the others wait: what the disk gives just then.
 
 The JSON has "large" and "smollm2" beside what a Study has: `too_large`, `smollm2`.
 """
@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -158,62 +157,16 @@ def build(
 # -- what a rank watches ---------------------------------------------------------------------------
 
 
-class Copier:
-    """Direct sequential copies: four files are read and three of them written, a chunk of each at a
-    time, the pattern of an optimizer's step with two moments. In another process, so that its
-    buffers are nobody's resident memory; it ends with our end of its standard input.
-    """
-
-    def __init__(self, folder: str, mib: int, chunk_mib: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.offload", folder, str(mib), str(chunk_mib)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process = subprocess.Popen(command, cwd=ROOT, env=launch.environment(1), **pipes)
-        self._answer()
-
-    def copy(self) -> float:
-        """Bytes a second, read and written."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("copy\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        self._process.communicate()
-
-    def _answer(self) -> float:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            status = self._process.wait()
-            raise RuntimeError(f"the process that copies ended with status {status}; see above.")
-        return float(line)
-
-
-def serve(folder: Path, nbytes: int, chunk: int) -> None:
-    """The other process: copies whenever a line comes in."""
-    plain = Plain(folder, nbytes, chunk)
-    varied = memoryview(plain.memory)[:chunk]
-    for at in range(0, nbytes, chunk):
-        for file in plain.files:
-            varied[:] = os.urandom(chunk)  # some disks have an easy way with repetitions
-            os.pwrite(file, varied, at)
-    print(0.0, flush=True)
-    for _ in sys.stdin:
-        begun = time.perf_counter()
-        plain.copy()
-        print((READS + WRITES) * nbytes / (time.perf_counter() - begun), flush=True)
-
-
 class Watch(training.Watch):
     """Seconds of the optimizer's part of each step; of Onefold what its ledgers hold and move, of a
     side on the disk what the disk does in the step and gives around it.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self.copier = None
-        self.on_disk = SIDES[job["side"]].on_disk
+        self.on_disk, self.plain = SIDES[job["side"]].on_disk, None
         if self.on_disk and job["rank"] == 0 and job["copy_mib"]:
-            self.copier = Copier(job["disk"], job["copy_mib"], job["chunk_mib"])
+            # Its buffers are there before memory is looked at
+            self.plain = Plain(Path(job["disk"]), job["copy_mib"] * MIB, job["chunk_mib"] * MIB)
         self.copies: list[float] = []
         self.seen: dict[str, list[Any]] = {"optimizer_s": [], "optimizer_disk": [], "step_disk": []}
 
@@ -242,8 +195,11 @@ class Watch(training.Watch):
 
     def between(self) -> None:
         training.meet()
-        if self.copier is not None:
-            self.copies.append(self.copier.copy())
+        if self.plain is not None:
+            begun = time.perf_counter()
+            self.plain.copy()
+            moved = (READS + WRITES) * self.plain.nbytes
+            self.copies.append(moved / (time.perf_counter() - begun))
         training.meet()
         self.before = self.counters()
 
@@ -262,8 +218,6 @@ class Watch(training.Watch):
 
     def found(self) -> dict[str, Any]:
         grown = probes.page_cache_bytes() - self.cache if self.on_disk else None
-        if self.copier is not None:
-            self.copier.close()
         out = {**self.seen, "copies": self.copies, "page_cache_growth": grown, "held": None}
         if self.engine is None:
             return out
@@ -634,7 +588,3 @@ def main(options: harness.Options) -> int:
         for tokens in options.tokens
     ]
     return Offload(options, settings).run()
-
-
-if __name__ == "__main__":  # the process of `Copier`
-    serve(Path(sys.argv[1]), int(sys.argv[2]) * MIB, int(sys.argv[3]) * MIB)

@@ -24,7 +24,7 @@ from benchmarks.trainers import build
 from benchmarks.trainers import prepare as import_for
 
 SIDES: tuple[str, ...] = (
-    "ddp", "ddp-bf16-wire", "zero-optimizer", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3",
+    "ddp", "zero-optimizer", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3",
     "onefold-0", "onefold-1", "onefold-2", "onefold-3",
 )  # fmt: skip
 """In the order of a round. A number is the ZeRO stage."""
@@ -33,9 +33,6 @@ NOTES: dict[str, str] = {
     "ddp": (
         "DistributedDataParallel, gradients as bucket views, no_sync between boundaries; "
         "bf16: fp32 weights under autocast, fp32 on the wire"
-    ),
-    "ddp-bf16-wire": (
-        "the same with a hook that all-reduces in bf16: bf16 on the wire and in the sum (bf16 only)"
     ),
     "zero-optimizer": "DDP as above with ZeroRedundancyOptimizer(parameters_as_bucket_view=True)",
     "fsdp2": (
@@ -109,10 +106,6 @@ class Peers(training.Steps):
     schema, module, known, notes = "onefold-peers/2", "benchmarks.peers", SIDES, NOTES
     reference = "ddp"
     legend = f"{training.LEGEND} X: 4 bytes a parameter times (N-1)/N, so an fp32 all-reduce is 2."
-
-    def those(self, setting: Setting) -> list[str]:
-        """One that compresses to bf16 means nothing in fp32."""
-        return [s for s in self.sides if setting.precision == "bf16" or s != "ddp-bf16-wire"]
 
     def columns(self, setting: Setting) -> Mapping[str, Cell]:
         unit = 4 * count_parameters(setting.model) * (setting.ranks - 1) / setting.ranks

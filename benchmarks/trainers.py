@@ -19,8 +19,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.gpt import Batch, Setting
 from benchmarks.launch import on_deepspeed
@@ -88,25 +87,12 @@ class Plain(Torch):
         self.optimizer = adamw(model.parameters())
 
 
-def all_reduce_in_bf16(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
-    """A hook for DDP: what torch's `bf16_compress_hook` does, which refuses gloo by name."""
-    whole = bucket.buffer()
-    sent = whole.to(torch.bfloat16).div_(dist.get_world_size())
-    done: torch.futures.Future[Any] = dist.all_reduce(sent, async_op=True).get_future()
-    return done.then(lambda _: whole.copy_(sent))
-
-
 class DDP(Torch):
-    """DistributedDataParallel; with `compress`, bf16 on the wire."""
+    """DistributedDataParallel."""
 
-    def __init__(self, setting: Setting, model: nn.Module, *, compress: bool = False) -> None:
+    def __init__(self, setting: Setting, model: nn.Module) -> None:
         super().__init__(setting)
         self.ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        if compress:
-            # torch compares the hook's annotations with its own types, which deferred ones are not
-            self.ddp.register_comm_hook(
-                None, lambda state, bucket: all_reduce_in_bf16(state, bucket)
-            )
         self.model = self.ddp
         self.optimizer = self.make_optimizer()
 
@@ -280,7 +266,6 @@ def prepare(side: str, device: str = "cpu") -> None:
 PEERS: dict[str, Callable[..., Trainer]] = {
     "plain": Plain,  # PyTorch alone
     "ddp": DDP,
-    "ddp-bf16-wire": partial(DDP, compress=True),
     "zero-optimizer": ZeroOptimizer,
     "fsdp2": FSDP2,
     **{f"deepspeed-{stage}": partial(DeepSpeed, stage=stage) for stage in (1, 2, 3)},

@@ -4,10 +4,13 @@ benchmarks/validation/formulas. Plain arithmetic: bytes, elements, FLOP, seconds
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from onefold.plan.formulas import Recompute, check_recompute
+from benchmarks.validation.formulas.states import model_states
+
+from onefold.plan.formulas import Convention, Recompute, check_recompute
 
 Streamed = Literal["params", "optimizer", "act_ckpt"]
 STREAMED: tuple[Streamed, ...] = ("params", "optimizer", "act_ckpt")
@@ -126,3 +129,46 @@ def selective_recompute_saves(seq: int, hidden: int, heads: int) -> float:
     """Share of activations that selective recompute removes (Korthikanti et al., section 5)."""
     full = korthikanti_layer(seq, 1, hidden, heads)
     return 1 - korthikanti_layer(seq, 1, hidden, heads, recompute="selective") / full
+
+
+def reduction_factor(convention: Convention, stage: int, ranks: int) -> float:
+    """By how much a stage shrinks the states; ZeRO's 4 and 8 hold for many ranks only."""
+    return convention.total / model_states(1.0, convention, stage, ranks)
+
+
+def ranks_to_hold(numel: float, bytes_per_parameter: float, capacity: float) -> float:
+    """GPUs (not rounded) whose memory together holds the states, nothing else."""
+    return numel * bytes_per_parameter / capacity
+
+
+def smallest_degree(
+    numel: float, convention: Convention, stage: int, capacity: float, degrees: Iterable[int]
+) -> int:
+    """The smallest data-parallel degree of `degrees` at which the states fit (ZeRO Table 1, bold).
+
+    Raises:
+        ValueError: none of them is enough.
+    """
+    tried = sorted(degrees)
+    for ranks in tried:
+        if model_states(numel, convention, stage, ranks) <= capacity:
+            return ranks
+    raise ValueError(
+        f"the states of {numel:.3g} parameters do not fit {capacity / 1e9:.0f} GB at stage {stage}"
+        f" on any of {tried} ranks: use more ranks, a higher stage, or offload."
+    )
+
+
+def checkpoint_bytes(numel: float, weights: float = 2, optimizer: float = 12) -> float:
+    """Bytes to resume from: 16-bit weights, fp32 master, m, v (BigScience tr11-176B README)."""
+    return numel * (weights + optimizer)
+
+
+def secondary_copy_bytes(numel: float, node: int, element_bytes: float = 2) -> float:
+    """Memory of ZeRO++'s second copy on `node` ranks: 2Ψ/Z bytes a rank (DeepSpeed's tutorial)."""
+    return numel * element_bytes / node
+
+
+def tensor_parallel_elements(batch: int, seq: int, hidden: int, degree: int) -> float:
+    """Per layer, micro-batch and GPU: 8bsh(t−1)/t (Narayanan et al. 2021, section 3.2)."""
+    return 8 * batch * seq * hidden * (degree - 1) / degree

@@ -39,7 +39,7 @@ def states_gb(i: Inputs) -> float:
 
 
 def smallest_degree(i: Inputs) -> float:
-    return states.smallest_degree(
+    return papers.smallest_degree(
         i["P"], ADAM, i["stage"], i["capacity_GB"] * GB, (1, 4, 16, 64, 256, 1024)
     )
 
@@ -120,7 +120,7 @@ ANSWERS: Mapping[str, Callable[[Inputs], float]] = {
     "E02": states_gb,
     "E03": states_gb,
     "E05": smallest_degree,
-    "E06": lambda i: states.reduction_factor(ADAM, i["stage"], i["N"]),
+    "E06": lambda i: papers.reduction_factor(ADAM, i["stage"], i["N"]),
     "E07": largest_by_states,
     "E09": lambda i: states.USABLE * largest_by_states(i),
     "E10": (
@@ -131,7 +131,7 @@ ANSWERS: Mapping[str, Callable[[Inputs], float]] = {
     "E13": lambda i: traffic.zeropp_bytes(i["P"])["between"] / GB,
     "E14": lambda i: traffic.between_groups(i["M"], i["G"], i["W"], element_bytes=1),
     "E15": lambda i: traffic.offload_bytes(i["P"], i["N"]) / GB,
-    "E16": lambda i: traffic.tensor_parallel_elements(i["b"], i["s"], i["h"], i["t"]),
+    "E16": lambda i: papers.tensor_parallel_elements(i["b"], i["s"], i["h"], i["t"]),
     "E17": lambda i: papers.infinity_states(i["layers"], i["hidden"], i["bytes_per_param"]) / TIB,
     "E20": (
         lambda i: (
@@ -143,7 +143,7 @@ ANSWERS: Mapping[str, Callable[[Inputs], float]] = {
     "E21": infinity_efficiency,
     "E22": infinity_efficiency,
     "E24": infinity_efficiency,
-    "E25": lambda i: states.ranks_to_hold(i["P"], i["bytes_per_param"], i["capacity_GB"] * GB),
+    "E25": lambda i: papers.ranks_to_hold(i["P"], i["bytes_per_param"], i["capacity_GB"] * GB),
     "E26": largest_on_nvme,
     "E27": largest_with_host_optimizer,
     "E28": estimator,
@@ -156,7 +156,7 @@ ANSWERS: Mapping[str, Callable[[Inputs], float]] = {
             / GIB
         )
     ),
-    "E35": lambda i: states.checkpoint_bytes(i["P"]) / GIB,
+    "E35": lambda i: papers.checkpoint_bytes(i["P"]) / GIB,
     "E36": lambda i: states.model_states(1, states.CONVENTIONS["18"], 1, i["d"]),
     "E37": lambda i: states.model_states(i["P"], states.CONVENTIONS["20"], 0, 1) / GB,
     "E38": states_gb,

@@ -50,7 +50,7 @@ def test_kernels_have_the_bits_of_torch(sample):
         f"print(k.codec_differences(device, {names}) + k.row_differences(device, {names})"
         " + k.moment_differences(device) + k.sum_differences(device))"
     )
-    command = ["-m", "benchmarks.codecs", "--check", "--device", device]
+    command = ["-m", "benchmarks", "codecs", "--check", "--device", device]
     every = len(names) == len(WITH_KERNELS)
     found = run("-W", "ignore", *(command if every else ["-c", program]), **here)
     said = "agree on every bit of 120 intervals and 48 sums" if every else "[]"

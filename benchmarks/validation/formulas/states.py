@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from onefold.plan.formulas import STAGES, Convention, states_by_kind
 
@@ -37,11 +37,6 @@ def model_states(numel: float, convention: Convention, stage: int, ranks: int) -
     return sum(states_by_kind(numel, convention, stage, ranks).values())
 
 
-def reduction_factor(convention: Convention, stage: int, ranks: int) -> float:
-    """By how much a stage shrinks the states; ZeRO's 4 and 8 hold for many ranks only."""
-    return convention.total / model_states(1.0, convention, stage, ranks)
-
-
 def largest_model(
     capacity: float, convention: Convention, stage: int, ranks: int, model_parallel: int = 1
 ) -> float:
@@ -54,29 +49,6 @@ def largest_trainable(capacity: float, bytes_per_parameter: float, usable: float
     return usable * capacity / bytes_per_parameter
 
 
-def ranks_to_hold(numel: float, bytes_per_parameter: float, capacity: float) -> float:
-    """GPUs (not rounded) whose memory together holds the states, nothing else."""
-    return numel * bytes_per_parameter / capacity
-
-
-def smallest_degree(
-    numel: float, convention: Convention, stage: int, capacity: float, degrees: Iterable[int]
-) -> int:
-    """The smallest data-parallel degree of `degrees` at which the states fit (ZeRO Table 1, bold).
-
-    Raises:
-        ValueError: none of them is enough.
-    """
-    tried = sorted(degrees)
-    for ranks in tried:
-        if model_states(numel, convention, stage, ranks) <= capacity:
-            return ranks
-    raise ValueError(
-        f"the states of {numel:.3g} parameters do not fit {capacity / 1e9:.0f} GB at stage {stage}"
-        f" on any of {tried} ranks: use more ranks, a higher stage, or offload."
-    )
-
-
 def freed_by_more_ranks(
     numel: float, convention: Convention, stage: int, ranks: int, more: int
 ) -> float:
@@ -84,8 +56,3 @@ def freed_by_more_ranks(
     return model_states(numel, convention, stage, ranks) - model_states(
         numel, convention, stage, more
     )
-
-
-def checkpoint_bytes(numel: float, weights: float = 2, optimizer: float = 12) -> float:
-    """Bytes to resume from: 16-bit weights, fp32 master, m, v (BigScience tr11-176B README)."""
-    return numel * (weights + optimizer)

@@ -154,11 +154,6 @@ def border_bytes(
     )
 
 
-def secondary_copy_bytes(numel: float, node: int, element_bytes: float = 2) -> float:
-    """Memory of ZeRO++'s second copy on `node` ranks: 2Ψ/Z bytes a rank (DeepSpeed's tutorial)."""
-    return numel * element_bytes / node
-
-
 def offload_bytes(
     numel: float, ranks: int = 1, micro_batches: int = 1, *, every_micro_batch: bool = False
 ) -> float:
@@ -181,8 +176,3 @@ def host_streaming_bytes(
     gradients.
     """
     return 2 * numel * (passes + 1) * micro_batches / ranks
-
-
-def tensor_parallel_elements(batch: int, seq: int, hidden: int, degree: int) -> float:
-    """Per layer, micro-batch and GPU: 8bsh(t−1)/t (Narayanan et al. 2021, section 3.2)."""
-    return 8 * batch * seq * hidden * (degree - 1) / degree
