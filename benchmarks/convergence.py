@@ -364,11 +364,6 @@ COLUMNS: dict[str, Cell] = {
 }
 
 
-def curve(run: Run) -> dict[str, Any]:
-    """What rank 0 wrote."""
-    return run.ranks[0]
-
-
 def row(case: Case, side: str, own: dict[str, Any], theirs: dict[str, Any] | None) -> Row:
     """How far a curve ends from the reference's, and whether that is near enough."""
     held_out = [loss for _, loss in own["held_out"]]
@@ -421,7 +416,7 @@ class Convergence(harness.Study):
     def row(self, comparison: harness.Comparison, side: str, good: list[Run]) -> Row:
         case: Case = comparison.setting
         theirs = harness.by_round(comparison.runs, case.sides[0]).values()
-        return row(case, side, curve(good[-1]), next(map(curve, theirs), None))
+        return row(case, side, good[-1].ranks[0], next((run.ranks[0] for run in theirs), None))
 
     def columns(self, setting: Case) -> Mapping[str, Cell]:
         return COLUMNS

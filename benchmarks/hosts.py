@@ -43,13 +43,6 @@ QUEUE = 64 << 20
 """Bytes that wait at the link before one is dropped."""
 
 
-TOOLS = {
-    name: shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-    for name in ("ip", "tc", "unshare", "nsenter")
-}
-"""Where the tools are, None where one is not. Only root's PATH has the folders of the first two."""
-
-
 class HostError(CannotGoOn):
     """Hosts or links cannot be made here; the message says why and what would help."""
 
@@ -61,12 +54,8 @@ def said(rate: float) -> str:
 
 
 def tool(name: str) -> str:
-    """The path of a tool.
-
-    Raises:
-        HostError: it is not there.
-    """
-    found = TOOLS[name]
+    """The path of a tool; only root's PATH has the folders of some."""
+    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if found is None:
         raise HostError(
             f"{name} cannot be found: install iproute2 (ip, tc) and util-linux (unshare, nsenter);"
@@ -184,7 +173,7 @@ def joined(rate: float) -> Iterator[tuple[Host, Host]]:
     Raises:
         HostError: a tool, a permission or a part of the kernel is missing.
     """
-    for name in TOOLS:
+    for name in ("ip", "tc", "unshare", "nsenter"):
         tool(name)
     with contextlib.ExitStack() as stack:
         pair = []

@@ -274,11 +274,5 @@ PEERS: dict[str, Callable[..., Trainer]] = {
 
 
 def build(side: str, setting: Setting, model: nn.Module) -> Trainer:
-    """The side of that name around `model`, which holds whole fp32 weights on every rank.
-
-    Raises:
-        ValueError: a name that is not in `PEERS`.
-    """
-    if side not in PEERS:
-        raise ValueError(f"There is no side {side!r}; choose one of {', '.join(PEERS)}.")
+    """The side of that name around `model`, which holds whole fp32 weights on every rank."""
     return PEERS[side](setting, model)

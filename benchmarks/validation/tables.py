@@ -71,9 +71,9 @@ def table(title: str, kind: str, source: str, *files: str) -> Callable[[Callable
     return made
 
 
-def read(name: str, folder: Path = DATA) -> Rows:
+def read(name: str) -> Rows:
     """The rows of data/NAME.csv."""
-    with (folder / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+    with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from onefold.plan.formulas import STAGES, Convention, states_by_kind
-
-__all__ = ["STAGES", "Convention"]
-
+from onefold.plan.formulas import Convention, states_by_kind
 
 #: The conventions in print for Adam, by their sum and by what they are.
 CONVENTIONS: Mapping[str, Convention] = {
