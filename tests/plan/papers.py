@@ -164,11 +164,6 @@ def checkpoint_bytes(numel: float, weights: float = 2, optimizer: float = 12) ->
     return numel * (weights + optimizer)
 
 
-def secondary_copy_bytes(numel: float, node: int, element_bytes: float = 2) -> float:
-    """Memory of ZeRO++'s second copy on `node` ranks: 2Ψ/Z bytes a rank (DeepSpeed's tutorial)."""
-    return numel * element_bytes / node
-
-
 def tensor_parallel_elements(batch: int, seq: int, hidden: int, degree: int) -> float:
     """Per layer, micro-batch and GPU: 8bsh(t−1)/t (Narayanan et al. 2021, section 3.2)."""
     return 8 * batch * seq * hidden * (degree - 1) / degree

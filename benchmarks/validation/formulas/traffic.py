@@ -154,6 +154,11 @@ def border_bytes(
     )
 
 
+def secondary_copy_bytes(numel: float, node: int, element_bytes: float = 2) -> float:
+    """Memory of ZeRO++'s second copy on `node` ranks: 2Ψ/Z bytes a rank (DeepSpeed's tutorial)."""
+    return numel * element_bytes / node
+
+
 def offload_bytes(
     numel: float, ranks: int = 1, micro_batches: int = 1, *, every_micro_batch: bool = False
 ) -> float:
