@@ -98,7 +98,7 @@ docs: $(VENV)/.dev
 	@echo "site/index.html"
 
 bench: $(VENV)/.bench
-	$(BIN)/python -m benchmarks.peers $(ARGS)
+	$(BIN)/python -m benchmarks peers $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -1,5 +1,5 @@
 """Codecs of the wire and sums: bytes a second beside a copy, and whether kernels and torch agree:
-`python -m benchmarks.codecs`.
+`python -m benchmarks codecs`.
 
 A rate counts the bytes that must be touched: read the floats and write the encoding, or the
 reverse; a sum is read and written. Of the parts of a reduction (16 bits or fp32, summed in fp32)
@@ -7,12 +7,11 @@ each is read once and their sum written once. A rate is printed beside the rate 
 same floats in the same minute, which is what memory can do. On a CPU there is one thread, and
 seconds are the thread's own, so that what else runs on the machine shows less. `--check` compares
 only: on a machine without a GPU but with Triton,
-`TRITON_INTERPRET=1 python -m benchmarks.codecs --check` runs the kernels in Triton's interpreter.
+`TRITON_INTERPRET=1 python -m benchmarks codecs --check` runs the kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -31,6 +30,7 @@ SCHEMA = "onefold-codecs/1"
 NAMES = ("int8", "int4", "fp8", "nf4")
 RANKS = 8  # whose parts are added up
 GOAL = 0.8  # of the rate of a copy, on CUDA
+COLUMNS = ("codec", "dtype", "act", "ns an element", "GB/s", "of a copy")
 
 
 def differing(device: str) -> list[str]:
@@ -104,25 +104,6 @@ def measured(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def errors(numel: int = 1 << 20) -> list[dict[str, Any]]:
-    """Relative error (root mean square) of normal values, and bits, by codec and block."""
-    source = torch.randn(numel, generator=torch.Generator().manual_seed(3))
-    rows = []
-    for name in NAMES:
-        for block in (64, 128, 256):
-            stored, back = Encoded.of(source, codec(name, block=block)), torch.empty_like(source)
-            stored.decode(back)
-            rows.append(
-                {
-                    "codec": name,
-                    "block": block,
-                    "bits": stored.bits,
-                    "error": float((back - source).norm() / source.norm()),
-                }
-            )
-    return rows
-
-
 # --- the command ---
 
 
@@ -152,13 +133,12 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def chapter(options: harness.Options) -> tuple[pages.Table, list[dict[str, Any]]]:
     """The chapter of gpu.py. It fails if kernels differ from torch, not for a low rate."""
-    columns = ("codec", "dtype", "act", "ns an element", "GB/s", "of a copy")
     title = f"Codecs and sums: the goal of their kernels is {GOAL:.0%} of a copy"
     elements = 1 << 28 if options.device == "cuda" else 1 << 20
     job = {"device": options.device, "elements": elements, "rounds": 5}
     found = launch.run_ranks("benchmarks.codecs", job, 1, timeout=options.timeout)
-    outcome = {"peer": "codecs", **found}
-    table = pages.Table(title, columns)
+    outcome = {"side": "codecs", **found}
+    table = pages.Table(title, COLUMNS)
     if outcome["status"] == "ok":
         table.rows = lines(outcome["ranks"][0]["rates"])
         if differ := outcome["ranks"][0]["differences"]:
@@ -174,7 +154,6 @@ HERE = "cuda" if torch.cuda.is_available() else "cpu"
     "codecs",
     __doc__,
     rounds=7,
-    output=None,
     device=(HERE, "where they run", ["cuda", "cpu"]),
     elements=(1 << 24, "floats that are encoded"),
     check=(False, "compare kernels and torch, and measure nothing"),
@@ -191,26 +170,12 @@ def main(options: harness.Options) -> int:
         agree = f"kernels and torch agree on every bit of {intervals} intervals and {sums} sums"
         print("\n".join(found) or agree)
         return int(bool(found))
-    result: dict[str, Any] = {
-        "elements": options.elements,
-        "device": torch.cuda.get_device_name() if cuda else "cpu, one thread",
-        "errors": errors(),
-        "rates": measured(options.device, options.elements, options.rounds),
-        "goal": GOAL,
-        "differences": differing(options.device) if cuda else [],
-    }
-    for row in result["errors"]:
-        print(
-            f"{row['codec']:5} {row['block']:4} a block  {row['bits']:.3f} bits  {row['error']:.4f}"
-            " of the values"
-        )
-    for line in lines(result["rates"]):
-        print("{:5} {:5} {:20} {:>8} ns {:>8} GB/s {:>6} of a copy".format(*line))
-    print("\n".join(result["differences"]))
-    if options.output:
-        harness.keep(options, SCHEMA, **result)
-    return int(bool(result["differences"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    rates = measured(options.device, options.elements, options.rounds)
+    differ = differing(options.device) if cuda else []
+    device = torch.cuda.get_device_name() if cuda else "cpu, one thread"
+    harness.keep(
+        options, SCHEMA, elements=options.elements, device=device, rates=rates, differences=differ
+    )
+    pages.show(pages.markdown([COLUMNS, *lines(rates)], left=3))
+    print("\n".join(differ))
+    return int(bool(differ))

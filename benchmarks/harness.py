@@ -1,12 +1,16 @@
-"""What every benchmark does alike. A benchmark is a small declaration beside it: its options, its
-sides, a function that measures one of them, and the columns of its table.
+"""What every benchmark does alike. A benchmark is one file beside it: its options, its sides, a
+function that measures one of them on a rank, and the columns of its table.
 
-options   @command(module, doc, rounds=3, sides=(SIDES, "help"), ...)   the parsed options; Refused
-turns     study.Study, in_turns(...), stoppable()    sides take turns, so that a drift of the machine meets all alike
-ranks     launch.run_ranks(module, job, ranks)       fresh processes; each calls `module.measure(job)`
-figures   step_seconds, losses, ratios, spread, over_rounds     medians over rounds, with their range
-results   keep(...), earlier(...)                    JSON with command, date, machine and versions; each file whole
-pages     pages.py                                   tables for a terminal and for Markdown, plots
+options   @command(name, doc, rounds=3, sides=(SIDES, "help"), ...)     the parsed options; Refused
+turns     Study, in_turns(...), stoppable()     sides take turns, so that a drift of the machine meets all alike
+ranks     launch.run_ranks(module, job, ranks)  fresh processes; each calls `module.measure(job)`
+figures   step_seconds, losses, timings, over_rounds, rows_of     medians over rounds, with their range
+results   keep(...), earlier(...)               JSON with command, date, machine and versions; each file whole
+pages     pages.py                              tables for a terminal and for Markdown, plots
+
+The JSON of a Study: "finished", what `document` says, "goals", and "comparisons": a list of
+{"setting": {...}, "rows": [the table], "runs": [{"side", "round", "status", "error", "wall_s",
+"ranks": [what each rank's `measure` has returned]}]}.
 """
 
 from __future__ import annotations
@@ -22,16 +26,17 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache, wraps
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
 
-from benchmarks import pages
+from benchmarks import launch, pages
+from benchmarks.launch import ROOT, Refused
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLACES = ("--disk", "--folder", "--output", "--deepspeed-python", "--against")
 """Options whose values are places on one machine: the results name the option and not the place."""
@@ -56,36 +61,32 @@ _SHARED: Mapping[str, tuple[Any, ...]] = {
     "output": ("the folder of the results", Path),
     "deepspeed_python": ("an interpreter that has DeepSpeed, if this one has not",),
     "against": ("`src` folders of other checkouts", Path, {"nargs": "*"}),
-    "json": ("print the JSON in place of the tables",),
 }
 
 
-class Refused(ValueError):
-    """A wrong command line: what was given, and what to write instead."""
-
-
 def parser(
-    module: str, doc: str | None, *, results: bool = True, **options: Any
+    name: str, doc: str | None, /, *, results: bool = True, **options: Any
 ) -> argparse.ArgumentParser:
-    """A parser for `python -m benchmarks.MODULE`, with --name and --output if it has `results`. A
-    module of the form "NAME.py" is started as a file.
+    """A parser for `python -m benchmarks NAME`, with --name and --output if it has `results`. A
+    name of the form "NAME.py" is started as a file.
 
     Of an option that several benchmarks have (`_SHARED`) its default is given. Any other is
     `name=(default, help, *more)`, where `more` are a type, choices, or {"nargs": ...} for argparse.
     The default says what is read: False is a flag, a list takes several values. Without a default
     (`...`) the values stand on the command line without a name.
     """
-    name, _, file = module.partition(".")
     p = argparse.ArgumentParser(
-        prog=f"python benchmarks/{module}" if file == "py" else f"python -m benchmarks.{module}",
+        prog=f"python benchmarks/{name}"
+        if name.endswith(".py")
+        else f"python -m benchmarks {name}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     if results:
-        options = {"name": name, "output": RESULTS, **options}
-    for name, given in options.items():
-        default, text, *more = given if isinstance(given, tuple) else (given, *_SHARED[name])
+        options = {"name": name.removesuffix(".py"), "output": RESULTS, **options}
+    for option, given in options.items():
+        default, text, *more = given if isinstance(given, tuple) else (given, *_SHARED[option])
         how: dict[str, Any] = {"default": default, "help": text}
         sample = default[0] if isinstance(default, list) and default else default
         if default is False:
@@ -100,9 +101,9 @@ def parser(
             else:
                 how |= {"type": extra} if isinstance(extra, type) else {"choices": list(extra)}
         if default is ...:
-            p.add_argument(name, **how)
+            p.add_argument(option, **how)
         else:
-            p.add_argument(f"--{name.replace('_', '-')}", **how)
+            p.add_argument(f"--{option.replace('_', '-')}", **how)
     return p
 
 
@@ -124,22 +125,18 @@ def parsed(p: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Optio
     return options
 
 
-def command(module: str, doc: str | None, **options: Any) -> Callable[..., Callable[..., int]]:
-    """Makes a command of `main(options, ...)`; where it is `Refused`, it says why and answers 2."""
+def command(name: str, doc: str | None, /, **options: Any) -> Callable[..., Callable[..., int]]:
+    """Makes a command of `main(options)`; where it is `Refused`, it says why and answers 2."""
 
     def made(main: Callable[..., int]) -> Callable[..., int]:
-        def read() -> argparse.ArgumentParser:
-            return parser(module, doc, **options)
-
         @wraps(main)
-        def told(arguments: Sequence[str] | None = None, *more: Any, **named: Any) -> int:
+        def told(arguments: Sequence[str] | None = None) -> int:
             try:
-                return main(parsed(read(), arguments), *more, **named)
+                return main(parsed(parser(name, doc, **options), arguments))
             except Refused as error:
                 print(f"error: {error}", file=sys.stderr)
                 return 2
 
-        told.parser = read  # type: ignore[attr-defined]
         return told
 
     return made
@@ -182,17 +179,8 @@ class Run:
     error: str = ""
     wall_s: float = 0.0
 
-    def to_json(self, key: str = "side") -> dict[str, Any]:
-        """A plain dictionary, the side under `key`."""
-        values = dict(self.__dict__)
-        side = values.pop("side")
-        return {key: asdict(side) if is_dataclass(side) else side, **values}  # type: ignore[arg-type]
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any], key: str = "side") -> Run:
-        """What `to_json` wrote."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        return cls(**{**known, "side": values[key]})
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def in_turns(names: Iterable[T], count: int) -> Iterator[tuple[int, T]]:
@@ -233,14 +221,6 @@ def stoppable() -> Iterator[Stop]:
 def say(text: str) -> None:
     """A remark on standard error, at once."""
     print(f"# {text}", file=sys.stderr, flush=True)
-
-
-def say_turn(run: Run, title: str) -> None:
-    """How a turn ended: seconds of its steps, or the error."""
-    seconds = " ".join(f"{s:.2f}" for s in step_seconds(run)) if run.status == "ok" else ""
-    say(
-        f"round {run.round}  {title}  {run.side}: {run.status}  {seconds or pages.essence(run.error)}"
-    )
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -327,10 +307,7 @@ Row = dict[str, Any]
 
 
 def rows_of(
-    runs: Sequence[Run],
-    row: Callable[[str, list[Run]], Row],
-    missing: Iterable[str] = (),
-    key: str = "side",
+    runs: Sequence[Run], row: Callable[[str, list[Run]], Row], missing: Iterable[str] = ()
 ) -> list[Row]:
     """A row for each side in the order in which they ran: name, status, rounds, what
     `row(side, good runs)` says, and the error of one of which no run ended well; `missing` sides are
@@ -341,13 +318,38 @@ def rows_of(
         mine = [run for run in runs if run.side == side]
         good = [run for run in mine if run.status == "ok"]
         if good:
-            found = {key: side, "status": "ok", "rounds": len(good), **row(side, good)}
+            found = {"side": side, "status": "ok", "rounds": len(good), **row(side, good)}
             rows.append({**found, "error": ""})
         else:
-            rows.append({key: side, "status": mine[-1].status, "error": mine[-1].error})
-    rows += [{key: side, "status": "not installed", "error": ""} for side in missing]
+            rows.append({"side": side, "status": mine[-1].status, "error": mine[-1].error})
+    rows += [{"side": side, "status": "not installed", "error": ""} for side in missing]
     fields = dict.fromkeys(name for row in rows for name in row)
     return [{**fields, "rounds": 0, **row} for row in rows]
+
+
+def timings(
+    good: Sequence[Run],
+    same: Mapping[int, Run],
+    names: Sequence[str] = ("ratio", "ratio_low", "ratio_high"),
+    *,
+    faster: bool = False,
+) -> Row:
+    """Of the runs of a side: `step_s`, the median over all timed steps of all rounds, and under
+    `names` the median over rounds of its ratio to the run of `same` in that round, with the least
+    and the greatest. `faster`: the ratio is theirs to ours.
+    """
+    found = [1 / r if faster else r for r in ratios(good, same)]
+    step = median(second for run in good for second in step_seconds(run))
+    return {"step_s": step, **dict(zip(names, spread(found), strict=True))}
+
+
+def goal(
+    text: str, figure: float | None, most: float, form: str = "{:.2f}", least: float = 0
+) -> Row:
+    """A row of the table of goals: what was to be reached, what was, and whether that is it."""
+    if figure is None:
+        return {"goal": text, "figure": "not measured", "met": None}
+    return {"goal": text, "figure": form.format(figure), "met": least <= figure <= most}
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -396,15 +398,6 @@ def _answer(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def sources(options: Options) -> dict[str, Path]:
-    """The `src` folders that are measured: "this", and those of --against by commit or folder."""
-    found = {"this": ROOT / "src"}
-    for path in options.against:
-        commit = _answer("git", "-C", str(path), "rev-parse", "--short", "HEAD")
-        found[commit or path.parent.name] = path
-    return found
-
-
 def about(options: Options, schema: str, packages: Iterable[str] = ()) -> dict[str, Any]:
     """What every result begins with: schema, command, date, machine, versions."""
     return {
@@ -443,32 +436,198 @@ def write(options: Options, result: Mapping[str, Any], page: str | None = None) 
             part.replace(options.output / f"{options.name}.{ending}")
 
 
-def earlier(options: Options, schema: str, **same: Any) -> dict[str, Any] | None:
+def earlier(options: Options, schema: str) -> dict[str, Any] | None:
     """What an earlier command of this name has left; None without --resume, or where there is none.
-    `about` names its command too. Refuses a file of another schema, or that differs in one of
-    `same`.
+    `about` names its command too. Refuses a file of another schema.
     """
     path = options.output / f"{options.name}.json"
-    if not options.resume or not path.exists():
+    if not getattr(options, "resume", False) or not path.exists():
         return None
     old: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if old.get("schema") != schema or any(old[key] != value for key, value in same.items()):
-        of = " and of this ".join([f"schema {schema}", *same])
-        raise Refused(f"{path} is not of {of}; choose another --name, or leave --resume out.")
+    if old.get("schema") != schema:
+        raise Refused(
+            f"{path} is not of schema {schema}; choose another --name, or leave --resume out."
+        )
     options.earlier_commands = old["command"].split(" && ")
     return old
 
 
-def write_page(module: str, doc: str | None, path: Path, page: Callable[[], str]) -> int:
-    """The command of a page of docs/: writes it, or with --check answers 1 if it differs."""
-    check = (False, "write nothing; fail if the page is not what the code says")
-    given, text = parser(module, doc, results=False, check=check).parse_args(), page()
-    if not given.check:
+def write_page(path: Path, text: str, check: bool) -> int:
+    """Writes a page that the code makes; with `check` answers 1 if it differs, and says so."""
+    if not check:
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path.name}: {len(text.splitlines())} lines")
-        return 0
-    if path.is_file() and path.read_text(encoding="utf-8") == text:
-        return 0
-    said = f"run `python -m benchmarks.{module}`."
-    print(f"{path.name} is not what the code says: {said}", file=sys.stderr)
-    return 1
+    elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+        print(f"{path.name} is not what the code says", file=sys.stderr)
+        return 1
+    return 0
+
+
+# -- studies ---------------------------------------------------------------------------------------
+
+OPTIONS: Mapping[str, Any] = {
+    "threads": 1,
+    "budget": None,
+    "resume": False,
+    "deepspeed_python": sys.executable,
+}
+"""What the command line of a study usually has."""
+
+
+@dataclass
+class Comparison:
+    """One setting, all that was measured in it so far, and the sides that are not installed."""
+
+    setting: Any
+    runs: list[Run] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+class Study:
+    """Sides that take turns in each of several settings. Every setting gets a round before any gets
+    a second, so that a budget that ends early leaves none out.
+
+    Attributes:
+        module: where `measure(job)` is, with "side" and "setting" in the job.
+        read: makes a setting of its JSON: a dataclass with `title`, and most with `ranks` and
+            `threads`.
+        known: the names of all sides. notes: how each is set up, by its name or that of several.
+        reference: the side that ratios and loss differences refer to.
+        legend: what the columns mean.
+        whole_rounds: measure a round again of which an interruption has left a part: its sides met
+            another machine. Otherwise only what failed is measured again.
+    """
+
+    schema: str
+    module: str
+    read: Callable[..., Any]
+    known: Sequence[str]
+    notes: Mapping[str, str]
+    reference: str
+    legend = ""
+    whole_rounds = True
+
+    def __init__(self, options: Options, settings: Iterable[Any]) -> None:
+        """Takes over what an earlier command has left."""
+        self.options, self.sides = options, chosen(options.sides, self.known)
+        self.old = earlier(options, self.schema) or {}
+        self.comparisons: list[Comparison] = []
+        for part in self.old.get("comparisons", ()):
+            runs = [Run(**run) for run in part["runs"]]
+            if not self.whole_rounds:
+                runs = [run for run in runs if run.status == "ok"]
+            self.comparisons.append(Comparison(type(self).read(**part["setting"]), runs))
+        there = {comparison.setting: comparison for comparison in self.comparisons}
+        self.asked = [
+            there.get(setting) or Comparison(setting) for setting in dict.fromkeys(settings)
+        ]
+        self.comparisons += [c for c in self.asked if c.setting not in there]
+        absent = self.absent()
+        for c in self.asked:
+            c.missing = [side for side in self.those(c.setting) if side in absent]
+
+    # what a benchmark says
+
+    def absent(self) -> set[str]:
+        """The sides whose library is not installed."""
+        return launch.absent(self.sides, self.options)
+
+    def those(self, setting: Any) -> Sequence[str]:
+        """The sides that mean something in a setting, in the order of a round."""
+        return self.sides
+
+    def take(self, setting: Any, side: str) -> dict[str, Any]:
+        """One turn; what `launch.run_ranks` answers."""
+        return launch.run_side(self.module, side, setting, self.options)
+
+    def row(self, comparison: Comparison, side: str, good: list[Run]) -> Row:
+        """What the runs of a side come to."""
+        raise NotImplementedError
+
+    def columns(self, setting: Any) -> Mapping[str, pages.Cell]:
+        """What the table of a setting shows of a row."""
+        raise NotImplementedError
+
+    def goals(self, judged: Sequence[tuple[Any, list[Row]]]) -> list[Row]:
+        """`goal`s, of the rows of every setting."""
+        return []
+
+    def document(self) -> dict[str, Any]:
+        """What the JSON has beside the settings and their runs."""
+        return {}
+
+    def more(self, result: dict[str, Any]) -> Iterable[str]:
+        """Further parts of the page, behind the tables."""
+        return ()
+
+    def charts(self, result: dict[str, Any]) -> list[list[pages.Panel]]:
+        """The panels of a plot."""
+        return []
+
+    # what all do
+
+    def references(self, comparison: Comparison) -> dict[int, Run]:
+        return by_round(comparison.runs, self.reference)
+
+    def rows(self, c: Comparison) -> list[Row]:
+        return rows_of(c.runs, lambda side, good: self.row(c, side, good), c.missing)
+
+    def turns(self) -> Iterator[tuple[Comparison, int, str]]:
+        """(comparison, round, side) of what is still to be measured, as long as --budget lasts."""
+        begun, budget = time.monotonic(), getattr(self.options, "budget", None)
+        for number in range(1, self.options.rounds + 1):
+            for c in self.asked:
+                wanted = [side for side in self.those(c.setting) if side not in c.missing]
+                there = {run.side for run in c.runs if run.round == number}
+                if self.whole_rounds and there and not there >= set(wanted):
+                    say(f"round {number} was incomplete: it is measured again")
+                    c.runs, there = [run for run in c.runs if run.round != number], set()
+                left = [side for side in wanted if side not in there]
+                last = [run.wall_s for run in c.runs if run.round == number - 1]
+                if left and budget and time.monotonic() - begun + sum(last) > 60 * budget:
+                    say(f"the budget of {budget:g} minutes is spent: round {number} is left out")
+                    return
+                for side in left:
+                    yield c, number, side
+
+    def measure(self) -> None:
+        """All turns, each of which is written at once."""
+        for c, number, side in self.turns():
+            run = Run(side, number, **self.take(c.setting, side))
+            c.runs.append(run)
+            told = f"in {run.wall_s:.0f} s" if run.status == "ok" else pages.essence(run.error)
+            say(f"round {number}  {c.setting.title}  {side}: {run.status} {told}")
+            self.write(finished=False)
+
+    def write(self, *, finished: bool) -> dict[str, Any]:
+        """Results so far as JSON and Markdown."""
+        found = [(c, self.rows(c)) for c in self.comparisons if c.runs]
+        parts = [
+            {"setting": asdict(c.setting), "rows": rows, "runs": [r.to_json() for r in c.runs]}
+            for c, rows in found
+        ]
+        kept = {"finished": finished, "notes": dict(self.notes), **self.document()}
+        kept["goals"] = self.goals([(c.setting, rows) for c, rows in found])
+        return keep(self.options, self.schema, self.page, **kept, comparisons=parts)
+
+    def page(self, result: dict[str, Any]) -> str:
+        parts, unused = [pages.where(result), pages.goals(result["goals"])], set(self.known)
+        for c in result["comparisons"]:
+            setting = type(self).read(**c["setting"])
+            parts += [f"**{setting.title}**", pages.table(self.columns(setting), c["rows"])]
+            unused -= {row["side"] for row in c["rows"]}
+        return pages.page(*parts, *self.more(result), self.legend, *pages.notes(self.notes, unused))
+
+    @property
+    def failed(self) -> bool:
+        """Whether a turn of this command did not end well."""
+        return any(run.status != "ok" for c in self.asked for run in c.runs)
+
+    def run(self) -> int:
+        """Measure, write and print: 0, 1 when a turn failed, 130 after Ctrl-C."""
+        with stoppable() as stop:
+            self.measure()
+        result = self.write(finished=stop.status == 0)
+        pages.plot(self.options.output / f"{self.options.name}.png", self.charts(result))
+        pages.show(self.page(result))
+        return stop.status or int(self.failed)

@@ -1,26 +1,24 @@
-"""What the host spends on a step of many small blocks:
-`python -m benchmarks.host_time [--blocks 48 96] [--against OTHER/src ...]`.
+"""What the host spends on a step of many small blocks, which compute almost nothing: hooks, attribute
+calls and the optimizer's own loop.
 
-The blocks compute almost nothing, so a step is hooks, attribute calls and the optimizer's own loop.
+    python -m benchmarks host_time [--blocks 48 96] [--sides 3 3+inductor] [--against OTHER/src ...]
 
-| world  | ranks                 | sides                                       | what it shows                                      |
-|--------|-----------------------|---------------------------------------------|----------------------------------------------------|
-| "gloo" | two, one thread each  | stages 0 to 3 beside DDP and FSDP2          | the host's time of a step, as multiples of theirs  |
-| "gloo" | two, one thread each  | `--sides 3 3+inductor ...`: blocks compiled | what torch.compile of the blocks gains             |
-| "fake" | one process as rank 0 of 8, 64, 1,024 | stages 1 and 3              | what grows with the ranks besides the wire         |
+| ranks                | sides                                     | what it shows                                     |
+|----------------------|-------------------------------------------|---------------------------------------------------|
+| two over gloo        | stages 0 to 3 beside DDP and FSDP2        | the host's time of a step, as multiples of theirs |
+| two over gloo        | those that end in "+inductor"             | what torch.compile of the blocks gains            |
+| rank 0 of 8, 64, 1,024 of torch's fake backend | stages 1 and 3  | what grows with the ranks besides the wire        |
 
-Each round measures every side in turns, each in processes of its own, in the other direction every
-other round. With `--against` the `src` folders of other checkouts take their turns too. A figure of
-a process is the median of its steps, of its slower rank; of a side, the median of its processes.
-Ratios are medians of the rounds' own ratios. Writes benchmarks/results/NAME.json.
+With `--against` the `src` folders of other checkouts take their turns too, as SIDE@FOLDER. A figure of
+a turn is the median of its steps, of its slower rank; of a side, the median of its turns. Ratios are
+medians of the rounds' own ratios.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -29,19 +27,39 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import harness, launch
+from benchmarks.harness import Row, Run
+from benchmarks.pages import Cell, shown
 
-SCHEMA = "onefold-host-time/1"
-SIDES = ("ddp", "fsdp2", "0", "1", "2", "3")
+PLAIN = ("ddp", "fsdp2")
+SIDES = (*PLAIN, "0", "1", "2", "3")
 #: At the end of a side's name: its blocks are compiled by inductor.
 INDUCTOR = "+inductor"
-COMPILED_SIDES = tuple(side + INDUCTOR for side in SIDES if side != "fsdp2")
+COMPILED = tuple(side + INDUCTOR for side in SIDES if side != "fsdp2")
 FAKE_SIDES = ("1", "3")
-FIGURES = ("step_s", "optimizer_s", "cpu_s", "loss")
 WIDTH, LAYERS, WARMUP = 16, 8, 5
 #: What a stage is compared with, and the goal.
 GOALS = {"1": ("ddp", 1.5), "2": ("ddp", 1.5), "3": ("fsdp2", 0.5)}
 #: How much longer a step may take on the most ranks than on the fewest.
 FAKE_GOAL = 2.0
+NOTES = {
+    "of ...": "the step over that of ddp, of fsdp2, of the same side not compiled, of this checkout",
+    "optimizer ms": "what optimizer.step() and zero_grad() take of a step",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Two ranks are processes over gloo, more are one process on the fake backend."""
+
+    blocks: int
+    ranks: int
+    steps: int
+    threads: int = 1
+
+    @property
+    def title(self) -> str:
+        over = "gloo" if self.ranks == 2 else "the fake backend"
+        return f"{self.blocks} blocks, {self.ranks:,} ranks over {over}"
 
 
 class Block(nn.Module):
@@ -57,42 +75,27 @@ class Block(nn.Module):
         return x
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What is measured: two ranks are processes over gloo, more are one on the fake backend."""
-
-    side: str
-    blocks: int
-    ranks: int
-    source: str
-
-    @property
-    def world(self) -> str:
-        return "gloo" if self.ranks == 2 else "fake"
-
-
-# -- one rank --------------------------------------------------------------------------------------
-
-
 def join(job: dict[str, Any]) -> None:
-    """Over gloo, or alone as rank 0 of `world` over torch's fake backend."""
-    if job["world"] == 2:
+    """Over gloo, or alone as rank 0 of the setting's ranks over torch's fake backend."""
+    if job["setting"]["ranks"] == 2:
         launch.join(job)
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job["world"])
+    world = job["setting"]["ranks"]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each step, of the optimizer's part, of the processor; and the last loss."""
+    """Seconds of each step, of the optimizer's part, of the processor; and the losses."""
     torch.manual_seed(0)
-    blocks, count = nn.Sequential(*(Block() for _ in range(job["blocks"]))), job["steps"]
-    model = _on(job["side"], blocks, job["world"])
+    setting = Setting(**job["setting"])
+    blocks = nn.Sequential(*(Block() for _ in range(setting.blocks)))
+    model = _on(job["side"].partition("@")[0], blocks, setting.ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(4, WIDTH)
-    steps, stepping, cpu = [], [], 0.0
-    for number in range(WARMUP + count):
+    steps, stepping, losses, cpu = [], [], [], 0.0
+    for number in range(WARMUP + setting.steps):
         dist.barrier()
         cpu = time.process_time() if number == WARMUP else cpu
         start = time.perf_counter()
@@ -104,18 +107,18 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         end = time.perf_counter()
         steps.append(end - start)
         stepping.append(end - before)
-    cpu = (time.process_time() - cpu) / count
+        losses.append(loss.item())
+    cpu = (time.process_time() - cpu) / setting.steps
     dist.barrier()
     timed = {"step_s": steps[WARMUP:], "optimizer_s": stepping[WARMUP:]}
-    return {**timed, "cpu_s": cpu, "loss": loss.item()}
+    return {**timed, "cpu_s": cpu, "losses": losses}
 
 
 def _on(side: str, model: nn.Module, ranks: int) -> nn.Module:
     if side.endswith(INDUCTOR):
         side = side.removesuffix(INDUCTOR)
         for block in model.children():
-            forward: Any = torch.compile(block.forward)
-            block.forward = forward
+            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
     if side == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if side == "fsdp2":
@@ -131,16 +134,83 @@ def _on(side: str, model: nn.Module, ranks: int) -> nn.Module:
     return onefold.shard(model, onefold.Recipe.zero(int(side)), units=(Block,))
 
 
-def measured(cell: Cell, source: Path, count: int) -> dict[str, Any]:
-    """The medians of `measure` over steps, of the slower rank; Onefold comes from `source`."""
-    job = {"side": cell.side, "blocks": cell.blocks, "world": cell.ranks, "steps": count}
-    here = 2 if cell.world == "gloo" else 1
-    ranks = launch.all_ranks("benchmarks.host_time", job, here, source=source)
-    slower = {n: median(harness.slowest(ranks, n)) for n in ("step_s", "optimizer_s")}
-    return {**slower, "cpu_s": max(rank["cpu_s"] for rank in ranks), "loss": ranks[0]["loss"]}
+class HostTime(harness.Study):
+    schema, module, read, notes = "onefold-host-time/2", "benchmarks.host_time", Setting, NOTES
 
+    def __init__(self, options: harness.Options) -> None:
+        self.sources = {path.resolve().parent.name: path for path in options.against}
+        others = list(self.sources)
+        asked = [s for s in options.sides if s.partition(INDUCTOR)[0] not in PLAIN]
+        options.sides = [*options.sides, *(f"{side}@{other}" for side in asked for other in others)]
+        self.known = [*SIDES, *COMPILED, *(s for s in options.sides if "@" in s)]
+        first, steps = options.blocks[0], options.steps
+        settings = [Setting(blocks, 2, steps) for blocks in options.blocks]
+        super().__init__(
+            options, settings + [Setting(first, ranks, steps) for ranks in options.fake]
+        )
 
-# -- all of them -----------------------------------------------------------------------------------
+    def those(self, setting: Setting) -> list[str]:
+        if setting.ranks == 2:
+            return self.sides
+        return [*FAKE_SIDES, *(f"{side}@{name}" for side in FAKE_SIDES for name in self.sources)]
+
+    def take(self, setting: Setting, side: str) -> dict[str, Any]:
+        job = {"side": side, "setting": vars(setting)}
+        source = self.sources.get(side.partition("@")[2], harness.ROOT / "src")
+        return launch.run_ranks(self.module, job, 2 if setting.ranks == 2 else 1, source=source)
+
+    def row(self, comparison: harness.Comparison, side: str, good: list[Run]) -> Row:
+        def of(other: str) -> float | None:
+            theirs = harness.by_round(comparison.runs, other)
+            return None if other == side else harness.middle(harness.ratios(good, theirs))
+
+        name, _, source = side.partition("@")
+        optimizer = [median(harness.slowest(run.ranks, "optimizer_s")) for run in good]
+        return {
+            "step_s": median(median(harness.step_seconds(run)) for run in good),
+            "optimizer_s": median(optimizer),
+            "cpu_s": harness.over_rounds(good, "cpu_s"),
+            **{f"of_{peer}": of(peer) for peer in PLAIN},
+            "of_eager": of(name.removesuffix(INDUCTOR)) if name.endswith(INDUCTOR) else None,
+            "of_this": of(name) if source else None,
+            "loss": good[0].ranks[0]["losses"][-1],
+        }
+
+    def columns(self, setting: Setting) -> Mapping[str, Cell]:
+        times = {"step ms": "step_s", "optimizer ms": "optimizer_s", "cpu ms": "cpu_s"}
+        ratios = ("of_ddp", "of_fsdp2", "of_eager", "of_this")
+        return {
+            "side": shown("side"),
+            **{title: shown(name, "{:.2f}", 1e-3) for title, name in times.items()},
+            **{name.replace("_", " "): shown(name, "{:.2f}") for name in ratios},
+        }
+
+    def goals(self, judged: Any) -> list[Row]:
+        found, steps = [], dict[str, dict[int, float]]()
+        for setting, rows in judged:
+            for row in (row for row in rows if row["status"] == "ok"):
+                if setting.ranks != 2:
+                    steps.setdefault(row["side"], {})[setting.ranks] = row["step_s"]
+                elif row["side"] in GOALS:
+                    peer, most = GOALS[row["side"]]
+                    text = f"{setting.title}: stage {row['side']} at most {most} × {peer}"
+                    figure = row[f"of_{peer}"]
+                    found.append(harness.goal(text, figure, most))
+        for side, by_ranks in steps.items():
+            few, many = min(by_ranks), max(by_ranks)
+            text = f"stage {side} on {many:,} ranks: at most {FAKE_GOAL} × on {few:,}"
+            figure = by_ranks[many] / by_ranks[few]
+            found.append(harness.goal(text, figure, FAKE_GOAL))
+        return found
+
+    @property
+    def failed(self) -> bool:
+        """Or a source has other losses over gloo; what the fake backend brings is undefined."""
+        told: dict[Any, set[float]] = {}
+        for c in (c for c in self.asked if c.setting.ranks == 2):
+            for row in (row for row in self.rows(c) if row["status"] == "ok"):
+                told.setdefault((c.setting, row["side"].partition("@")[0]), set()).add(row["loss"])
+        return super().failed or any(len(losses) > 1 for losses in told.values())
 
 
 @harness.command(
@@ -149,70 +219,9 @@ def measured(cell: Cell, source: Path, count: int) -> dict[str, Any]:
     rounds=5,
     steps=30,
     against=[],
-    sides=(
-        list(SIDES),
-        f"those that end in {INDUCTOR} have their blocks compiled",
-        [*SIDES, *COMPILED_SIDES],
-        {"nargs": "*"},
-    ),
+    sides=(list(SIDES), "which sides", [*SIDES, *COMPILED]),
     blocks=([48, 96], "blocks of the model"),
     fake=([8, 64, 1024], "ranks over torch's fake backend; none: leave it out", {"nargs": "*"}),
 )
 def main(options: harness.Options) -> int:
-    """0 if every side was measured and all sources had the same losses over gloo."""
-    sources = harness.sources(options)
-    cells = [
-        Cell(side, blocks, ranks, name)
-        for blocks in options.blocks
-        for ranks in (2, *(options.fake if blocks == options.blocks[0] else ()))
-        for side in (options.sides if ranks == 2 else FAKE_SIDES)
-        for name in (["this"] if side in ("ddp", "fsdp2") else sources)
-    ]
-    runs: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
-    for _, cell in harness.in_turns(cells, options.rounds):
-        runs[cell].append(measured(cell, sources[cell.source], options.steps))
-    rows = [_row(cell, runs) for cell in cells]
-    for row in rows:
-        print(_line(row))
-    harness.keep(options, SCHEMA, rows=rows)
-    losses: dict[Cell, set[float]] = {}
-    for cell in cells:
-        if cell.world == "gloo":  # what the fake backend brings is undefined
-            at = replace(cell, source="this")
-            losses.setdefault(at, set()).update(run["loss"] for run in runs[cell])
-    return 0 if all(len(found) == 1 for found in losses.values()) else 1
-
-
-def _row(cell: Cell, runs: dict[Cell, list[dict[str, Any]]]) -> dict[str, Any]:
-    """A side's medians, and its multiples of peers, of the fewest ranks, of this source."""
-    own = runs[cell]
-    row: dict[str, Any] = {"world": cell.world, "ranks": cell.ranks, "blocks": cell.blocks}
-    row |= {"side": cell.side, "source": cell.source}
-    row |= {key: median(run[key] for run in own) for key in FIGURES}
-    others = {"of_this": replace(cell, source="this")} if cell.source != "this" else {}
-    if cell.world == "gloo":
-        others |= {f"of_{peer}": Cell(peer, cell.blocks, 2, "this") for peer in ("ddp", "fsdp2")}
-        if cell.side.endswith(INDUCTOR):
-            others["of_eager"] = replace(cell, side=cell.side.removesuffix(INDUCTOR))
-        row["goal"] = "of_{} {}".format(*GOALS[cell.side]) if cell.side in GOALS else None
-    else:
-        alike = [c for c in runs if c.world == "fake" and replace(c, ranks=cell.ranks) == cell]
-        others["of_fewest_ranks"] = min(alike, key=lambda c: c.ranks)
-        row["goal"] = f"of_fewest_ranks {FAKE_GOAL}"
-    row |= {key: _ratio(own, runs[other]) for key, other in others.items() if other in runs}
-    return row | {"runs": own}
-
-
-def _ratio(own: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
-    return median(a["step_s"] / b["step_s"] for a, b in zip(own, other, strict=True))
-
-
-def _line(row: dict[str, Any]) -> str:
-    times = "   ".join(f"{key[:-2]} {1e3 * row[key]:7.2f} ms" for key in FIGURES[:3])
-    ratios = "   ".join(f"{key} {row[key]:.2f}" for key in row if key.startswith("of_"))
-    place = f"{row['world']} {row['ranks']:4} {row['blocks']:3} {row['side']:10} {row['source']:10}"
-    return f"{place} {times}   {ratios}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return HostTime(options).run()

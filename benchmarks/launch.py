@@ -25,7 +25,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.harness import ROOT
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Refused(ValueError):
+    """A wrong command line: what was given, and what to write instead."""
+
 
 # -- those who start ranks -------------------------------------------------------------------------
 
@@ -33,40 +38,40 @@ from benchmarks.harness import ROOT
 def interpreter_has(python: str, package: str) -> bool:
     """Whether that interpreter finds the package; nothing is imported."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    asked = subprocess.run([python, "-c", code], env=environment(1), cwd=ROOT, check=False)
+    try:
+        asked = subprocess.run([python, "-c", code], env=environment(1), cwd=ROOT, check=False)
+    except OSError as error:
+        raise Refused(f"--deepspeed-python {python}: expected an interpreter ({error}).") from None
     return asked.returncode == 0
 
 
-def requirement(side: str) -> str | None:
-    """The package that a side needs beside torch, None for torch's own."""
-    family = side.partition("-")[0]
-    return family if family in ("deepspeed", "onefold") else None
+def on_deepspeed(side: str) -> bool:
+    """Whether a side needs DeepSpeed, which may have an interpreter of its own."""
+    return "deepspeed" in side.replace("-", " ").split()
 
 
 def python_of(side: str, options: Any) -> str:
     """The interpreter that runs a side."""
-    return str(options.deepspeed_python) if requirement(side) == "deepspeed" else sys.executable
+    return str(options.deepspeed_python) if on_deepspeed(side) else sys.executable
 
 
 def absent(sides: Iterable[str], options: Any) -> set[str]:
     """Those of the sides whose library is not installed."""
-    needed = {side: (python_of(side, options), requirement(side)) for side in sides}
-    there = {
-        asked: interpreter_has(asked[0], asked[1]) for asked in set(needed.values()) if asked[1]
-    }
-    return {side for side, asked in needed.items() if not there.get(asked, True)}
+    theirs = {side for side in sides if on_deepspeed(side)}
+    there = theirs and interpreter_has(options.deepspeed_python, "deepspeed")
+    return set() if there else theirs
 
 
 def environment(threads: int, source: Path = ROOT / "src") -> dict[str, str]:
     """The ranks' environment: threads, gloo on the loopback interface, Onefold from `source`."""
-    launchers = (
+    launchers = {
         "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
         "LOCAL_WORLD_SIZE",
         "MASTER_ADDR",
         "MASTER_PORT",
-    )
+    }
     kept = {name: value for name, value in os.environ.items() if name not in launchers}
     paths = [str(source), str(ROOT), *kept.get("PYTHONPATH", "").split(os.pathsep)]
     kept["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
@@ -86,12 +91,14 @@ def run_ranks(
     python: str = sys.executable,
     timeout: float = 600.0,
     source: Path = ROOT / "src",
+    start: Callable[..., subprocess.Popen[bytes]] | None = None,
 ) -> dict[str, Any]:
     """Let every rank call `module.measure(job)`; answers `status` ("ok", "failed" or "timeout"),
     `ranks` (what each returned), `error`, `wall_s`.
 
     The ranks meet through a file in a temporary folder (no port is chosen). One that fails, or
-    `timeout` seconds, ends all; the error carries its output's end.
+    `timeout` seconds, ends all; the error carries its output's end. `start` may stand in for this
+    module's, with the rank before the command.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -101,9 +108,8 @@ def run_ranks(
         try:
             for rank in range(ranks):
                 work = [python, "-m", "benchmarks.launch", module, str(path), str(rank)]
-                workers.append(
-                    start(work, Path(folder, f"rank{rank}.log"), environment(threads, source))
-                )
+                how = (work, Path(folder, f"rank{rank}.log"), environment(threads, source))
+                workers.append(start(rank, *how) if start else started_here(*how))
             failed = wait(workers, started + timeout)
         finally:
             for worker in workers:
@@ -123,37 +129,21 @@ def run_ranks(
 
 
 def run_side(
-    side: str,
-    setting: Any,
-    options: Any,
-    job: dict[str, Any] | None = None,
-    *,
-    module: str = "benchmarks.worker",
-    run: Callable[..., dict[str, Any]] | None = None,
+    module: str, side: str, setting: Any, options: Any, start: Any = None, **job: Any
 ) -> dict[str, Any]:
-    """Measure a side in a `peers.settings.Setting` once, with the interpreter that has its library.
-    `run` may stand in for `run_ranks`.
-    """
-    return (run or run_ranks)(
+    """Measure a side in a setting once, with the interpreter that has its library."""
+    return run_ranks(
         module,
-        {"side": side, "setting": asdict(setting), **(job or {})},
+        {"side": side, "setting": asdict(setting), "timeout": options.timeout, **job},
         setting.ranks,
         threads=setting.threads,
         python=python_of(side, options),
         timeout=options.timeout,
+        start=start,
     )
 
 
-def all_ranks(module: str, job: dict[str, Any], ranks: int, **how: Any) -> list[dict[str, Any]]:
-    """What each rank's `module.measure(job)` returned; raises RuntimeError unless all ended well."""
-    found = run_ranks(module, job, ranks, **how)
-    if found["status"] != "ok":
-        raise RuntimeError(f"{module} on {ranks} ranks, {job}: {found['error']}")
-    told: list[dict[str, Any]] = found["ranks"]
-    return told
-
-
-def start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+def started_here(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
     """A process that ends with us: its standard input is a pipe that only we hold open."""
     with log.open("wb") as out:
         return subprocess.Popen(

@@ -1,40 +1,40 @@
-"""The NVMe store beside a plain copy:
-`python -m benchmarks.nvme FOLDER... [--mib 512] [--rounds 7]`.
+"""The NVMe store beside a plain copy: `python -m benchmarks nvme FOLDER... [--mib 512] [--rounds 7]`.
 
 A chunk of the optimizer's step on NVMe reads masters, two moments and gradients, and writes masters
 and moments: 4 regions read, 3 written, 16 MiB of each at a time. What the disk gives for this is
 asked of plain loops of direct reads and writes over files of the same sizes:
 
     copy          one thread: read 4 chunks, write 3, and so on: the plain sequential copy that the goal is measured against
-    copy, two     one thread reads while another writes: the most that a plain program gets
     store         Nvme, three sets of buffers: reads of the next chunk and writes of the last one under way together
     store, step   the same with torch's fused AdamW on each chunk in between, as the runtime has it
-    step          that AdamW alone, on memory
 
 All take turns in one run, the order turned about each round. Rates count bytes read and written.
-Writes benchmarks/results/nvme.json.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 
 from benchmarks import harness, pages, probes
-from onefold.offload.nvme import Nvme, Transfer, measure, page_buffer
+from onefold.offload.nvme import Nvme, Transfer, page_buffer
 
 SCHEMA = "onefold-nvme/1"
 READS, WRITES, SETS = 4, 3, 3
 MIB = 1 << 20
 GOAL = 0.85
+COLUMNS: pages.Columns = {
+    "way": pages.shown("way"),
+    "MB/s": pages.shown("mb_s", "{:,.0f}"),
+    "of the copy": pages.shown("of_copy", "{:.2f}"),
+}
 
 
 class Plain:
@@ -49,7 +49,10 @@ class Plain:
                 self.files.append(
                     os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_DIRECT)
                 )
-        self.memory = memoryview(page_buffer((READS + WRITES) * chunk).numpy())
+        self.memory = memoryview(page_buffer(READS * chunk).numpy())
+        self.memory[:] = os.urandom(
+            len(self.memory)
+        )  # some disks have an easy way with repetitions
         for file in self.files:
             for at in range(0, nbytes, chunk):
                 os.pwrite(file, self.memory[:chunk], at)
@@ -59,31 +62,15 @@ class Plain:
             view = self.memory[i * self.chunk : (i + 1) * self.chunk]
             assert os.preadv(file, [view], at) == len(view)
 
-    def write(self, at: int, first: int = 0) -> None:
+    def write(self, at: int) -> None:
         for i, file in enumerate(self.files[:WRITES]):
-            view = self.memory[(first + i) * self.chunk : (first + i + 1) * self.chunk]
+            view = self.memory[i * self.chunk : (i + 1) * self.chunk]
             assert os.pwritev(file, [view], at) == len(view)
 
     def copy(self) -> None:
         for at in range(0, self.nbytes, self.chunk):
             self.read(at)
             self.write(at)
-
-    def copy_two(self) -> None:
-        """The writer works behind the reader, on memory of its own."""
-        ready = threading.Semaphore(0)
-
-        def write() -> None:
-            for at in range(0, self.nbytes, self.chunk):
-                ready.acquire()
-                self.write(at, READS)
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        for at in range(0, self.nbytes, self.chunk):
-            self.read(at)
-            ready.release()
-        writer.join()
 
 
 class Stored:
@@ -143,10 +130,6 @@ class Stored:
             for transfer in transfers:
                 transfer.wait()
 
-    def step_alone(self) -> None:
-        for _ in range(0, self.numel, self.chunk):
-            self.adamw(self.sets[0])
-
 
 @harness.command(
     "nvme",
@@ -161,68 +144,35 @@ def main(args: harness.Options) -> int:
     torch.set_num_threads(1)
     nbytes, chunk = args.mib * MIB, args.chunk * MIB
     moved = nbytes * (READS + WRITES)
-    rates = measure(args.folders)
     plain, stored = (
         Plain(args.folders[0], nbytes, chunk),
         Stored(args.folders, nbytes, chunk, args.threads),
     )
     ways: dict[str, Callable[[], None]] = {
         "copy": plain.copy,
-        "copy, two": plain.copy_two,
         "store": lambda: stored.run(None),
         "store, step": lambda: stored.run(stored.adamw),
-        "step": stored.step_alone,
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():  # everything touched once
         way()
-    memory = probes.status_bytes("VmRSS")
     for _, name in harness.in_turns(ways, args.rounds):
-        begin = time.perf_counter()
+        begun = time.perf_counter()
         ways[name]()
-        seconds[name].append(time.perf_counter() - begin)
-    data = [path / "data" for path in stored.store.folders]
-    grown = {
-        "resident_bytes_grown": probes.difference(probes.status_bytes("VmRSS"), memory),
-        "bytes_of_the_store_in_the_page_cache": probes.cached_bytes(data),
-    }
+        seconds[name].append(time.perf_counter() - begun)
+    cached = probes.cached_bytes(path / "data" for path in stored.store.folders)
     stored.store.close()
-    median = {name: statistics.median(found) for name, found in seconds.items()}
-    shares = {
-        f"{ours} / {plain_way}": statistics.median(
-            a / b for a, b in zip(seconds[plain_way], seconds[ours], strict=True)
-        )
-        for plain_way in ("copy", "copy, two")
-        for ours in ("store", "store, step")
-    }
-    columns: dict[str, pages.Cell] = {
-        "": lambda item: item[0],
-        "seconds": lambda item: f"{item[1]:.2f}",
-        "MB/s": lambda item: "" if item[0] == "step" else f"{moved / item[1] / 1e6:,.0f}",
-    }
-    pages.show(pages.table(columns, list(median.items())))
-    print(
-        f"rates, medians of the rounds (goal {GOAL} of the copy): "
-        + ", ".join(f"{k} {v:.2f}" for k, v in shares.items())
-        + f"; {grown}"
-    )
-    result = {
-        "folders": len(args.folders),
-        "direct": [rate.direct for rate in rates],
-        "preflight_bytes_per_s": [
-            {"read": round(rate.read), "write": round(rate.write)} for rate in rates
-        ],
-        "buffers_bytes": SETS * READS * chunk,
-        "bytes": moved,
-        "seconds": seconds,
-        "median_seconds": median,
-        "rates": shares,
-        "goal": GOAL,
-        **grown,
-    }
-    harness.keep(args, SCHEMA, **result)
+    rows = [
+        {"way": name, "mb_s": moved / median(own) / 1e6, "seconds": own}
+        | {"of_copy": median(a / b for a, b in zip(seconds["copy"], own, strict=True))}
+        for name, own in seconds.items()
+    ]
+    share = rows[-1]["of_copy"]
+    goals = [harness.goal(f"with the step at least {GOAL} of the copy", share, 9, least=GOAL)]
+
+    def page(found: dict[str, Any]) -> str:
+        return pages.page(pages.where(found), pages.goals(goals), pages.table(COLUMNS, rows))
+
+    what = {"bytes": moved, "folders": len(args.folders), "bytes_in_the_page_cache": cached}
+    pages.show(page(harness.keep(args, SCHEMA, page, **what, goals=goals, rows=rows)))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

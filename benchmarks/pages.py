@@ -103,9 +103,20 @@ def page(*parts: str) -> str:
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
 
 
-def notes(told: Mapping[str, str], of: Iterable[str] | None = None) -> list[str]:
-    """A sentence for each side (of those that are named), how it is set up."""
-    return [f"{name}: {note}." for name, note in told.items() if of is None or name in of]
+def notes(told: Mapping[str, str], left_out: Iterable[str] = ()) -> list[str]:
+    """A sentence for each side, how it is set up, but for those that are named."""
+    return [f"{name}: {note}." for name, note in told.items() if name not in left_out]
+
+
+def goals(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table of `harness.goal`s; empty where there are none."""
+    met = {True: "yes", False: "**no**", None: DASH}
+    columns: Columns = {
+        "goal": shown("goal"),
+        "measured": shown("figure"),
+        "met": lambda row: met[row["met"]],
+    }
+    return table(columns, rows, left=3) if rows else ""
 
 
 def failures(rows: Iterable[Any]) -> list[str]:
@@ -141,34 +152,19 @@ def where(document: Mapping[str, Any], *more: str) -> str:
 
 # -- plot ------------------------------------------------------------------------------------------
 
-COLORS = {
-    "ddp": "#7f7f7f",
-    "zero": "#9467bd",
-    "fsdp2": "#d62728",
-    "deepspeed": "#1f77b4",
-}
+COLORS = {"ddp": "#7f7f7f", "zero": "#9467bd", "fsdp2": "#d62728", "deepspeed": "#1f77b4"}
 OURS = "#2ca02c"
 
 
 @dataclass
 class Panel:
-    """One chart: bars by side, or curves by side.
-
-    Attributes:
-        bars: heights; form: of the figures on them. marks: a short line at a height, over some of
-            them. curves: (x, y) of each point. dotted: curves that are drawn so. levels: heights of
-            lines through the whole panel.
-    """
+    """One chart of bars by side. `form`: of the figures on them; `levels`: heights of lines through all."""
 
     label: str
     title: str = ""
     bars: Mapping[str, float] = field(default_factory=dict)
     form: str = "%.2f"
-    marks: Mapping[str, float] = field(default_factory=dict)
-    curves: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
-    dotted: Sequence[str] = ()
     levels: Sequence[float] = ()
-    across: str = ""
 
 
 def plot(path: Path, rows: Sequence[Sequence[Panel]], width: float = 13) -> bool:
@@ -191,25 +187,15 @@ def plot(path: Path, rows: Sequence[Sequence[Panel]], width: float = 13) -> bool
 
 
 def _draw(panel: Panel, axes: Any) -> None:
-    if panel.bars:
-        names = list(panel.bars)
-        colors = [COLORS.get(name.partition("-")[0], OURS) for name in names]
-        bars = axes.bar(names, list(panel.bars.values()), color=colors)
-        axes.bar_label(bars, fmt=panel.form, fontsize=7)
-        turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor", "fontsize": 7}
-        axes.set_xticks(range(len(names)), names, **turned)
-    if panel.marks:
-        look = {"marker": "_", "s": 300, "color": "black", "label": "formula"}
-        axes.scatter(list(panel.marks), list(panel.marks.values()), **look)
-    for number, (name, points) in enumerate(panel.curves.items()):
-        how = {"color": f"C{number}", "linewidth": 1.2, "marker": ".", "label": name}
-        axes.plot(*zip(*points, strict=True), linestyle=":" if name in panel.dotted else "-", **how)
+    names = list(panel.bars)
+    colors = [COLORS.get(name.partition("-")[0], OURS) for name in names]
+    bars = axes.bar(names, list(panel.bars.values()), color=colors)
+    axes.bar_label(bars, fmt=panel.form, fontsize=7)
+    turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor", "fontsize": 7}
+    axes.set_xticks(range(len(names)), names, **turned)
     for level in panel.levels:
         axes.axhline(level, color="black", linewidth=0.8, linestyle=":")
-    if panel.marks or panel.curves:
-        axes.legend(fontsize=7, frameon=False)
     axes.set_ylabel(panel.label, fontsize=8)
-    axes.set_xlabel(panel.across, fontsize=8)
     axes.set_title(panel.title, fontsize=8, loc="left")
     axes.tick_params(labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)

@@ -43,11 +43,6 @@ def peak_resident_mib() -> float | None:
     return _mib(status_bytes("VmHWM"))
 
 
-def own_bytes(process: int | str = "self") -> int:
-    """Resident pages that no file stands behind; 0 once the process has ended."""
-    return status_bytes("RssAnon", process) or 0
-
-
 def reset_peak() -> bool:
     """Bring the peak down to the resident set of now; False where the kernel does not permit it."""
     try:
@@ -66,16 +61,6 @@ def give_back_free_heap() -> None:
 def difference(after: float | None, before: float | None) -> float | None:
     """`after - before`, None where either is unknown."""
     return None if after is None or before is None else after - before
-
-
-def family(process: int) -> list[int]:
-    """A process and all below it, forked ones too."""
-    found = [process]
-    for one in found:
-        for children in Path(f"/proc/{one}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += map(int, children.read_text().split())
-    return found
 
 
 # -- files -----------------------------------------------------------------------------------------

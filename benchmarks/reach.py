@@ -1,4 +1,4 @@
-"""What trains on how much memory: `python -m benchmarks.reach [--check]` writes docs/reach.md,
+"""What trains on how much memory: `python -m benchmarks reach [--check]` writes docs/reach.md,
 every cell an answer of `onefold plan`.
 
 A cell is the fastest way that the plan finds to train a model of that size on one GPU with the host
@@ -9,10 +9,7 @@ benchmarks/offload has left it.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks import harness, pages
@@ -116,68 +113,45 @@ _WHERE = {
 _MORE = {"tile": "tiles", "offload_activations": "activations on host"}
 
 
-def table(models: Sequence[str] = MODELS, places: Sequence[Place] = PLACES) -> str:
-    """The Markdown table."""
-    lines = [["model", *(p.title for p in places)]]
-    for name in models:
-        cells = [
-            cell(answered(name, place))
-            + (" ●" if (name, place) == MEASURED_AT and large_run() is not None else "")
-            for place in places
-        ]
-        lines.append([name, *cells])
+def table(large: dict[str, Any]) -> str:
+    """The Markdown table; the cell of `MEASURED_AT` is marked where the large model has run in it."""
+    lines = [["model", *(p.title for p in PLACES)]]
+    for name in MODELS:
+        cells = {place: cell(answered(name, place)) for place in PLACES}
+        if name == MEASURED_AT[0] and large["resident_bytes"] < 8 << 30:
+            cells[MEASURED_AT[1]] += " ●"
+        lines.append([name, *cells.values()])
     return pages.markdown(lines, left=len(lines[0])).rstrip()
-
-
-def large_run(path: Path = MEASURED) -> dict[str, Any] | None:
-    """The large model as benchmarks/offload has measured it; None if it has not run well."""
-    found = json.loads(path.read_text(encoding="utf-8")).get("large") if path.is_file() else None
-    return (
-        found
-        if found is not None and found["status"] == "ok" and found["resident_bytes"] < 8 << 30
-        else None
-    )
-
-
-def measured() -> str:
-    """What has really run; a sentence where nothing has."""
-    large = large_run()
-    if large is None:
-        return (
-            "No large model has been measured yet either (`python -m benchmarks.offload --large`)."
-        )
-    return (
-        "● marks a size that has run in that much memory, but on a CPU:"
-        f" {large['parameters'] / 1e9:.2f}B parameters on {large['ranks']} CPU ranks, everything on"
-        f" the disk: {large['resident_bytes'] / 2**30:.2f} GiB resident in both together,"
-        f" {large['disk_bytes'] / 1e9:.1f} GB on the disk, {large['step_s']:.0f} s a step of"
-        f" {large['tokens']} tokens a rank (`examples/larger_than_memory.py`)."
-    )
 
 
 def page() -> str:
     """The whole page."""
+    large = json.loads(MEASURED.read_text(encoding="utf-8"))["large"]
     return f"""# What trains on how much memory
 
-Written by `python -m benchmarks.reach`: each cell is what `onefold plan` recommends for one sample of {SEQ:,} tokens on one GPU, with
+Written by `python -m benchmarks reach`: each cell is what `onefold plan` recommends for one sample of {SEQ:,} tokens on one GPU, with
 AdamW, fp32 masters and moments, and the seconds that it predicts for a step. A step of many micro-batches moves states once: it hides
 more. "–": it does not fit.
 
-{table()}
+{table(large)}
 
 Assumed: {"; ".join(f"{p.memory} GB: rates of {builtin().gpu(p.gpu).title}, a disk of {p.rate:g} GB/s" for p in PLACES)}. An update
 on the host moves {HOST_BANDWIDTH / 1e9:g} GB/s; 640 MiB of each device are the process's own, and 10 % of what comes and goes is lost to
 fragmentation. The T4 has no bf16: fp16 there. "optimizer" is masters, moments and gradients; "0.4 of" is the smallest share of the units
 that has to leave. "tiles" gathers weights {TILE} at a time.
 
-**Measured.** No GPU has been measured: the table is a prediction. Bytes at rest and moved equal the ledgers of real runs on CPU ranks
-(tests/plan/test_tiers_planned.py). {measured()}
+**Measured.** No GPU has been measured: the table is a prediction. Bytes at rest and moved equal the ledgers of real runs on CPU ranks.
+● marks a size that has run in that much memory, but on a CPU: {large["parameters"] / 1e9:.2f}B parameters on {large["ranks"]} CPU ranks, \
+everything on the disk: {large["resident_bytes"] / 2**30:.2f} GiB resident in both together, {large["disk_bytes"] / 1e9:.1f} GB on the \
+disk, {large["step_s"]:.0f} s a step of {large["tokens"]} tokens a rank (`examples/larger_than_memory.py`).
 """
 
 
-def main() -> int:
-    return harness.write_page("reach", __doc__, PAGE, page)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@harness.command(
+    "reach",
+    __doc__,
+    results=False,
+    check=(False, "write nothing; fail if the page is not what the code says"),
+)
+def main(options: harness.Options) -> int:
+    return harness.write_page(PAGE, page(), options.check)

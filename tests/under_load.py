@@ -49,7 +49,6 @@ FILES = [
     "tests/observe/test_ranks_observed.py",
     "tests/observe/test_what_a_run_leaves.py",
     "tests/doctor/test_measure.py",
-    "tests/benchmarks/test_wires.py",
 ]
 
 

@@ -5,8 +5,7 @@ Two constants describe DeepSpeed's ZeRO-3 schedule of 2021 to 2023 in all of its
 by leaf module, six times a block and pass, and hides little behind compute (`DEEPSPEED_OVERLAP`).
 The latter, `Software.hop_seconds` and `Software.kernel_share` were fitted together to one report,
 Azure's 175B runs at 1,024 tokens, without the rows at micro-batch 1 and 16 on 128 and 1,024 GPUs,
-which are cases of `planner_cases.csv`. `benchmarks/validation/fits.py` fits every constant again from
-the published rows and compares.
+which are cases of `planner_cases.csv`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import pages
 
 DATA = Path(__file__).parents[1] / "data"
-GB, GIB, TIB, BILLION, TERA = 1e9, 2**30, 2**40, 1e9, 1e12
+GB, GIB, BILLION, TERA = 1e9, 2**30, 1e9, 1e12
 Row = dict[str, str]
 Rows = list[Row]
 
@@ -48,8 +48,8 @@ class Table:
         return [line for line in self.lines if not line.fitted]
 
 
-MAKERS: dict[str, list[Callable[[], Table]]] = {}
-"""module -> what makes its tables, in order."""
+MAKERS: list[Callable[[], Table]] = []
+"""What makes the tables, in order."""
 
 
 def table(title: str, kind: str, source: str, *files: str) -> Callable[[Callable[..., Any]], Any]:
@@ -65,26 +65,21 @@ def table(title: str, kind: str, source: str, *files: str) -> Callable[[Callable
             ]
             return Table(title, kind, source, files, " ".join((lines.__doc__ or "").split()), found)
 
-        MAKERS.setdefault(lines.__module__, []).append(make)
+        MAKERS.append(make)
         return make
 
     return made
 
 
-def read(name: str, folder: Path = DATA) -> Rows:
+def read(name: str) -> Rows:
     """The rows of data/NAME.csv."""
-    with (folder / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+    with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def ints(row: Row, *names: str) -> list[int]:
     """Cells as whole numbers."""
     return [int(row[name]) for name in names]
-
-
-def facts(rows: Rows, system: str = "") -> dict[str, str]:
-    """item -> value, of one system where the rows have several."""
-    return {r["item"]: r["value"] for r in rows if r.get("system", "").startswith(system)}
 
 
 def number(value: float) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from optim.test_whole_corners import Layers, Pair
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +16,7 @@ import onefold
 import onefold.quant.moments as moments
 from onefold.optim.verdict import verdict_of
 from onefold.recipe.optimizers import ELEMENTWISE, WHOLE
+from optim.test_whole_corners import Layers, Pair
 from ranks import run_ranks
 from whole_optimizers import PerTensor
 

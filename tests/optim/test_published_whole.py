@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from optim.test_whole_step import Twins
 
 import onefold
+from optim.test_whole_step import Twins
 from ranks import run_ranks
 from whole_optimizers import MADE, is_matrix
 

@@ -14,15 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import papers
 import pytest
-from benchmarks.validation.formulas import (
-    activations,
-    compute,
-    estimators,
-    states,
-    streaming,
-    traffic,
-)
+from benchmarks.validation.formulas import activations, compute, states, traffic
 from benchmarks.validation.systems import SYSTEMS, blocks_of
 
 from benchmarks import reach
@@ -45,7 +39,7 @@ def states_gb(i: Inputs) -> float:
 
 
 def smallest_degree(i: Inputs) -> float:
-    return states.smallest_degree(
+    return papers.smallest_degree(
         i["P"], ADAM, i["stage"], i["capacity_GB"] * GB, (1, 4, 16, 64, 256, 1024)
     )
 
@@ -65,7 +59,7 @@ def infinity_efficiency(i: Inputs) -> float:
         "hidden": i.get("hidden", 0),
         "interval": i.get("ci", 1),
     }
-    return streaming.efficiency(streaming.intensity(i["component"], **given), i["bw"] * GB)
+    return papers.efficiency(papers.intensity(i["component"], **given), i["bw"] * GB)
 
 
 def largest_on_nvme(i: Inputs) -> float:
@@ -78,12 +72,12 @@ def largest_with_host_optimizer(i: Inputs) -> float:
 
 
 def estimator(i: Inputs) -> float:
-    return estimators.zero3_estimate(i["P"], i["L"], i["N"] // i["nodes"], i["nodes"]).gpu / GIB
+    return papers.zero3_estimate(i["P"], i["L"], i["N"] // i["nodes"], i["nodes"]).gpu / GIB
 
 
 def estimator_host(i: Inputs) -> float:
     return (
-        estimators.zero3_estimate(
+        papers.zero3_estimate(
             i["P"], 0, 1, i["nodes"], offload_optimizer=True, offload_parameters=True
         ).host
         / GIB
@@ -126,19 +120,19 @@ ANSWERS: Mapping[str, Callable[[Inputs], float]] = {
     "E02": states_gb,
     "E03": states_gb,
     "E05": smallest_degree,
-    "E06": lambda i: states.reduction_factor(ADAM, i["stage"], i["N"]),
+    "E06": lambda i: papers.reduction_factor(ADAM, i["stage"], i["N"]),
     "E07": largest_by_states,
     "E09": lambda i: states.USABLE * largest_by_states(i),
     "E10": (
-        lambda i: 2 * activations.zero_elements(i["layers"], i["hidden"], i["batch"], i["seq"]) / GB
+        lambda i: 2 * papers.zero_elements(i["layers"], i["hidden"], i["batch"], i["seq"]) / GB
     ),
     "E11": relative_traffic,
     "E12": lambda i: traffic.wire_bytes(i["P"], "zero-3", i["N"], i["bytes"]) / GB,
     "E13": lambda i: traffic.zeropp_bytes(i["P"])["between"] / GB,
     "E14": lambda i: traffic.between_groups(i["M"], i["G"], i["W"], element_bytes=1),
     "E15": lambda i: traffic.offload_bytes(i["P"], i["N"]) / GB,
-    "E16": lambda i: traffic.tensor_parallel_elements(i["b"], i["s"], i["h"], i["t"]),
-    "E17": lambda i: streaming.model_states(i["layers"], i["hidden"], i["bytes_per_param"]) / TIB,
+    "E16": lambda i: papers.tensor_parallel_elements(i["b"], i["s"], i["h"], i["t"]),
+    "E17": lambda i: papers.infinity_states(i["layers"], i["hidden"], i["bytes_per_param"]) / TIB,
     "E20": (
         lambda i: (
             2
@@ -149,7 +143,7 @@ ANSWERS: Mapping[str, Callable[[Inputs], float]] = {
     "E21": infinity_efficiency,
     "E22": infinity_efficiency,
     "E24": infinity_efficiency,
-    "E25": lambda i: states.ranks_to_hold(i["P"], i["bytes_per_param"], i["capacity_GB"] * GB),
+    "E25": lambda i: papers.ranks_to_hold(i["P"], i["bytes_per_param"], i["capacity_GB"] * GB),
     "E26": largest_on_nvme,
     "E27": largest_with_host_optimizer,
     "E28": estimator,
@@ -162,12 +156,12 @@ ANSWERS: Mapping[str, Callable[[Inputs], float]] = {
             / GIB
         )
     ),
-    "E35": lambda i: states.checkpoint_bytes(i["P"]) / GIB,
+    "E35": lambda i: papers.checkpoint_bytes(i["P"]) / GIB,
     "E36": lambda i: states.model_states(1, states.CONVENTIONS["18"], 1, i["d"]),
     "E37": lambda i: states.model_states(i["P"], states.CONVENTIONS["20"], 0, 1) / GB,
     "E38": states_gb,
-    "E39": lambda i: activations.korthikanti_layer(i["s"], i["b"], i["h"], i["a"], i["t"]) / GB,
-    "E41": lambda i: activations.selective_recompute_saves(i["s"], i["h"], i["a"]),
+    "E39": lambda i: papers.korthikanti_layer(i["s"], i["b"], i["h"], i["a"], i["t"]) / GB,
+    "E41": lambda i: papers.selective_recompute_saves(i["s"], i["h"], i["a"]),
     "E42": lambda i: compute.megatron_parameters(i["l"], i["h"]) / BILLION,
     "E45": megatron_comparison,
     "E46": azure_scaling,
@@ -209,7 +203,7 @@ def test_the_answer_is_the_formulas_value_where_one_is_given(row: dict[str, str]
 
 
 def test_the_page_of_what_fits_says_what_the_plan_answers() -> None:
-    """Run `python -m benchmarks.reach` after a change."""
+    """Run `python -m benchmarks reach` after a change."""
     (place,) = (p for p in reach.PLACES if p.memory == 80)
     at = 1 + reach.PLACES.index(place)
     rows = [

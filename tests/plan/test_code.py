@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.peers.model import GPT, Shape
+from benchmarks.gpt import GPT, Shape
 from torch import nn
 
 from onefold.plan.activity import Activity

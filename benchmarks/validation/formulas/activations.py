@@ -1,18 +1,11 @@
-"""Bytes that the forward pass keeps for backward, as papers print them.
-
-`s` tokens, `b` sequences of a micro-batch, `h` width, `a` heads, `t` tensor-parallel ranks. The
-tracer (`onefold.tracing.trace`) is exact.
+"""Bytes that the forward pass keeps for backward, as papers print them. The tracer
+(`onefold.tracing.trace`) is exact.
 """
 
 from __future__ import annotations
 
-from onefold.plan.formulas import Recompute, block_bytes, check_recompute
+from onefold.plan.formulas import Recompute, block_bytes
 from onefold.plan.shapes import Transformer
-
-
-def zero_elements(layers: int, hidden: int, batch: int, seq: int) -> int:
-    """Elements of a GPT-2-like transformer's activations: 12·h·b·s·L (ZeRO section 3.2)."""
-    return 12 * hidden * batch * seq * layers
 
 
 def checkpoint_elements(
@@ -20,40 +13,6 @@ def checkpoint_elements(
 ) -> float:
     """b·s·h·L/ci: a checkpoint every `interval` blocks (ZeRO-Infinity section 3)."""
     return batch * seq * hidden * layers / interval / model_parallel
-
-
-def korthikanti_layer(
-    seq: int,
-    batch: int,
-    hidden: int,
-    heads: int,
-    tensor: int = 1,
-    *,
-    recompute: Recompute = "none",
-    sequence_parallel: bool = False,
-    fused_attention: bool = False,
-) -> float:
-    """Bytes of one layer's activations in 16 bits with dropout (Korthikanti et al. 2022, Table 2).
-
-    s·b·h·(34 + 5·a·s/h) without recompute, 34·s·b·h under selective recompute or fused attention
-    (neither keeps the scores), 2·s·b·h under full recompute; tensor parallelism divides 24 of the
-    34, sequence parallelism all of them.
-    """
-    check_recompute(recompute)
-    sbh = seq * batch * hidden
-    if recompute == "full":
-        return 2 * sbh
-    dense = 34 / tensor if sequence_parallel else 10 + 24 / tensor
-    scores = (
-        0.0 if recompute == "selective" or fused_attention else 5 * heads * seq / (hidden * tensor)
-    )
-    return sbh * (dense + scores)
-
-
-def selective_recompute_saves(seq: int, hidden: int, heads: int) -> float:
-    """Share of activations that selective recompute removes (Korthikanti et al., section 5)."""
-    full = korthikanti_layer(seq, 1, hidden, heads)
-    return 1 - korthikanti_layer(seq, 1, hidden, heads, recompute="selective") / full
 
 
 def logits_bytes(
@@ -67,16 +26,6 @@ def logits_bytes(
     tokens = micro_batch * (seq or dims.seq)
     return float(
         tokens * dims.vocab * (element_bytes + 4 if element_bytes < 4 else element_bytes * 2)
-    )
-
-
-def embedding_and_head(
-    seq: int, batch: int, hidden: int, vocab: int, pipeline: int = 1, tensor: int = 1
-) -> float:
-    """s·b·h·p/t of dropout, and 4·s·b·h(1 + V/h)/t without a pipeline (Korthikanti et al., 4.3)."""
-    sbh = seq * batch * hidden
-    return sbh * pipeline / tensor + (
-        4 * sbh * (1 + vocab / hidden) / tensor if pipeline == 1 else 0.0
     )
 
 

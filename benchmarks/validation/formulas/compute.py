@@ -4,15 +4,6 @@ recompute, hardware FLOPs count it.
 
 from __future__ import annotations
 
-from onefold.plan.formulas import model_flops_per_token, transformer_flops_per_token
-
-__all__ = ["model_flops_per_token", "transformer_flops_per_token"]
-
-#: Hardware FLOPs over model FLOPs under full recompute: four passes' worth instead of three
-#: (forward again, backward counts twice).
-FULL_RECOMPUTE = 4 / 3
-SECONDS_A_DAY = 86_400
-
 
 def megatron_parameters(layers: int, hidden: int, vocab: int = 51_200, seq: int = 2048) -> float:
     """Of a GPT: 12lh²(1 + 13/(12h) + (V+s)/(12lh)) (Narayanan et al. 2021, section 5.1)."""
@@ -45,23 +36,3 @@ def megatron_flops(
 def infinity_flops(numel: float, batch: int, seq: int) -> float:
     """Hardware FLOPs with full recompute, blocks alone: 8·b·s·Ψ (ZeRO-Infinity 4.1)."""
     return 8 * batch * seq * numel
-
-
-def selective_recompute_ratio(seq: int, hidden: int) -> float:
-    """Hardware over model FLOPs: 1 + s/(6h) (Korthikanti et al. 2022, appendix A)."""
-    return 1 + seq / (6 * hidden)
-
-
-def utilization(flops: float, seconds: float, gpus: int, peak: float) -> float:
-    """Share of the GPUs' peak: MFU with model FLOPs, HFU with hardware FLOPs."""
-    return flops / (seconds * gpus * peak)
-
-
-def training_days(tokens: float, numel: float, gpus: int, rate: float) -> float:
-    """Days at `rate` hardware FLOP/s a GPU: 8TP/(nX) (Narayanan et al. 2021, section 5.1)."""
-    return 8 * tokens * numel / (gpus * rate) / SECONDS_A_DAY
-
-
-def pipeline_bubble(stages: int, micro_batches: int, interleave: int = 1) -> float:
-    """Idle time over ideal time: (p−1)/(m·v) (Narayanan et al. 2021, 2.2.1 and 2.2.2)."""
-    return (stages - 1) / (micro_batches * interleave)

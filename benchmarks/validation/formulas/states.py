@@ -1,16 +1,13 @@
-"""Bytes of model states as papers print them: conventions, the largest model, adapters, checkpoints.
+"""Bytes of model states as papers print them: conventions, the largest model, checkpoints.
 
 `onefold.plan.formulas` says which kinds of state a stage divides. Source: Rajbhandari et al. 2020 (ZeRO), section 5 and Table 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from onefold.plan.formulas import STAGES, Convention, states_by_kind
-
-__all__ = ["STAGES", "Convention"]
-
+from onefold.plan.formulas import Convention, states_by_kind
 
 #: The conventions in print for Adam, by their sum and by what they are.
 CONVENTIONS: Mapping[str, Convention] = {
@@ -31,29 +28,10 @@ CONVENTIONS: Mapping[str, Convention] = {
 #: workspace and fragmentation. 0.8 is near their median.
 USABLE = 0.8
 
-#: Bytes of optimizer state per parameter, without master weights.
-#: Sources: Bekman, ml-engineering (AdamW, SGD, Lion, Adafactor, 8-bit AdamW); Liu et al. 2025, Muon
-#: is scalable (matrices only).
-OPTIMIZER_STATE_BYTES: Mapping[str, float] = {
-    "adamw": 8,
-    "adam": 8,
-    "sgd": 0,
-    "sgd-momentum": 4,
-    "lion": 4,
-    "adafactor": 4,
-    "adamw-8bit": 2,
-    "muon": 4,
-}
-
 
 def model_states(numel: float, convention: Convention, stage: int, ranks: int) -> float:
     """Bytes on one rank: (P + G + K)Ψ, each kind divided as the stage says (ZeRO section 5)."""
     return sum(states_by_kind(numel, convention, stage, ranks).values())
-
-
-def reduction_factor(convention: Convention, stage: int, ranks: int) -> float:
-    """By how much a stage shrinks the states; ZeRO's 4 and 8 hold for many ranks only."""
-    return convention.total / model_states(1.0, convention, stage, ranks)
 
 
 def largest_model(
@@ -68,29 +46,6 @@ def largest_trainable(capacity: float, bytes_per_parameter: float, usable: float
     return usable * capacity / bytes_per_parameter
 
 
-def ranks_to_hold(numel: float, bytes_per_parameter: float, capacity: float) -> float:
-    """GPUs (not rounded) whose memory together holds the states, nothing else."""
-    return numel * bytes_per_parameter / capacity
-
-
-def smallest_degree(
-    numel: float, convention: Convention, stage: int, capacity: float, degrees: Iterable[int]
-) -> int:
-    """The smallest data-parallel degree of `degrees` at which the states fit (ZeRO Table 1, bold).
-
-    Raises:
-        ValueError: none of them is enough.
-    """
-    tried = sorted(degrees)
-    for ranks in tried:
-        if model_states(numel, convention, stage, ranks) <= capacity:
-            return ranks
-    raise ValueError(
-        f"the states of {numel:.3g} parameters do not fit {capacity / 1e9:.0f} GB at stage {stage}"
-        f" on any of {tried} ranks: use more ranks, a higher stage, or offload."
-    )
-
-
 def freed_by_more_ranks(
     numel: float, convention: Convention, stage: int, ranks: int, more: int
 ) -> float:
@@ -98,49 +53,3 @@ def freed_by_more_ranks(
     return model_states(numel, convention, stage, ranks) - model_states(
         numel, convention, stage, more
     )
-
-
-def checkpoint_bytes(numel: float, weights: float = 2, optimizer: float = 12) -> float:
-    """Bytes to resume from: 16-bit weights, fp32 master, m, v (BigScience tr11-176B README)."""
-    return numel * (weights + optimizer)
-
-
-def optimizer_bytes(name: str, numel: float, master: float = 4) -> float:
-    """Bytes of an optimizer's states and its master weights (`master` bytes a parameter; 0 in pure
-    fp32).
-
-    Raises:
-        ValueError: an optimizer that the table does not list.
-    """
-    if name not in OPTIMIZER_STATE_BYTES:
-        raise ValueError(f"optimizer {name!r}: expected one of {', '.join(OPTIMIZER_STATE_BYTES)}.")
-    return numel * (OPTIMIZER_STATE_BYTES[name] + master)
-
-
-def adapter_states(
-    base: float, adapters: float, convention: Convention, base_bytes: float
-) -> float:
-    """Bytes of LoRA or QLoRA on one rank: a frozen base in `base_bytes` a parameter, full states
-    for the adapters only.
-
-    Source: Hu et al. 2022 (LoRA), section 4.2; Dettmers et al. 2023 (QLoRA) with `base_bytes` 0.5.
-    """
-    return base * base_bytes + adapters * convention.total
-
-
-def low_rank_parameters(shapes: Iterable[tuple[int, int]], rank: int) -> int:
-    """Parameters of LoRA adapters on such matrices: r·(m + n) each (Hu et al. 2022, 4.1)."""
-    return sum(rank * (rows + columns) for rows, columns in shapes)
-
-
-def fsdp_peak_parameters(
-    units: Iterable[float], shard: int, full_bytes: float = 4, compute_bytes: float = 2
-) -> float:
-    """Bytes of parameters at FSDP's peak: every shard in full precision and the largest unit
-    gathered in the compute dtype.
-
-    Source: Zhao et al. 2023 (PyTorch FSDP), sections 3.2.1 and 4.4. `units` are elements of each
-    unit, `shard` the sharding factor.
-    """
-    sizes = list(units)
-    return full_bytes * sum(sizes) / shard + compute_bytes * max(sizes, default=0.0)

@@ -181,18 +181,3 @@ def host_streaming_bytes(
     gradients.
     """
     return 2 * numel * (passes + 1) * micro_batches / ranks
-
-
-def tensor_parallel_elements(batch: int, seq: int, hidden: int, degree: int) -> float:
-    """Per layer, micro-batch and GPU: 8bsh(t−1)/t (Narayanan et al. 2021, section 3.2)."""
-    return 8 * batch * seq * hidden * (degree - 1) / degree
-
-
-def tensor_parallel_block_elements(batch: int, seq: int, hidden: int) -> float:
-    """Per block with checkpointing: 12bsh, two all-reduces in each pass (ZeRO section 8)."""
-    return 12 * batch * seq * hidden
-
-
-def pipeline_elements(batch: int, seq: int, hidden: int, degree: int = 1) -> float:
-    """Between two stages per micro-batch: bsh, or bsh/t scattered (Narayanan et al. 2021, 4.1)."""
-    return batch * seq * hidden / degree

@@ -8,7 +8,7 @@
 
 KEY is a hash of the content and the tokenizer. The cache does not depend on the sequence length.
 Documents are read, tokenized and written a few at a time: 10 GB of text take as much memory as
-10 MB (measured by benchmarks/large_data.py).
+10 MB (benchmarks/results/large_data.json).
 """
 
 from __future__ import annotations
