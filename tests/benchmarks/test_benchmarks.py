@@ -23,6 +23,8 @@ from benchmarks import hosts
 from on_ranks import slow
 from ranks import absolute_path
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 #: Arguments of a run that takes seconds; `{folder}` is a temporary folder. DeepSpeed may not be there.
 SMALLEST = {

@@ -18,6 +18,8 @@ from torch import nn
 from ranks import run_ranks
 from zoo import TinyGPT, tokens_of
 
+pytestmark = pytest.mark.one_in(2)
+
 
 def start(stage: int, seed: int = 1, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     import onefold

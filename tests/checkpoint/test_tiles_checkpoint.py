@@ -28,6 +28,8 @@ from tiny_transformers import (
 )
 from zoo import TinyGPT, tokens_of
 
+pytestmark = pytest.mark.one_in(6)
+
 SERVER = "libraries"
 
 TILE = 700  # bytes

@@ -187,6 +187,7 @@ def until(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_measurement_is_saved_printed_and_leaves_nothing_behind(place: Place) -> None:
     process = place.start("--calibrate", "--quick", "--ranks", "2,1", "--json", program=SMALLEST)
     out, err = process.communicate(timeout=600)

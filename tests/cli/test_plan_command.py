@@ -18,6 +18,8 @@ from calibrations import calibration
 from onefold.cli.plan import plan_command
 from onefold.plan.schema import Account
 
+pytestmark = pytest.mark.one_in(8)
+
 CLAIMS = Path(__file__).parents[2] / "benchmarks" / "results" / "validation.md"
 
 

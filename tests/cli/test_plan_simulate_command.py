@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from onefold.cli.app import app
 
+pytestmark = pytest.mark.one_in(2)
+
 ASK = ["plan", "--params", "2e7", "--gpus", "64", "--stage", "3", "--offload", "none", "--simulate"]
 
 
@@ -27,6 +29,7 @@ def test_the_table_says_exact_line_by_line() -> None:
     assert any("takes" in line and "gathered units" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_mesh_is_simulated_as_a_rank_of_each_stage_that_differs() -> None:
     ask = ["plan", "gpt2", "--gpus", "16", "--tp", "2", "--pp", "4", "--stage", "1", "--seq", "128"]
     ask += ["--global-batch", "8", "--simulate"]

@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 from onefold.cli.app import app
 from ranks import run_ranks
 
+pytestmark = pytest.mark.one_in(2)
+
 ROOT = Path(__file__).parents[2]
 SOURCE = os.pathsep.join(str(ROOT / part) for part in ("src", "tests"))
 SERVER = "libraries"
@@ -351,6 +353,7 @@ def test_tiers_that_cannot_be_are_told_in_the_recipes_sentence_before_anything_s
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_state_off_the_device_changes_no_loss_and_leaves_nothing_on_the_disk(place: Place) -> None:
     """On two disks, and in part on the host: the losses of ranks that hold it all, to the last bit,
     and the run says where what is.
@@ -403,6 +406,7 @@ def test_state_off_the_device_changes_no_loss_and_leaves_nothing_on_the_disk(pla
     assert place.left_behind() == []
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_smollm2_is_fine_tuned_and_opens_again_with_its_tokenizer(place: Place) -> None:
     code, out, err = place.run(

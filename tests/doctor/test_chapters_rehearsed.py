@@ -11,6 +11,8 @@ from onefold.doctor.checks import OK
 from onefold.plan import hardware
 from ranks import absolute_path
 
+pytestmark = pytest.mark.one_in(4)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHAPTERS)

@@ -36,6 +36,8 @@ from onefold.doctor.coordinator import casts_of, check_here, report_of
 from onefold.doctor.ranks import Stopped
 from ranks import absolute_path, run_ranks
 
+pytestmark = pytest.mark.one_in(9)
+
 KNOWN = {check.name: check for check in CHECKS}
 CPU = {"device": "cpu", "gpus": [], "cuda": None}
 

@@ -12,6 +12,8 @@ import pytest
 from onefold.doctor.checks import OK, WRONG
 from ranks import absolute_path
 
+pytestmark = [pytest.mark.one_in(16), pytest.mark.slow]
+
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,9 +36,12 @@ from onefold.wording import TrainError
 from ranks import run_ranks
 from started_runs import alone, this_rank
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+    ),
+    pytest.mark.one_in(9),
+]
 SERVER = "libraries"
 
 

@@ -107,6 +107,7 @@ def command(place: Path, address: str, *arguments: str, **more: str) -> tuple[in
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_downloaded_once_and_then_read_from_the_cache(
     tmp_path: Path,
 ) -> None:

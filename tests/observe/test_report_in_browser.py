@@ -18,7 +18,7 @@ from onefold.plan.schema import Account
 from onefold.recipe import Recipe
 
 pytest.importorskip("plotly", reason="plotly is not installed")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.one_in(4)]
 TEXT = (
     "h1",
     "h2",

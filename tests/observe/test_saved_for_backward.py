@@ -15,6 +15,8 @@ from onefold.observe import watch_activations
 from onefold.plan.schema import ACTIVATIONS
 from zoo import tokens_of
 
+pytestmark = pytest.mark.one_in(4)
+
 
 class Chain(nn.Module):
     """Linear, tanh, linear: what is saved can be told by hand."""

@@ -21,6 +21,8 @@ from onefold.memory.pool import TierError
 from ranks import outcomes_of, run_ranks
 from zoo import features_of
 
+pytestmark = pytest.mark.one_in(4)
+
 TILE = 8000  # bytes: the larger weights of `Net` are cut into several
 
 

@@ -18,6 +18,8 @@ from onefold.optim.owned import StateElsewhere, owned_by
 from ranks import run_ranks
 from whole_optimizers import MADE, PerTensor, Words, is_matrix, muon_and_adamw, words_of
 
+pytestmark = pytest.mark.one_in(6)
+
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in model.named_parameters() if p.requires_grad]

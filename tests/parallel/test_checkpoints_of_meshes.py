@@ -32,6 +32,8 @@ from onefold.inspection.summary import summarize
 from onefold.inspection.verify import examine
 from ranks import run_ranks
 
+pytestmark = pytest.mark.one_in(3)
+
 #: TP 2 × DP 2, with norms in fp32 that are the same on every rank beside the boxes.
 MESH = Case(dp=2, tp=2, steps=2)
 Trained = tuple[nn.Module, torch.optim.Optimizer, torch.device]
@@ -334,6 +336,7 @@ def from_others(folder: str, stage: int, case: Case) -> dict[str, Any]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_exports_averages_streams_and_state_dicts_are_whole(stage: int, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from test_pipelines import close
 from onefold.checkpoint import CheckpointError, join_stages
 from ranks import outcomes_of, run_ranks
 
+pytestmark = pytest.mark.one_in(2)
+
 MESHES = {
     "dp 2 × tp 2": Case(pp=1, stages=1, tp=2),
     "dp 4": Case(pp=1, stages=1, dp=4),

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
 
+pytestmark = pytest.mark.one_in(2)
+
 #: The largest number that a codec can store.
 TOP = {"int8": 127, "int4": 7}
 LLAMA = axes_models.Case(steps=1)

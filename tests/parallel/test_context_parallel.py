@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ranks import RankFailure, run_ranks
 from zoo import tokens_of
 
+pytestmark = pytest.mark.one_in(4)
+
 SERVER = "libraries"
 
 STAGES, STEPS, LENGTH, VOCABULARY = (0, 1, 2, 3), 3, 16, 64
@@ -258,6 +260,7 @@ def by_trainer(folder: str, case: Case) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_trainer_takes_a_model_that_was_sharded_over_context(tmp_path: Path) -> None:
     case = Case("gathered", dp=2, cp=2, micro_batches=2)

@@ -19,7 +19,7 @@ from test_pipelines import compare
 
 from ranks import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.one_in(2)]
 
 PIPELINES = {
     "1F1B": Case("Schedule1F1B", tp=2, max_norm=0.5, steps=2),

@@ -19,6 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ranks import run_ranks
 from zoo import features_of
 
+pytestmark = pytest.mark.one_in(3)
+
 WIDTH, HIDDEN, EXPERTS = 8, 12, 4
 
 

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
 
+pytestmark = pytest.mark.one_in(3)
+
 
 def hooked(stage: int, micro_batches: int) -> dict[str, Any]:
     """A user's hook adds up the parts of the norm's gradients over tp, in each micro-batch."""

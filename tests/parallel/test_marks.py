@@ -20,6 +20,8 @@ from onefold.runtime.marks import Marks, _equal
 from ranks import RankFailure, run_ranks
 from zoo import features_of
 
+pytestmark = pytest.mark.one_in(4)
+
 
 class SumBackwardSame(torch.autograd.Function):
     """The gradient of what all ranks along `tp` add up reaches each of them whole."""

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from ranks import run_ranks
 from zoo import features_of
 
+pytestmark = pytest.mark.one_in(2)
+
 
 def stages() -> list[nn.Module]:
     torch.manual_seed(0)

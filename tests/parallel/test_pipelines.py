@@ -21,6 +21,8 @@ from pipeline_models import (
 
 from ranks import run_ranks
 
+pytestmark = pytest.mark.one_in(9)
+
 LOOPED: dict[str, Any] = {"stages": 4}
 V: dict[str, Any] = {"stages": 4, "v_shaped": True}
 SCHEDULES = {

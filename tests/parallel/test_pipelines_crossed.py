@@ -17,7 +17,7 @@ from test_pipelines import compare
 
 from examples import ALL
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.one_in(2)]
 
 #: (schedule, options, the number of micro-batches is a multiple of)
 SCHEDULES: list[tuple[str, dict[str, Any], int]] = [

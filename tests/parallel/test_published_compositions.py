@@ -57,6 +57,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ranks import run_ranks
 from zoo import tokens_of
 
+pytestmark = pytest.mark.one_in(4)
+
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
@@ -108,6 +110,7 @@ def test_training_on_two_axes_goes_on_from_its_checkpoint_bit_equal(
         assert seen["whole"] == seen["parts"] and seen["equal"], seen
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_three_axes_load_at_other_degrees(tmp_path: Path) -> None:
     """Saved under pp 2 × dp 2 × tp 2, loaded without a pipeline, and without tensor parallelism."""
@@ -161,6 +164,7 @@ def test_norms_of_every_kind_are_those_of_one_process() -> None:
             assert found == seen[0]
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_compiled_stages_beside_tensor_parallelism_train_as_one_process() -> None:
     case = pipeline_models.Case("Schedule1F1B", dp=1, tp=2, steps=2, compiled=True, max_norm=0.5)

@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ranks import run_ranks
 
+pytestmark = pytest.mark.one_in(3)
+
 SERVER = "libraries"
 
 CASES = {

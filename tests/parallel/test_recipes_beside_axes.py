@@ -12,6 +12,8 @@ from mixture_models import Case, in_one_process, trained
 
 from ranks import run_ranks
 
+pytestmark = pytest.mark.one_in(4)
+
 #: What the recipe says, the stages, and whether gradients are clipped.
 RIGHT: dict[str, tuple[dict[str, Any], tuple[int, ...], bool]] = {
     "states on NVMe": ({"offload_optimizer": "nvme"}, (1, 3), True),

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
 
+pytestmark = pytest.mark.one_in(8)
+
 STAGES = [0, 1, 2, 3]
 
 CASES = {

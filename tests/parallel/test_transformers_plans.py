@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ranks import run_ranks
 from zoo import tokens_of
 
+pytestmark = pytest.mark.one_in(9)
+
 SERVER = "libraries"
 
 STEPS, VOCABULARY = 3, 64

@@ -14,6 +14,8 @@ import torch
 from ranks import run_ranks
 from zoo import tokens_of
 
+pytestmark = pytest.mark.one_in(3)
+
 SERVER = "libraries"
 
 OPTIONS: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,

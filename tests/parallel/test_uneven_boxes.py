@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ranks import run_ranks
 from zoo import features_of
 
+pytestmark = pytest.mark.one_in(2)
+
 #: {name: (shape, the dimension that is divided; None: it is not)}. Over 3 ranks rows are 1, 1, 0; 2, 2,
 #: 1; 3, 3, 1; and so on.
 SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {

@@ -28,6 +28,8 @@ from onefold.simulation.simulate import simulate
 from onefold.tracing.trace import trace
 from zoo import TinyGPT
 
+pytestmark = pytest.mark.one_in(9)
+
 
 class Language(nn.Module):
     """A language model of its own, without a config: `depth` blocks, `length` learned positions."""

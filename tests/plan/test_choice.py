@@ -31,6 +31,8 @@ from onefold.plan.planner import plan
 from onefold.plan.reserve import COMMUNICATOR, CONTEXT
 from onefold.plan.shapes import ModelShape, architecture
 
+pytestmark = pytest.mark.one_in(3)
+
 
 def question(shape: ModelShape, ranks: int, capacity: float, job: Job) -> Question:
     return Question(shape, lambda m, c: activity(shape, job, m, c), gpus(ranks, capacity), job)

@@ -23,6 +23,8 @@ from onefold.plan.shapes import Transformer, model_of
 from onefold.simulation.stand_in import _config
 from onefold.tracing.trace import trace
 
+pytestmark = pytest.mark.one_in(12)
+
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )

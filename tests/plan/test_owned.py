@@ -24,6 +24,8 @@ from onefold.recipe import Recipe
 from ranks import run_ranks
 from replayed import batch_of, model_of
 
+pytestmark = pytest.mark.one_in(2)
+
 # -- against the ledgers ---------------------------------------------------------------------------
 
 

@@ -24,6 +24,8 @@ from onefold.plan.shapes import Transformer, model_of
 from ranks import run_ranks
 from zoo import tokens_of
 
+pytestmark = pytest.mark.one_in(3)
+
 SERVER = "libraries"
 
 MIB = 1 << 20

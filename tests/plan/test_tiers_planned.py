@@ -23,6 +23,8 @@ from onefold.recipe import Recipe
 from onefold.tracing.trace import trace
 from zoo import TinyGPT
 
+pytestmark = pytest.mark.one_in(3)
+
 
 def model() -> nn.Module:
     torch.manual_seed(0)

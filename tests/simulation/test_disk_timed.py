@@ -14,6 +14,8 @@ from onefold.simulation.disk import Disk
 from onefold.simulation.timeline import COPIES, DISK, HOST, READ, WRITTEN, Timeline
 from timed import ADAM, BLOCKS, CAST, of, run, seconds
 
+pytestmark = pytest.mark.one_in(6)
+
 UP, DOWN = COPIES["up"], COPIES["down"]
 STEPPED = "_fused_adamw_"
 #: The lane of the thread that steps in the backward pass.

@@ -18,6 +18,8 @@ from onefold.plan.shapes import Transformer, architecture, model_of
 from onefold.simulation.mesh import MeshSimulation, simulate_mesh
 from ranks import run_ranks
 
+pytestmark = pytest.mark.one_in(3)
+
 DIMS = Transformer(4, 64, 8, 128, 512, 32, 4, gated=True, experts=4, active=2, tied=False)
 ROUTED = model_of("small mixtral", "mixtral", DIMS)
 PLAIN = model_of("small llama", "llama", dataclasses.replace(DIMS, experts=1, active=1, vocab=509))
@@ -111,6 +113,7 @@ def test_a_rank_of_1024_with_experts_is_exact() -> None:
     assert found.holders["dp × ep × cp × tp"] == 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 256 * 7 + 9, 4095])
 def test_llama_3_405b_on_4096_ranks_is_exact(rank: int) -> None:
     recipe = onefold.Recipe.zero(1, precision="bf16")

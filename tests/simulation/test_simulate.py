@@ -25,6 +25,8 @@ from ranks import run_ranks
 from replayed import batch_of, model_of
 from zoo import TinyGPT
 
+pytestmark = pytest.mark.one_in(18)
+
 RESETS_PEAK = os.access("/proc/self/clear_refs", os.W_OK)
 with_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

@@ -22,6 +22,8 @@ from onefold.simulation.simulate import simulate
 from onefold.simulation.timeline import COPIES
 from timed import ADAM, BLOCKS, CAST, HIDDEN, ROWS, SHORT, of, run, seconds, short_llama
 
+pytestmark = pytest.mark.one_in(6)
+
 with_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )

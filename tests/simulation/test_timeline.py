@@ -31,6 +31,8 @@ from onefold.simulation.timeline import COMPUTE, HOST, Timeline
 from onefold.tracing.repeat import Checkpointing
 from timed import LAYERS, SHORT, short_llama
 
+pytestmark = pytest.mark.one_in(18)
+
 with_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )

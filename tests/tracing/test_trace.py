@@ -17,6 +17,8 @@ from onefold.tracing.repeat import checkpointed
 from onefold.tracing.trace import trace
 from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
+pytestmark = pytest.mark.one_in(12)
+
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from onefold.tracing.trace import ActivationTrace, trace, trace_at
 from zoo import TinyGPT, features_of, tokens_of
 
+pytestmark = pytest.mark.one_in(9)
+
 # -- shortcuts -------------------------------------------------------------------------------------
 
 

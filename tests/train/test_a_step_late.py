@@ -32,6 +32,8 @@ from onefold.train.report import Reporter
 from onefold.wording import TrainError
 from ranks import run_ranks
 
+pytestmark = pytest.mark.one_in(9)
+
 #: Of ranks.SERVERS.
 SERVER = "libraries"
 

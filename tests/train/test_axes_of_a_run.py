@@ -133,6 +133,7 @@ def test_tensor_parallel_runs_have_the_losses_of_data_parallel_ones_and_resume_a
     assert (min(holders), max(holders), plan["over_axes"]["zero_stage"]) == (2, 4, 3)
 
 
+@pytest.mark.slow
 def test_runs_with_divided_experts_have_the_losses_of_data_parallel_ones(tmp_path: Path) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

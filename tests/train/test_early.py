@@ -16,6 +16,8 @@ import pytest
 from onefold.processes.claim import Claim
 from started_runs import SOURCE
 
+pytestmark = pytest.mark.one_in(3)
+
 LINE = '{"text": "some words of a text that is long enough for a sequence"}\n'
 
 

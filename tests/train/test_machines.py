@@ -70,6 +70,7 @@ def steps_with(ranks: int, process: subprocess.Popen[str], steps: int = 5) -> li
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_run_loses_a_machine_goes_on_alone_takes_it_back_and_lets_it_leave(
     tmp_path: Path,
 ) -> None:

@@ -216,6 +216,7 @@ def test_stages_of_divided_layers_have_the_losses_of_whole_ones(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_stages_of_mixtures_have_the_losses_of_whole_ones(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
@@ -259,6 +260,7 @@ def unsaved(folder: str, model: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_stage_that_fails_to_save_or_was_damaged_concerns_all_of_them(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     model = saved_model(tmp_path, "Llama")
@@ -296,6 +298,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_stages_have_the_losses_of_whole_models_with_every_option(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, TALKS)))
@@ -330,6 +333,7 @@ def faulty(folder: str, model: str, faults: list[tuple[Any, ...]]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_numbers_that_are_not_finite_are_found_in_their_stage(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.one_in(2)
+
 #: Of ranks.SERVERS.
 SERVER = "libraries"
 

@@ -208,6 +208,7 @@ def test_a_saved_run_can_be_trained_further(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_losses(text: str) -> None:
     assert losses(text, compile=True) == pytest.approx(losses(text), rel=1e-4)
 

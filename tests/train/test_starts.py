@@ -29,6 +29,8 @@ from started_runs import (
     wait_until,
 )
 
+pytestmark = pytest.mark.one_in(3)
+
 ENDLESS = options({**JOB, "steps": 10**6, "nproc": 2, "output": "run"})
 
 
@@ -239,6 +241,7 @@ def test_ctrl_c_while_ranks_start_leaves_no_process_and_no_file(
 # -- others' words ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_commands_say_nothing_on_their_standard_error_when_all_is_well(tmp_path: Path) -> None:
     """transformers imports torchao, which tells of kernels that it cannot load; torch of

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import ranks
 import virtual
 
+pytestmark = pytest.mark.one_in(3)
+
 HERE = Path(__file__).name
 
 
