@@ -211,6 +211,8 @@ def test_what_needs_values_raises_outside_and_shapes_dtypes_and_copies_do_not() 
     model[1].bias.data = torch.full((3,), 2.0 + dist.get_rank())  # rank 0's value counts
     if dist.get_rank() == 0:
         model[0].bias.data = torch.full((5,), 7.0)
+    with served().zero.GatheredParameters(model[0].bias):
+        assert (model[0].bias == 7).all()
     engine = served().initialize(model=model, config=json_of(3))[0]
     copied = served().initialize(model=twin.eval(), config=json_of(3, optimizer=None))[0]
     theirs = list(plain.parameters())

@@ -117,10 +117,11 @@ class Intervals:
 _KEPT = Intervals()
 
 
-def gather(params: Sequence[nn.Parameter]) -> None:
+def gather(params: Sequence[nn.Parameter]) -> list[bool]:
     """Make the parameters whole on every rank, with rank 0's values. Collective.
 
-    If rank 0 has replaced a parameter by `p.data = value`, its new values are broadcast.
+    If rank 0 has replaced a parameter by `p.data = value`, its new values are broadcast. Returns
+    for each parameter whether that was so, or it was not divided.
     """
     replaced = agreed([not isinstance(p, DividedParameter) for p in params])
     for param, is_replaced in zip(params, replaced, strict=True):
@@ -135,6 +136,7 @@ def gather(params: Sequence[nn.Parameter]) -> None:
                 broadcast(param.data, 0)
             else:
                 param.data = _gathered(values, like.shape).to(like.device, like.dtype)
+    return replaced
 
 
 def number(param: nn.Parameter) -> None:
@@ -192,13 +194,17 @@ def keep(param: nn.Parameter, values: Tensor | None) -> None:
     """
     if not can_divide(param):
         return
-    if values is None:
-        flat = param.data.detach().reshape(-1)
-        each = -(-flat.numel() // dist.get_world_size())
-        values = flat.new_zeros(each)
-        mine = flat[dist.get_rank() * each : (dist.get_rank() + 1) * each]
-        values[: mine.numel()].copy_(mine)
-    stand_in(param, values)
+    stand_in(param, interval_here(param) if values is None else values)
+
+
+def interval_here(param: nn.Parameter) -> Tensor:
+    """Cut this rank's interval from the values that a whole parameter has here."""
+    flat = param.data.detach().reshape(-1)
+    each = -(-flat.numel() // dist.get_world_size())
+    values = flat.new_zeros(each)
+    mine = flat[dist.get_rank() * each : (dist.get_rank() + 1) * each]
+    values[: mine.numel()].copy_(mine)
+    return values
 
 
 def values_of(param: nn.Parameter) -> Tensor | None:

@@ -120,7 +120,10 @@ class GatheredParameters:
             for param, _, kept in self._held:
                 if isinstance(kept, _Early) and kept.values is not None:
                     param.__dict__[LOCAL] = kept.values
-            divided.gather(early)
+            replaced = dict(zip(map(id, early), divided.gather(early), strict=True))
+            for param, _, kept in self._held:
+                if replaced.get(id(param)) and isinstance(kept, _Early) and kept.values is not None:
+                    kept.values = divided.interval_here(param)  # the old one is out of date
         for engine, entries in _by_engine(fresh):
             self._gather(engine, entries)
         seen = (*self._told, *(param for param, _, _ in self._held))
