@@ -388,8 +388,3 @@ def say_that_graphs_are_recorded_on(device: str) -> None:
     from onefold.runtime import differentiate
 
     differentiate.GRAPHED = frozenset((device,))
-
-
-def naming_communicators(model: nn.Module) -> Any:
-    """The context in which the model's communicators are made."""
-    return engine(model).group.communicators.named()

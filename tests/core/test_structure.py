@@ -5,8 +5,6 @@ buffers, torch.compile.
 from __future__ import annotations
 
 import contextlib
-import threading
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,18 +106,6 @@ def test_step_counts_in_unsharded_come_from_ranks_that_own_elements(
     assert not differences(*found)
 
 
-@on_ranks(1)
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=str)
-def test_one_rank_changes_its_model_too(options: dict[str, Any]) -> None:
-    model = sharded(**options)
-    optimizer = adamw(model)
-    for batch in batches(2):
-        train(model, optimizer, [batch])
-        with onefold.unsharded(model):
-            model.head = nn.Linear(20, 61, bias=False)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
 # -- groups ----------------------------------------------------------------------------------------
 
 
@@ -146,24 +132,6 @@ def test_groups_of_a_script_before_and_after_shard_meet_and_a_subset_may_be_in_o
         group = dist.new_group(members)
         assert rank not in members or total(group) == len(members)
     del lone
-
-
-@on_ranks(2, fresh=True)
-def test_a_group_that_a_thread_makes_while_models_are_sharded_meets_that_of_the_other_rank() -> (
-    None
-):
-    made: list[Any] = []
-
-    def make() -> None:
-        made.append(dist.new_group([0, 1], timeout=timedelta(seconds=20)))
-
-    with (
-        looks.naming_communicators(sharded()) if dist.get_rank() == 0 else contextlib.nullcontext()
-    ):
-        thread = threading.Thread(target=make)
-        thread.start()
-        thread.join()
-    assert total(made[0]) == 2
 
 
 # -- devices ---------------------------------------------------------------------------------------
@@ -376,24 +344,6 @@ def test_under_autocast_autograd_holds_no_casts_of_the_weights_of_stage_3(
             loss.backward()
         found.append(sum(held.values()))
     assert found[1] == 0 and (found[0] > 0 or checkpointing != "none")
-
-
-@on_ranks(2)
-def test_a_cast_that_the_model_has_written_to_is_kept() -> None:
-    class Doubled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            weight = self.weight.to(torch.bfloat16)
-            with torch.no_grad():
-                weight.mul_(2.0)
-            return nn.functional.linear(x, weight)
-
-    module = Doubled(2, 2)
-    nn.init.constant_(module.weight, 3.0)
-    model = onefold.shard(module, onefold.Recipe.zero(3))
-    x = torch.ones(1, 2, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        model(x).sum().backward()
-    assert x.grad is not None and x.grad[0, 0] == 12.0
 
 
 @on_ranks(2, fresh=True, seconds=250)
