@@ -1,4 +1,4 @@
-"""What is gathered when, and what waits for the boundary, as far as a training script can notice."""
+"""What is gathered when, as far as a training script can notice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import looks
 import onefold
@@ -236,64 +236,6 @@ def test_sums_that_come_after_their_pass_was_dropped_are_taken_for_no_later_ones
             train(model, optimizer, [batch])
         found.append(onefold.full_state_dict(model))
     assert not differences(*found)
-
-
-# -- what waits for the boundary -------------------------------------------------------------------
-
-
-class Experts(TinyMLP):
-    """A rank uses one of two experts, and nobody `spare`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
-        self.spare = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.experts[dist.get_rank() % 2](super().forward(x))
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stage": 0},
-        {"stage": 1, "precision": "bf16"},
-        {"stage": 1, "offload_optimizer": "cpu"},
-        {"stage": 2, "reduce_at": "boundary"},
-        {"stage": 3, "reduce_at": "boundary"},
-        {"stage": 3, "shard_group": 2},
-    ],
-    ids=str,
-)
-def test_gradients_reduced_behind_the_last_pass_are_those_of_a_pass_at_the_boundary(
-    options: dict[str, Any],
-) -> None:
-    found = []
-    for later in (False, True):
-        model = sharded(make=Experts, **options)
-        optimizer = sgd(model)
-        for step in range(3):
-            for micro in range(2):
-                with onefold.no_sync(model) if later or micro == 0 else contextlib.nullcontext():
-                    batch = features_of(100 * step + 10 * micro + dist.get_rank(), 4, 7)
-                    model(batch).float().square().mean().backward()
-            looks.engine(model).reduce_pending()
-            assert all(p.grad is None for p in model.spare.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(onefold.full_state_dict(model))
-    assert not differences(*found)
-
-
-@on_ranks(2)
-def test_gradients_that_were_dropped_are_not_reduced() -> None:
-    model = sharded(1)
-    with onefold.no_sync(model):
-        model(batches(1)[0]).square().mean().backward()
-    model.zero_grad()
-    looks.engine(model).reduce_pending()
-    assert all(p.grad is None for p in model.parameters())
 
 
 # -- threads ---------------------------------------------------------------------------------------
