@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 import time
 from typing import Any
 
@@ -239,37 +237,3 @@ def test_sums_that_come_after_their_pass_was_dropped_are_taken_for_no_later_ones
 
 
 # -- threads ---------------------------------------------------------------------------------------
-
-
-@on_ranks(2, fresh=True)
-def test_models_that_threads_train_at_once_train_as_alone() -> None:
-    class ReadsWeights(TinyMLP):
-        """Reads a weight of a block in the model's own forward pass."""
-
-        def forward(self, x: Any) -> Any:
-            return super().forward(x) + self.blocks[0].up.weight.float().mean()  # type: ignore
-
-    stages = (3, 2, 3, 0)
-    models = [[built(ReadsWeights, seed) for seed in range(4)] for _ in range(2)]
-    groups = [dist.new_group() for _ in stages]
-    found: dict[Any, Any] = {}
-
-    def work(seed: int, run: int) -> None:
-        recipe = onefold.Recipe.zero(stages[seed], precision="bf16", stall_timeout=60.0)
-        model = onefold.shard(models[run][seed], recipe, group=groups[seed])
-        found[run, seed] = train(
-            model, adamw(model), [features_of(seed + k, 4, 7) for k in range(6)]
-        )
-
-    for seed in range(4):
-        work(seed, 0)
-    switching = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    threads = [threading.Thread(target=work, args=(seed, 1)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    sys.setswitchinterval(switching)
-    for seed in range(4):
-        assert found[0, seed] == found[1, seed]
