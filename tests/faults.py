@@ -168,9 +168,7 @@ FAULTS = [
         "ema.py",
         "1 / (self.updates + 1)",
         "1 / max(self.updates, 1)",
-        [
-            "tests/optim/test_ema.py::test_the_average_is_averaged_models_at_every_stage_on_every_tier"
-        ],
+        ["tests/core/test_values.py::test_an_average_is_averaged_models_on_every_tier"],
     ),
     Fault(
         "numbers",
@@ -261,7 +259,7 @@ FAULTS = [
         "if not unit.leases.used and not unit.ungathered and unit not in around:",
         "if False and not unit.ungathered and unit not in around:",
         [
-            "tests/runtime/test_skipped_ahead.py",
+            "tests/core/test_schedule.py",
             "tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[kinds]",
         ],
     ),
