@@ -198,8 +198,13 @@ def test_units_that_were_gathered_ahead_and_skipped_are_dropped() -> None:
     curves = []
     for stage, options in ((0, {}), (3, {}), (3, {"prefetch": 0, "overlap": False})):
         model = sharded(stage, Skips, **options)
+        looks.watch(model)
         curves.append(train(model, sgd(model), batches(6)))
-        assert stage == 0 or kept(model) == 0
+        if stage == 3:  # what a rank skips does not stay with the rest of the pass
+            most = max(numel for _, numel in looks.units(model)[1:])
+            root = looks.units(model)[0][1]
+            peak = looks.peak(model)["gathered units"]
+            assert kept(model) == 0 and peak <= 4 * (root + 3 * most), (peak, root, most)
     assert curves[0] == curves[1] == curves[2]
 
 
