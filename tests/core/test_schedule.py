@@ -1,17 +1,15 @@
-"""What is gathered when, and what waits for the boundary, as far as a training script can notice."""
+"""What is gathered when, as far as a training script can notice."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import looks
 import onefold
@@ -200,8 +198,13 @@ def test_units_that_were_gathered_ahead_and_skipped_are_dropped() -> None:
     curves = []
     for stage, options in ((0, {}), (3, {}), (3, {"prefetch": 0, "overlap": False})):
         model = sharded(stage, Skips, **options)
+        looks.watch(model)
         curves.append(train(model, sgd(model), batches(6)))
-        assert stage == 0 or kept(model) == 0
+        if stage == 3:  # what a rank skips does not stay with the rest of the pass
+            most = max(numel for _, numel in looks.units(model)[1:])
+            root = looks.units(model)[0][1]
+            peak = looks.peak(model)["gathered units"]
+            assert kept(model) == 0 and peak <= 4 * (root + 2 * most), (peak, root, most)
     assert curves[0] == curves[1] == curves[2]
 
 
@@ -238,96 +241,4 @@ def test_sums_that_come_after_their_pass_was_dropped_are_taken_for_no_later_ones
     assert not differences(*found)
 
 
-# -- what waits for the boundary -------------------------------------------------------------------
-
-
-class Experts(TinyMLP):
-    """A rank uses one of two experts, and nobody `spare`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
-        self.spare = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.experts[dist.get_rank() % 2](super().forward(x))
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"stage": 0},
-        {"stage": 1, "precision": "bf16"},
-        {"stage": 1, "offload_optimizer": "cpu"},
-        {"stage": 2, "reduce_at": "boundary"},
-        {"stage": 3, "reduce_at": "boundary"},
-        {"stage": 3, "shard_group": 2},
-    ],
-    ids=str,
-)
-def test_gradients_reduced_behind_the_last_pass_are_those_of_a_pass_at_the_boundary(
-    options: dict[str, Any],
-) -> None:
-    found = []
-    for later in (False, True):
-        model = sharded(make=Experts, **options)
-        optimizer = sgd(model)
-        for step in range(3):
-            for micro in range(2):
-                with onefold.no_sync(model) if later or micro == 0 else contextlib.nullcontext():
-                    batch = features_of(100 * step + 10 * micro + dist.get_rank(), 4, 7)
-                    model(batch).float().square().mean().backward()
-            looks.engine(model).reduce_pending()
-            assert all(p.grad is None for p in model.spare.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(onefold.full_state_dict(model))
-    assert not differences(*found)
-
-
-@on_ranks(2)
-def test_gradients_that_were_dropped_are_not_reduced() -> None:
-    model = sharded(1)
-    with onefold.no_sync(model):
-        model(batches(1)[0]).square().mean().backward()
-    model.zero_grad()
-    looks.engine(model).reduce_pending()
-    assert all(p.grad is None for p in model.parameters())
-
-
 # -- threads ---------------------------------------------------------------------------------------
-
-
-@on_ranks(2, fresh=True)
-def test_models_that_threads_train_at_once_train_as_alone() -> None:
-    class ReadsWeights(TinyMLP):
-        """Reads a weight of a block in the model's own forward pass."""
-
-        def forward(self, x: Any) -> Any:
-            return super().forward(x) + self.blocks[0].up.weight.float().mean()  # type: ignore
-
-    stages = (3, 2, 3, 0)
-    models = [[built(ReadsWeights, seed) for seed in range(4)] for _ in range(2)]
-    groups = [dist.new_group() for _ in stages]
-    found: dict[Any, Any] = {}
-
-    def work(seed: int, run: int) -> None:
-        recipe = onefold.Recipe.zero(stages[seed], precision="bf16", stall_timeout=60.0)
-        model = onefold.shard(models[run][seed], recipe, group=groups[seed])
-        found[run, seed] = train(
-            model, adamw(model), [features_of(seed + k, 4, 7) for k in range(6)]
-        )
-
-    for seed in range(4):
-        work(seed, 0)
-    switching = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    threads = [threading.Thread(target=work, args=(seed, 1)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    sys.setswitchinterval(switching)
-    for seed in range(4):
-        assert found[0, seed] == found[1, seed]

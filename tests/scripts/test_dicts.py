@@ -163,37 +163,6 @@ def test_a_parameter_keeps_its_face_its_marks_and_rank_0s_values(stage: int) -> 
         assert torch.equal(model.noise, values[0]["noise"])
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_step_that_raises_gives_the_faces_back(stage: int) -> None:
-    class Fails(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            raise ZeroDivisionError
-
-    recipe = onefold.Recipe.zero(stage, elementwise_optimizer=True)
-    model = onefold.shard(TinyMLP(), recipe)
-    optimizer = Fails(model.parameters(), lr=0.1)
-    shapes = [p.shape for p in model.parameters()]
-    with pytest.raises(ZeroDivisionError):
-        optimizer.step()
-    assert [p.shape for p in model.parameters()] == shapes
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_frozen_parameters_have_no_gradient_and_no_state(stage: int) -> None:
-    model: Any = TinyMLP()
-    for part in (model.enter, model.blocks[1]):
-        part.requires_grad_(False)
-    onefold.shard(model, onefold.Recipe.zero(stage))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.1)
-    model(features_of(dist.get_rank(), 4, 7)).square().mean().backward()
-    optimizer.step()
-    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
-    assert {*optimizer.state} == {*trained}
-
-
 # -- modules that save under other names -----------------------------------------------------------
 
 WIDTH = 6
@@ -349,7 +318,8 @@ def test_encoded_weights_compute_what_they_decode_to_and_survive_files(name: str
     plain = adapted()
     onefold.load_full_state_dict(plain, first(decoded))
     changed = first(differences(onefold.full_state_dict(original), decoded))
-    assert changed is None or (changed and all("blocks" in line for line in changed)), changed
+    matrices = {n for n, p in plain.named_parameters() if p.dim() > 1}
+    assert changed is None or set() < {line.partition(":")[0] for line in changed} < matrices
     curves = []
     for each in (model, plain):
         optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=0.01)

@@ -2,13 +2,10 @@
 changes a number: a table of calls, stages and words of the sentence.
 """
 
-# ruff: noqa: E501 (a row of the tables is one line)
-
 from __future__ import annotations
 
 import copy
 import io
-import logging
 import pickle
 import re
 import threading
@@ -24,7 +21,6 @@ from torch.func import functional_call
 import looks
 import onefold
 from on_ranks import on_ranks
-from scripts.subjects.loops import Momentum
 from zoo import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
 
 ALL, SHARDED = (0, 1, 2, 3), (1, 2, 3)
@@ -141,29 +137,37 @@ def pruned(m: Any, stage: int) -> None:
     run(m)
 
 
-def given(m: Any, stage: int, value: Any, words: Any = None) -> None:
-    before = onefold.full_state_dict(m)
-    try:
-        onefold.load_full_state_dict(m, value(TinyMLP().state_dict()))
-    finally:
-        after = onefold.full_state_dict(m)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+def given(value: Any) -> Any:
+    """A load of what `value` makes of whole weights, which must change nothing."""
+
+    def call(m: Any, stage: int) -> None:
+        before = onefold.full_state_dict(m)
+        try:
+            onefold.load_full_state_dict(m, value(TinyMLP().state_dict()))
+        finally:
+            after = onefold.full_state_dict(m)
+            assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+    return call
+
+
+def shard_with(**options: Any) -> Any:
+    return lambda m, stage: onefold.shard(TinyMLP(), onefold.Recipe.zero(stage), **options)
+
+
+def over(group: Any) -> Any:
+    return lambda m, stage: shard_with(group=group())(m, stage)
 
 
 def frozen_hook(m: Any, stage: int) -> None:
     m.leave.bias.requires_grad_(False).register_hook(lambda grad: grad)
 
 
-def in_tiles(before: bool) -> Any:
-    def call(m: Any, stage: int) -> None:
-        model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 8))
-        if before:
-            model[0].weight.register_hook(lambda grad: grad)
-        onefold.shard(model, onefold.Recipe.zero(stage, tile=1024))
-        weight = next(p for n, p in model.named_parameters() if "tiles" in n)
-        weight.register_hook(lambda grad: grad)
-
-    return call
+def in_tiles(m: Any, stage: int) -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 8))
+    onefold.shard(model, onefold.Recipe.zero(stage, tile=1024))
+    weight = next(p for n, p in model.named_parameters() if "tiles" in n)
+    weight.register_hook(lambda grad: grad)
 
 
 def of_a_freed_model(m: Any, stage: int) -> None:
@@ -215,11 +219,6 @@ def with_rows(m: Any, stage: int) -> None:
         pass
 
 
-def cut_in_a_pass(m: Any, stage: int) -> None:
-    model = Momentum(lambda ours, theirs: setattr(ours, "data", ours.data[:1]), False)
-    onefold.shard(model, onefold.Recipe.zero(3), units=("online", "slow"))(features_of(0, 4, 7))
-
-
 def mixed(m: Any, stage: int) -> None:
     run(sharded(stage, precision="bf16").to(torch.bfloat16))
 
@@ -242,104 +241,265 @@ UNSHARDED = ("onefold.unsharded does not work with this recipe", "before shard()
 #: {what is done: (the call, of a sharded model and its stage, the stages, words of the sentence)}
 CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
     # other models
-    "a part is sharded": (lambda m, s: sharded(s, Around(m)), ALL, ("'part'", "another sharded model", "once")),
-    "a DTensor": (lambda m, s: tensor_parallel(s), ALL, ("is a DTensor (S(0))", "Give shard() the mesh=")),
+    "a part is sharded": (
+        lambda m, s: sharded(s, Around(m)),
+        ALL,
+        ("'part'", "another sharded model", "once"),
+    ),
+    "a DTensor": (
+        lambda m, s: tensor_parallel(s),
+        ALL,
+        ("is a DTensor (S(0))", "Give shard() the mesh="),
+    ),
     "a part of it": (lambda m, s: sharded(s, m.blocks), ALL, ("another sharded model", "once")),
     "twice": (lambda m, s: sharded(s, m), ALL, ("already",)),
-    "a shared module": (lambda m, s: sharing(m, s, "module"), ALL, ("'blocks.1", "another sharded model")),
-    "a shared parameter": (lambda m, s: sharing(m, s, "parameter"), ALL, ("'blocks.1.up'", "another sharded model")),
+    "a shared module": (
+        lambda m, s: sharing(m, s, "module"),
+        ALL,
+        ("'blocks.1", "another sharded model"),
+    ),
+    "a shared parameter": (
+        lambda m, s: sharing(m, s, "parameter"),
+        ALL,
+        ("'blocks.1.up'", "another sharded model"),
+    ),
     "DDP around it": (lambda m, s: in_ddp(m), ALL, ("DistributedDataParallel", "onefold.shard()")),
-    "DDP around a container": (lambda m, s: in_ddp(nn.Sequential(nn.Linear(7, 7), m)), ALL, ("DistributedDataParallel",)),
     "what DDP holds": (held_by_ddp, ALL, ("DistributedDataParallel",)),
-    "what DDP leaves out": (left_out_of_ddp, ALL, ("leave out 'bias'", "_ddp_params_and_buffers_to_ignore")),
-    "a parameter of a freed model": (of_a_freed_model, SHARDED, ("'weight' is a parameter of a model that is gone", "use a clone")),
+    "what DDP leaves out": (
+        left_out_of_ddp,
+        ALL,
+        ("leave out 'bias'", "_ddp_params_and_buffers_to_ignore"),
+    ),
+    "a parameter of a freed model": (
+        of_a_freed_model,
+        SHARDED,
+        ("'weight' is a parameter of a model that is gone", "use a clone"),
+    ),
     # copies and files
     "a copy": (lambda m, s: copy.deepcopy(m), ALL, ("deepcopy", "enter.weight", "full_state_dict")),
-    "a copy of a block": (lambda m, s: copy.deepcopy(m.blocks[1]), ALL, ("blocks.1.up.weight", "before shard()")),
-    "a copy of a parameter": (lambda m, s: copy.deepcopy(m.enter.weight), ALL, ("deepcopy", "enter.weight")),
-    "torch.save": (lambda m, s: torch.save(m, io.BytesIO()), ALL, ("pickling", "torch.save(onefold.full_state_dict(model), path)")),
-    "a pickled block": (lambda m, s: pickle.dumps(m.blocks[1]), ALL, ("pickling", "'blocks.1.", "full_state_dict")),
-    "a pickled parameter": (lambda m, s: pickle.dumps(m.enter.weight), ALL, ("pickling", "'enter.weight'")),
-    "state_dict": (lambda m, s: m.state_dict(), SHARDED, ("onefold.full_state_dict", "full_params")),
-    "state_dict of a leaf": (lambda m, s: m.enter.state_dict(), SHARDED, ("onefold.full_state_dict",)),
-    "load_state_dict": (lambda m, s: m.load_state_dict(TinyMLP().state_dict()), SHARDED, ("onefold.load_full_state_dict", "write=True")),
-    "load_state_dict of a block": (lambda m, s: m.blocks[1].load_state_dict(ResidualBlock(10).state_dict()), SHARDED, ("onefold.load_full_state_dict",)),
-    "state_dict of a block that is left": (left(lambda b: b.state_dict()), SHARDED, ("ResidualBlock", "outlived", "'blocks.1.")),
-    "load_state_dict of a block that is left": (left(lambda b: b.load_state_dict(ResidualBlock(10).state_dict())), SHARDED, ("outlived",)),
+    "a copy of a parameter": (
+        lambda m, s: copy.deepcopy(m.enter.weight),
+        ALL,
+        ("deepcopy", "enter.weight"),
+    ),
+    "torch.save": (
+        lambda m, s: torch.save(m, io.BytesIO()),
+        ALL,
+        ("pickling", "torch.save(onefold.full_state_dict(model), path)"),
+    ),
+    "a pickled parameter": (
+        lambda m, s: pickle.dumps(m.enter.weight),
+        ALL,
+        ("pickling", "'enter.weight'"),
+    ),
+    "state_dict": (
+        lambda m, s: m.state_dict(),
+        SHARDED,
+        ("onefold.full_state_dict", "full_params"),
+    ),
+    "load_state_dict": (
+        lambda m, s: m.load_state_dict(TinyMLP().state_dict()),
+        SHARDED,
+        ("onefold.load_full_state_dict", "write=True"),
+    ),
+    "state_dict of a block that is left": (
+        left(lambda b: b.state_dict()),
+        SHARDED,
+        ("ResidualBlock", "outlived", "'blocks.1."),
+    ),
     # another structure
-    "a parameter replaced": (after(lambda m: setattr(m.blocks[1].up, "weight", nn.Parameter(torch.zeros(20, 10)))), ALL, (*SHAPE, "full_params(model, write=True)")),
-    "a parameter replaced between steps": (after(lambda m: setattr(m.blocks[1].up, "weight", nn.Parameter(torch.zeros(20, 10))), 1), ALL, SHAPE),
-    "a parameter of the root replaced": (after(lambda m: setattr(m.leave, "bias", nn.Parameter(torch.zeros(5)))), ALL, ("'leave.bias'", "replaced")),
-    "a module added": (after(lambda m: setattr(m.blocks[1], "extra", nn.Linear(10, 10))), ALL, ("had 16 parameters", "has 18 now", "added 'blocks.1.extra.weight'", "before shard()")),
-    "an adapter": (after(lambda m: setattr(m.blocks[1], "up", Adapter(m.blocks[1].up))), ALL, ("added 'blocks.1.up.down.weight'", "adapters")),
-    "an adapter, late": (after(lambda m: setattr(m.blocks[1], "up", Adapter(m.blocks[1].up)), 3), ALL, ("has 18 now", "adapters")),
-    "a parameter, late": (after(lambda m: m.leave.register_parameter("extra", nn.Parameter(torch.zeros(3))), 3), ALL, ("has 17 now",)),
+    "a parameter replaced": (
+        after(lambda m: setattr(m.blocks[1].up, "weight", nn.Parameter(torch.zeros(20, 10)))),
+        ALL,
+        (*SHAPE, "full_params(model, write=True)"),
+    ),
+    "a module added": (
+        after(lambda m: setattr(m.blocks[1], "extra", nn.Linear(10, 10))),
+        ALL,
+        ("had 16 parameters", "has 18 now", "added 'blocks.1.extra.weight'", "before shard()"),
+    ),
+    "an adapter, late": (
+        after(lambda m: setattr(m.blocks[1], "up", Adapter(m.blocks[1].up)), 3),
+        ALL,
+        ("has 18 now", "adapters"),
+    ),
+    "a parameter, late": (
+        after(lambda m: m.leave.register_parameter("extra", nn.Parameter(torch.zeros(3))), 3),
+        ALL,
+        ("has 17 now",),
+    ),
     "a module among many, late": (late_in_many_modules, ALL, ("had 204 parameters", "has 206 now")),
-    "a parameter taken away": (after(lambda m: setattr(m.blocks[1].up, "bias", None)), ALL, ("has 15 now", "removed 'blocks.1.up.bias'", "onefold.unsharded(model)")),
-    "a module replaced": (after(lambda m: setattr(m, "leave", nn.Linear(10, 5))), ALL, ("replaced 'leave.weight', 'leave.bias'",)),
-    "weights tied": (after(lambda m: setattr(m.blocks[0].up, "weight", m.blocks[1].up.weight)), ALL, ("blocks.0.up.weight",)),
+    "a parameter taken away": (
+        after(lambda m: setattr(m.blocks[1].up, "bias", None)),
+        ALL,
+        ("has 15 now", "removed 'blocks.1.up.bias'", "onefold.unsharded(model)"),
+    ),
+    "a module replaced": (
+        after(lambda m: setattr(m, "leave", nn.Linear(10, 5))),
+        ALL,
+        ("replaced 'leave.weight', 'leave.bias'",),
+    ),
+    "weights tied": (
+        after(lambda m: setattr(m.blocks[0].up, "weight", m.blocks[1].up.weight)),
+        ALL,
+        ("blocks.0.up.weight",),
+    ),
     "half()": (after(lambda m: m.half()), ALL, CAST),
-    "to(float64)": (after(lambda m: m.to(torch.float64)), ALL, CAST),
-    "a block in half precision": (after(lambda m: m.blocks[1].half()), ALL, ("'blocks.1.", "moved or cast after shard()")),
-    "bfloat16() between steps": (after(lambda m: m.bfloat16(), 1), ALL, CAST),
     "bfloat16() of mixed precision": (mixed, ALL, CAST),
-    "data of another shape in a pass": (cut_in_a_pass, (3,), ("'slow.0.weight' was given data of shape (1, 7)", "expected shape (12, 7)")),
-    "an encoded weight thawed": (trained_though_encoded, (3,), ("'blocks.1.mlp.0.weight' was frozen", "stored encoded")),
+    "an encoded weight thawed": (
+        trained_though_encoded,
+        (3,),
+        ("'blocks.1.mlp.0.weight' was frozen", "stored encoded"),
+    ),
     # gradients
-    "a step in a hook": (hook(lambda w: (o := torch.optim.SGD([w], lr=0.1), lambda p: o.step())[1]), ALL, HOOK),
-    "a write to data in a hook": (hook(lambda w: lambda p: p.data.sub_(p.grad, alpha=0.1)), ALL, HOOK),
-    "a write in a hook": (hook(lambda w: torch.no_grad()(lambda p: (p.sub_(p.grad, alpha=0.1), None)[1])), ALL, HOOK),
+    "a step in a hook": (
+        hook(lambda w: (o := torch.optim.SGD([w], lr=0.1), lambda p: o.step())[1]),
+        ALL,
+        HOOK,
+    ),
+    "a write to data in a hook": (
+        hook(lambda w: lambda p: p.data.sub_(p.grad, alpha=0.1)),
+        ALL,
+        HOOK,
+    ),
     "a hook on a frozen parameter": (frozen_hook, ALL, ("doesn't require gradient",)),
-    "a hook on tiles": (in_tiles(False), (3,), ("in tiles", "larger tile")),
-    "a hook on what becomes tiles": (in_tiles(True), (3,), ("in tiles", "larger tile")),
-    "a gradient of another shape": (lambda m, s: setattr(m.leave.bias, "grad", torch.ones(3)), SHARDED, ("`.grad` of parameter 'leave.bias' was given shape (3,)",)),
-    "zeros_like that require gradients": (lambda m, s: torch.zeros_like(m.enter.weight, requires_grad=True), SHARDED, ("requires_grad=True",)),
-    "functional_call with a wrong shape": (lambda m, s: functional_call(m, {"blocks.1.up.weight": torch.zeros(10, 20)}, (features_of(0, 4, 7),)), ALL, ("(20, 10)", "blocks.1.up.weight")),
-    "torch.func.grad": (lambda m, s: torch.func.grad(lambda p: functional_call(m, p, (features_of(0, 4, 7),)).sum())(dict(m.named_parameters())), SHARDED, ("full_params(model)",)),
-    "a buffer made of a part": (buffer_of_a_part, (1, 3), ("buffer 'old' was made of parameter 'leave.weight'", "gather()")),
-    "a mask made of a part": (pruned, (1, 3), ("buffer 'weight_mask' was made of parameter 'enter.weight'", "with onefold.unsharded(model):")),
-    "a transposed part": (lambda m, s: torch.no_grad()(m.enter.weight.t)(), (1, 3), ("enter.weight", "(10, 7)", "full_params", "onefold.unsharded")),
-    **{f"dist.{name}": (call, (1, 3), (name, *COLLECTIVE)) for name, call in {
-        "all_reduce": lambda m, s: dist.all_reduce(m.enter.weight.data),
-        "reduce": lambda m, s: dist.reduce(m.enter.weight, 0),
-        "broadcast": lambda m, s: dist.broadcast(m.enter.weight, 0),
-    }.items()},
+    "a hook on tiles": (in_tiles, (3,), ("in tiles", "larger tile")),
+    "a gradient of another shape": (
+        lambda m, s: setattr(m.leave.bias, "grad", torch.ones(3)),
+        SHARDED,
+        ("`.grad` of parameter 'leave.bias' was given shape (3,)",),
+    ),
+    "zeros_like that require gradients": (
+        lambda m, s: torch.zeros_like(m.enter.weight, requires_grad=True),
+        SHARDED,
+        ("requires_grad=True",),
+    ),
+    "functional_call with a wrong shape": (
+        lambda m, s: functional_call(
+            m, {"blocks.1.up.weight": torch.zeros(10, 20)}, (features_of(0, 4, 7),)
+        ),
+        ALL,
+        ("(20, 10)", "blocks.1.up.weight"),
+    ),
+    "torch.func.grad": (
+        lambda m, s: torch.func.grad(
+            lambda p: functional_call(m, p, (features_of(0, 4, 7),)).sum()
+        )(dict(m.named_parameters())),
+        SHARDED,
+        ("full_params(model)",),
+    ),
+    "a buffer made of a part": (
+        buffer_of_a_part,
+        (1, 3),
+        ("buffer 'old' was made of parameter 'leave.weight'", "gather()"),
+    ),
+    "a mask made of a part": (
+        pruned,
+        (1, 3),
+        (
+            "buffer 'weight_mask' was made of parameter 'enter.weight'",
+            "with onefold.unsharded(model):",
+        ),
+    ),
+    "a transposed part": (
+        lambda m, s: torch.no_grad()(m.enter.weight.t)(),
+        (1, 3),
+        ("enter.weight", "(10, 7)", "full_params", "onefold.unsharded"),
+    ),
+    **{
+        f"dist.{name}": (call, (1, 3), (name, *COLLECTIVE))
+        for name, call in {
+            "all_reduce": lambda m, s: dist.all_reduce(m.enter.weight.data),
+            "reduce": lambda m, s: dist.reduce(m.enter.weight, 0),
+            "broadcast": lambda m, s: dist.broadcast(m.enter.weight, 0),
+        }.items()
+    },
     # unsharded
     "unsharded: another error": (in_unsharded(raise_on_1), (3,), ("raised on rank 1",)),
-    "unsharded: ranks differ": (in_unsharded(lambda m: setattr(m.blocks[1], "more", nn.Linear(10, 10 + dist.get_rank()))), (3,), ("parameter shapes", "rank 1")),
-    "unsharded: tiles": (lambda m, s: in_unsharded(id)(sharded(s, TinyGPT(), tile=1024), s), (3,), UNSHARDED),
-    "unsharded: offloaded": (lambda m, s: in_unsharded(id)(sharded(s, offload_optimizer="cpu"), s), (3,), UNSHARDED),
+    "unsharded: ranks differ": (
+        in_unsharded(lambda m: setattr(m.blocks[1], "more", nn.Linear(10, 10 + dist.get_rank()))),
+        (3,),
+        ("parameter shapes", "rank 1"),
+    ),
+    "unsharded: tiles": (
+        lambda m, s: in_unsharded(id)(sharded(s, TinyGPT(), tile=1024), s),
+        (3,),
+        UNSHARDED,
+    ),
     "unsharded: inside full_params": (inside(onefold.full_params), (3,), ("inside full_params",)),
-    "unsharded: inside keep_gathered": (inside(onefold.keep_gathered), (3,), ("inside keep_gathered",)),
+    "unsharded: inside keep_gathered": (
+        inside(onefold.keep_gathered),
+        (3,),
+        ("inside keep_gathered",),
+    ),
     "unsharded: gradients wait": (waiting, (1,), ("no_sync", "optimizer.step()")),
     "unsharded: states by rows": (with_rows, (0,), ("Adafactor keeps", "make it anew")),
     # arguments
-    **{f"clip to {args}": (lambda m, s, a=args: (run(m), onefold.clip_grad_norm_(m, *a)), (0, 2), ("norm", f"={args[-1]!r}: expected a number"))
-       for args in ((None,), ("1",), (-1.0,), (float("nan"),), (True,), (1.0, None), (1.0, 0))},
-    "a number as weights": (lambda m, s: given(m, s, lambda w: {**w, "enter.weight": 3}), ALL, ("enter.weight is a int",)),
-    "arrays as weights": (lambda m, s: given(m, s, lambda w: {n: t.numpy() for n, t in w.items()}), (3,), ("is a ndarray",)),
-    "a list as weights": (lambda m, s: given(m, s, lambda w: [1]), (3,), ("given a list",)),
-    "a path as weights": (lambda m, s: given(m, s, lambda w: "model.pt"), (3,), ("given a str",)),
-    "complex weights": (lambda m, s: given(m, s, lambda w: {**w, "enter.weight": w["enter.weight"].to(torch.complex64)}), (3,), ("imaginary",)),
-    "weights of another shape": (lambda m, s: given(m, s, lambda w: {**w, "enter.weight": torch.zeros(3, 3)}), (0, 3), ("enter.weight",)),
-    "a weight that is missing": (lambda m, s: given(m, s, lambda w: {n: t for n, t in w.items() if n != "leave.bias"}), (0, 3), ("leave.bias",)),
-    "a weight too many": (lambda m, s: given(m, s, lambda w: {**w, "no.such": torch.zeros(3)}), (0, 3), ("no.such",)),
-    "init=3": (lambda m, s: onefold.shard(TinyMLP(), onefold.Recipe.zero(s), init=3), (3,), ("init=3", "function")),
-    "units=[3]": (lambda m, s: onefold.shard(TinyMLP(), onefold.Recipe.zero(s), units=[3]), (3,), ("units=[3]", "module names or classes")),
-    "units that are not there": (lambda m, s: onefold.shard(TinyMLP(), onefold.Recipe.zero(s), units=("blocks.9",)), (3,), ("blocks.9",)),
-    "a class of units that is not there": (lambda m, s: onefold.shard(TinyMLP(), onefold.Recipe.zero(s), units=(nn.LSTM,)), (3,), ("LSTM",)),
+    **{
+        f"clip to {args}": (
+            lambda m, s, a=args: (run(m), onefold.clip_grad_norm_(m, *a)),
+            (0, 2),
+            ("norm", f"={args[-1]!r}: expected a number"),
+        )
+        for args in ((None,), ("1",), (-1.0,), (float("nan"),), (True,), (1.0, None), (1.0, 0))
+    },
+    "a number as weights": (
+        given(lambda w: {**w, "enter.weight": 3}),
+        ALL,
+        ("enter.weight is a int",),
+    ),
+    "arrays as weights": (
+        given(lambda w: {n: t.numpy() for n, t in w.items()}),
+        (3,),
+        ("is a ndarray",),
+    ),
+    "complex weights": (
+        given(lambda w: {**w, "enter.weight": w["enter.weight"].to(torch.complex64)}),
+        (3,),
+        ("imaginary",),
+    ),
+    "weights of another shape": (
+        given(lambda w: {**w, "enter.weight": torch.zeros(3, 3)}),
+        (0, 3),
+        ("enter.weight",),
+    ),
+    "a weight that is missing": (
+        given(lambda w: {n: t for n, t in w.items() if n != "leave.bias"}),
+        (0, 3),
+        ("leave.bias",),
+    ),
+    "init=3": (shard_with(init=3), (3,), ("init=3", "function")),
+    "units=[3]": (shard_with(units=[3]), (3,), ("units=[3]", "module names or classes")),
+    "units that are not there": (shard_with(units=("blocks.9",)), (3,), ("blocks.9",)),
     "a stage as the recipe": (lambda m, s: onefold.shard(TinyMLP(), s), (3,), ("Recipe",)),
-    "a text as the model": (lambda m, s: onefold.engine_of("runs/one"), (3,), ("a str was given where the model is expected",)),
-    **{f"{name} of a model that is not sharded": (lambda m, s, n=name: getattr(onefold, n)(TinyMLP(), *((1.0,) if "clip" in n else ())).__enter__(), (3,), ("onefold.shard",))
-       for name in ("clip_grad_norm_", "full_params", "full_state_dict", "no_sync", "engine_of", "GradScaler")},
+    **{
+        f"{name} of a model that is not sharded": (
+            lambda m, s, n=name: getattr(onefold, n)(
+                TinyMLP(), *((1.0,) if "clip" in n else ())
+            ).__enter__(),
+            (3,),
+            ("onefold.shard",),
+        )
+        for name in (
+            "clip_grad_norm_",
+            "full_params",
+            "full_state_dict",
+            "no_sync",
+            "engine_of",
+            "GradScaler",
+        )
+    },
     # groups
-    "group=3": (lambda m, s: onefold.shard(TinyMLP(), onefold.Recipe.zero(3), group=3), (3,), ("group=3", "ProcessGroup")),
-    "group='world'": (lambda m, s: onefold.shard(TinyMLP(), onefold.Recipe.zero(3), group="world"), (3,), ("group='world'",)),
-    "group=[0, 1]": (lambda m, s: onefold.shard(TinyMLP(), onefold.Recipe.zero(3), group=[0, 1]), (3,), ("group=[0, 1]", "ProcessGroup")),
-    "no group's number": (lambda m, s: onefold.shard(TinyMLP(), onefold.Recipe.zero(3), group=-100), (3,), ("is not in the given group",)),
-    "a mesh of two dimensions": (lambda m, s: onefold.shard(TinyMLP(), onefold.Recipe.zero(3), group=mesh(2, 1)), (3,), ("2 dimensions", "one-dimensional")),
-    "a destroyed group": (lambda m, s: onefold.shard(TinyMLP(), onefold.Recipe.zero(3), group=destroyed()), (3,), ("destroyed",)),
-}  # fmt: skip
+    "group=3": (over(lambda: 3), (3,), ("group=3", "ProcessGroup")),
+    "group=[0, 1]": (over(lambda: [0, 1]), (3,), ("group=[0, 1]", "ProcessGroup")),
+    "no group's number": (over(lambda: -100), (3,), ("is not in the given group",)),
+    "a mesh of two dimensions": (
+        over(lambda: mesh(2, 1)),
+        (3,),
+        ("2 dimensions", "one-dimensional"),
+    ),
+    "a destroyed group": (over(lambda: destroyed()), (3,), ("destroyed",)),
+}
 
 
 def mesh(*shape: int) -> Any:
@@ -440,64 +600,6 @@ def test_a_refused_shard_leaves_no_process_group_no_thread_and_no_hook() -> None
         assert not any(m._forward_hooks for m in model.modules())
 
 
-@on_ranks(1)
-def test_on_one_rank_nothing_of_this_is_refused() -> None:
-    model = sharded(3)
-    copy.deepcopy(model.blocks)
-    model.load_state_dict(model.state_dict())
-    run(model)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-# -- options ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"stage": 4}, "stage=4.*0, 1, 2 or 3"),
-        ({"stage": "3"}, "stage='3'"),
-        ({"stage": True}, "stage=True"),
-        ({"stage": 2, "precision": "fp8"}, "precision='fp8'.*bf16"),
-        ({"stage": 1, "reduce_at": "micro-batch"}, "reduce_at='micro-batch'"),
-        ({"stage": 2, "reduce_at": "never"}, "reduce_at='never'.*boundary"),
-        ({"stage": 3, "prefetch": 1.5}, "prefetch=1.5"),
-        ({"stage": 3, "in_flight": -2}, "in_flight=-2"),
-        ({"stage": 3, "stall_timeout": 0}, "stall_timeout=0"),
-        ({"stage": 3, "wire": torch.bfloat16}, "wire=torch.bfloat16.*Did you mean 'bf16'"),
-        ({"stage": 3, "activations": 1 << 30}, "activations is now offload_activations"),
-        ({"stage": 3, "prefech": 2}, "prefech.*[Dd]id you mean 'prefetch'"),
-        ({"stage": 2, "frozen": "int8"}, "use stage 3"),
-        ({"stage": 3, "frozen": "int3"}, "expected one of 'int8', 'nf4'"),
-        ({"stage": 3, "frozen": "int8", "offload_param": "cpu"}, "leave one of them out"),
-    ],
-    ids=str,
-)
-def test_a_wrong_option_raises_and_says_what_to_write(arguments: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=f"(?s){said}"):
-        onefold.Recipe.zero(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("stage", "options"),
-    [
-        (1, {"reshard_after_forward": False}),
-        (3, {"overlap": False, "prefetch": 4}),
-        (3, {"overlap": False, "in_flight": 4}),
-    ],
-    ids=str,
-)
-def test_an_option_that_cannot_apply_raises_or_is_listed(stage: int, options: Any) -> None:
-    try:
-        recipe = onefold.Recipe.zero(stage, **options)
-    except ValueError as error:
-        listed = str(error)
-    else:
-        model = onefold.shard(TinyGPT(), recipe)
-        listed = " ".join([*recipe.notes, recipe.describe(), looks.engine(model).summary()])
-    assert any(name in listed for name in options), listed
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", ALL)
 def test_the_summary_tells_units_elements_and_padding(stage: int) -> None:
@@ -506,12 +608,6 @@ def test_the_summary_tells_units_elements_and_padding(stage: int) -> None:
     for word in ("blocks.1", "padding", "parameters", "gradients", "optimizer"):
         assert re.search(word, summary), summary
     assert {"blocks.0", "blocks.1", "blocks.2"} <= {name for name, _ in looks.units(model)}
-
-
-def test_frozen_encoding_that_finds_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        onefold.shard(TinyGPT(), onefold.Recipe.zero(3, frozen="int8"))
-    assert "no matrix but embeddings was frozen" in caplog.text
 
 
 def test_a_group_without_process_groups_is_not_passed_over() -> None:
