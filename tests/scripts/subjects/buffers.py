@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scripts.loop import Script
@@ -53,44 +52,6 @@ class RunningMean(nn.Module):
         return (x - self.mean) * self.weight
 
 
-class Codebook(nn.Module):
-    """VQ-VAE's codebook with moving averages (lucidrains' vector-quantize)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.randn(5, 9))
-        self.register_buffer("size", torch.ones(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        nearest = torch.cdist(x.detach(), self.codes).argmin(1)
-        if self.training:
-            with torch.no_grad():
-                hot = F.one_hot(nearest, 5).float()
-                self.size.mul_(0.9).add_(hot.sum(0), alpha=0.1)  # type: ignore[operator]
-                self.codes.lerp_((hot.T @ x) / self.size[:, None], 0.1)  # type: ignore[operator, index]
-        return x + (self.codes[nearest] - x).detach()  # type: ignore[index]
-
-
-class ExpertBias(nn.Module):
-    """DeepSeek-V3's balancing without a loss: a bias of each expert moved by its load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
-        self.gate = nn.Linear(9, 3, bias=False)
-        self.register_buffer("bias", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.gate(x).sigmoid()
-        chosen = (scores + self.bias).argmax(-1)
-        if self.training:
-            with torch.no_grad():
-                load = F.one_hot(chosen, 3).float().mean(0)
-                self.bias += 0.1 * torch.sign(1 / 3 - load)  # type: ignore[operator]
-        out = torch.stack([e(x) for e in self.experts], 1)
-        return out[torch.arange(len(x)), chosen] * scores[torch.arange(len(x)), chosen, None]
-
-
 class Rotary(nn.Module):
     """A buffer that is not saved."""
 
@@ -106,9 +67,6 @@ class Rotary(nn.Module):
 PARTS: dict[str, Any] = {
     "BatchNorm1d": lambda: nn.BatchNorm1d(9),
     "a running mean by `lerp_` and a counter": RunningMean,
-    "a codebook with moving averages (VQ)": Codebook,
-    "biases of experts moved by their load (DeepSeek-V3)": ExpertBias,
-    "a buffer that is not persistent (rotary angles)": Rotary,
     "spectral_norm's `u` and `v`": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(9, 9)),
     "the old `nn.utils.spectral_norm`'s `u`": lambda: nn.utils.spectral_norm(nn.Linear(9, 9)),
 }
@@ -153,18 +111,6 @@ class LateBuffer:
 
     def log(self, s: Script) -> None:
         s.note("steps", s.module.steps.item())
-
-
-@habit("`model.eval()` uses the running statistics; `model.train()` goes on")
-class EvalStatistics(FeaturesHabit):
-    def build(self) -> nn.Module:
-        return Features(nn.BatchNorm1d(9))
-
-    def log(self, s: Script) -> None:
-        s.model.eval()
-        with torch.no_grad():
-            s.note("mean", s.model(s.batch).mean().item())
-        s.model.train()
 
 
 class Kinds(nn.Module):

@@ -21,11 +21,6 @@ def clip_inf(s: Script) -> None:
     s.note("norm", clip_grad_norm_(s.model.parameters(), 0.05, norm_type=float("inf")).item())
 
 
-@habit("`clip_grad_norm_` for each block", "gradients", expect=ROUNDING)
-def clip_blocks(s: Script) -> None:
-    s.note("norms", [clip_grad_norm_(block.parameters(), 0.2).item() for block in s.module.blocks])
-
-
 @habit(
     "`clip_grad_norm_(..., foreach=True, error_if_nonfinite=True)`", "gradients", expect=ROUNDING
 )
@@ -50,7 +45,6 @@ NORMS = {
     "`torch._foreach_norm([p.grad ...])`": lambda ps: torch.linalg.vector_norm(torch.stack(torch._foreach_norm([p.grad for p in ps]))).item(),
     "`max(p.grad.abs().max())`": lambda ps: max(p.grad.abs().max().item() for p in ps),
     "`torch.cat([p.grad.view(-1) ...]).norm()`": lambda ps: torch.cat([p.grad.view(-1) for p in ps]).norm().item(),
-    "`p.grad.norm(1)`, `norm(inf)`": lambda ps: [p.grad.norm(o).item() for p in ps for o in (1, float("inf"))],
     "`np.linalg.norm(p.grad.numpy())`": lambda ps: [float((p.grad.detach().cpu().numpy() ** 2).sum()) for p in ps],
 }  # fmt: skip
 for _title, _norm in NORMS.items():
@@ -59,17 +53,6 @@ for _title, _norm in NORMS.items():
     habit(f"the gradient's norm: {_title}", "gradients", expect=_expect, sharded=_either)(
         lambda s, f=_norm: s.note("norm", f(s.parameters()))
     )
-
-
-@habit(
-    "clip by hand with a device-side coefficient: `torch.clamp(max_norm / norm, max=1)`",
-    "gradients",
-    expect=ROUNDING,
-)
-def clip_on_device(s: Script) -> None:
-    grads = [p.grad for p in s.model.parameters() if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
-    torch._foreach_mul_(grads, torch.clamp(0.5 / (norm + 1e-6), max=1.0))
 
 
 @habit(
@@ -89,8 +72,6 @@ def agc_rows(s: Script) -> None:
 
 
 WEIGHTS = {
-    "`p.norm()` under no_grad": lambda ps: [p.norm().item() for p in ps],
-    "update-to-weight ratio `(lr * p.grad).std() / p.data.std()`": lambda ps: [((0.1 * p.grad).std() / p.data.std()).log10().item() for p in ps if p.ndim == 2],
     "the Frobenius norm of matrices, `torch.linalg.matrix_norm(p)`": lambda ps: [torch.linalg.matrix_norm(p).item() for p in ps if p.ndim == 2],
     "singular values, `torch.linalg.svdvals(p)`": lambda ps: [torch.linalg.svdvals(p)[0].item() for p in ps if p.ndim == 2],
     "norms of rows, `p.norm(dim=1).mean()`": lambda ps: [p.norm(dim=1).mean().item() for p in ps if p.ndim == 2],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from scripts.loop import Script
 from scripts.registry import EITHER, ROUNDING, habit
@@ -22,37 +21,6 @@ PLAIN: dict[str, Any] = {"reference": "plain"}
 def grad(s: Script, loss: Any) -> None:
     for p, g in zip(s.parameters(), torch.autograd.grad(loss, s.parameters()), strict=True):
         p.grad = g
-
-
-@habit(
-    "`torch.autograd.grad(loss, params, retain_graph=True)` for a norm, then backward",
-    "loss",
-    expect=ROUNDING,
-    three=EITHER,
-    **PLAIN,
-)
-def grad_norm(s: Script, loss: Any) -> Any:
-    grads = torch.autograd.grad(loss, s.parameters(), retain_graph=True)
-    s.note("norm", torch.stack([g.norm() for g in grads]).norm().item())
-    return loss
-
-
-@habit(
-    "a MAML inner step: `w' = w - lr * grad(..., create_graph=True)`, `functional_call`",
-    "forward",
-    expect=ROUNDING,
-    one=ROUNDING,
-    three=EITHER,
-    **PLAIN,
-)
-def maml(s: Script) -> Any:
-    params = dict(s.module.named_parameters())
-    inner = s.cross_entropy()
-    grads = torch.autograd.grad(inner, list(params.values()), create_graph=True)
-    fast = {n: p - 0.1 * g for (n, p), g in zip(params.items(), grads, strict=True)}
-    batch = s.next_batch(1)
-    logits = torch.func.functional_call(s.module, fast, (batch[:, :-1],))
-    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
 @habit(
@@ -80,24 +48,6 @@ class Reptile:
         for n, p in s.named():
             p.data.add_(p.grad, alpha=-0.1)
             p.data = start[n] + 0.5 * (p.data - start[n])
-
-
-@habit(
-    "`functional_call` with weights of one's own: `{n: torch.zeros_like(p)}`",
-    "log",
-    expect=ROUNDING,
-    sharded=EITHER,
-    zero=EITHER,
-    **PLAIN,
-)
-def functional_zeros(s: Script) -> None:
-    with torch.no_grad():
-        out = torch.func.functional_call(
-            s.module,
-            {n: torch.zeros_like(p) for n, p in s.module.named_parameters()},
-            (s.batch[:, :-1],),
-        )
-    s.note("sum", out.abs().sum().item())
 
 
 @habit(
@@ -135,34 +85,6 @@ def retained(s: Script) -> Any:
     return loss
 
 
-@habit(
-    "`loss.backward(inputs=list(model.head.parameters()))`",
-    "backward",
-    sharded=EITHER,
-    zero=EITHER,
-    **PLAIN,
-)
-def inputs(s: Script, loss: Any) -> None:
-    loss.backward(inputs=list(s.module.head.parameters()))
-
-
-@habit("`loss.backward(retain_graph=True)` twice", "backward", sharded=EITHER, reference="plain")
-def retain(s: Script, loss: Any) -> None:
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-class ScaleHook:
-    def put(self, s: Script) -> None:
-        for p in s.module.parameters():
-            p.register_hook(lambda g: g * 0.5)
-
-
-@habit("`p.register_hook(lambda g: g * 0.5)` before shard()")
-class HookBefore(ScaleHook):
-    before = ScaleHook.put
-
-
 @habit("`p.register_hook` that clamps: `g.clamp(-0.01, 0.01)` (before the reduction)", "after")
 def hook_clamp(s: Script) -> None:
     for p in s.module.parameters():
@@ -174,16 +96,6 @@ def hook_rows(s: Script) -> None:
     mask = torch.ones(17, 1)
     mask[:5] = 0
     s.module.tokens.weight.register_hook(lambda g: g * mask)
-
-
-@habit("a hook removed after a step: `handle.remove()`")
-class HookRemoved:
-    def after(self, s: Script) -> None:
-        self.handles = [p.register_hook(lambda g: g * 0.0) for p in s.module.head.parameters()]
-
-    def weights(self, s: Script) -> None:
-        for handle in self.handles:
-            handle.remove()
 
 
 @habit("gradient reversal and scaling in a layer (`torch.autograd.Function`)")
@@ -199,19 +111,6 @@ class Reversal:
                 return -0.5 * g[0]
 
         s.module.tokens.register_forward_hook(lambda m, a, out: Reverse.apply(out))
-
-
-def _clip(p: Any) -> None:
-    p.grad.clamp_(-0.01, 0.01)
-
-
-@habit(
-    "`register_post_accumulate_grad_hook` that clips `p.grad`", zero=EITHER, sharded=EITHER, **PLAIN
-)
-class PostClip:
-    def after(self, s: Script) -> None:
-        for p in s.module.parameters():
-            p.register_post_accumulate_grad_hook(_clip)
 
 
 @habit("forward hooks that read the weight: `m.weight.norm()`", expect=ROUNDING)

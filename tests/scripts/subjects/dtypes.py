@@ -28,21 +28,6 @@ class MixedNorms(Net):
         return self.head(self.norm(x.float()).to(torch.bfloat16)).float()
 
 
-class FloatHead(Net):
-    """The head in fp32 on a bf16 body."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bfloat16()
-        self.head.float()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x).float())
-
-
 def double() -> nn.Module:
     return Net().double()
 
@@ -68,7 +53,6 @@ class Sixteen:
 
 NETS: dict[str, Any] = {
     "norms in fp32, the rest in bf16": MixedNorms,
-    "the head in fp32 on a bf16 body": FloatHead,
 }
 for _title, _net in NETS.items():
     habit(f"dtypes: {_title}", expect=ROUNDING, one=ROUNDING, steps=1, **LOOSE)(
@@ -104,20 +88,6 @@ class Bfloat(Sixteen):
 )
 def to_after(s: Script) -> None:
     s.module.to(torch.bfloat16)
-
-
-@habit(
-    "dtypes: `model.half()` after shard()",
-    "after",
-    sharded=REFUSED,
-    zero=EITHER,
-    steps=1,
-    expect=ROUNDING,
-    composes=False,
-    **LOOSE,
-)
-def half_after(s: Script) -> None:
-    s.module.half()
 
 
 @habit("dtypes: `model.float()` after shard() (nothing to do)", "after")

@@ -17,30 +17,12 @@ def evaluate(s: Script) -> None:
     s.model.train()
 
 
-@habit("`torch.inference_mode()`", "log")
-def inference(s: Script) -> None:
-    with torch.inference_mode():
-        s.note("loss", s.cross_entropy(s.next_batch(3)).item())
-
-
 @habit("generate: tokens one by one, `argmax` of the last logits", "end")
 def generate(s: Script) -> None:
     tokens = s.batch[:, :2]
     with torch.no_grad():
         for _ in range(4):
             tokens = torch.cat([tokens, s.model(tokens)[:, -1:].argmax(-1)], 1)
-    s.note("tokens", tokens.tolist())
-
-
-@habit("generate with sampling: `torch.multinomial(probs, 1)` by a seed", "end")
-def sampled(s: Script) -> None:
-    torch.manual_seed(3)
-    tokens = s.batch[:, :2]
-    with torch.no_grad():
-        for _ in range(4):
-            tokens = torch.cat(
-                [tokens, torch.multinomial(F.softmax(s.model(tokens)[:, -1], -1), 1)], 1
-            )
     s.note("tokens", tokens.tolist())
 
 
@@ -65,13 +47,6 @@ def unequal(s: Script) -> None:
     with torch.no_grad():
         for i in range(2):
             s.note("loss", s.cross_entropy(s.next_batch(i)[: 1 + s.rank]).item())
-
-
-@habit("perplexity over parts of the model: `model.head(model.norm(h))`", "log")
-def parts(s: Script) -> None:
-    with torch.no_grad():
-        h = s.module.tokens(s.batch[:, :-1])
-        s.note("mean", s.module.head(s.module.norm(h)).mean().item())
 
 
 @habit("one block by itself: `block = model.blocks[0]; block(x)`", "log")

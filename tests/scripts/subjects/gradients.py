@@ -37,12 +37,9 @@ CHANGES = {
     "`p.grad = torch.where(p.grad.abs() > 1e-2, p.grad, 0)`": lambda p: assign(p, torch.where(p.grad.abs() > 1e-2, p.grad, torch.zeros_like(p.grad))),
     "`p.grad.add_(torch.randn_like(p.grad), alpha=0.01)`": lambda p: p.grad.add_(torch.randn_like(p.grad), alpha=0.01),
     "`p.grad += torch.randn(p.shape) * 0.01`": lambda p: p.grad.__iadd__(torch.randn(p.shape) * 0.01),
-    "`p.grad.mul_(torch.rand_like(p.grad) > 0.5)`": lambda p: p.grad.mul_(torch.rand_like(p.grad) > 0.5),
-    "`p.grad.zero_()` for biases": lambda p: p.grad.zero_() if p.ndim == 1 else None,
     "`p.grad = None` for vectors": lambda p: assign(p, None) if p.ndim == 1 else None,
     "`p.grad = torch.zeros(p.shape)` for vectors": lambda p: assign(p, torch.zeros(p.shape)) if p.ndim == 1 else None,
     "`p.grad.data = p.grad.data * 0.5`": lambda p: p.grad.__setattr__("data", p.grad.data * 0.5),
-    "`p.grad.view(-1).mul_(0.5)`": lambda p: p.grad.view(-1).mul_(0.5),
     "`p.grad.flatten()[::2] = 0`": lambda p: p.grad.view(-1)[::2].zero_(),
     "`p.grad[1:3] = 0` for matrices": lambda p: p.grad.__setitem__(slice(1, 3), 0) if p.ndim == 2 else None,
     "`p.grad[:, 0] = 0` for matrices": lambda p: p.grad.__setitem__((slice(None), 0), 0) if p.ndim == 2 else None,
@@ -54,7 +51,6 @@ CHANGES = {
     "gradient centralization, `g.add_(-g.mean(dim=1, keepdim=True))`": lambda p: p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True)) if p.grad.dim() > 1 else None,
     "top-k by `torch.topk(p.grad.abs().view(-1), k)`": lambda p: p.grad.mul_(p.grad.abs() >= torch.topk(p.grad.abs().view(-1), 3).values[-1]),
     "orthogonal gradient, `g - (w·g / w·w) w`": lambda p: p.grad.sub_(p.data * ((p.data * p.grad).sum() / (p.data * p.data).sum().clamp(min=1e-6))),
-    "`p.grad = p.grad.to(torch.bfloat16).float()`": lambda p: assign(p, p.grad.to(torch.bfloat16).float()),
 }  # fmt: skip
 _ROUNDS = ("mean", "norm", "std", "·", "dot", "topk")
 _EITHER = (
@@ -77,28 +73,12 @@ for _title, _change in CHANGES.items():
     habit(f"all gradients: {_title}", "gradients", expect=_expect, sharded=_sharded, composes="sign" not in _title and "topk" not in _title and "abs() <" not in _title and "abs() >" not in _title and "bfloat16" not in _title)(each(_change))  # fmt: skip
 
 
-@habit("which gradients are there: `p.grad is None`", "gradients")
-def is_none(s: Script) -> None:
-    s.note("none", [n for n, p in s.named() if p.grad is None])
-
-
 @habit("shapes and dtypes of gradients: `p.grad.shape == p.shape`", "gradients")
 def shapes(s: Script) -> None:
     s.note(
         "shapes",
         [
             (tuple(p.grad.shape), str(p.grad.dtype), p.grad.shape == p.shape, p.grad.numel())
-            for p in s.model.parameters()
-        ],
-    )
-
-
-@habit("min, max, mean of each gradient logged", "gradients", expect=ROUNDING)
-def min_max(s: Script) -> None:
-    s.note(
-        "stats",
-        [
-            (p.grad.min().item(), p.grad.max().item(), p.grad.mean().item())
             for p in s.model.parameters()
         ],
     )

@@ -32,8 +32,6 @@ BY = {
     "`p.ndim <= 1 or name.endswith('.bias')`": lambda n, p: (
         not (p.ndim <= 1 or n.endswith(".bias"))
     ),
-    "`p.numel() > 100`": lambda n, p: p.numel() > 100,
-    "`p.shape[0] == p.shape[-1]`": lambda n, p: p.shape[0] == p.shape[-1],
     "names without 'bias' and 'norm'": lambda n, p: not any(word in n for word in ("bias", "norm")),
 }
 for _by, _decays in BY.items():
@@ -113,16 +111,6 @@ def named(s: Script) -> Any:
     optimizer = torch.optim.AdamW(s.module.named_parameters(), lr=0.02, eps=1e-4)
     s.note("names", optimizer.param_groups[0]["param_names"])
     return optimizer
-
-
-@habit("learning rates changed by hand in `param_groups` each step")
-class ByHand:
-    def optimizer(self, s: Script) -> Any:
-        return adamw([{"params": [p]} for p in s.model.parameters()])
-
-    def gradients(self, s: Script) -> None:
-        for group in s.optimizer.param_groups:
-            group["lr"] = 0.01 * (1 + s.step) / group["params"][0].ndim
 
 
 @habit("frozen from the start: `requires_grad_(False)` before shard()")

@@ -52,11 +52,6 @@ def init_weights(m: nn.Module) -> None:
         m.weight.data.fill_(1.0)
 
 
-@habit("`model.apply(init_weights)` after shard() (nanoGPT)", "after")
-def apply_init(s: Script) -> None:
-    s.module.apply(init_weights)
-
-
 @habit(
     "`model.apply(init_weights)` before shard(), seeds different on the ranks: rank 0's hold",
     "before",

@@ -18,13 +18,10 @@ from scripts.registry import ROUNDING, habit
 # is averaged with it: where all ranks compute the same term both are the same.
 TERMS = {
     "L2: `sum(p.pow(2).sum() for p in model.parameters())`": lambda s: 1e-2 * sum(p.pow(2).sum() for p in s.model.parameters()),
-    "elastic net over `torch.cat([p.view(-1) ...])`": lambda s: 1e-3 * (v := torch.cat([p.view(-1) for p in s.model.parameters()])).abs().sum() + 1e-3 * v.pow(2).sum(),
     "orthogonality: `(W @ W.T - I).pow(2).sum()`": lambda s: 1e-2 * sum(((w := b.mlp[0].weight).T @ w - torch.eye(w.shape[1])).pow(2).sum() for b in s.module.blocks),
     "a tie between two matrices: `F.mse_loss(head.weight, tokens.weight)`": lambda s: F.mse_loss(s.module.head.weight, s.module.tokens.weight),
-    "smoothness of positions: `(w[1:] - w[:-1]).pow(2).mean()`": lambda s: ((w := s.module.positions.weight)[1:] - w[:-1]).pow(2).mean(),
     "nuclear norm: `torch.linalg.svdvals(w).sum()`": lambda s: 1e-3 * torch.linalg.svdvals(s.module.head.weight).sum(),
     "a second use of the head: `F.linear(h, model.head.weight)`": lambda s: F.linear(torch.linspace(-1, 1, 10).view(1, 10), s.module.head.weight).pow(2).mean(),
-    "a lookup outside: `F.embedding(idx, model.tokens.weight)`": lambda s: F.embedding(torch.tensor([1, 2]), s.module.tokens.weight).pow(2).mean(),
     "a submodule called in the loss: `model.head(x).pow(2).mean()`": lambda s: s.module.head(torch.linspace(-1, 1, 10).view(1, 10)).pow(2).mean(),
 }  # fmt: skip
 for _title, _term in TERMS.items():
@@ -156,8 +153,3 @@ class ChunkedLoss:
             for i in range(0, 12, 4)
         ]
         return torch.stack(losses).sum() / 12
-
-
-@habit("R-Drop: the model called twice, both in the loss", "loss", expect=ROUNDING)
-def twice(s: Script, loss: Any) -> Any:
-    return loss + 0.5 * s.cross_entropy() + 0.1 * s.cross_entropy(s.next_batch(2))

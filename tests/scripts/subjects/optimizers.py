@@ -34,25 +34,6 @@ class Together:
         s.optimizer.step(lambda: s.loss)
 
 
-@habit("torch.optim: Adafactor (looks at whole matrices)", expect=ROUNDING, one=ROUNDING)
-class WholeMatrix:
-    def optimizer(self, s: Script) -> Any:
-        return torch.optim.Adafactor(s.model.parameters(), lr=0.02)
-
-
-@habit(
-    "torch.optim.Muon for the matrices (looks at whole matrices)",
-    expect=ROUNDING,
-    one=ROUNDING,
-)
-class Muon:
-    def optimizer(self, s: Script) -> Any:
-        matrices = [p for p in s.module.blocks.parameters() if p.ndim == 2]
-        chosen = set(map(id, matrices))
-        rest = [p for p in s.model.parameters() if id(p) not in chosen]
-        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.02, eps=1e-4)]
-
-
 class ScheduleFree(torch.optim.Optimizer):
     """Schedule-free SGD: parameters are y in training and x in evaluation."""
 
@@ -139,17 +120,6 @@ def sub_and_none(s: Script) -> None:
         p.grad = None
 
 
-@habit("momentum by hand: velocities in a dict of `torch.zeros_like(p.data)` keyed by p")
-class MomentumByParameter:
-    def after(self, s: Script) -> None:
-        self.velocity = {p: torch.zeros_like(p.data) for p in s.model.parameters()}
-
-    def step(self, s: Script) -> None:
-        for p in s.model.parameters():
-            self.velocity[p] = 0.9 * self.velocity[p] + p.grad.data
-            p.data = p.data - 0.1 * self.velocity[p]
-
-
 @habit("momentum by hand: velocities as `torch.zeros(p.shape)`", sharded=EITHER)
 class MomentumByShape:
     def after(self, s: Script) -> None:
@@ -174,11 +144,6 @@ class InTurn:
         s.optimizers[s.step % 2].step()
 
 
-@habit("one optimizer a parameter (`{p: SGD([p])}`)", "optimizer")
-def one_each(s: Script) -> Any:
-    return [torch.optim.SGD([p], lr=0.1) for p in s.model.parameters()]
-
-
 @habit(
     "an optimizer a parameter, stepped in a post-accumulate hook",
     sharded=EITHER,
@@ -198,9 +163,7 @@ class InHook:
         return []
 
 
-SCHEDULES = {
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=10),
-}
+SCHEDULES = {}
 for _title, _schedule in SCHEDULES.items():
 
     @habit(f"a schedule: {_title}, `scheduler.get_last_lr()` logged")
@@ -215,13 +178,6 @@ for _title, _schedule in SCHEDULES.items():
         def weights(self, s: Script) -> None:
             s.scheduler.step()
             s.note("lr", s.scheduler.get_last_lr())
-
-
-@habit("the learning rate as a tensor, changed in place", "optimizer")
-def tensor_rate(s: Script) -> Any:
-    optimizer = torch.optim.SGD(s.model.parameters(), lr=torch.tensor(0.1), foreach=True)
-    optimizer.param_groups[0]["lr"].mul_(0.5)
-    return optimizer
 
 
 @habit("`optimizer.step(closure)` that computes the loss")
@@ -258,20 +214,6 @@ class SAM:
         with torch.no_grad():
             for p in s.model.parameters():
                 p.sub_(self.moved[p])
-
-
-@habit("step hooks of the optimizer (`register_step_post_hook`)")
-class StepHooks:
-    def after(self, s: Script) -> None:
-        self.count = 0
-
-    def optimizer(self, s: Script) -> Any:
-        optimizer = torch.optim.SGD(s.model.parameters(), lr=0.1)
-        optimizer.register_step_pre_hook(
-            lambda o, a, k: s.note("params", len(o.param_groups[0]["params"]))
-        )
-        optimizer.register_step_post_hook(lambda o, a, k: s.note("after", True))
-        return optimizer
 
 
 @habit(

@@ -26,21 +26,6 @@ def reduce_grads(s: Script) -> None:
 
 
 @habit(
-    "gradients averaged by hand in one bucket (`_flatten_dense_tensors`)",
-    "gradients",
-    sharded=EITHER,
-    composes=False,
-)
-def reduce_bucket(s: Script) -> None:
-    grads = [p.grad for p in s.model.parameters()]
-    flat = torch._utils._flatten_dense_tensors(grads)
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for g, new in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
-        g.copy_(new)
-
-
-@habit(
     "weights broadcast at the start: `dist.broadcast(p.data, src=0)`",
     "after",
     sharded=EITHER,
@@ -99,30 +84,6 @@ def norm_over_ranks(s: Script) -> None:
     total = sum((p.grad.norm() ** 2 for p in s.model.parameters()), torch.zeros(()))
     dist.all_reduce(total)
     s.note("norm", (total / dist.get_world_size()).sqrt().item())
-
-
-@habit(
-    "activations gathered over ranks (SimCLR): `dist.all_gather(list, z.detach())`",
-    "forward",
-    expect=ROUNDING,
-)
-def gathered(s: Script) -> Any:
-    z = s.model(s.batch[:, :-1]).mean(1)
-    every = [torch.empty_like(z) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, z.detach())
-    return (z @ torch.cat(every).T).logsumexp(1).mean()
-
-
-@habit(
-    "the loss scaled by hand for uneven batches: `loss * n_local * world / n_total`",
-    "forward",
-    expect=ROUNDING,
-)
-def uneven(s: Script) -> Any:
-    mine = s.batch[: 1 + s.rank]
-    total = torch.tensor(float(len(mine)))
-    dist.all_reduce(total)
-    return s.cross_entropy(mine) * len(mine) * dist.get_world_size() / total
 
 
 @habit("a loss that one rank's batch does not have: `loss * 0` there", "forward")

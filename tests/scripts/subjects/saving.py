@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from scripts.loop import Net, Script
-from scripts.registry import BITS, EITHER, REFUSED, ROUNDING, STALLED, habit
+from scripts.registry import EITHER, REFUSED, ROUNDING, STALLED, habit
 
 
 def through_file(value: Any) -> Any:
@@ -51,24 +50,8 @@ def save(s: Script) -> None:
         through_file(s.module.state_dict())
 
 
-@habit("`layer.state_dict()` of a part", "end", sharded=REFUSED)
-def part(s: Script) -> None:
-    s.note("names", list(s.module.head.state_dict()))
-
-
 @habit("`model.load_state_dict(state)` with a whole state dict", "after", sharded=REFUSED)
 def load(s: Script) -> None:
-    torch.manual_seed(4)
-    s.module.load_state_dict(Net().state_dict())
-
-
-@habit("`model.load_state_dict(part, strict=False)`", "after", sharded=REFUSED)
-def load_part(s: Script) -> None:
-    s.module.load_state_dict({"norm.weight": torch.full((10,), 2.0)}, strict=False)
-
-
-@habit("`model.load_state_dict(state)` before shard()", "before")
-def load_before(s: Script) -> None:
     torch.manual_seed(4)
     s.module.load_state_dict(Net().state_dict())
 
@@ -105,12 +88,6 @@ def load_full(s: Script) -> None:
     )
 
 
-@habit("`state_dict()` inside `onefold.full_params(model)`", "end")
-def in_full(s: Script) -> None:
-    with s.gathered():
-        s.note("sums", {k: v.double().sum().item() for k, v in s.module.state_dict().items()})
-
-
 @habit(
     "`optimizer.state_dict()` of rank 0 through torch.save, loaded everywhere into a new optimizer"
 )
@@ -125,20 +102,6 @@ class OptimizerState:
             s.optimizers = [torch.optim.AdamW(s.model.parameters(), lr=0.5)]
             s.optimizer = s.optimizers[0]
             s.optimizer.load_state_dict(state)
-
-
-@habit("`optimizer.state_dict()` of DDP's, kept from before, loaded", sharded=BITS)
-class Foreign:
-    def optimizer(self, s: Script) -> Any:
-        optimizer = adamw(s)
-        twin = Net()
-        other = torch.optim.AdamW(twin.parameters(), lr=0.02, eps=1e-4)
-        torch.manual_seed(3)
-        for p in twin.parameters():
-            p.grad = torch.randn_like(p) * 0.1
-        other.step()
-        optimizer.load_state_dict(through_file(other.state_dict()))
-        return optimizer
 
 
 @habit(
@@ -186,37 +149,15 @@ class NewOptimizer:
             s.optimizer = s.optimizers[0]
 
 
-@habit("`copy.deepcopy(optimizer.state_dict())`, restored two steps later")
-class Rewind:
-    def optimizer(self, s: Script) -> Any:
-        return adamw(s)
-
-    def weights(self, s: Script) -> None:
-        if s.step == 0:
-            self.kept = copy.deepcopy(s.optimizer.state_dict())
-        if s.step == 1:
-            s.optimizer.load_state_dict(from_rank_0(self.kept))
-
-
 @habit("`copy.deepcopy(model)`", "end", sharded=REFUSED, zero=EITHER)
 def deepcopy(s: Script) -> None:
     with torch.no_grad():
         s.note("logits", copy.deepcopy(s.module)(s.batch[:, :-1]).tolist())
 
 
-@habit("`copy.deepcopy(model.head)`", "end", sharded=REFUSED, zero=EITHER)
-def deepcopy_head(s: Script) -> None:
-    s.note("shape", tuple(copy.deepcopy(s.module.head).weight.shape))
-
-
 @habit("`copy.deepcopy(optimizer)`", "end", sharded=EITHER, zero=EITHER)
 def deepcopy_optimizer(s: Script) -> None:
     s.note("groups", len(copy.deepcopy(s.optimizer).param_groups))
-
-
-@habit("`pickle.dumps(model)`", "end", sharded=REFUSED, zero=EITHER)
-def pickled(s: Script) -> None:
-    s.note("tokens", tuple(pickle.loads(pickle.dumps(s.module)).tokens.weight.shape))
 
 
 @habit("`torch.save([p.data for p in model.parameters()])`", "end", sharded=EITHER, zero=EITHER)

@@ -34,11 +34,6 @@ class Scaled:
         s.note("scale", self.scaler.get_scale())
 
 
-@habit("`torch.amp.GradScaler` with `unscale_` and `clip_grad_norm_`", expect=ROUNDING)
-class Clipped(Scaled):
-    unscale = clip = True
-
-
 @habit("`torch.amp.GradScaler` with AdamW, `fused=True`")
 class Fused(Scaled):
     def optimizer(self, s: Script) -> Any:
@@ -97,16 +92,6 @@ class ScalerState(Scaled):
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         self.scaler.load_state_dict(state)
         s.note("state", {k: v for k, v in state.items() if not k.startswith("_")})
-
-
-@habit("skip by hand: `if all(torch.isfinite(p.grad).all() ...)`: step")
-class SkipByHand:
-    def gradients(self, s: Script) -> None:
-        if s.step == 1:
-            s.module.head.weight.grad.data.view(-1)[:1].fill_(float("nan"))
-        if not all(torch.isfinite(p.grad).all() for p in s.model.parameters()):
-            s.note("skipped", s.step)
-            s.optimizer.zero_grad()
 
 
 @habit("a static loss scale by hand: `(loss * 1024).backward(); p.grad.div_(1024)`")

@@ -14,18 +14,6 @@ from scripts.registry import EITHER, ROUNDING, habit
 LATE = {"sharded": EITHER, "zero": EITHER, "reference": "plain"}
 
 
-@habit("a head replaced after shard(): `model.head = nn.Linear(10, 17)`", "after", **LATE)
-def new_head(s: Script) -> None:
-    torch.manual_seed(2)
-    s.module.head = nn.Linear(10, 17, bias=False)
-
-
-@habit("a module added to a block after shard()", "after", **LATE)
-def added(s: Script) -> None:
-    torch.manual_seed(2)
-    s.module.blocks[0].mlp.append(nn.Linear(10, 10))
-
-
 @habit(
     "blocks cut off: `model.blocks = model.blocks[:1]` after shard()",
     "after",
@@ -45,13 +33,6 @@ def cut(s: Script) -> None:
 )
 def tied(s: Script) -> None:
     s.module.head.weight = s.module.tokens.weight
-
-
-@habit(
-    "a parameter replaced: `layer.weight = nn.Parameter(w * 0.5)`", "after", composes=False, **LATE
-)
-def replaced(s: Script) -> None:
-    s.module.norm.weight = nn.Parameter(torch.full((10,), 0.5))
 
 
 @habit(
@@ -82,32 +63,6 @@ def unsharded_head(s: Script) -> None:
     torch.manual_seed(2)
     with s.unsharded():
         s.module.head = nn.Linear(10, 17, bias=False)
-
-
-@habit(
-    "`with onefold.unsharded(model):` a larger embedding with the old rows",
-    "after",
-    reference="plain",
-    composes=False,
-)
-def unsharded_rows(s: Script) -> None:
-    torch.manual_seed(2)
-    with s.unsharded():
-        new = nn.Embedding(20, 10)
-        new.weight.data[:17] = s.module.tokens.weight.data
-        s.module.tokens = new
-
-
-@habit(
-    "`with onefold.unsharded(model):` weights tied",
-    "after",
-    expect=ROUNDING,
-    reference="plain",
-    composes=False,
-)
-def unsharded_tie(s: Script) -> None:
-    with s.unsharded():
-        s.module.head.weight = s.module.tokens.weight
 
 
 @habit("LoRA put in by hand before shard(): frozen base, trained adapters")

@@ -50,17 +50,13 @@ CHANGES = {
     "`p.mul_(0.99)`": lambda p: p.mul_(0.99),
     "`p.data.mul_(0.99)`": lambda p: p.data.mul_(0.99),
     "`p.data = p.data * 0.99`": lambda p: assign(p, p.data * 0.99),
-    "`p.data = torch.clamp(p.data, -0.1, 0.1)`": lambda p: assign(p, torch.clamp(p.data, -0.1, 0.1)),
     "`p.data = torch.full(p.shape, 0.1)` for vectors": lambda p: assign(p, torch.full(p.shape, 0.1)) if p.ndim == 1 else None,
     "`p.add_(torch.randn_like(p) * 0.01)`": lambda p: p.add_(torch.randn_like(p) * 0.01),
     "`p.add_(torch.randn(p.size()) * 0.01)`": lambda p: p.add_(torch.randn(p.size()) * 0.01),
     "`p.detach().mul_(0.99)`": lambda p: p.detach().mul_(0.99),
-    "`p.copy_(p.round(decimals=2))`": lambda p: p.copy_(p.round(decimals=2)),
-    "`p.data = p.data.to(torch.bfloat16).float()`": lambda p: assign(p, p.data.to(torch.bfloat16).float()),
     "`w.data[2].zero_()`": matrix(lambda p: p.data[2].zero_()),
     "`w[2].zero_()` under no_grad": matrix(lambda p: p[2].zero_()),
     "`w.detach()[2] = 0`": matrix(lambda p: p.detach().__setitem__(2, 0.0)),
-    "`w.data[2:5].mul_(0.5)`": matrix(lambda p: p.data[2:5].mul_(0.5)),
     "`w.data[:, 1] = 0`": matrix(lambda p: p.data.__setitem__((slice(None), 1), 0.0)),
     "`w.data[1, 3] = 0.1`": matrix(lambda p: p.data.__setitem__((1, 3), 0.1)),
     "`w.data[[0, 2]] = 0`": matrix(lambda p: p.data.__setitem__([0, 2], 0.0)),
@@ -73,14 +69,12 @@ CHANGES = {
     "`w.data.copy_(torch.ones(w.shape) * 0.1)`": matrix(lambda p: p.data.copy_(torch.ones(p.shape) * 0.1)),
     "`w.data[w.data.abs() < 0.05] = 0` (pruning)": matrix(lambda p: p.data.__setitem__(p.data.abs() < 0.05, 0.0)),
     "`w.data.mul_(mask)`, a mask of the whole's shape": matrix(lambda p: p.data.mul_((torch.arange(p.numel()).view(p.shape) % 3 > 0).float())),
-    "`w.data.div_(w.data.norm() + 1e-6)`": matrix(lambda p: p.data.div_(p.data.norm() + 1e-6)),
     "`w.data.div_(w.data.norm(dim=1, keepdim=True))` (unit rows)": matrix(lambda p: p.data.div_(p.data.norm(dim=1, keepdim=True))),
     "`w.data = F.normalize(w.data, dim=-1)` (nGPT)": matrix(lambda p: assign(p, nn.functional.normalize(p.data, dim=-1))),
     "`w.data.renorm_(2, 0, 1.0)` (max-norm rows)": matrix(lambda p: p.data.renorm_(2, 0, 1.0)),
     "spectral norm by hand, `w.data.div_(torch.linalg.matrix_norm(w, 2))`": matrix(lambda p: p.data.div_(torch.linalg.matrix_norm(p.data, 2).clamp(min=1.0))),
     "orthogonalized, `q, _ = torch.linalg.qr(w)`": matrix(lambda p: p.data.copy_(torch.linalg.qr(p.data)[0]) if p.shape[0] >= p.shape[1] else None),
     "`w.data.copy_(w.data.flip(0))`": matrix(lambda p: p.data.copy_(p.data.flip(0))),
-    "`w.data[0], w.data[1] = w.data[1].clone(), w.data[0].clone()`": matrix(lambda p: (a := p.data[1].clone(), p.data[1].copy_(p.data[0]), p.data[0].copy_(a))),
     "`w.data.exponential_()`, `w.data.bernoulli_(0.5)` with seeds": matrix(lambda p: (p.data.exponential_(), p.data.bernoulli_(0.5).mul_(0.1))),
 }  # fmt: skip
 _EITHER = (
@@ -137,22 +131,6 @@ class TwoModels:
     def end(self, s: Script) -> None:
         with torch.no_grad():
             s.note("logits", self.target(s.batch[:, :-1]).tolist())
-
-
-@habit("EMA in a dict of `p.detach().clone()`: `ema[n].mul_(d).add_(p.detach(), alpha=1 - d)`")
-class EmaDict:
-    def after(self, s: Script) -> None:
-        self.ema = {n: p.detach().clone() for n, p in s.named()}
-
-    @torch.no_grad()
-    def weights(self, s: Script) -> None:
-        for n, p in s.named():
-            self.ema[n].mul_(0.9).add_(p.detach(), alpha=0.1)
-
-    def end(self, s: Script) -> None:
-        with torch.no_grad():
-            for n, p in s.named():
-                p.copy_(self.ema[n])
 
 
 @habit("EMA over `p.data` with `lerp_`, swapped in to evaluate and back (`p.data, e = e, p.data`)")
@@ -222,31 +200,14 @@ class SnapshotData:
                 p.data = v.clone()
 
 
-@habit("how far weights moved: `(p - start[n]).norm()`", expect=ROUNDING)
-class Moved:
+@habit("weight decay by hand toward the start (L2-SP): `p.data.add_(start - p.data, alpha=0.1)`")
+class Anchor:
     def after(self, s: Script) -> None:
         self.start = {n: p.detach().clone() for n, p in s.named()}
 
-    @torch.no_grad()
-    def log(self, s: Script) -> None:
-        s.note("moved", [(p - self.start[n]).norm().item() for n, p in s.named()])
-
-
-@habit("weight decay by hand toward the start (L2-SP): `p.data.add_(start - p.data, alpha=0.1)`")
-class Anchor(Moved):
     def log(self, s: Script) -> None:
         for n, p in s.named():
             p.data.add_(self.start[n] - p.data, alpha=0.1)
-
-
-@habit(
-    "rows of an embedding overwritten: `emb.weight.data[3:5] = emb.weight.data.mean(0)`",
-    "weights",
-    expect=ROUNDING,
-    sharded=EITHER,
-)
-def new_rows(s: Script) -> None:
-    s.module.tokens.weight.data[3:5] = s.module.tokens.weight.data.mean(0)
 
 
 @habit(
