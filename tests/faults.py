@@ -126,7 +126,9 @@ FAULTS = [
         "runtime/backward.py",
         "late = {u.index for u in units if u.late}",
         "late: set[int] = set()",
-        ["tests/runtime/test_differentiate.py"],
+        [
+            "tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[autograd]"
+        ],
     ),
     Fault(
         "numbers",
@@ -258,7 +260,10 @@ FAULTS = [
         "runtime/gather.py",
         "if not unit.leases.used and not unit.ungathered and unit not in around:",
         "if False and not unit.ungathered and unit not in around:",
-        ["tests/runtime/test_skipped_ahead.py", "tests/runtime/test_odd_models.py"],
+        [
+            "tests/runtime/test_skipped_ahead.py",
+            "tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[kinds]",
+        ],
     ),
     # -- checkpoints -------------------------------------------------------------------------------
     Fault(
@@ -341,7 +346,7 @@ FAULTS = [
         "runtime/reduce.py",
         "            unit.ready = True\n        self._advance_all()",
         "            unit.ready = True",
-        ["tests/runtime/test_odd_models.py::test_odd_models_train_as_in_ddp[MixtureOfExperts]"],
+        ["tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[kinds]"],
     ),
     Fault(
         "ranks",
@@ -425,7 +430,7 @@ FAULTS = [
         "runtime/parameters/parameter.py",
         "self.shape = torch.Size(entry.slot.shape) if box is None else box.shape",
         "self.shape = torch.Size((interval[1] - interval[0],))",
-        ["tests/runtime/test_as_in_plain_pytorch.py"],
+        ["tests/scripts/test_dicts.py"],
     ),
     Fault(
         "scripts",
@@ -433,7 +438,7 @@ FAULTS = [
         "runtime/hooks.py",
         "elif not engine.full_params_depth and not _is_for_keys():",
         "elif engine.full_params_depth < 0:",
-        ["tests/runtime/test_state_dicts.py", "tests/runtime/test_refusals.py"],
+        ["tests/scripts/test_refused.py"],
     ),
     Fault(
         "scripts",
@@ -441,7 +446,7 @@ FAULTS = [
         "runtime/reduce.py",
         "e.number in used_anywhere and r.flat.in_run(e, r.run) and not done",
         "r.flat.in_run(e, r.run) and not done",
-        ["tests/runtime/test_odd_models.py", "tests/runtime/test_odd_parameters.py"],
+        ["tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[kinds]"],
     ),
     Fault(
         "scripts",
@@ -449,7 +454,9 @@ FAULTS = [
         "runtime/reduce.py",
         "earlier = earlier / (flat.early_scale * entry.parts * self.progress.weight)",
         "earlier = earlier / (entry.parts * self.progress.weight)",
-        ["tests/runtime/test_gradient_hooks.py"],
+        [
+            "tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[autograd]"
+        ],
     ),
     Fault(
         "scripts",
@@ -457,7 +464,7 @@ FAULTS = [
         "runtime/parameters/values.py",
         "        if found:\n            others = f",
         "        if found and not found:\n            others = f",
-        ["tests/runtime/test_step_before_backward.py"],
+        ["tests/scripts/test_late.py"],
     ),
     Fault(
         "scripts",
@@ -465,7 +472,9 @@ FAULTS = [
         "runtime/buffers.py",
         "        self.due = synchronized",
         "        self.due = False",
-        ["tests/runtime/test_buffers.py"],
+        [
+            "tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[buffers]"
+        ],
     ),
     Fault(
         "scripts",
@@ -489,7 +498,7 @@ FAULTS = [
         "runtime/refresh.py",
         "    elif flat.storage.keep_written(full[slice(*flat.owned)], written):",
         "    elif not written:",
-        ["tests/runtime/test_forward_writes.py"],
+        ["tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[loops]"],
     ),
     Fault(
         "scripts",
@@ -530,7 +539,7 @@ FAULTS = [
         "layout/spec.py",
         "                max(recipe.block, at_rest),",
         "                recipe.block,",
-        ["tests/runtime/test_frozen_weights.py"],
+        ["tests/scripts/test_dicts.py"],
     ),
     Fault(
         "stores",

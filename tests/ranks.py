@@ -42,7 +42,7 @@ PRELOADED = [
     "pytest", "torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo",
     "torch.nn.parallel", "torch.distributed.pipelining", "torch.utils.checkpoint", "onefold.shard", "onefold.checkpoint",
     "onefold.offload", "onefold.offload.engine_activations", "onefold.offload.in_backward", "onefold.offload.stepper", "onefold.plan",
-    "zoo", "ranks", "trials",
+    "zoo", "ranks",
 ]  # fmt: skip
 #: {name of a fork server: what it imports before that}
 SERVERS: dict[str, tuple[str, ...]] = {

@@ -17,7 +17,7 @@ sys.path[:0] = [str(TESTS), *([str(TESTS.parent / "src")] if "onefold" not in sy
 from ranks import preload, stop_fork_servers
 from scripts import page
 from scripts.registry import COLUMNS, REFUSED, everything
-from scripts.verdicts import Task, Verdict, judged, sentence, surprises, tasks_of
+from scripts.verdicts import Task, Verdict, sentence, surprises, tasks_of, verdicts_of
 
 
 def main(arguments: list[str]) -> int:
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
         if line := surprises(known[task[0][0]], task[1], verdict):
             print(line[: given.width], flush=True)
 
-    verdicts = judged(tasks, known, tell)
+    verdicts = verdicts_of(tasks, tell=tell)
     stop_fork_servers()
     found = kept | {
         (titles[0], column): verdict

@@ -67,7 +67,7 @@ class Habit:
         composes: whether random compositions may draw it.
         options: further arguments of Recipe.zero. ddp: of DistributedDataParallel. units: as in
             onefold.shard.
-        alike: stages have the same bits as each other. slow: runs with `--all` only. library: that its model is of.
+        alike: stages have the same bits as each other. slow: runs with `--all` only.
         rtol, atol: what "rounding" means for it.
     """
 
@@ -86,7 +86,6 @@ class Habit:
     units: Any = None
     alike: bool = False
     slow: bool = False
-    library: str = ""
 
 
 HABITS: dict[str, Habit] = {}

@@ -24,7 +24,7 @@ import re
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -245,7 +245,6 @@ def verdicts_of(
     tasks: Sequence[Task],
     ranks: int = 2,
     tell: Callable[[Task, Verdict], object] | None = None,
-    server: str = "",
 ) -> list[Verdict]:
     """The verdict of each task (titles of habits, column), in order. `tell` is called with them
     start by start.
@@ -261,7 +260,6 @@ def verdicts_of(
                 folder,
                 timeout=60.0 + TIME + 10.0 * len(rest),
                 grace=3 * STALL_TIMEOUT,
-                server=server,
             )
             begun = len(found)
             for at in range(len(rest)):
@@ -287,19 +285,6 @@ def verdicts_of(
             for at in range(begun, len(found)) if tell else ():
                 tell(tasks[at], found[at])
     return found
-
-
-def judged(
-    tasks: Sequence[Task],
-    known: Mapping[str, Habit],
-    tell: Callable[[Task, Verdict], object] | None = None,
-) -> list[Verdict]:
-    """The same, of single habits: those of a library's models on ranks that have imported it."""
-    found: dict[Task, Verdict] = {}
-    for server in ("", "libraries"):
-        mine = [t for t in tasks if ("libraries" if known[t[0][0]].library else "") == server]
-        found |= zip(mine, verdicts_of(mine, tell=tell, server=server), strict=True)
-    return [found[task] for task in tasks]
 
 
 def _together(verdicts: list[Verdict]) -> Verdict:

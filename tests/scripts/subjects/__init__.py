@@ -21,6 +21,5 @@ SUBJECTS = {
     "autograd": "Gradients of a script's own",
     "loops": "Loops of every kind",
     "taken": "Weights that others take",
-    "architectures": "Architectures of transformers",
     "ranks_by_hand": "Ranks by hand",
 }
