@@ -360,13 +360,6 @@ def tensors_among(value: Any) -> Any:
     return interval.tensors_among(value)
 
 
-def record_graphs_on(device: str) -> None:
-    """As if torch recorded CUDA graphs there."""
-    from onefold.runtime import differentiate
-
-    differentiate.GRAPHED = frozenset((device,))
-
-
 def part_of(x: torch.Tensor, model: nn.Module) -> torch.Tensor:
     """This rank's half of `x`, as the `data` of a parameter "x" is at stage 3 on two ranks."""
     from onefold.runtime.parameters.interval import IntervalSpec, dress
