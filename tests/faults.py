@@ -259,6 +259,7 @@ FAULTS = [
         "if not unit.leases.used and not unit.ungathered and unit not in around:",
         "if False and not unit.ungathered and unit not in around:",
         [
+            "tests/runtime/test_skipped_ahead.py",
             "tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[kinds]",
         ],
     ),

@@ -352,8 +352,29 @@ def tensors_among(value: Any) -> Any:
     return interval.tensors_among(value)
 
 
-def record_graphs_on(device: str) -> None:
-    """As if torch recorded CUDA graphs there."""
+def part_of(x: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """This rank's half of `x`, as the `data` of a parameter "x" is at stage 3 on two ranks."""
+    from onefold.runtime.parameters.interval import IntervalSpec, dress
+
+    spec = IntervalSpec(_TwoOwners(engine(model)), "x", _TwoOwners.CUT - x.numel() // 2, x.shape)
+    return dress(x.detach().reshape(-1)[spec.start : spec.stop].clone(), spec)
+
+
+def interval(x: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:
+    """(the elements that this rank has, from, to) of a part; None of a plain tensor."""
+    from onefold.runtime.parameters.interval import local_part, spec_of
+
+    spec = spec_of(x)
+    return None if spec is None else (local_part(x).reshape(-1), spec.start, spec.stop)
+
+
+def say_that_graphs_are_recorded_on(device: str) -> None:
+    """As if torch.compile recorded CUDA graphs on `device`."""
     from onefold.runtime import differentiate
 
     differentiate.GRAPHED = frozenset((device,))
+
+
+def naming_communicators(model: nn.Module) -> Any:
+    """The context in which the model's communicators are made."""
+    return engine(model).group.communicators.named()

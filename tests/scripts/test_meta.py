@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import looks
 import onefold
-import virtual
 from on_ranks import on_ranks, slow
 from reference import built, differences, sgd, train
 from zoo import TinyGPT, TinyMLP, features_of, tokens_of
@@ -284,39 +283,3 @@ def test_a_gather_of_small_copies_is_no_write_on_ranks_that_began_on_meta(stage:
         looks.watch(model)
         model(X)
     assert found[0] == found[1] and not looks.sent(model)
-
-
-# -- onto a device ---------------------------------------------------------------------------------
-
-WIDTH, LAYERS = 128, 8
-
-
-@pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
-@on_ranks(2, fresh=True)
-@pytest.mark.parametrize(
-    ("stage", "options", "shards", "device"),
-    [
-        (3, {}, 1 / 2, "virtual"),
-        (3, {"precision": "bf16"}, 1 / 2, "virtual"),
-        (3, {"offload_param": "cpu", "offload_optimizer": "cpu"}, 0, "cpu"),
-        (1, {}, 3 / 2, "virtual"),  # the whole that is computed with stays
-    ],
-)
-def test_a_model_on_the_host_gets_to_a_device_unit_by_unit(stage: int, options: Any, shards: float, device: str) -> None:  # fmt: skip
-    def build() -> Any:
-        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
-
-    virtual.start(seed=0)
-    model = built(build, dist.get_rank())  # rank 0's are everybody's
-    model.register_buffer("offset", torch.ones(3))
-    kept, before = list(model.parameters()), torch.accelerator.memory_allocated()
-    torch.accelerator.reset_peak_memory_stats()
-    onefold.shard(model, recipe(stage, **options), device="virtual", units=[str(n) for n in range(LAYERS)])  # fmt: skip
-    unit = 4 * (WIDTH * WIDTH + WIDTH)
-    peak = torch.accelerator.max_memory_allocated() - before
-    assert peak <= LAYERS * unit * shards + 2 * unit + 2**16, peak
-    assert all(a is b for a, b in zip(kept, model.parameters(), strict=True))
-    assert str(model.offset.device) == "virtual:0"
-    assert {p.device.type for p in model.parameters()} == {device}
-    whole = {n: t for n, t in onefold.full_state_dict(model).items() if n != "offset"}
-    assert not first(differences(built(build).state_dict(), whole))

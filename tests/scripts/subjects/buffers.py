@@ -113,69 +113,6 @@ class LateBuffer:
         s.note("steps", s.module.steps.item())
 
 
-class Kinds(nn.Module):
-    """Buffers of all kinds, changed by this rank's data: in place, through `.data`, and by putting
-    others in their place.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(9)
-        self.register_buffer("average", torch.zeros(9))
-        self.register_buffer("codebook", torch.zeros(3, dtype=torch.complex64), persistent=False)
-        self.register_buffer("seen", torch.tensor(0))
-        self.register_buffer("flag", torch.tensor(False))
-        self.register_buffer("empty", torch.empty(0))
-        self.register_buffer("none", None)
-        self.register_buffer("strided", torch.arange(12.0).view(3, 4).t())
-        self.register_buffer("bias", torch.zeros(5, dtype=torch.bfloat16))
-        self.register_buffer("table", torch.linspace(1, 2, 9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x) * self.table
-        with torch.no_grad():
-            self.average.data.mul_(0.9).add_(x.mean(0))  # type: ignore[union-attr]
-            self.codebook = self.codebook + 1j * x[0, :3]  # type: ignore[operator, has-type]
-            self.seen += 1  # type: ignore[operator]
-            self.flag.fill_(bool(x[0, 0] > 0))  # type: ignore[operator]
-            self.strided.add_(x[0, 0])  # type: ignore[operator]
-            self.bias += x[0, 0].bfloat16()  # type: ignore[operator]
-        return y * (1 + self.average)
-
-
-@habit("a buffer: of all kinds, after passes that accumulate, evaluate, raise and are dropped", expect=ROUNDING)  # fmt: skip
-class OfAllKinds(FeaturesHabit):
-    part = Kinds
-
-    def before(self, s: Script) -> None:
-        if s.rank == 1:
-            s.module.part.average.fill_(5.0)
-        s.module.same = s.module.part  # under two names
-
-    def look(self, s: Script) -> None:
-        s.note("buffers", [b.tolist() for b in s.module.buffers()])
-
-    def forward(self, s: Script) -> Any:
-        with s.no_sync():
-            s.model(s.next_batch(1)).square().mean().backward()
-        self.look(s)
-        return s.model(s.batch).square().mean()
-
-    def log(self, s: Script) -> None:
-        if s.rank == 1:  # by code of a loop: rank 0's are everybody's again before the next pass
-            s.module.part.average.data += 1
-        s.model.eval()
-        with torch.no_grad():
-            s.note("evaluated", s.model(s.batch).sum().item())
-        self.look(s)
-        s.model.train()
-        s.model(s.batch)  # a pass whose gradients nobody takes
-        try:
-            s.model(torch.ones(8, 2))  # raises, on every rank
-        except RuntimeError:
-            self.look(s)
-
-
 class Expanded(nn.Module):
     """A constant that autograd saves, as contrastive losses and rotary tables have it."""
 

@@ -476,12 +476,3 @@ class Grows(Generates):
 
     def log(self, s: Script) -> None:
         pass
-
-
-@habit("`with onefold.unsharded(model): pass` changes nothing, moments included", expect=ROUNDING, steps=4)  # fmt: skip
-class Unchanged(Grows):
-    def zero(self, s: Script) -> None:
-        s.optimizer.zero_grad()
-        if s.step == 2:
-            with s.unsharded():
-                pass

@@ -6,7 +6,6 @@ import contextlib
 from typing import Any
 
 import torch
-from torch.optim import lr_scheduler
 
 from scripts.loop import Script, _step
 from scripts.registry import EITHER, REFUSED, ROUNDING, habit
@@ -260,57 +259,6 @@ class Offloaded:
         return Logging(s.model.parameters(), lr=0.1, momentum=0.9)
 
 
-class Careful(torch.optim.AdamW):
-    """Calls the step of its base in several ways."""
-
-    ways: tuple[str, ...] = ("once",)
-
-    def step(self, closure: Any = None) -> Any:
-        for way in self.ways:
-            if way == "caught":
-                rate = self.param_groups[0].pop("lr")
-                try:
-                    super().step()
-                except KeyError:
-                    self.param_groups[0]["lr"] = rate
-            elif way == "raises":
-                raise OverflowError("in the middle of a step")
-            else:
-                super().step()
-
-
-class OfItsBase:
-    """What hooks see of shapes, behind a schedule made before shard() where `late`."""
-
-    ways, late = ("once",), False
-
-    def optimizer_before(self, s: Script) -> Any:
-        optimizer = Careful(s.module.parameters(), lr=0.01, eps=1e-4, foreach=False)
-        if self.late:
-            self.schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
-        optimizer.ways = self.ways
-        return optimizer
-
-    def weights(self, s: Script) -> None:
-        state = [tuple(v["exp_avg"].shape) for v in s.optimizer.state.values()]
-        s.note("shown", [[p.shape for p in s.optimizer.param_groups[0]["params"]], state])
-
-    def end(self, s: Script) -> None:
-        if len(set(self.ways)) == len(self.ways) > 1:
-            s.note("steps", [float(state["step"]) for state in s.optimizer.state.values()])
-
-
-class Raises(OfItsBase):
-    """A step raises and its traceback is kept; the next ones go on."""
-
-    def step(self, s: Script) -> None:
-        s.optimizer.ways = ("once", "raises") if s.step == 1 else ("once",)
-        try:
-            s.optimizer.step()
-        except OverflowError as error:
-            self.kept = error
-
-
 class AroundTheStep(torch.optim.SGD):
     """Raises where nothing is left to be stepped."""
 
@@ -329,10 +277,3 @@ class GivesBack:
         with contextlib.suppress(OverflowError):
             s.optimizer.step()
         s.note("gradients", sum(p.grad is not None for p in s.parameters()))
-
-
-for _late in (False, True):
-    for _ways in (("once", "once"), ("caught", "once"), ("once", "caught"), ("raises",)):
-        _title = f"a step that calls that of its base: {', '.join(_ways)}{', a schedule from before shard()' if _late else ''}"
-        _base = Raises if "raises" in _ways else OfItsBase
-        habit(_title)(type("Of", (_base,), {"ways": _ways, "late": _late, "__module__": __name__}))
