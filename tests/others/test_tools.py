@@ -151,10 +151,11 @@ def test_prometheus_is_told_the_newest_row_of_a_run(tmp_path: Path) -> None:
 def test_prometheus_is_told_rows_of_a_meter_by_rank() -> None:
     pytest.importorskip("prometheus_client")
     from onefold.integrations.prometheus import serve
+    from onefold.observe.meter import Meter
 
     model = onefold.shard(TinyGPT(), onefold.Recipe.zero(3))
     optimizer = torch.optim.AdamW(model.parameters())
-    meter, exporter = onefold.Meter(model, optimizer), serve(0)
+    meter, exporter = Meter(model, optimizer), serve(0)
     try:
         loss = model(tokens_of(0))
         loss.backward()
