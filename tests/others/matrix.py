@@ -50,14 +50,13 @@ TRAINER: Features = {
     "fp32": ({"save": True}, 0),
     "bf16": ({"bf16": True}, 1e-2),
     "fp16": ({"fp16": True}, 1e-2),
-    "accumulation, recomputation, warmup, evaluation": (
+    "accumulation, recomputation, warmup, evaluation, clipping": (
         {
             "gradient_accumulation_steps": 2, "activation_checkpointing": True, "eval_strategy": "steps", "eval_steps": 2,
-            "warmup_steps": 2, "save": True,
+            "warmup_steps": 2, "max_grad_norm": 0.3, "save": True,
         },
-        0,
+        1e-6,
     ),
-    "gradients clipped": ({"max_grad_norm": 0.3}, 1e-6),
     "LoRA": ({"lora": True, "save": True}, 0),
     "resumed from a checkpoint of stage 3": ({"resumed": True}, 0),
 }  # fmt: skip

@@ -253,6 +253,7 @@ def tuned(
         args = arguments(folder, getattr(trl, f"{name}Config"), bf16=False, **{**more, **given})
         untied = {"tie_word_embeddings": False, "vocab_size": 8192} if large else {}
         if kind == "reward":
+            torch.manual_seed(0)  # its head is drawn
             made: Any = transformers.LlamaForSequenceClassification.from_pretrained(
                 saved(folder), num_labels=1, dtype=torch.float32
             )

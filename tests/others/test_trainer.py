@@ -23,7 +23,7 @@ from reference import differences, on_each_rank, weights
 skip_without("accelerate")
 skip_without("peft")
 SERVER = "libraries"
-MOST = "accumulation, recomputation, warmup, evaluation"
+MOST = "accumulation, recomputation, warmup, evaluation, clipping"
 FEATURES = [f if f == MOST else pytest.param(f, marks=slow) for f in TOOLS["hf"].features]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import onefold
 from needed import skip_without
-from on_ranks import on_ranks
+from on_ranks import on_ranks, slow
 from reference import differences
 
 skip_without("peft")
@@ -41,6 +41,8 @@ KINDS: dict[str, tuple[dict[str, Any], bool, int]] = {
     "more tokens, the head trained": ({"tokens": 70, "modules_to_save": ["lm_head"]}, False, 2),
     "new tokens trained": ({"trainable_token_indices": [3, 5]}, False, 0),
 }
+
+IN_CI = ("whole modules", "biases", "adapters on both, tied", "more tokens, transformers' own")
 
 
 def recipe(stage: int = 3) -> onefold.Recipe:
@@ -113,7 +115,9 @@ def streamed(model: Any, **options: Any) -> dict[str, Tensor]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in IN_CI else pytest.param(kind, marks=slow) for kind in KINDS]
+)
 def test_adapters_are_saved_as_by_peft_merged_and_come_back(kind: str, folder: Path) -> None:
     import peft
     import transformers

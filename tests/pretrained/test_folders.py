@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -123,15 +124,19 @@ def there_and_back(family: str, folder: Path, stage: int) -> None:
         same_model(model, expected, family)
 
 
+def but_slow(names: Iterable[str], *quick: str) -> list[Any]:
+    return [name if name in quick else pytest.param(name, marks=slow) for name in names]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", but_slow(FAMILIES, "llama, tied", "gpt2", "mixtral"))
 def test_a_family_is_read_and_written_bit_for_bit(family: str, folder: Path) -> None:
     for stage in (0, 3) if family in TRAINED else (3,):
         there_and_back(family, folder, stage)
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", but_slow(TRAINED, "mixtral"))
 def test_three_ranks_read_and_write_it_too(family: str, folder: Path) -> None:
     there_and_back(family, folder, 3)
 
