@@ -72,7 +72,7 @@ def test_the_pages_recipe_for_accelerate_trains_as_ddp_does() -> None:
 def launch(folder: Path, *line: str) -> list[list[str]]:
     """What each rank of the script wrote: its model's module, the number of ranks, its losses."""
     folder.mkdir()
-    script = str(HERE.parent / "scripts" / "accelerate_loop.py")
+    script = str(HERE.with_name("accelerate_loop.py"))
     done = subprocess.run(
         [sys.executable, "-m", *line, script, str(folder), *(["ddp"] if folder.name == "ddp" else [])],
         env={**os.environ, "PYTHONPATH": absolute_path(), "OMP_NUM_THREADS": "1"},
