@@ -250,7 +250,7 @@ def tuned(
 
     name, more, columns = TRL[kind]
     with fresh():
-        args = arguments(folder, getattr(trl, f"{name}Config"), bf16=False, **{**more, **given})
+        args = arguments(folder, getattr(trl, f"{name}Config"), **{"bf16": False, **more, **given})
         untied = {"tie_word_embeddings": False, "vocab_size": 8192} if large else {}
         if kind == "reward":
             torch.manual_seed(0)  # its head is drawn
