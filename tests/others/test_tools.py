@@ -55,7 +55,7 @@ def test_the_pages_recipe_for_accelerate_trains_as_ddp_does() -> None:
     block = re.search(r'```python title="accelerate"\n(.*?)```', page, re.DOTALL)
     assert block is not None
     data = [{"tokens": tokens_of(i, 1)[0]} for i in range(16)]
-    loader = torch.utils.data.DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
     with fresh():
         os.environ["ACCELERATE_USE_CPU"] = "true"
         model = Model()

@@ -74,7 +74,7 @@ def streams(recipe: dict[str, Any]) -> None:
                 seen.append(name)
                 wanted = expected[name]
                 if not name.startswith("norm."):
-                    to = {"compute": compute, "master": None}.get(dtype, dtype)  # type: ignore[call-overload]
+                    to = {"compute": compute, "master": None}.get(dtype, dtype)
                     # What is frozen rests in the compute dtype
                     to = value.dtype if to is None and name.startswith("frozen") else to
                     wanted = wanted.to(to or wanted.dtype)
