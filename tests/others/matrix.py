@@ -206,7 +206,9 @@ def check(name: str, feature: str, folder: Path) -> None:
             expected = stage < 3 and case.get("refused", "nothing") in ours
             said += [] if expected else [f"stage {stage} is refused: {ours}"]
             continue
-        pairs = [("losses", near), ("evaluated", near), ("rates", 0.0)]
+        pairs = [("losses", near), ("evaluated", near)]
+        # With an optimizer of the JSON the engine moves the schedule on before Trainer logs its rate
+        pairs += [] if "json" in case else [("rates", 0.0)]
         pairs += [("norms", 10 * near + 1e-5)] if near < 1e-2 else []
         for what, bound in pairs:
             mine, theirs = getattr(ours, what), getattr(ddp, what)
