@@ -115,7 +115,10 @@ def _run(module: str, name: str, positions: list[int], every: bool, folder: Path
     os.chdir(here)
     torch.set_default_dtype(torch.float32)
     gc.collect()
-    left = [t.name for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon]
+    begun = [t for t in set(threading.enumerate()) - threads if not t.daemon]
+    for thread in begun:  # those of a pool that was collected now end by themselves
+        thread.join(1.0)
+    left = [t.name for t in begun if t.is_alive()]
     if left and not said.error:
         said = Said("ThreadsLeft", f"threads outlive the test: {', '.join(left)}")
     said.seconds = time.monotonic() - began

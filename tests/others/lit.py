@@ -74,7 +74,7 @@ class Tuned(L.LightningModule):
 
 
 def loader(rows: int = 16, size: int = 2) -> DataLoader[Any]:
-    return DataLoader([tokens_of(i, 1)[0] for i in range(rows)], batch_size=size)  # type: ignore
+    return DataLoader([tokens_of(i, 1)[0] for i in range(rows)], batch_size=size)
 
 
 def trainer(strategy: Any, folder: Path, **options: Any) -> L.Trainer:

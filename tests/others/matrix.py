@@ -50,14 +50,13 @@ TRAINER: Features = {
     "fp32": ({"save": True}, 0),
     "bf16": ({"bf16": True}, 1e-2),
     "fp16": ({"fp16": True}, 1e-2),
-    "accumulation, recomputation, warmup, evaluation": (
+    "accumulation, recomputation, warmup, evaluation, clipping": (
         {
             "gradient_accumulation_steps": 2, "activation_checkpointing": True, "eval_strategy": "steps", "eval_steps": 2,
-            "warmup_steps": 2, "save": True,
+            "warmup_steps": 2, "max_grad_norm": 0.3, "save": True,
         },
-        0,
+        1e-6,
     ),
-    "gradients clipped": ({"max_grad_norm": 0.3}, 1e-6),
     "LoRA": ({"lora": True, "save": True}, 0),
     "resumed from a checkpoint of stage 3": ({"resumed": True}, 0),
 }  # fmt: skip
@@ -194,19 +193,22 @@ def cells(tool: Tool, feature: str, folder: Path) -> tuple[Any, dict[int, Any]]:
     return ddp, found
 
 
-def wrong(name: str, feature: str, folder: Path) -> list[str]:
-    """A sentence for each way in which a stage differs from DDP by more than it may."""
+def check(name: str, feature: str, folder: Path) -> None:
+    """Fail with a sentence for each way in which a stage differs from DDP by more than it may."""
     from reference import differences
 
     case, near = TOOLS[name].features[feature]
     ddp, found = cells(TOOLS[name], feature, folder)
-    said = [] if len(set(ddp.losses)) >= 4 else [f"DDP's losses are {ddp.losses}"]
+    trains = len(ddp.losses) >= 4 and len(set(ddp.losses)) > 1
+    said = [] if trains else [f"DDP's losses are {ddp.losses}"]
     for stage, ours in found.items():
         if isinstance(ours, str):
             expected = stage < 3 and case.get("refused", "nothing") in ours
             said += [] if expected else [f"stage {stage} is refused: {ours}"]
             continue
-        pairs = [("losses", near), ("evaluated", near), ("rates", 0.0)]
+        pairs = [("losses", near), ("evaluated", near)]
+        # With an optimizer of the JSON the engine moves the schedule on before Trainer logs its rate
+        pairs += [] if "json" in case else [("rates", 0.0)]
         pairs += [("norms", 10 * near + 1e-5)] if near < 1e-2 else []
         for what, bound in pairs:
             mine, theirs = getattr(ours, what), getattr(ddp, what)
@@ -214,7 +216,7 @@ def wrong(name: str, feature: str, folder: Path) -> list[str]:
                 said.append(f"stage {stage}: {what} {mine} beside {theirs}")
         if near < 1e-2 and ours.weights:
             said += [f"stage {stage}: {d}" for d in differences(ddp.weights, ours.weights, 0, 1e-4)]
-    return said
+    assert not said, "\n".join(said)
 
 
 def off(mine: list[float], theirs: list[float]) -> float:

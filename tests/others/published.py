@@ -64,7 +64,6 @@ def prepare(folder: str) -> int:
     AutoTokenizer.from_pretrained(where, **file).save_pretrained(Path(folder) / "model")
 
     rows = texts(20)
-    plain = [{"text": text[:400]} for _, text in rows]
     chats = [
         {
             "messages": [
@@ -82,7 +81,7 @@ def prepare(folder: str) -> int:
         }
         for name, text in rows
     ]
-    for name, kind in {"plain": plain, "chats": chats, "pairs": pairs}.items():
+    for name, kind in {"chats": chats, "pairs": pairs}.items():
         (Path(folder) / name).mkdir()
         for split, part in {"train": kind[:16], "test": kind[16:]}.items():
             lines = "".join(json.dumps(row) + "\n" for row in part)
@@ -90,7 +89,7 @@ def prepare(folder: str) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def run(script: str, arguments: list[str], cache: str, environment: dict[str, str]) -> Any:
+def run(script: str, arguments: list[str], cache: str) -> Any:
     """The script in this rank as a launcher would start it. Of a script with a Trainer: its log,
     and what the model and the ranks were to it.
     """
@@ -101,7 +100,6 @@ def run(script: str, arguments: list[str], cache: str, environment: dict[str, st
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="tests",
-        **environment,
     )  # fmt: skip
     datasets.config.HF_DATASETS_CACHE = Path(cache)
     datasets.disable_progress_bars()
@@ -118,16 +116,13 @@ def run(script: str, arguments: list[str], cache: str, environment: dict[str, st
 
 
 def left(output: Path) -> dict[str, Any]:
-    """What a script wrote: its `seen*.json` by name, the digests of its weights, names of files. The
-    folder is removed.
-    """
+    """What a script wrote: the digests of its weights, names of files. The folder is removed."""
     found = {
         "files": sorted(file.name for file in output.iterdir()),
         "weights": {
             file.name: hashlib.sha256(file.read_bytes()).hexdigest()
             for file in output.glob("*.safetensors")
         },
-        **{file.stem: json.loads(file.read_text()) for file in output.glob("seen*.json")},
     }
     shutil.rmtree(output)
     return found

@@ -250,15 +250,17 @@ def tuned(
 
     name, more, columns = TRL[kind]
     with fresh():
-        args = arguments(folder, getattr(trl, f"{name}Config"), bf16=False, **{**more, **given})
+        args = arguments(folder, getattr(trl, f"{name}Config"), **{"bf16": False, **more, **given})
         untied = {"tie_word_embeddings": False, "vocab_size": 8192} if large else {}
+        place = saved(folder, **untied)
         if kind == "reward":
+            torch.manual_seed(0)  # its head is drawn
             made: Any = transformers.LlamaForSequenceClassification.from_pretrained(
-                saved(folder), num_labels=1, dtype=torch.float32
+                place, num_labels=1, dtype=torch.float32
             )
             made.config.pad_token_id = 0
         else:
-            made = opened(saved(folder, **untied), lora)
+            made = opened(place, lora)
         options: dict[str, Any] = {"train_dataset": texts(columns), "processing_class": tokenizer()}
         if kind == "grpo":
             options["reward_funcs"] = reward

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import looks
 from needed import skip_without
 from on_ranks import on_ranks, slow
-from others.matrix import TOOLS, wrong
+from others.matrix import TOOLS, check
 from ranks import absolute_path
 from reference import differences, on_each_rank
 
@@ -32,14 +32,14 @@ SERVER = "libraries"
     [f if "validation" in f else pytest.param(f, marks=slow) for f in TOOLS["lightning"].features],
 )
 def test_every_stage_trains_as_ddp_does(feature: str, folder: Path) -> None:
-    assert not wrong("lightning", feature, folder)
+    check("lightning", feature, folder)
 
 
 @slow
 @on_ranks(2, server="served")
 @pytest.mark.parametrize("feature", TOOLS["lightning by name"].features)
 def test_every_stage_of_deepspeeds_strategy_trains_as_ddp_does(feature: str, folder: Path) -> None:
-    assert not wrong("lightning by name", feature, folder)
+    check("lightning by name", feature, folder)
 
 
 def kept(folder: Path, name: str, strategy: Any) -> tuple[list[float], Path]:
@@ -91,7 +91,7 @@ def test_checkpoints_go_on_at_other_stages_and_by_ddp(folder: Path) -> None:
 def test_deepspeeds_strategy_goes_on_at_another_stage_and_is_converted(folder: Path) -> None:
     from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
-    from others.lit import deepspeeds, fitted
+    from others.lit import Tuned, deepspeeds, fitted
 
     once, longer = fitted(folder, "ddp"), fitted(folder, "ddp", max_epochs=2)
     for stage in (2, 3):
@@ -100,9 +100,9 @@ def test_deepspeeds_strategy_goes_on_at_another_stage_and_is_converted(folder: P
         again = fitted(folder, deepspeeds(stage=5 - stage), path, max_epochs=2)
         assert again.losses == pytest.approx(longer.losses[4:], rel=1e-6)
         file = folder / f"{stage} of rank {dist.get_rank()}.ckpt"
-        state = convert_zero_checkpoint_to_fp32_state_dict(str(path), str(file))
-        assert state["epoch"] == 0
-        assert not differences(once.weights, state["state_dict"], 1e-5, 1e-6)
+        convert_zero_checkpoint_to_fp32_state_dict(str(path), str(file))
+        opened = Tuned.load_from_checkpoint(file, map_location="cpu", weights_only=False)
+        assert not differences(once.weights, opened.state_dict(), 1e-5, 1e-6)
 
 
 @slow

@@ -55,7 +55,7 @@ def test_the_pages_recipe_for_accelerate_trains_as_ddp_does() -> None:
     block = re.search(r'```python title="accelerate"\n(.*?)```', page, re.DOTALL)
     assert block is not None
     data = [{"tokens": tokens_of(i, 1)[0]} for i in range(16)]
-    loader = torch.utils.data.DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
     with fresh():
         os.environ["ACCELERATE_USE_CPU"] = "true"
         model = Model()
@@ -72,7 +72,7 @@ def test_the_pages_recipe_for_accelerate_trains_as_ddp_does() -> None:
 def launch(folder: Path, *line: str) -> list[list[str]]:
     """What each rank of the script wrote: its model's module, the number of ranks, its losses."""
     folder.mkdir()
-    script = str(HERE.parent / "scripts" / "accelerate_loop.py")
+    script = str(HERE.with_name("accelerate_loop.py"))
     done = subprocess.run(
         [sys.executable, "-m", *line, script, str(folder), *(["ddp"] if folder.name == "ddp" else [])],
         env={**os.environ, "PYTHONPATH": absolute_path(), "OMP_NUM_THREADS": "1"},
@@ -151,10 +151,11 @@ def test_prometheus_is_told_the_newest_row_of_a_run(tmp_path: Path) -> None:
 def test_prometheus_is_told_rows_of_a_meter_by_rank() -> None:
     pytest.importorskip("prometheus_client")
     from onefold.integrations.prometheus import serve
+    from onefold.observe.meter import Meter
 
     model = onefold.shard(TinyGPT(), onefold.Recipe.zero(3))
     optimizer = torch.optim.AdamW(model.parameters())
-    meter, exporter = onefold.Meter(model, optimizer), serve(0)
+    meter, exporter = Meter(model, optimizer), serve(0)
     try:
         loss = model(tokens_of(0))
         loss.backward()

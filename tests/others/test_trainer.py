@@ -17,27 +17,27 @@ from torch import nn
 import onefold
 from needed import skip_without
 from on_ranks import on_ranks, slow
-from others.matrix import TOOLS, wrong
+from others.matrix import TOOLS, check
 from reference import differences, on_each_rank, weights
 
 skip_without("accelerate")
 skip_without("peft")
 SERVER = "libraries"
-MOST = "accumulation, recomputation, warmup, evaluation"
+MOST = "accumulation, recomputation, warmup, evaluation, clipping"
 FEATURES = [f if f == MOST else pytest.param(f, marks=slow) for f in TOOLS["hf"].features]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_stage_trains_and_saves_as_ddp_does(feature: str, folder: Path) -> None:
-    assert not wrong("hf", feature, folder)
+    check("hf", feature, folder)
 
 
 @slow
 @on_ranks(2, server="served")
 @pytest.mark.parametrize("feature", TOOLS["hf by name"].features)
 def test_every_stage_of_a_json_trains_and_saves_as_ddp_does(feature: str, folder: Path) -> None:
-    assert not wrong("hf by name", feature, folder)
+    check("hf by name", feature, folder)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -392,15 +392,15 @@ def test_what_cannot_be_is_refused_in_words(folder: Path) -> None:
     import onefold.hf
     from others.runs import arguments, fresh, opened, saved, tokens
 
-    def refused(words: str, recipe: Any, model: Any, **more: Any) -> None:
+    def refused(words: str, recipe: Any, model: Any, environment: Any = (), **more: Any) -> None:
+        args = arguments(folder, **more)
+        os.environ |= environment
         with pytest.raises((ValueError, NotImplementedError), match=words):
-            args = arguments(folder, **more)
             onefold.hf.Trainer(model, args, train_dataset=tokens(), recipe=recipe).train()
 
     for words, recipe, more, environment in refusals(folder):
         with fresh():
-            os.environ |= environment
-            refused(words, recipe, opened(saved(folder)), **more)
+            refused(words, recipe, opened(saved(folder)), environment, **more)
     with fresh():  # models that something else has quantized or placed, or that nobody trains
         for attribute, value in (("is_quantized", True), ("hf_device_map", {"": 0, "a": 1})):
             model = opened(saved(folder))

@@ -14,7 +14,7 @@ import torch
 import looks
 from needed import skip_without
 from on_ranks import on_ranks, slow
-from others.matrix import TOOLS, off, wrong
+from others.matrix import TOOLS, check, off
 
 skip_without("trl")
 SERVER = "libraries"
@@ -27,14 +27,14 @@ FAR = 1e-4
     "feature", [f if f == "SFTTrainer" else pytest.param(f, marks=slow) for f in TOOLS["trl"].features]
 )  # fmt: skip
 def test_every_stage_trains_as_ddp_does(feature: str, folder: Path) -> None:
-    assert not wrong("trl", feature, folder)
+    check("trl", feature, folder)
 
 
 @slow
 @on_ranks(2, server="served")
 @pytest.mark.parametrize("feature", TOOLS["trl by name"].features)
 def test_every_stage_of_a_json_trains_as_ddp_does(feature: str, folder: Path) -> None:
-    assert not wrong("trl by name", feature, folder)
+    check("trl by name", feature, folder)
 
 
 @slow

@@ -107,7 +107,9 @@ def load(
 
 
 class Loading(Background):
-    """A load under way. `.wait()` applies the data read and returns `Loaded`; collective."""
+    """A load under way. `.wait()` applies the data read and returns `Loaded`; collective. A second
+    call returns the same.
+    """
 
     tell_steps = False
 
@@ -121,9 +123,12 @@ class Loading(Background):
         path: Path,
     ) -> None:
         self._finish, self._source = finish, source
+        self._loaded: Loaded | None = None
         super().__init__(engine, path, ahead.read_all, begun)
 
     def wait(self, timeout: float | None = None) -> Loaded:  # type: ignore[override]
+        if self._loaded is not None:
+            return self._loaded
         error: Exception | None = None
         try:
             super().wait(timeout)
@@ -132,9 +137,10 @@ class Loading(Background):
         except Exception as failure:
             error = failure
         try:
-            return self._finish(error)
+            self._loaded = self._finish(error)
         finally:
             self._source.close()
+        return self._loaded
 
 
 def load_async(
