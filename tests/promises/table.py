@@ -389,9 +389,9 @@ def tiles() -> Iterator[Row]:
 def moments() -> Iterator[Row]:
     for kind in ("bf16", "int8", "fp8", "int4"):
         for stage in STAGES:
-            ci = (kind, stage) in (("bf16", 1), ("int8", 3), ("int4", 0))
+            ci = (kind, stage) in (("bf16", 1), ("int8", 0), ("int8", 3), ("int4", 0))
             yield row("moments", stage, {"moments": kind}, model="wide gpt", ci=ci)
-        yield row("moments", 3, {"moments": kind, **HOST}, model="wide gpt", ci=kind == "int8")
+        yield row("moments", 3, {"moments": kind, **HOST}, model="wide gpt")
         yield row("moments", 3, {"moments": kind, **HOST, **BEHIND}, model="wide gpt")
         yield row("moments", 3, {"moments": kind}, 3, model="wide gpt")
         scaled = Loop(scaler=2.0**17, optimizer="fused adamw")
