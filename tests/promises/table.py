@@ -95,7 +95,7 @@ def near_of(row: Row) -> float:
     if CODECS & set(options) or options.get("moments", "fp32") != "fp32":
         return 0.2 if "int4" in str(options) or "nf4" in str(options) else 5e-2
     narrow = {"precision", "wire", "accumulate_dtype", "master_dtype"} & set(options)
-    return 3e-2 if narrow or row.model == "mixed" else 2e-5
+    return 3e-2 if narrow or row.model in ("mixed", "bf16 gpt") else 2e-5
 
 
 # -- the groups ------------------------------------------------------------------------------------
