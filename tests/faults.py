@@ -522,7 +522,7 @@ FAULTS = [
         "layout/spec.py",
         "                max(recipe.block, at_rest),",
         "                at_rest,",
-        [row("moments: 0 on 2, moments=int8, wide gpt")],
+        [row("moments: 3 on 2, moments=int8, wide gpt")],
     ),
     Fault(
         "stores",
