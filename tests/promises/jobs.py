@@ -295,6 +295,7 @@ def train(row: Row, folder: Path) -> Seen:
         job = sharded(row, folder / "disk")  # tables of a format are made once in a process
         for number in range(STEPS):
             job.step(number)
+        del job
     gc.collect(0)
     before, seen = looks.living(), Seen()
     job = sharded(row, folder / "disk")
