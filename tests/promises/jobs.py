@@ -292,7 +292,10 @@ def train(row: Row, folder: Path) -> Seen:
     a step.
     """
     if row.options.get("moments", "fp32") != "fp32":
-        sharded(row, folder / "disk").step(0)  # tables of a format are made once in a process
+        job = sharded(row, folder / "disk")  # tables of a format are made once in a process
+        for number in range(STEPS):
+            job.step(number)
+        del job
     gc.collect(0)
     before, seen = looks.living(), Seen()
     job = sharded(row, folder / "disk")
@@ -358,11 +361,15 @@ def in_one_process(row: Row) -> Seen:
     if SUBJECTS[row.model].recomputes:
         module.checkpointing = "none"  # type: ignore[assignment]
 
-    def rounded(batch: Tensor) -> Any:
-        weights = {name: p.to(dtype) for name, p in module.named_parameters()}
-        return functional_call(
-            module, weights, (batch.to(dtype) if batch.is_floating_point() else batch,)
-        )
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    kept = {id(p) for m in norms for p in m.parameters()}  # which stay in fp32
+
+    def rounded(*batch: Tensor, **named: Tensor) -> Any:
+        weights = {
+            name: p if id(p) in kept else p.to(dtype) for name, p in module.named_parameters()
+        }
+        cast = tuple(t.to(dtype) if t.is_floating_point() else t for t in batch)
+        return functional_call(module, weights, cast, named)
 
     of = list(range(row.mesh.ranks))
     scaler = torch.amp.GradScaler("cpu", init_scale=row.loop.scaler) if row.loop.scaler else None

@@ -95,7 +95,7 @@ def near_of(row: Row) -> float:
     if CODECS & set(options) or options.get("moments", "fp32") != "fp32":
         return 0.2 if "int4" in str(options) or "nf4" in str(options) else 5e-2
     narrow = {"precision", "wire", "accumulate_dtype", "master_dtype"} & set(options)
-    return 3e-2 if narrow or row.model == "mixed" else 2e-5
+    return 3e-2 if narrow or row.model in ("mixed", "bf16 gpt") else 2e-5
 
 
 # -- the groups ------------------------------------------------------------------------------------
@@ -389,9 +389,9 @@ def tiles() -> Iterator[Row]:
 def moments() -> Iterator[Row]:
     for kind in ("bf16", "int8", "fp8", "int4"):
         for stage in STAGES:
-            ci = (kind, stage) in (("bf16", 1), ("int8", 3), ("int4", 0))
+            ci = (kind, stage) in (("bf16", 1), ("int8", 0), ("int8", 3), ("int4", 0))
             yield row("moments", stage, {"moments": kind}, model="wide gpt", ci=ci)
-        yield row("moments", 3, {"moments": kind, **HOST}, model="wide gpt", ci=kind == "int8")
+        yield row("moments", 3, {"moments": kind, **HOST}, model="wide gpt")
         yield row("moments", 3, {"moments": kind, **HOST, **BEHIND}, model="wide gpt")
         yield row("moments", 3, {"moments": kind}, 3, model="wide gpt")
         scaled = Loop(scaler=2.0**17, optimizer="fused adamw")
