@@ -129,6 +129,18 @@ def test_clip_0_does_not_clip_and_the_norm_is_told(text: str) -> None:
     assert steps(make(text, clip=0))[0]["grad_norm"] > 0
 
 
+def test_clip_bounds_how_far_a_step_goes(text: str) -> None:
+    moved = {}
+    for clip in (0.0, 0.1):
+        run = make(text, steps=1, optimizer="sgd", weight_decay=0, warmup=0, clip=clip)
+        before = [p.detach().clone() for p in run.model.parameters()]
+        (row,) = steps(run)
+        moves = [a - b for a, b in zip(run.model.parameters(), before, strict=True)]
+        moved[clip] = torch.stack([move.detach().norm() for move in moves]).norm().item()
+        assert row["grad_norm"] > 0.1
+    assert moved[0.1] == pytest.approx(moved[0.0] * 0.1 / row["grad_norm"], rel=1e-4)
+
+
 def test_conversations_weigh_every_token_the_same(tmp_path: Path) -> None:
     """Long and short answers in one step: the loss is the mean over tokens, not over
     micro-batches.
