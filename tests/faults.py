@@ -475,7 +475,9 @@ FAULTS = [
         "runtime/buffers.py",
         "        self.due = synchronized",
         "        self.due = False",
-        ["tests/scripts/test_late.py::test_buffers_are_one_message_a_pass_that_rank_0_sends"],
+        [
+            "tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[buffers]"
+        ],
     ),
     Fault(
         "scripts",
