@@ -324,11 +324,7 @@ FAULTS = [
         "checkpoint/folder_source.py",
         "return known.get(piece.stop, piece.crc) == piece.crc",
         "return bool(known)",
-        [
-            "tests/checkpoint/test_whole_or_absent.py",
-            "tests/checkpoint/test_hostile_files.py",
-            "tests/inspection/test_verify.py",
-        ],
+        ["tests/checkpoints/test_changed_bytes.py"],
     ),
     Fault(
         "checkpoints",
