@@ -13,7 +13,7 @@ pass uses and the units around it), which stay gathered until the backward pass.
 | optimizer over all| as above       | as above          | P              | W                 |
 | second copy       | as above       | as above          | P              | as inside         |
 
-At stage 0 P is in the wider of both dtypes. "Inside" is of a group of G ranks, times (G-1)/G;
+At stage 0 P is in the wire dtype too. "Inside" is of a group of G ranks, times (G-1)/G;
 "across" of its H groups, times (H-1)/HG; without groups G is the number of ranks. At stages 2 and 3
 `reduce_at="boundary"` has W for mW; and `reshard_after_forward=False` has mP for 2mP - mT.
 
@@ -182,7 +182,7 @@ def sent(row: Row, units: Units) -> dict[str, int] | None:
     again = options.get("reshard_after_forward", True)
     gathers = (trained + frozen) * compute * m * (2 if again else 1) - again * m * turn * compute
     if row.stage < 3:
-        gathers = trained * (compute if row.stage else max(compute, wire))
+        gathers = trained * (compute if row.stage else wire)
     sums = trained * wire * (m if row.stage > 1 and options.get("reduce_at") != "boundary" else 1)
     inside, across = gathers + sums, gathers + sums
     if "shard_group" in options:
