@@ -318,8 +318,7 @@ def test_encoded_weights_compute_what_they_decode_to_and_survive_files(name: str
     plain = adapted()
     onefold.load_full_state_dict(plain, first(decoded))
     changed = first(differences(onefold.full_state_dict(original), decoded))
-    matrices = {n for n, p in plain.named_parameters() if p.dim() > 1}
-    assert changed is None or set() < {line.partition(":")[0] for line in changed} < matrices
+    assert changed is None or (changed and not any("tokens" in line for line in changed)), changed
     curves = []
     for each in (model, plain):
         optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=0.01)
