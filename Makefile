@@ -72,8 +72,10 @@ test-faults: $(VENV)/.dev
 test-load: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python tests/under_load.py $(ARGS)
 
+# Numbers, bytes, peaks and checkpoints at stage 3, what scripts may do, recipes, stores.
+FAST := tests/recipe tests/promises/test_promises.py tests/core tests/stores/test_layout.py tests/stores/test_memory.py tests/stores/test_codecs.py
 test-fast: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadgroup $(FAST) $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check src tests examples benchmarks docs/*.py

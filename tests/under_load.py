@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: What starts processes, sends signals, kills or waits.
 FILES = [
     "tests/test_ranks.py",
+    "tests/failures",
     "tests/scripts/test_scripts.py",
     "tests/processes/test_claim.py",
     "tests/train/test_starts.py",
@@ -35,15 +36,10 @@ FILES = [
     "tests/cli/test_train_command.py",
     "tests/cli/test_doctor_command.py",
     "tests/cli/test_checkpoint_command.py",
-    "tests/invariants/test_diverging_ranks.py",
-    "tests/invariants/test_nothing_left_behind.py",
-    "tests/invariants/test_import.py",
     "tests/promises/test_from_outside.py",
     "tests/checkpoint/test_whole_or_absent.py",
     "tests/checkpoint/test_asynchronous.py",
     "tests/checkpoint/test_copying.py",
-    "tests/checkpoint/test_faults.py",
-    "tests/runtime/test_refusals.py",
     "tests/stores/test_nvme.py",
     "tests/observe/test_measured.py",
     "tests/observe/test_ranks_observed.py",
