@@ -127,10 +127,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _makes_once(item):  # by one worker
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     on_ranks.form_groups(items)
-    to_mend = (TESTS / "to_mend.txt").read_text().splitlines()
-    for item in items:
-        if item.nodeid.partition("@tests/")[0] in to_mend:
-            item.add_marker(pytest.mark.skip(reason="it waits to be mended, see to_mend.txt"))
 
 
 def pytest_collection_finish() -> None:

@@ -378,3 +378,10 @@ def say_that_graphs_are_recorded_on(device: str) -> None:
 def naming_communicators(model: nn.Module) -> Any:
     """The context in which the model's communicators are made."""
     return engine(model).group.communicators.named()
+
+
+def record_graphs_on(device: str) -> None:
+    """As if torch recorded CUDA graphs there."""
+    from onefold.runtime import differentiate
+
+    differentiate.GRAPHED = frozenset((device,))

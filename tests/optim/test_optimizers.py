@@ -51,7 +51,10 @@ def test_optimizers_train_as_in_ddp_at_every_stage(name: str) -> None:
     assert differences(expected, first[1], **NEAR) == []
     for stage in (1, 2, 3):
         found = trained(sharded(stage), make)
-        assert found[0] == first[0] and differences(first[1], found[1]) == []
+        # A sum over a row has other bits where the row lies at another address
+        near = NEAR if name in WHOLE else {}
+        assert found[0] == pytest.approx(first[0], rel=near.get("rtol", 0), abs=0)
+        assert differences(first[1], found[1], **near) == []
 
 
 @on_ranks(2)
