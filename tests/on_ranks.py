@@ -84,13 +84,14 @@ def serve(tests: list[tuple[str, str, list[int], bool]], folder: str, seconds: f
     """Run tests one after the other: (module, name, positions of its parameters, every)."""
     import torch.distributed as dist
 
+    rank, world = dist.get_rank(), dist.get_world_size()  # a test may end the group
     for at, test in enumerate(tests):
         faulthandler.dump_traceback_later(seconds, exit=True)
         said = _run(*test, folder=Path(folder, f"of-{at}"))
-        told = Path(folder, f"{at}-{dist.get_rank()}")
+        told = Path(folder, f"{at}-{rank}")
         told.with_suffix(".part").write_text(json.dumps(asdict(said)))
         told.with_suffix(".part").rename(told)
-        _agree(folder, at, said, seconds)
+        _agree(folder, at, world, said, seconds)
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -173,13 +174,11 @@ def _shown(raised: BaseException) -> str:
     return "".join(told.format())
 
 
-def _agree(folder: str, at: int, said: Said, seconds: float) -> None:
+def _agree(folder: str, at: int, world: int, said: Said, seconds: float) -> None:
     """Wait for the other ranks to end this test. There is no collective in it: who failed may stand
     at another one than the rest.
     """
-    import torch.distributed as dist
-
-    others = [Path(folder, f"{at}-{rank}") for rank in range(dist.get_world_size())]
+    others = [Path(folder, f"{at}-{rank}") for rank in range(world)]
     until = time.monotonic() + (GRACE if said.error else seconds)
     while not all(other.exists() for other in others):
         if time.monotonic() > until:
