@@ -14,14 +14,11 @@ Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Own(Optimizer):
-    """An optimizer of one's own; a class of it has an update: (parameter, gradient, state) -> what is
-    subtracted.
-    """
+    """An optimizer of one's own, by its update: (parameter, gradient, state) -> what is subtracted."""
 
-    update: Any
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+    def __init__(self, params: Any, update: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
+        self.update = update
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -52,10 +49,6 @@ def by_a_norm_later(p: Tensor, grad: Tensor, state: Any) -> Tensor:
     """Element-wise for the first step, and by a norm from the second on."""
     before, state["before"] = state.get("before"), grad.clone()
     return grad if before is None else grad * before.norm()
-
-
-def own(update: Any) -> Make:
-    return type(update.__name__, (Own,), {"update": staticmethod(update)})
 
 
 def packaged(package: str, name: str, **options: Any) -> Make:
@@ -90,7 +83,7 @@ ELEMENTWISE: dict[str, Make] = {
     "Adadelta": of_torch("Adadelta", lr=1.0, eps=1e-4),
     "ASGD": of_torch("ASGD", lr=0.05),
     "Rprop": of_torch("Rprop", lr=0.01),
-    "Lion of one's own": own(lion),
+    "Lion of one's own": lambda p: Own(p, lion),
     "Lion of lion-pytorch": packaged("lion_pytorch", "Lion", lr=0.003),
     "AdamW of schedulefree": packaged("schedulefree", "AdamWScheduleFree", lr=0.01, eps=1e-4),
     "SGD of schedulefree": packaged("schedulefree", "SGDScheduleFree", lr=0.1),
@@ -98,9 +91,9 @@ ELEMENTWISE: dict[str, Make] = {
 WHOLE: dict[str, Make] = {
     "Adafactor": of_torch("Adafactor", lr=0.01),
     "Muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.01),
-    "LAMB of one's own": own(lamb),
-    "rows of one's own": own(by_rows),
-    "a norm from the second step on": own(by_a_norm_later),
+    "LAMB of one's own": lambda p: Own(p, lamb),
+    "rows of one's own": lambda p: Own(p, by_rows),
+    "a norm from the second step on": lambda p: Own(p, by_a_norm_later),
 }
 #: Their update looks at all parameters together, so that no shard can be stepped.
 TOGETHER: dict[str, Make] = {

@@ -50,6 +50,7 @@ from onefold.runtime.stepper import (
     held_inside,
     kept_by,
     not_elementwise,
+    own_attributes,
     own_numbers,
     step_parts,
     switches_of,
@@ -311,7 +312,9 @@ class _How:
     def key(self, optimizer: Optimizer) -> str | None:
         """Everything that the result depends on; None if that cannot be told."""
         own = {k: v for k, v in (self.group or self.options).items() if k not in _OF_THE_USER}
-        if self.group is not None and not _is_plain(own):
+        # A twin has the attributes of the optimizer, which may say how it updates
+        attributes = own_attributes(optimizer) if self.group is not None else {}
+        if self.group is not None and not (_is_plain(own) and _is_plain(attributes)):
             return None
         some = kept_by(optimizer, self.like) if self.like is not None else ()
         kept = [
@@ -321,7 +324,7 @@ class _How:
             return None
         # For weight decay only zero or not matters. Its value does not change the kind of update.
         plain = sorted((k, v != 0 if k == "weight_decay" else v) for k, v in own.items())
-        return repr((self.group is not None, plain, kept))
+        return repr((self.group is not None, plain, kept, attributes))
 
     def make(self, optimizer: Optimizer, params: list[nn.Parameter]) -> Any:
         if self.group is None:
