@@ -10,17 +10,12 @@ import torch
 
 from onefold.train.config import resolve
 
+MIB = 1 << 20
+
 INVARIANTS = str(Path(__file__).parent / "invariants")
 if INVARIANTS not in sys.path:
     sys.path.insert(0, INVARIANTS)
-from memory_probe import (
-    MIB,
-    give_memory_back_at_once,
-    peak_resident_bytes,
-    reset_peak,
-    resident_bytes,
-)
-
+from promises.formulas import give_memory_back_at_once, peak_resident, reset_peak, resident
 from tiny_transformers import TEXT, differences, files
 
 __all__ = [
@@ -33,9 +28,9 @@ __all__ = [
     "files",
     "give_memory_back_at_once",
     "job",
-    "peak_resident_bytes",
+    "peak_resident",
     "reset_peak",
-    "resident_bytes",
+    "resident",
     "saved",
 ]  # fmt: skip
 

@@ -4,7 +4,6 @@ optimizer held before.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from promises.formulas import give_memory_back_at_once, peak_resident, reset_peak, resident
 from ranks import run_ranks
 from zoo import TinyMLP
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "invariants"))
-from memory_probe import (
-    MIB,
-    give_memory_back_at_once,
-    peak_resident_bytes,
-    reset_peak,
-    resident_bytes,
-)
-
 #: Parameters of `TinyMLP(16, 512, 8, 16)` in MiB, of which a block has 4.
+MIB = 1 << 20
 WHOLE = 4 * sum(p.numel() for p in TinyMLP(16, 512, 8, 16).parameters()) / MIB
 BLOCK = WHOLE / 8
 #: What the file's manifest, threads and messages between the ranks take, MiB.
@@ -44,12 +36,12 @@ class Watched:
     def __enter__(self) -> Watched:
         dist.barrier()
         reset_peak()
-        self._peak, self._now = peak_resident_bytes(), resident_bytes()
+        self._peak, self._now = peak_resident(), resident()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.peak = (peak_resident_bytes() - self._peak) / MIB
-        self.stays = (resident_bytes() - self._now) / MIB
+        self.peak = (peak_resident() - self._peak) / MIB
+        self.stays = (resident() - self._now) / MIB
         dist.barrier()
 
 

@@ -21,9 +21,9 @@ from hf_folders import (
     SMALL,
     give_memory_back_at_once,
     job,
-    peak_resident_bytes,
+    peak_resident,
     reset_peak,
-    resident_bytes,
+    resident,
     saved,
 )
 from onefold.data import sources, token_cache
@@ -374,19 +374,19 @@ def peak_of_reading(root: Path) -> dict[str, float]:
     for name in ("warm", "small.txt", "large.txt", "large.jsonl"):
         data = str(root / (name if name != "warm" else "small.txt"))
         reset_peak()
-        before = peak_resident_bytes()
+        before = peak_resident()
         tokens = tokens_of(data, None, words, root / f"tokens-{name}", ranks, lambda line: None)
-        found[name] = (peak_resident_bytes() - before) / MIB
-        before = resident_bytes()
+        found[name] = (peak_resident() - before) / MIB
+        before = resident()
         made = load_data(data, words, 4096, 0, 0.01, tokens=tokens)
         for step in range(20):
             made.train.batch(made.order(4, 0).at(step))
-        found[name] = max(found[name], (resident_bytes() - before) / MIB)
+        found[name] = max(found[name], (resident() - before) / MIB)
         del tokens, made
     reset_peak()
-    before = peak_resident_bytes()
+    before = peak_resident()
     sources.read_documents(data)
-    found["whole"] = (peak_resident_bytes() - before) / MIB
+    found["whole"] = (peak_resident() - before) / MIB
     return found
 
 

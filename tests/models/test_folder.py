@@ -23,7 +23,7 @@ from hf_folders import (
     files,
     give_memory_back_at_once,
     job,
-    peak_resident_bytes,
+    peak_resident,
     reset_peak,
     saved,
 )
@@ -186,16 +186,16 @@ def peaks(root: Path) -> dict[str, float]:
         name = "parts" if way is contextlib.nullcontext else "whole"
         dist.barrier()
         reset_peak()
-        before = peak_resident_bytes()
+        before = peak_resident()
         with way():
             run = prepare(job(root / "large", stage="3"), ranks, lambda line: None)
         dist.barrier()
-        found[name] = (peak_resident_bytes() - before) / MIB
+        found[name] = (peak_resident() - before) / MIB
         if name == "parts":
             reset_peak()
-            before = peak_resident_bytes()
+            before = peak_resident()
             export(run, root / "large-out")
-            found["export"] = (peak_resident_bytes() - before) / MIB
+            found["export"] = (peak_resident() - before) / MIB
         del run
     return found
 

@@ -17,7 +17,7 @@ from hf_folders import (
     files,
     give_memory_back_at_once,
     job,
-    peak_resident_bytes,
+    peak_resident,
     reset_peak,
     saved,
 )
@@ -239,9 +239,9 @@ def peak_of_merging(root: Path) -> float:
         config = job(root / name, lora=4, merge=True, stage="3", frozen="nf4")
         run = prepare(config, ranks, lambda line: None)
         reset_peak()
-        before = peak_resident_bytes()
+        before = peak_resident()
         export(run, root / "out" / name / "model")
-    return (peak_resident_bytes() - before) / MIB
+    return (peak_resident() - before) / MIB
 
 
 @pytest.mark.slow

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from axes_models import Case, batches_of, mesh_of_case, parallelized
 
+from promises.formulas import counted_sends
 from ranks import run_ranks
-
-sys.path.append(str(Path(__file__).parent.parent / "invariants"))
-
-from wire import counted_sends
 
 STEPS = 2
 

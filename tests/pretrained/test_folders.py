@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
-from hf_folders import give_memory_back_at_once, peak_resident_bytes, reset_peak
+from hf_folders import give_memory_back_at_once, peak_resident, reset_peak
 from needed import skip_without
 from on_ranks import on_ranks, slow
 from reference import built, differences, on_each_rank
@@ -286,14 +286,14 @@ def test_neither_a_load_nor_an_export_holds_more_than_a_shard_and_a_few_buffers(
         with torch.device("meta"):
             model = TinyMLP(*size)
         reset_peak()
-        before = peak_resident_bytes()
+        before = peak_resident()
         onefold.shard(model, recipe(), weights=folder / name)
         dist.barrier()
-        risen["load"] = peak_resident_bytes() - before
+        risen["load"] = peak_resident() - before
         reset_peak()
-        before = peak_resident_bytes()
+        before = peak_resident()
         onefold.export(model, folder / f"{name} out", torch.bfloat16)
-        risen["export"] = peak_resident_bytes() - before
+        risen["export"] = peak_resident() - before
     shard = sum(p.numel() for p in built(lambda: TinyMLP(*size)).parameters())  # a quarter, 4 bytes
     assert risen["load"] <= shard + (8 << 20) and risen["export"] <= 12 << 20, (risen, shard)
     expected = {n: t.bfloat16() for n, t in files(folder / "large").items()}

@@ -91,10 +91,8 @@ def test_other_ranks_may_bring_an_outline_of_rank_0s_model(stage: int) -> None:
 @on_ranks(4, fresh=True)
 def test_a_meta_model_is_never_whole() -> None:
     """67 MB at stage 3 on 4 ranks: its shard, four blocks and 8 MiB at most."""
-    import sys
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "invariants"))
-    from memory_probe import give_memory_back_at_once, peak_resident_bytes, reset_peak
+    from promises.formulas import give_memory_back_at_once, peak_resident, reset_peak
 
     give_memory_back_at_once()
     with torch.device("meta"):
@@ -102,9 +100,9 @@ def test_a_meta_model_is_never_whole() -> None:
     total = 4 * sum(p.numel() for p in model.parameters())
     onefold.shard(TinyMLP(), recipe(3))  # warm
     reset_peak()
-    before = peak_resident_bytes()
+    before = peak_resident()
     onefold.shard(model, recipe(3), init=fill)
-    grown = peak_resident_bytes() - before
+    grown = peak_resident() - before
     model(features_of(0, 2, 16))
     assert grown <= total // 4 + 4 * (total // 16) + (8 << 20), grown
 
