@@ -60,7 +60,11 @@ class Said:
 
 
 def on_ranks(
-    count: int, fresh: bool = False, server: str = "", seconds: float = TIME
+    count: int,
+    fresh: bool = False,
+    server: str = "",
+    seconds: float = TIME,
+    waits: bool = False,
 ) -> Callable[[Test], Test]:
     """The body of the test runs on each of `count` ranks.
 
@@ -69,8 +73,9 @@ def on_ranks(
         server: what the ranks have imported, one of `ranks.SERVERS`; the module's `SERVER` or
             "core" if not given.
         seconds: that the test may take, which bound a hang only.
+        waits: it waits rather than computes, see ranks.py.
     """
-    return pytest.mark.on_ranks(count, fresh=fresh, server=server, seconds=seconds)
+    return pytest.mark.on_ranks(count, fresh=fresh, server=server, seconds=seconds, waits=waits)
 
 
 class Uneven(BaseException):
@@ -192,8 +197,8 @@ def _agree(folder: str, at: int, world: int, said: Said, seconds: float) -> None
 # -- in pytest -------------------------------------------------------------------------------------
 
 
-def _asked(item: pytest.Item) -> tuple[int, bool, str, float] | None:
-    """(ranks, fresh, server, seconds), None of a test that runs here."""
+def _asked(item: pytest.Item) -> tuple[int, bool, str, float, bool] | None:
+    """(ranks, fresh, server, seconds, waits), None of a test that runs here."""
     mark = item.get_closest_marker("on_ranks")
     return mark and (mark.args[0], *mark.kwargs.values())
 
@@ -240,11 +245,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _start(asked: tuple[int, bool, str, float], items: list[Any]) -> None:
+def _start(asked: tuple[int, bool, str, float, bool], items: list[Any]) -> None:
     """One start for these tests; afterwards `_told` has the first of them, and as many more as it
     came to.
     """
-    count, _, server, seconds = asked
+    count, _, server, seconds, waits = asked
     told = [
         (
             item.module.__name__,
@@ -257,7 +262,7 @@ def _start(asked: tuple[int, bool, str, float], items: list[Any]) -> None:
     with tempfile.TemporaryDirectory(prefix="onefold-tests-") as folder:
         outcomes = ranks.outcomes_of(
             count, serve, told, folder, seconds,
-            timeout=60 + seconds * len(items), grace=5.0, server=server,
+            timeout=60 + seconds * len(items), grace=5.0, server=server, waits=waits,
         )  # fmt: skip
         for at, item in enumerate(items):
             files = [Path(folder, f"{at}-{rank}") for rank in range(count)]
