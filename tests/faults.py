@@ -308,7 +308,7 @@ FAULTS = [
         "checkpoint/copying.py",
         "        if not self._done.is_set():",
         "        if False and not self._done.is_set():",
-        ["tests/checkpoint/test_copying.py", "tests/checkpoint/test_asynchronous.py"],
+        ["tests/checkpoints/test_asynchronous.py"],
     ),
     Fault(
         "checkpoints",
@@ -316,7 +316,7 @@ FAULTS = [
         "checkpoint/copying.py",
         "torn = [i for i, version in self._versions.items() if now[i] != version]",
         "torn: list[int] = []",
-        ["tests/checkpoint/test_copying.py", "tests/checkpoint/test_asynchronous.py"],
+        ["tests/checkpoints/test_asynchronous.py"],
     ),
     Fault(
         "checkpoints",
@@ -324,7 +324,7 @@ FAULTS = [
         "checkpoint/folder_source.py",
         "return known.get(piece.stop, piece.crc) == piece.crc",
         "return bool(known)",
-        ["tests/checkpoints/test_changed_bytes.py"],
+        ["tests/checkpoints/test_hostile_files.py"],
     ),
     Fault(
         "checkpoints",
@@ -332,7 +332,7 @@ FAULTS = [
         "checkpoint/folder.py",
         "for folder in reversed(of_a_run[keep:]) if folder.name != just_saved.name]",
         "for folder in reversed(of_a_run[keep:])]",
-        ["tests/checkpoint/test_asynchronous.py"],
+        ["tests/checkpoints/test_asynchronous.py"],
     ),
     # -- ranks -------------------------------------------------------------------------------------
     Fault(

@@ -55,8 +55,7 @@ TESTS = [
     "tests/scripts/test_late.py",
     "tests/scripts/test_meta.py",
     "tests/promises/test_steps_of_tiers.py",
-    "tests/checkpoint/test_asynchronous.py",
-    "tests/checkpoint/test_copying.py",
+    "tests/checkpoints/test_asynchronous.py",
     "tests/train/test_a_step_late.py",
     "tests/waits/test_waits.py",
 ]

@@ -23,7 +23,7 @@ from onefold.checkpoint.manifest import MANIFEST
 from onefold.cli.app import app
 from saved import Run, copied
 
-DEEPSPEED = Path(__file__).parents[1] / "checkpoint" / "data" / "saved_by_deepspeed"
+DEEPSPEED = Path(__file__).parents[1] / "checkpoints" / "data" / "saved_by_deepspeed"
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """What an engine saves and loads, and checkpoints of DeepSpeed 0.19.8 itself (made by
-`checkpoint/data/make_deepspeed.py`): read, continued, refused.
+`checkpoints/data/make_deepspeed.py`): read, continued, refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from on_ranks import on_ranks, slow
 from reference import built, differences, weights
 from zoo import TinyMLP
 
-DATA = Path(__file__).parents[1] / "checkpoint" / "data"
+DATA = Path(__file__).parents[1] / "checkpoints" / "data"
 sys.path.append(str(DATA))
 from make_deepspeed import BEFORE, CASES, SAMPLES, TAG, Case, Tiny, digest
 

@@ -1,0 +1,243 @@
+"""Checkpoints without ranks. `verify` finds and names every injury, `diff` says what two do not have
+in common, `reshard` writes the same one for other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import onefold
+from checkpoints.injured import flip
+from on_ranks import on_ranks
+from onefold.checkpoint import CheckpointError
+from onefold.checkpoint.folder_source import FolderSource
+from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, key_of, read_manifest
+from onefold.checkpoint.source import Item
+from onefold.checkpoint.tensorfile import TensorFile
+from onefold.inspection.diff import Difference, Tolerance, differences
+from onefold.inspection.reshard import reshard
+from onefold.inspection.verify import examine
+from onefold.runtime.parameters.parameter import disable_torch_function
+from promises.jobs import whole_states
+from reference import adamw, built, on_each_rank, train, weights
+from reference import differences as unlike
+from saved import Run, Tokenizer, copied
+from zoo import TinyGPT, tokens_of
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Run().save(tmp_path_factory.mktemp("saved") / "a", tokenizer=Tokenizer())
+
+
+@pytest.fixture(scope="module")
+def three(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in three files of tensors."""
+    return reshard(saved, tmp_path_factory.mktemp("verify") / "three", 3)
+
+
+# -- verify ----------------------------------------------------------------------------------------
+
+
+def tensor_at(folder: Path, name: str, at: int) -> str:
+    """The tensor that holds byte `at` of a file, as its Item says it; "" for the head."""
+    records = read_manifest(folder).records
+    names = {key_of(r.item, p.start): str(r.item) for r in records for p in r.pieces}
+    with TensorFile(folder / name) as file:
+        holding = [k for k, entry in file.header.items() if entry.begin <= at < entry.end]
+    return names[holding[0]] if holding else ""
+
+
+def test_a_whole_checkpoint_has_no_problem_and_strange_files_are_noted(
+    three: Path, tmp_path: Path
+) -> None:
+    verdict = examine(three)
+    assert verdict.problems == [] and verdict.notes == [] and verdict.files == 8
+    assert verdict.nbytes == sum(p.stat().st_size for p in three.iterdir())
+    folder = copied(three, tmp_path / "a")
+    (folder / "more").mkdir()
+    (folder / "more" / "b").write_text("mine")
+    assert examine(folder).problems == [] and [n.file for n in examine(folder).notes] == ["more/b"]
+
+
+FILES = ["rank-00000.safetensors", "rank-00002.safetensors", MANIFEST, CHECKSUM, "state.json", "tokenizer.json"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_byte_is_found_and_named(three: Path, tmp_path: Path, name: str) -> None:
+    folder = copied(three, tmp_path / "a")
+    size, draw = (folder / name).stat().st_size, random.Random(name)
+    for at in {0, 7, 8, size - 1, *(draw.randrange(size) for _ in range(14))}:
+        by = draw.randrange(1, 256)
+        flip(folder / name, at, by)
+        problems = examine(folder).problems
+        assert name in {p.file for p in problems}, (at, problems)
+        if name.startswith("rank-"):
+            assert [p.tensor for p in problems] == [tensor_at(three, name, at)], (at, problems)
+        flip(folder / name, at, by)
+
+
+def test_files_that_are_cut_missing_or_of_another_checkpoint_are_named(
+    three: Path, tmp_path: Path
+) -> None:
+    later = Run(steps=3).save(tmp_path / "one", tokenizer=Tokenizer())
+    later = reshard(later, tmp_path / "three", 3)
+    for name in FILES:
+        place = copied(three, tmp_path / name)
+        data = (place / name).read_bytes()
+        (place / name).write_bytes(data[:-5])
+        assert name in {p.file for p in examine(place).problems}, name
+        (place / name).unlink()
+        found = {p.file: p.what for p in examine(place).problems}
+        assert name in found and ("rank" not in name or "a part of" in found[name]), found
+        if (later / name).read_bytes() != data:
+            shutil.copyfile(later / name, place / name)
+            assert name in {p.file for p in examine(place).problems}, name
+    for name, words in (("file", "is a file"), ("empty", "no Onefold"), ("none", "is no folder")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        (tmp_path / "file").write_text("")
+        with pytest.raises(CheckpointError, match=words):
+            examine(tmp_path / name)
+
+
+# -- reshard ---------------------------------------------------------------------------------------
+
+
+def compared(a: Path, b: Path, **options: Any) -> Difference:
+    with contextlib.closing(FolderSource(a)) as first, contextlib.closing(FolderSource(b)) as other:
+        return differences(first, other, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_a_resharded_checkpoint_is_the_same_in_other_files(
+    saved: Path, tmp_path: Path, ranks: int
+) -> None:
+    target = reshard(reshard(saved, tmp_path / "between", 5), tmp_path / "b", ranks)
+    assert examine(target).problems == []
+    found = compared(saved, target)
+    records = [r for r in read_manifest(saved).records if r.item.kind != "rng"]
+    assert found.equal and sum(found.compared.values()) == len(records)
+    sizes = [f.stat().st_size for f in sorted(target.glob("rank-*.safetensors"))]
+    assert len(sizes) == ranks
+    assert max(sizes[1:], default=0) < sum(sizes) / ranks * 1.5 + 20_000, "divided evenly"
+    assert read_manifest(target).step == 2 and sorted(os.listdir(tmp_path)) == ["b", "between"]
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_two_ranks_and_its_resharded_forms_load_to_the_same_bits(
+    folder: Path,
+) -> None:
+    def made(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        recipe = onefold.Recipe.zero(3, stall_timeout=30.0)
+        model = onefold.shard(built(lambda: TinyGPT(depth=2, tied=True), seed), recipe)
+        return model, adamw(model)
+
+    model, optimizer = made(1)
+    train(model, optimizer, [tokens_of(dist.get_rank()), tokens_of(10 + dist.get_rank())])
+    torch.manual_seed(dist.get_rank())
+    onefold.save(folder / "two", model=model, optimizer=optimizer)
+    expected = weights(model) | whole_states(optimizer) | {"random": torch.rand(4)}
+    for ranks in (1, 3):
+        if dist.get_rank() == 0:
+            reshard(folder / "two", folder / str(ranks), ranks)
+        on_each_rank("resharded")
+        again, states = made(7)
+        onefold.load(folder / str(ranks), model=again, optimizer=states)
+        found = weights(again) | whole_states(states) | {"random": torch.rand(4)}
+        assert not unlike(expected, found), ranks
+
+
+def test_damage_is_neither_resharded_nor_compared_and_a_stop_leaves_nothing(
+    saved: Path, tmp_path: Path
+) -> None:
+    for name in ("rank-00000.safetensors", "state.json", "config.json"):
+        source = copied(saved, tmp_path / f"damaged {name}")
+        flip(source / name)
+        with pytest.raises(CheckpointError, match=r"damaged|changed"):
+            reshard(source, tmp_path / "b", 2)
+        if "rank" in name:
+            with pytest.raises(CheckpointError, match="changed"):
+                compared(saved, source)
+        (source / name).unlink()
+        with pytest.raises(CheckpointError, match=name):
+            reshard(source, tmp_path / "b", 2)
+
+    def stop(nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reshard(saved, tmp_path / "b", 2, advance=stop)
+    assert all(name.startswith("damaged") for name in os.listdir(tmp_path))
+
+
+def test_a_checkpoint_can_be_resharded_in_its_place_and_is_never_replaced_unasked(
+    saved: Path, tmp_path: Path
+) -> None:
+    place = copied(saved, tmp_path / "a")
+    (tmp_path / "file").write_text("mine")
+    rows: tuple[tuple[str, int, str, bool], ...] = (
+        ("a", 2, "overwrite", False), ("file", 2, "is a file", True), ("b", 0, "0 ranks", False)
+    )  # fmt: skip
+    for name, ranks, words, overwrite in rows:
+        with pytest.raises(CheckpointError, match=words):
+            reshard(saved, tmp_path / name, ranks, overwrite=overwrite)
+    reshard(place, place, 4, overwrite=True)
+    assert len(list(place.glob("rank-*"))) == 4 and not examine(place).problems
+    assert compared(saved, place).equal and sorted(os.listdir(tmp_path)) == ["a", "file"]
+
+
+# -- diff ------------------------------------------------------------------------------------------
+
+
+def test_one_element_is_found_with_its_place_and_size(saved: Path, tmp_path: Path) -> None:
+    run = Run()
+    with torch.no_grad(), disable_torch_function():
+        weight = dict(run.model.named_parameters())["blocks.1.mlp.0.weight"].data.view(-1)
+        old = float(weight[777])
+        weight[777] += 0.5
+        gap = abs(float(weight[777]) - old)
+        relative = gap / max(abs(float(weight[777])), abs(old))
+    other = run.save(tmp_path / "b")
+    (d,) = compared(saved, other).tensors
+    assert d.item == Item("parameter", "blocks.1.mlp.0.weight") and d.what == "values"
+    assert (d.differing, d.of, d.at) == (1, 80 * 20, 777)
+    assert (d.largest, d.relative) == (pytest.approx(gap), pytest.approx(relative))
+    equal: list[tuple[dict[str, Any], bool]] = [
+        ({"tolerance": Tolerance(absolute=0.51)}, True),
+        ({"tolerance": Tolerance(absolute=0.49)}, False),
+        ({"tolerance": Tolerance(relative=relative * 1.01)}, True),
+        ({"parts": ["optimizer", "rest", "random"]}, True),
+        ({"wanted": lambda name: "blocks.0" in name}, True),
+    ]
+    for options, same in equal:
+        assert compared(saved, other, **options).equal == same, options
+
+
+def test_everything_that_resumes_is_compared(saved: Path, tmp_path: Path) -> None:
+    run = Run()
+    run.optimizer.param_groups[1]["lr"] = 0.5
+    run.optimizer.state[run.optimizer.param_groups[0]["params"][0]]["step"].fill_(9.0)
+    run.scheduler.last_epoch = 77
+    torch.rand(1)
+    extra = {"best": 1.25, "table": torch.arange(5000) * 2}
+    found = compared(saved, run.save(tmp_path / "b", step=3, data={"position": 17}, extra=extra))
+    assert {(v.part, v.where): (v.first, v.second) for v in found.values if v.part != "random"} == {
+        ("rest", "step"): (2, 3),
+        ("rest", "scheduler, last_epoch"): (2, 77),
+        ("rest", "data, all, position"): (16, 17),
+        ("rest", "extra, best"): (1.5, 1.25),
+        ("optimizer", "group 1, lr"): (pytest.approx(0.0081), 0.5),
+        ("optimizer", "tokens.weight, step"): (2.0, 9.0),
+    }
+    assert [v.where for v in found.values if v.part == "random"] == ["rank 0, torch"]
+    assert [d.item.kind for d in found.tensors] == ["extra"], "the table"
+    assert found.differing("rest") == (1, 4) and found.differing("weights") == (0, 0)
