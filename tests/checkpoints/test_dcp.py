@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import onefold
-from on_ranks import on_ranks
+from on_ranks import on_ranks, slow
 from onefold.checkpoint import CheckpointError
 from promises.jobs import first_ranks
 from reference import differences, train
@@ -115,16 +113,6 @@ def is_loaded(trained: Trained, wanted: dict[str, Tensor], lr: float, note: int)
     assert model.norm.note == note
 
 
-def is_written_once(folder: Path, wanted: dict[str, Tensor]) -> None:
-    """The elements that the checkpoint's parts hold are those of its tensors."""
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    for name, value in wanted.items():
-        key = f"optimizer.state.{name.replace('/', '.')}" if "/" in name else f"model.{name}"
-        found = stored[key]
-        assert isinstance(found, TensorStorageMetadata) and found.size == value.shape, key
-        assert sum(prod(chunk.sizes) for chunk in found.chunks) == value.numel(), key
-
-
 @on_ranks(3)
 def test_what_fsdp2_saved_onefold_goes_on_from_at_any_stage_and_number_of_ranks(
     folder: Path,
@@ -135,7 +123,7 @@ def test_what_fsdp2_saved_onefold_goes_on_from_at_any_stage_and_number_of_ranks(
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "saved")
     wanted = whole_of_fsdp(reference, optimizer)
     expected = torch.tensor(steps(reference, optimizer, range(2, 4)))
-    for ranks, stage in ((3, 3), (3, 1), (2, 2), (1, 0)):
+    for ranks, stage in ((3, 3), (2, 1), (1, 0)):
         group = first_ranks(ranks)
         if dist.get_rank() < ranks:
             model, mine = sharded(stage, 2, 0.5, group, turned=stage == 3)
@@ -150,7 +138,7 @@ def test_what_fsdp2_saved_onefold_goes_on_from_at_any_stage_and_number_of_ranks(
 
 
 @on_ranks(3)
-@pytest.mark.parametrize(("ranks", "stage"), [(3, 3), (3, 0), (2, 1)])
+@pytest.mark.parametrize(("ranks", "stage"), [(3, 3), (2, 1), pytest.param(3, 0, marks=slow)])
 def test_what_onefold_saved_fsdp2_goes_on_from_and_so_does_onefold(
     ranks: int, stage: int, folder: Path
 ) -> None:
@@ -172,7 +160,6 @@ def test_what_onefold_saved_fsdp2_goes_on_from_and_so_does_onefold(
     set_state_dict(other, theirs, model_state_dict=weights, optim_state_dict=state)
     found = whole_of_fsdp(other, theirs)
     assert not differences(found, {n: t for n, t in wanted.items() if n in found})
-    is_written_once(folder / "saved", wanted)
     if ranks == 3:
         losses = torch.tensor(steps(other, theirs, range(2, 4)))
         assert torch.allclose(losses, torch.tensor(expected), rtol=1e-5)

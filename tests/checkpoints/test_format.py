@@ -4,7 +4,6 @@ that ranks of other meshes read.
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from contextlib import closing
@@ -14,13 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import onefold
 from checkpoints.injured import flip
-from examples import examples
 from onefold.checkpoint.errors import DamagedCheckpoint
 from onefold.checkpoint.folder_source import FolderSource, RangeRead
 from onefold.checkpoint.manifest import (
@@ -33,75 +29,36 @@ from onefold.checkpoint.manifest import (
 )
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import DTYPES, Planned, write_tensors
-from onefold.checkpoint.values import decode, encode
 from onefold.layout.holders import AxisCut, TensorBox, region_of
-from reference import built
+from reference import built, differences
 from zoo import TinyMLP
 
 
-def test_every_reader_of_safetensors_opens_what_is_written(tmp_path: Path) -> None:
+def test_others_open_the_tensors_and_what_a_program_keeps_beside_comes_back(tmp_path: Path) -> None:
+    plain: dict[str, Any] = {
+        "python": random.getstate(), "numpy": np.random.default_rng(3).bit_generator.state,
+        "counter": Counter({3: 1, 5: 2}), "inf": -float("inf"), "scalar": np.float64(0.1),
+        "dtype": torch.bfloat16, "device": torch.device("cpu"),
+        "nested": {"$tensor": 1, 3: (2j, [b"\0", None, {"ö": True}])},
+    }  # fmt: skip
     tensors = {
         f"{code} {shape}": torch.randint(0, 2, shape).to(dtype)
         for code, dtype in DTYPES.items()
-        for shape in ((), (0,), (3, 5))
-        if code not in ("C64", "U16", "U32", "U64")
+        for shape in ((), (0,), (3, 5), (70, 70))
     }
-    tensors["höher"] = torch.randn(7)
-    planned = [Planned(k, t.dtype, tuple(t.shape), t) for k, t in tensors.items()]
-    write_tensors(tmp_path / "a.safetensors", planned)
-    theirs = load_file(tmp_path / "a.safetensors")
-    assert set(theirs) == set(tensors)
-    for name, t in tensors.items():
-        ours = t.reshape(-1).view(torch.uint8)
-        assert torch.equal(theirs[name].reshape(-1).view(torch.uint8), ours), name
-
-
-# -- values ----------------------------------------------------------------------------------------
-
-_numbers = (
-    st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.complex_numbers(allow_nan=False, allow_infinity=False)
-)
-_values: Any = st.recursive(
-    st.none() | _numbers | st.text() | st.binary(),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.text() | st.integers(), inner, max_size=3)
-    ),
-    max_leaves=12,
-)
-
-
-@given(_values)
-@examples(100)
-def test_values_come_back_as_they_were(value: Any) -> None:
-    back = decode(json.loads(json.dumps(encode(value, "x"))))
-    assert back == value and type(back) is type(value)
-
-
-def test_what_a_program_keeps_beside_comes_back(tmp_path: Path) -> None:
-    plain: dict[str, Any] = {
-        "python": random.getstate(), "numpy": np.random.default_rng(3).bit_generator.state,
-        "counter": Counter({3: 1, 5: 2}), "inf": -float("inf"),
-        "dtype": torch.bfloat16, "device": torch.device("cpu"), "scalar": np.float64(0.1),
-        "dollar": {"$tensor": 1},
-    }  # fmt: skip
-    tensors = {"bf16": torch.randn(3, dtype=torch.bfloat16), "long": torch.arange(5000)}
-    arrays = {"array": np.arange(6).reshape(2, 3), "long array": np.arange(5000.0)}
     model = onefold.shard(built(TinyMLP), onefold.Recipe.zero(3))
-    nan = {"nan": float("nan")}
-    onefold.save(tmp_path / "a", model=model, extra=plain | tensors | arrays | nan, data={"at": 12})
-    loaded = onefold.load(tmp_path / "a", model=model)
+    extra = plain | tensors | {"array": np.arange(5000.0).reshape(-1, 5), "nan": float("nan")}
+    path = onefold.save(tmp_path / "a", model=model, extra=extra, data={"at": 12})
+    loaded = onefold.load(path, model=model)
     back = loaded.extra
     assert loaded.data == {"at": 12} and back["nan"] != back["nan"]
     for name, value in plain.items():
         assert back[name] == value and type(back[name]) is type(value), name
-    assert all(torch.equal(back[name], t) for name, t in tensors.items())
-    for name, array in arrays.items():
-        assert np.array_equal(back[name], array) and back[name].dtype == array.dtype
+    assert not differences(tensors, {name: back[name] for name in tensors})
+    assert np.array_equal(back["array"], extra["array"])
+    stored = load_file(path / "rank-00000.safetensors")
+    for name, t in model.state_dict().items():
+        assert torch.equal(stored[f"parameter:{name}@0"], t.reshape(-1)), name
 
 
 # -- boxes -----------------------------------------------------------------------------------------
@@ -169,19 +126,3 @@ def test_every_byte_that_another_mesh_reads_is_checked(
         with pytest.raises(DamagedCheckpoint, match=r"bytes have changed.*'weight'"):
             read_by(folder, MESHES[wanted])
         flip(folder / FILE, at - data)
-
-
-LEFT, RIGHT = TensorBox((0, 0), (4, 2)), TensorBox((0, 2), (4, 1))
-GAPS: dict[str, list[StoredPiece]] = {
-    "covers elements 6 to 12, expected one that begins at 5": [StoredPiece("f", 0, 5, 0), StoredPiece("f", 6, 12, 0)],
-    "cover 5 of its 12 elements": [StoredPiece("f", 0, 5, 0)],
-    "boxes cover 8 of 12": [StoredPiece("f", 0, 8, 1, LEFT)],
-    "cover 3 of its 4 elements of the box": [StoredPiece("f", 0, 8, 1, LEFT), StoredPiece("f", 0, 3, 1, RIGHT)],
-    "two boxes overlap": [StoredPiece("f", 0, 8, 1, LEFT), StoredPiece("f", 0, 12, 1)],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("words", GAPS)
-def test_pieces_that_do_not_cover_a_tensor_once_are_refused(words: str) -> None:
-    with pytest.raises(DamagedCheckpoint, match=words):
-        Record(Item("parameter", "a"), "F32", (4, 3), tuple(GAPS[words]))

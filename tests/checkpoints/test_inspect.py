@@ -129,6 +129,10 @@ def test_a_resharded_checkpoint_is_the_same_in_other_files(
     sizes = [f.stat().st_size for f in sorted(target.glob("rank-*.safetensors"))]
     assert len(sizes) == ranks
     assert max(sizes[1:], default=0) < sum(sizes) / ranks * 1.5 + 20_000, "divided evenly"
+    with pytest.raises(CheckpointError, match="overwrite"):
+        reshard(saved, target, 2)
+    reshard(target, target, 4, overwrite=True)
+    assert not examine(target).problems and compared(saved, target).equal
     assert read_manifest(target).step == 2 and sorted(os.listdir(tmp_path)) == ["b", "between"]
 
 
@@ -177,22 +181,6 @@ def test_damage_is_neither_resharded_nor_compared_and_a_stop_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         reshard(saved, tmp_path / "b", 2, advance=stop)
     assert all(name.startswith("damaged") for name in os.listdir(tmp_path))
-
-
-def test_a_checkpoint_can_be_resharded_in_its_place_and_is_never_replaced_unasked(
-    saved: Path, tmp_path: Path
-) -> None:
-    place = copied(saved, tmp_path / "a")
-    (tmp_path / "file").write_text("mine")
-    rows: tuple[tuple[str, int, str, bool], ...] = (
-        ("a", 2, "overwrite", False), ("file", 2, "is a file", True), ("b", 0, "0 ranks", False)
-    )  # fmt: skip
-    for name, ranks, words, overwrite in rows:
-        with pytest.raises(CheckpointError, match=words):
-            reshard(saved, tmp_path / name, ranks, overwrite=overwrite)
-    reshard(place, place, 4, overwrite=True)
-    assert len(list(place.glob("rank-*"))) == 4 and not examine(place).problems
-    assert compared(saved, place).equal and sorted(os.listdir(tmp_path)) == ["a", "file"]
 
 
 # -- diff ------------------------------------------------------------------------------------------

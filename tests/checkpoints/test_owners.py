@@ -17,7 +17,6 @@ from reference import built, train, weights
 from zoo import features_of
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},
     "HSDP": {"stage": 3, "shard_group": 2},
     "hybrid": {"stage": 3, "shard_group": 2, "optimizer_over": "all"},

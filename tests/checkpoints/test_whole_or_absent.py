@@ -91,7 +91,7 @@ def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint_or_none(
             break
         if disk == "new":
             folders.remove(path) if path.exists() else None
-        moment += 1 if every else 6
+        moment += 1 if every else 11
     assert moment > 30
     assert set(found) == {None if disk == "new" else 1, 2}
 
