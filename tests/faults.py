@@ -288,6 +288,14 @@ FAULTS = [
     ),
     Fault(
         "checkpoints",
+        "a checkpoint is removed before the one that replaces it has its name",
+        "checkpoint/folder.py",
+        "            exchange(self.folder, self.target)\n",
+        "            shutil.rmtree(self.target)\n            os.rename(self.folder, self.target)\n",
+        ["tests/checkpoints/test_whole_or_absent.py"],
+    ),
+    Fault(
+        "checkpoints",
         "the step count of Adam begins anew after a load",
         "checkpoint/apply.py",
         "key: placed(value, entry.param, group)",

@@ -86,23 +86,3 @@ def complaint(act: Callable[[], object]) -> str:
     except CheckpointError as error:
         return str(error)
     return "nothing was raised"
-
-
-def saved_folders(root: Path) -> dict[str, Path]:
-    """What `save_pretrained` makes in `root`: one folder a family, one in bf16, one in several
-    files.
-    """
-    out = {}
-    for number, family in enumerate(FAMILIES):
-        torch.manual_seed(number)
-        out[family] = root / family.replace(", ", "-").replace(" ", "-")
-        model = build(family)
-        for parameter in model.parameters():  # also norms and biases, which start as ones and zeros
-            parameter.data.normal_()
-        model.save_pretrained(out[family])
-    out["bf16"] = root / "bf16"
-    opened(out["llama, tied"], "llama, tied", torch.bfloat16).save_pretrained(out["bf16"])
-    out["many"] = root / "many"
-    opened(out["llama"], "llama").save_pretrained(out["many"], max_shard_size="6KB")
-    assert (out["many"] / "model.safetensors.index.json").exists()
-    return out
