@@ -86,3 +86,23 @@ def complaint(act: Callable[[], object]) -> str:
     except CheckpointError as error:
         return str(error)
     return "nothing was raised"
+
+
+#: For plans of tensor and expert parallelism: heads and experts that 4 ranks can divide.
+DIVISIBLE = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 4, "intermediate_size": 24, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1,
+             "eos_token_id": 2, "tie_word_embeddings": False}  # fmt: skip
+
+
+def divisible(kind: str, **options: Any) -> Any:
+    """A model of `kind`, "Llama" for LlamaForCausalLM, with noise in each weight, also in norms."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**DIVISIBLE | options)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+    return model
