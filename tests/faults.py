@@ -633,14 +633,6 @@ FAULTS = [
         "if copy is not None and copy.root() is root:",
         ["tests/stores/test_activations.py"],
     ),
-    Fault(
-        "stores",
-        "a checkpointed block keeps all of its tiles",
-        "tiling/modules.py",
-        "            if gatherer is not None\n            else",
-        "            if False\n            else",
-        ["tests/stores/test_tiles.py"],
-    ),
     # -- exits -------------------------------------------------------------------------------------
     Fault(
         "exits",

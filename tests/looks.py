@@ -185,16 +185,6 @@ def disk(model: nn.Module) -> Any:
     return engine(model).transfers.open_store
 
 
-def most_gathered(model: nn.Module, units: str) -> int:
-    """The most bytes that were gathered at a time since `watch`, of units with this in their names."""
-    now = most = 0
-    for _, category, unit, change in engine(model).memory.timeline:
-        if category == "gathered units" and units in unit:
-            now += change
-            most = max(most, now)
-    return most
-
-
 # -- what the plan says of the same ----------------------------------------------------------------
 
 
@@ -366,18 +356,6 @@ def interval(x: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:
 
     spec = spec_of(x)
     return None if spec is None else (local_part(x).reshape(-1), spec.start, spec.stop)
-
-
-def say_that_graphs_are_recorded_on(device: str) -> None:
-    """As if torch.compile recorded CUDA graphs on `device`."""
-    from onefold.runtime import differentiate
-
-    differentiate.GRAPHED = frozenset((device,))
-
-
-def naming_communicators(model: nn.Module) -> Any:
-    """The context in which the model's communicators are made."""
-    return engine(model).group.communicators.named()
 
 
 def record_graphs_on(device: str) -> None:

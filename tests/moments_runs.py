@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zoo import features_of
@@ -83,47 +82,6 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def left_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """{name, or "name: part of a moment": all of it} on rank 0, from every rank's own intervals.
-    Collective.
-    """
-    import onefold
-    from onefold.checkpoint.parts import States
-    from onefold.runtime.parts import accounted
-    from onefold.runtime.storage import OnDisk
-
-    mine = []
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        for parts, entry, key in States(onefold.engine_of(model), [optimizer]).tensors:
-            shape, start, stop, part = accounted(parts, entry, key)
-            tensor = (
-                torch.cat(list(part.pieces()))
-                if isinstance(part, OnDisk) and stop > start
-                else part
-            )
-            # Which cannot be pickled
-            tensor = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-            if stop > start:
-                mine.append((f"{entry.part.names[0]}: {key}", shape, start, tensor.clone()))
-    said: list[Any] = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        said = [None] * dist.get_world_size()
-        dist.all_gather_object(said, mine)
-    out = onefold.full_state_dict(model)
-    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for name, _, start, tensor in (row for rank in said for row in rank):
-        parts.setdefault(name, []).append((start, tensor))
-    for name, found in parts.items():
-        ends = [0]
-        for start, tensor in sorted(found, key=lambda pair: pair[0]):
-            assert start == ends[-1], (
-                f"{name}: a part begins at {start}, the one before ends at {ends[-1]}"
-            )
-            ends.append(start + tensor.numel())
-        out[name] = torch.cat([tensor for _, tensor in sorted(found, key=lambda pair: pair[0])])
-    return out if not dist.is_initialized() or dist.get_rank() == 0 else {}
 
 
 def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:

@@ -28,7 +28,6 @@ FILES = [
     "tests/processes/test_claim.py",
     "tests/train/test_starts.py",
     "tests/train/test_survival.py",
-    "tests/train/test_machines.py",
     "tests/train/test_drill.py",
     "tests/train/test_examples.py",
     "tests/train/test_nonfinite.py",

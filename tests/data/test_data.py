@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from onefold.data.samples import IGNORE, Samples, held_out_batch, load_data
+from onefold.data.samples import IGNORE, Samples, load_data
 from onefold.data.text import ByteTokenizer, encode_with_spans, render_chat
 from onefold.wording import TrainError
 
@@ -133,14 +133,3 @@ def test_absent_data_and_folders_without_text_are_named(tmp_path: Path) -> None:
     for name in (str(tmp_path), str(tmp_path / "none.txt")):
         with pytest.raises(TrainError, match=name):
             load_data(name, ByteTokenizer(), 16, 0, 0.1)
-
-
-def test_a_batch_that_fills_up_the_ranks_counts_nothing_and_still_has_a_loss() -> None:
-    rows = np.arange(12, dtype=np.int32).reshape(3, 4)
-    samples = Samples(rows, rows)
-    batch, count = held_out_batch(samples, np.array([2, 0]), real=1)
-    assert (
-        count == 3 and (batch["labels"][1] == IGNORE).all() and (batch["labels"][0] != IGNORE).all()
-    )
-    batch, count = held_out_batch(samples, np.array([0, 0]), real=0)
-    assert count == 0 and (batch["labels"][:, 1:] != IGNORE).sum() == 1

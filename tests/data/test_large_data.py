@@ -88,77 +88,6 @@ def test_samples_from_the_disk_are_those_from_memory(key: str, pack: str, tmp_pa
     )
 
 
-@needs_datasets
-def test_tables_lines_and_folders_of_datasets_hold_the_same(tmp_path: Path) -> None:
-    import datasets
-
-    rows = [{"text": text, "body": text.upper(), "n": at} for at, text in enumerate(TEXTS)]
-    held = datasets.Dataset.from_list(rows)
-    held.to_parquet(tmp_path / "d.parquet", batch_size=7)
-    held.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": held, "test": held.select([0])}).save_to_disk(tmp_path / "dict")
-    (tmp_path / "splits").mkdir()
-    held.to_parquet(tmp_path / "splits" / "train-00000-of-00001.parquet")
-    held.select([1]).to_parquet(tmp_path / "splits" / "test-00000-of-00001.parquet")
-    (tmp_path / "a.arrow").write_bytes(next((tmp_path / "one").glob("*.arrow")).read_bytes())
-    lines(tmp_path / "d.jsonl", rows)
-    for name in ("d.parquet", "one", "dict", "splits", "a.arrow", "d.jsonl"):
-        for field, expected in ((None, TEXTS), ("body", [t.upper() for t in TEXTS])):
-            found = list(rows_of(str(tmp_path / name), field))
-            assert found == [("text", text, True) for text in expected], (name, field)
-    chats = datasets.Dataset.from_list([{"messages": chat} for chat in CHATS])
-    chats.to_parquet(tmp_path / "c.parquet")
-    assert [row for _, row, _ in rows_of(str(tmp_path / "c.parquet"))] == CHATS
-
-
-@pytest.fixture
-def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of `datasets` that has org/name: its configurations default and short, each with the
-    splits train and validation. The network is forbidden.
-    """
-    import datasets
-
-    home = tmp_path / "datasets"
-    for config, texts in (("default", TEXTS), ("short", TEXTS[:9])):
-        splits = {"train": texts, "validation": [text + "!" for text in texts]}
-        files = {}
-        for split, rows in splits.items():
-            file = tmp_path / f"{config}-{split}.parquet"
-            datasets.Dataset.from_list([{"text": text} for text in rows]).to_parquet(file)
-            files[split] = str(file)
-        made = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "made"))
-        place = home / "org___name" / config / "0.0.0" / ("0" * 40)
-        shutil.copytree(Path(made["train"].cache_files[0]["filename"]).parent, place)
-        for file in place.glob("parquet-*"):
-            file.rename(file.with_name(file.name.replace("parquet-", "name-")))
-        info = place / "dataset_info.json"
-        said = {**json.loads(info.read_text()), "dataset_name": "name", "config_name": config}
-        info.write_text(json.dumps(said))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(home))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    return home
-
-
-@needs_datasets
-@pytest.mark.usefixtures("datasets_cache")
-def test_a_dataset_in_the_cache_is_read_without_a_network() -> None:
-    held_out = [text + "!" for text in TEXTS]
-    for name, expected in (
-        ("org/name/default", TEXTS),
-        ("org/name/default:train", TEXTS),
-        ("org/name/default:validation", held_out),
-        ("org/name/short", TEXTS[:9]),
-        ("org/name/short:validation", held_out[:9]),
-        ("org/name/default:train[10:20]", TEXTS[10:20]),
-        ("org/name/short:validation[:3]+train", held_out[:3] + TEXTS[:9]),
-    ):
-        sources.check_data(name, 16)
-        assert [text for _, text, _ in rows_of(name)] == expected, name
-        assert not is_small(name)
-
-
 def test_tokens_are_made_once_for_the_same_content_and_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,21 +119,6 @@ def test_a_line_that_cannot_be_read_leaves_no_tokens(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match=r"line 61: expected a key `text` or `messages`"):
         cached(data, tmp_path)
     assert list((tmp_path / "tokens").iterdir()) == []
-
-
-def test_what_a_killed_run_has_left_is_removed_once_nobody_writes_to_it(tmp_path: Path) -> None:
-    data = lines(tmp_path / "d.jsonl", [{"text": t} for t in TEXTS])
-    cached(data, tmp_path)
-    (made,) = (tmp_path / "tokens").iterdir()
-    shutil.rmtree(made)
-    old, new = (made.with_name(f"{made.name}.{pid}.partial") for pid in (1, 2))
-    for folder in (old, new):
-        folder.mkdir()
-        (folder / "tokens.bin").write_bytes(b"half")
-    for path in (old / "tokens.bin", old):
-        os.utime(path, (1e9, 1e9))
-    cached(data, tmp_path)
-    assert sorted((tmp_path / "tokens").iterdir()) == sorted([made, new])
 
 
 def test_a_large_text_in_pieces_loses_no_byte(

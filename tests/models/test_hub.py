@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from hf_folders import JOB, saved
-from onefold.models.names import check_hub, is_hub_name, kind_of
+from onefold.models.names import check_hub
 from onefold.wording import TrainError
 from started_runs import environment, options, rows_of
 
@@ -142,21 +142,6 @@ def test_a_model_of_the_hub_is_downloaded_once_and_then_read_from_the_cache(
     assert "torch was imported" in err, err  # it went on
 
 
-def test_names_that_may_be_of_the_hub() -> None:
-    assert all(map(is_hub_name, ("org/name", "org/name-7B.v2", "org/name@main")))
-    assert not any(map(is_hub_name, ("name", "./a/b", "/a/b", "a/b/c", "a:b/c", "org/")))
-    with pytest.raises(TrainError, match="nor org/name"):
-        kind_of("name")
-
-
-def test_a_folder_without_a_model_says_what_it_has(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match=r"no config\.json"):
-        kind_of(str(tmp_path))
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(TrainError, match=r"adapters of peft, .* --merge writes"):
-        kind_of(str(tmp_path))
-
-
 def test_a_model_in_the_cache_of_which_a_file_is_missing_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,46 +159,3 @@ def test_a_model_in_the_cache_of_which_a_file_is_missing_is_not_taken(
     next((there / "snapshots" / COMMIT).glob("model-*.safetensors")).unlink()
     with pytest.raises(TrainError, match="no such model is whole in the hub's cache"):
         check_hub("tiny/llama")
-
-
-READS = """
-import sys
-from onefold.wording import TrainError
-from onefold.data.sources import check_data, is_small, rows_of
-check_data("tiny/text", 16)
-assert not is_small("tiny/text") and "torch" not in sys.modules
-for name, numbers in (("tiny/text", range(50)), ("tiny/text:validation", range(50, 60))):
-    check_data(name, 16)
-    rows = list(rows_of(name))
-    assert rows == [("text", f"document {n}", True) for n in numbers], rows
-try:
-    list(rows_of("tiny/text:test"))
-except TrainError as error:
-    assert "train" in str(error) and "validation" in str(error), error
-    assert str(error).endswith("Name one as org/name/CONFIG:SPLIT."), error
-else:
-    raise AssertionError("a split that is not there was read")
-print("read")
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs datasets")
-def test_a_dataset_of_the_hub_is_read_as_a_stream(tmp_path: Path) -> None:
-    import datasets
-
-    (tmp_path / "d").mkdir()
-    for split, numbers in (("train", range(50)), ("validation", range(50, 60))):
-        rows = [{"text": f"document {n}"} for n in numbers]
-        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "d" / f"{split}.parquet")
-    clean = {k: v for k, v in environment(tmp_path / "tmp").items() if k != "HF_HUB_OFFLINE"}
-    with hub(tmp_path / "d") as (address, asked):
-        given = {
-            "HF_ENDPOINT": address,
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_HUB_DISABLE_XET": "1",
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", READS], env={**clean, **given}, text=True, capture_output=True, timeout=300
-        )  # fmt: skip
-    assert done.stdout.endswith("read\n"), (done.stderr[-3000:], asked)
-    assert not list((tmp_path / "home").rglob("*.parquet"))  # nothing stays on the disk

@@ -25,8 +25,6 @@ from onefold.checkpoint.folder import newest_first
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.processes.ranks import Ranks
 from onefold.train import checkpoints
-from onefold.train.config import resolve
-from onefold.train.early import check_early
 from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
@@ -273,42 +271,8 @@ def test_layers_that_are_not_there_are_told(
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"lora_alpha": 8}, "--lora-alpha is about adapters, and there are none: add --lora 16"),
-        ({"merge": True}, "--merge is about adapters, and there are none: add --lora 16"),
-        ({"frozen": "nf4"}, "or train adapters around it (--lora 16)"),
-    ],
-)
-def test_options_about_adapters_need_adapters(
-    options: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(TrainError) as error:
-        check_early(resolve({"model": "llama:tiny", "data": "topics", **options}))
-    assert said in str(error.value)
-
-
 def test_adapters_that_cannot_be_merged_are_told_before_they_are_trained(tmp_path: Path) -> None:
     """Those of experts and gates, which peft adds to parameters and not to linear layers."""
     folder = saved(tmp_path, "mixtral")
     with pytest.raises(TrainError, match=r"--merge: the adapter at .*mlp.* Leave --merge out"):
         prepare(job(folder, lora=2, merge=True), alone(), lambda line: None)
-
-
-@pytest.mark.slow
-def test_adapters_of_experts_train_over_the_experts_of_the_folder(tmp_path: Path) -> None:
-    """Read in parts, and in 4 bits: peft wraps two parameters of a module twice."""
-    import transformers
-
-    folder = saved(tmp_path, "mixtral")
-    run = prepare(job(folder, lora=2), alone(), lambda line: None)
-    assert run.loaded.weights is not None
-    there = {n.replace("base_layer.", ""): t for n, t in run.model.state_dict().items()}
-    base: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for name, tensor in base.state_dict().items():
-        assert torch.equal(there[f"base_model.model.{name}"], tensor), name
-    rows: list[Row] = []
-    run = prepare(job(folder, lora=2, frozen="nf4"), alone(), lambda line: None)
-    train(run, lambda: 0, rows.append)
-    assert len(rows) == 2

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,6 @@ import onefold
 import virtual
 from onefold.device import new_stream, use_stream
 from onefold.memory import MemoryLedger
-from onefold.observe import watch_activations
 from onefold.offload.activations import ACTIVATIONS_MOVING as MOVING
 from onefold.offload.activations import ActivationStore
 from reference import differences
@@ -308,15 +306,6 @@ def test_what_several_nodes_save_goes_down_once_and_comes_up_once_and_is_freed()
     assert_nothing_is_left(store)
 
 
-def test_what_somebody_still_holds_is_not_copied_up() -> None:
-    store, h = store_of(), features_of(1, 50, 50).requires_grad_() * 2
-    with saving(store):
-        loss = h.sin().sum()
-    loss.backward()
-    assert (store.down, store.up) == (50 * 50 * 4, 0)
-    assert_nothing_is_left(store)
-
-
 @virtual.alone
 @pytest.mark.parametrize("lines", [0, 3, 10])
 def test_the_device_holds_the_window_on_the_way_down_and_what_is_ahead_on_the_way_up(
@@ -355,18 +344,6 @@ def test_of_checkpointed_blocks_the_inputs_go_down_and_recomputed_tensors_do_not
             assert_nothing_is_left(store)
 
 
-def test_inside_a_checkpoint_nothing_goes_down() -> None:
-    """It counts what is saved, and keeps none of it."""
-    store, x = store_of(), features_of(1, 10, 16).requires_grad_()
-
-    def forward(x: Tensor) -> Tensor:
-        with saving(store):
-            return (x * 2).sin()
-
-    checkpoint(forward, x, use_reentrant=False).sum().backward()
-    assert store.down == 0 and torch.equal(x.grad, 2 * (x * 2).cos())
-
-
 # -- graphs that end otherwise ---------------------------------------------------------------------
 
 
@@ -402,69 +379,6 @@ def test_graphs_that_are_dropped_raise_or_are_read_in_part_give_their_memory_bac
     assert torch.equal(x.grad, read_first)
     del read, unread
     assert_nothing_is_left(store)
-
-
-def test_a_closed_store_takes_nothing_more_and_keeps_what_graphs_need() -> None:
-    store, x = store_of(), features_of(1, 20, 20).requires_grad_()
-    with saving(store):
-        loss = (x * 2).sin().sum()
-    store.close()
-    down = store.down
-    with saving(store):
-        (x * 2).cos().sum().backward()
-    assert store.down == down, "a closed store took something"
-    x.grad = None
-    loss.backward()
-    assert torch.equal(x.grad, 2 * (x * 2).cos()) and store.arena.ledger.now() == {}
-
-
-def test_the_collector_may_drop_graphs_in_the_middle_of_anything() -> None:
-    store, model = store_of(), TinyGPT()
-    before = gc.get_threshold()
-    for _ in range(2):
-        with saving(store):
-            cycle: list[Any] = [model(tokens_of(0))]
-        cycle.append(cycle)
-        del cycle
-    gc.freeze()  # what is there already need not be gone over in each collection
-    gc.unfreeze()
-    gc.set_threshold(1, 1, 1)
-    try:
-        with saving(store):
-            loss = model(tokens_of(0))
-        loss.backward()
-    finally:
-        gc.set_threshold(*before)
-    del loss
-    assert_nothing_is_left(store)
-
-
-def test_threads_may_share_a_store_and_stores_may_be_in_each_other() -> None:
-    outer, inner = store_of(64 * 1024), store_of(smallest=1000)
-    wrong: list[int] = []
-
-    def work(seed: int) -> None:
-        for _ in range(5):
-            grads = []
-            for stores in ((None, None), (outer, inner)):
-                x = features_of(seed, 16, 16).requires_grad_()
-                y = x[:8] * 1
-                with saving(stores[0]), saving(stores[1]):
-                    for _ in range(12):
-                        y = y.sin() * y
-                    z = torch.cat([y, y]).sin()
-                z.sum().backward()
-                grads.append(x.grad)
-            if not torch.equal(*grads):
-                wrong.append(seed)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == [] and outer.down > 0 and inner.down > 0
-    assert_nothing_is_left(outer, inner)
 
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
@@ -530,28 +444,6 @@ def sharded(
     recipe = onefold.Recipe.zero(stage, precision=precision, **options)
     model = onefold.shard(TinyGPT() if model is None else model, recipe)
     return model, looks.activations(model)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_stays_and_what_is_on_the_host_are_all_that_is_saved(
-    stage: int, precision: str
-) -> None:
-    """Parameters, which rest or are gathered anyway, are neither."""
-    plain, _ = sharded(stage, precision)
-    with watch_activations(plain) as watched:
-        loss = plain(tokens_of(0))
-        everything = sum(watched.now().values())
-        loss.backward()
-    model, store = sharded(stage, precision, offload_activations=4 * MIB)
-    store.smallest = 1000
-    with watch_activations(model) as watched:
-        loss = model(tokens_of(0))
-        rest = sum(watched.now().values())
-        assert store.held > 0 and rest > 0 and rest + store.held == everything
-        assert looks.held(model)["host"]["activations"] >= store.held
-        loss.backward()
-        assert watched.now() == {} and "activations" not in looks.held(model).get("host", {})
 
 
 def top_hooks() -> Any:

@@ -4,9 +4,7 @@ block only, and rounding that is right on average.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -154,16 +152,6 @@ def test_what_was_decoded_is_encoded_without_a_loss_also_through_bf16(
 
 
 @FEW
-@given(codecs, intervals(), st.sampled_from(DTYPES))
-def test_decoding_into_16_bits_is_decoding_in_fp32_and_rounding_once(
-    by: Blockwise, source: Tensor, dtype: torch.dtype
-) -> None:
-    exact = decoded(by, source)
-    inside = exact.abs() <= torch.finfo(dtype).max
-    assert torch.equal(decoded(by, source, dtype)[inside], exact[inside].to(dtype)), (by, source)
-
-
-@FEW
 @given(codecs, intervals(st.integers(1, 700)), st.data())
 def test_what_is_not_finite_makes_its_block_nan_and_no_other(
     by: Blockwise, source: Tensor, data: st.DataObject
@@ -179,18 +167,6 @@ def test_what_is_not_finite_makes_its_block_nan_and_no_other(
     assert not total[inside].isfinite().any(), "an overflow of gradients must be seen"
     by.keep_residual(encoded(by, hurt), lost)
     assert (lost[inside] == 0).all(), "nor may it be kept for later steps"
-
-
-def test_the_plain_codec_hands_every_bit_on_and_a_narrower_dtype_overflows() -> None:
-    for dtype in DTYPES:
-        info = torch.finfo(dtype)
-        odd = [0.0, -0.0, 1.5, torch.inf, -torch.inf, torch.nan, info.max, info.tiny / 2]
-        source = torch.tensor(odd, dtype=dtype)
-        got = decoded(codec("plain", dtype=dtype), source, dtype)
-        assert torch.equal(got.view(torch.uint8), source.view(torch.uint8)), dtype
-    for name in BLOCKWISE:
-        got = decoded(codec(name), torch.tensor([1e6, -1e6, 0.0]), torch.float16)
-        assert got.tolist() == [torch.inf, -torch.inf, 0.0], name
 
 
 def test_codes_are_the_nearest_of_e4m3_and_of_the_levels_of_nf4() -> None:
@@ -297,22 +273,6 @@ def test_decode_add_adds_in_fp32_and_the_residual_is_what_encoding_lost(
     assert torch.equal(lost, missing.nan_to_num(0.0, 0.0, 0.0)), by
 
 
-@FEW
-@given(rounded, st.integers(0, 2**31))
-def test_with_error_feedback_the_sum_of_what_was_sent_is_off_by_one_step(
-    by: Blockwise, seed: int
-) -> None:
-    source, residual = features_of(seed, 300), torch.zeros(300)
-    sent = torch.zeros(300, dtype=torch.float64)
-    for _ in range(12):
-        offered = source + residual
-        sent += decoded(by, offered).double()
-        residual.copy_(offered)
-        by.keep_residual(encoded(by, offered), residual)
-    bound = allowed(by, offered) + 12 * 4 * 2.0**-24 * largest_of_blocks(by, offered)
-    assert ((sent - 12 * source.double()).abs() <= bound).all(), by
-
-
 @pytest.mark.parametrize("name", CODECS)
 def test_no_call_holds_more_than_its_scratch_beside_the_interval(name: str) -> None:
     """A MiB of elements in slabs of 4,096: a copy of a sixteenth of them would show."""
@@ -339,47 +299,6 @@ def test_no_call_holds_more_than_its_scratch_beside_the_interval(name: str) -> N
 
 
 # -- chance ----------------------------------------------------------------------------------------
-
-
-def hoeffding(spread: float, count: int, comparisons: int = 1) -> float:
-    """How far the mean of `count` draws from an interval of length `spread` is from its expectation
-    at most, but for once in 10^12 times.
-    """
-    return spread * math.sqrt(math.log(2 * comparisons * 1e12) / (2 * count))
-
-
-@pytest.mark.parametrize("name", ROUNDED)
-def test_rounding_by_chance_is_right_on_average(name: str) -> None:
-    """Over addresses. A draw's 16 bits may add 2**-17 of a step."""
-    by, values = codec(name), [0.0, 0.3, 1e-3, -0.77, 5e-6]  # the last below fp8's normal numbers
-    rows = torch.tensor(values).repeat_interleave(12).repeat((1 << 14) // 12 + 1)
-    source = torch.cat([rows.view(-1, 60), torch.ones(rows.numel() // 60, 4)], 1).flatten()
-    source = source[: source.numel() // by.block * by.block]
-    got = decoded(by, source, chance=Stochastic(11, 12, 13)).double()
-    for value in values:
-        mine = got[source == value]
-        size = torch.tensor([abs(value)]).double()
-        step = 2 * float(PROMISES[name].off(size, torch.tensor(1.01 / by.top)))
-        near = step * 2.0**-17 + hoeffding(step, mine.numel(), 5) + abs(value) * 2.0**-20
-        assert abs(float(mine.mean()) - value) <= near, (name, value, float(mine.mean()), near)
-        assert abs(value) < 1e-3 or len(mine.unique()) == 2, (name, value, mine.unique())
-
-
-def test_the_mean_over_steps_is_the_value_at_every_address() -> None:
-    by, source, turns = codec("int4"), features_of(5, 256), 300
-    found = [decoded(by, source, chance=Stochastic(1, step)).double() for step in range(turns)]
-    step = largest_of_blocks(by, source) / by.top * (1 + 2.0**-7)
-    bound = step * (2.0**-17 + hoeffding(1.0, turns, 256)) + 2.0**-20
-    assert ((sum(found) / turns - source.double()).abs() <= bound).all()
-
-
-def test_chance_is_that_of_seed_step_and_address() -> None:
-    source, base = features_of(0, 4096), Stochastic(3, 4, 5)
-    others = [replace(base, seed=7), replace(base, step=9), replace(base, address=4096)]
-    for name in ROUNDED:
-        first = encoded(codec(name), source, base)
-        assert torch.equal(first, encoded(codec(name), source, replace(base)))
-        assert all(not torch.equal(first, encoded(codec(name), source, o)) for o in others), name
 
 
 # -- refusals --------------------------------------------------------------------------------------

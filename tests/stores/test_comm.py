@@ -4,14 +4,10 @@ which order parts are added up, what is counted as sent.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import re
-import subprocess
 import sys
 import threading
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,12 +23,11 @@ import onefold
 import standin
 import virtual
 from examples import examples
-from on_ranks import on_ranks, slow
-from onefold.comm import CollectiveContext, Group, Sent, TrafficLedger, communicators
+from on_ranks import on_ranks
+from onefold.comm import CollectiveContext, Group, communicators
 from onefold.comm.store import within
 from onefold.comm.sums import add_up, sum_parts
 from onefold.device import device_identity, of_local_rank
-from onefold.layout import Topology
 from zoo import TinyMLP, features_of
 
 HERE = CollectiveContext("state", "(test)", 0, "state")
@@ -114,23 +109,6 @@ def test_a_sum_of_minus_zeros_is_minus_zero() -> None:
     out = torch.ones(4)
     sum_parts(torch.full((3, 4), -0.0), out)
     assert out.signbit().all() and (out == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("parts", "out", "own", "said"),
-    [
-        (torch.zeros(5), torch.zeros(5), None, r"shape \(5,\) cannot be summed into \(5,\)"),
-        (torch.zeros(2, 5), torch.zeros(4), None, r"shape \(2, 5\) cannot be summed into \(4,\)"),
-        (torch.zeros(5, 2).t(), torch.zeros(5), None, "expected contiguous rows"),
-        (torch.zeros(2, 5), torch.zeros(5, device="meta"), None, "several devices"),
-        (torch.zeros(2, 5), torch.zeros(5), torch.zeros(4), r"own of shape \(4,\) cannot be"),
-    ],
-)
-def test_what_cannot_be_summed_is_said(
-    parts: Tensor, out: Tensor, own: Tensor | None, said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        sum_parts(parts, out, own=own)
 
 
 # -- moves -----------------------------------------------------------------------------------------
@@ -272,23 +250,6 @@ def test_the_hosts_work_in_a_step_does_not_grow_with_the_ranks(
     assert few > 300 and many <= few * 1.15, (few, many)
 
 
-def test_what_was_encoded_counts_as_it_was_sent_and_as_it_would_have_been() -> None:
-    ledger = TrafficLedger()
-    ledger.record("all-gather", "a", 100, between=60, plain=400, plain_between=240)
-    ledger.record("all-gather", "b", 10, between=4)
-    ledger.record("reduce-scatter", "a", 50)
-    found = ledger.by_move_in_full()
-    assert found == {
-        "all-gather": Sent(110, 64, 410, 244),
-        "reduce-scatter": Sent(50, 0, 50, 0),
-    }
-    assert [sent.encoded for sent in found.values()] == [True, False]
-    assert ledger.by_link() == {"inside": 96, "between": 64}
-    assert (ledger.total(), ledger.plain()) == (160, 460)
-    ledger.reset()
-    assert ledger.plain() == 0 and ledger.by_move_in_full() == {}
-
-
 @pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize(
@@ -336,57 +297,6 @@ def test_a_peer_that_hangs_is_named_in_the_middle_of_the_pass(
 # -- nodes -----------------------------------------------------------------------------------------
 
 TORCHRUN = {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}
-SLURM = {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NUM_TASKS": "8"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, None),
-        (TORCHRUN, 4),
-        (SLURM, 4),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "8"}, 2),
-        ({"MPI_LOCALNRANKS": "1", "PMI_SIZE": "8"}, 1),
-        (TORCHRUN | SLURM, 4),  # torchrun inside a job of another
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, None),  # uneven
-        (SLURM | {"SLURM_DISTRIBUTION": "cyclic"}, None),  # no neighbours
-        (SLURM | {"SLURM_DISTRIBUTION": "block:cyclic"}, 4),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, None),
-        (TORCHRUN | {"WORLD_SIZE": "16"}, None),  # of a run around this one
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 for a run of 8 ranks"),
-        *(
-            (TORCHRUN | {"LOCAL_WORLD_SIZE": said}, "LOCAL_WORLD_SIZE='.*': expected a number")
-            for said in ("many", "", "0", "4.0")
-        ),
-    ],
-)
-def test_every_launcher_says_how_many_ranks_a_node_has(
-    environment: dict[str, str], expected: int | str | None
-) -> None:
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected):
-            communicators.ranks_of_a_node(environment, 8)
-    else:
-        assert communicators.ranks_of_a_node(environment, 8) == expected
-
-
-@pytest.mark.parametrize(
-    ("per_node", "group", "nodes", "borders"),
-    [
-        (None, None, [0, 0, 0, 0], ""),
-        (2, None, [0, 0, 1, 1], "2 nodes"),
-        (4, 4, [0, 0, 0, 0], ""),
-        (4, 2, [0, 1, 0, 1], "2 groups"),  # by position: ranks 0, 2, 1, 3
-        (2, 1, [0, 0, 1, 1], "2 nodes"),  # where there are nodes, smaller groups are no borders
-        (1, 2, [0, 2, 1, 3], "4 nodes"),
-    ],
-)
-def test_borders_are_those_of_nodes_and_where_there_is_one_those_of_groups(
-    per_node: int | None, group: int | None, nodes: list[int], borders: str
-) -> None:
-    topology = Topology(4, group or 4)
-    found = communicators.sides_of(topology.order, per_node, group, topology)
-    assert found == (nodes, borders)
 
 
 class Said(logging.Handler):
@@ -458,19 +368,6 @@ def test_uneven_hosts_cannot_be_groups_and_a_part_of_the_ranks_has_its_own() -> 
 # -- native communicators --------------------------------------------------------------------------
 
 
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("hosts", "options", "expected"),
-    [("aaaa", {}, 2), ("aabb", {}, 5), ("aaab", {}, 2), ("aaaa", {"group": 2}, 5)],
-)
-def test_a_model_has_the_communicators_that_a_plan_reserves_for(
-    hosts: str, options: dict[str, Any], expected: int
-) -> None:
-    on(hosts)
-    model = shard(among=standin.new_group(), **options)
-    assert looks.communicators(model) == (expected, expected)
-
-
 def reduced(hosts: str, stage: int, **options: Any) -> tuple[set[str], list[Tensor]]:
     """(operations that reduce gradients, the gradients) over the stand-in for NCCL."""
     on(hosts)
@@ -517,63 +414,6 @@ def test_the_default_has_the_bits_of_the_way_that_it_takes(stage: int) -> None:
         assert one[1] and all(map(torch.equal, one[1], other[1]))
 
 
-@pytest.mark.parametrize(
-    ("backend", "config", "device", "expected"),
-    [
-        ("undefined", "cpu:gloo,cuda:nccl", GPU, "nccl"),
-        ("undefined", "cpu:gloo,cuda:nccl", CPU, "gloo"),
-        ("undefined", "cpu:gloo,xpu:xccl", torch.device("xpu", 1), "xccl"),
-        ("nccl", "cuda:nccl", GPU, "nccl"),
-        ("gloo", "cpu:gloo,cuda:gloo", GPU, "gloo"),
-        ("fake", "cpu:fake,cuda:fake", GPU, "fake"),
-        ("undefined", "cpu:gloo", GPU, r"cuda:0.*gloo for cpu.*'cpu:gloo,cuda:nccl'"),
-        ("nccl", "cuda:nccl", CPU, r"is on cpu.*nccl for cuda.*device='cuda'"),
-    ],
-)
-def test_the_backend_is_the_one_of_the_devices_type_or_a_sentence(
-    backend: str,
-    config: str,
-    device: torch.device,
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = SimpleNamespace(get_backend=lambda _: backend, get_backend_config=lambda _: config)
-    monkeypatch.setattr(communicators, "dist", made)
-    if expected.isalpha():
-        assert communicators.backend_of(None, device) == expected
-        return
-    with pytest.raises(ValueError) as caught:
-        communicators.backend_of(None, device)
-    assert re.search(expected, str(caught.value), re.DOTALL)
-
-
-def test_the_garbage_collector_destroys_no_communicator_of_nccl(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It runs at other moments on each rank. The next communicator is made at the same one."""
-    destroyed: list[str] = []
-    monkeypatch.setattr(dist, "destroy_process_group", destroyed.append)
-    monkeypatch.setattr(dist, "new_group", lambda *_, backend, **__: backend)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(communicators, "within", lambda seconds, call: call())
-    monkeypatch.setattr(communicators.Communicators, "_can_split", lambda *_: False)
-    made = communicators.Communicators([0, 1], CPU, 20.0)
-    made.make("native"), made.make("gloo")
-
-    class Owner:
-        def __init__(self) -> None:
-            self.itself = self
-
-        def __del__(self) -> None:
-            made.close()
-
-    Owner()
-    gc.collect()
-    assert destroyed == ["gloo"]
-    communicators.Communicators([0, 1], CPU, 20.0).make("gloo")
-    assert destroyed == ["gloo", "native"]
-
-
 ENDS = """
 import sys
 import torch
@@ -587,29 +427,6 @@ dist.destroy_process_group = lambda group: print("destroys", type(group).__name_
 if sys.argv[1] == "raises":
     raise ValueError("out of memory")
 """
-
-
-@slow
-@pytest.mark.parametrize("how", ["ends", "raises"])
-def test_the_end_of_a_process_destroys_no_communicator_of_nccl(how: str) -> None:
-    """Another rank may be in the middle of an operation."""
-    done = subprocess.run([sys.executable, "-c", ENDS, how], capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["destroys object"], done.stderr
-    assert ("ValueError" in done.stderr) == (how == "raises")
-
-
-@pytest.mark.parametrize(("value", "device", "told"), [("1", GPU, 1), ("8", GPU, 0), ("1", CPU, 0)])
-def test_one_queue_for_all_streams_is_told_once(
-    value: str, device: torch.device, told: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
-    communicators.warn_of_one_connection.cache_clear()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            communicators.warn_of_one_connection(device)
-    assert len(found) == told
-    communicators.warn_of_one_connection.cache_clear()
 
 
 def test_a_store_that_does_not_answer_is_told_and_costs_one_thread() -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,41 +58,6 @@ def test_what_has_no_streams_copies_at_once() -> None:
     side.wait()
     assert room.default_device() == room.with_index("cpu") == cpu and not room.has_streams(cpu)
     assert not room.HostBuffers(cpu).empty(5, torch.float32).is_pinned()
-
-
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda: room.with_index("cuda"),
-        lambda: onefold.shard(TinyGPT(), onefold.Recipe.zero(0), device="cuda"),
-    ],
-)
-def test_a_device_that_is_not_there_is_told(act: Callable[[], object]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("it is there")
-    with pytest.raises(ValueError, match="device='cuda': torch finds no such device here"):
-        act()
-
-
-@virtual.alone
-def test_a_device_without_an_index_is_the_threads_current_one() -> None:
-    with room.guard(torch.device("virtual:2")):
-        found = room.with_index("virtual")
-        assert found == room.default_device() == torch.device("virtual:2")
-    assert room.with_index("virtual") == torch.device("virtual:0")
-    with room.use_stream(room.new_stream(torch.device("virtual:3"))):
-        assert torch.accelerator.current_device_index() == 3
-    seen: list[int] = []
-
-    def work() -> None:
-        with room.guard(torch.device("virtual:3")):
-            seen.append(torch.empty(1, device="virtual").get_device())
-        seen.append(torch.empty(1, device="virtual").get_device())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [3, 0] and torch.accelerator.current_device_index() == 0
 
 
 @virtual.alone
@@ -189,51 +153,6 @@ def test_the_host_waits_where_copies_hold_too_much_of_its_memory() -> None:
 
 
 @virtual.alone
-def test_neither_stream_waits_for_what_the_other_has_not_to_do_with() -> None:
-    for device in schedules(4):
-        down, pinned = room.CopyStream(device, window=LINE), room.HostBuffers(device)
-        go_on = held_up(down.stream)
-        low = pinned.empty(16 * 1024, torch.float32)
-        ticket = down.copy(low, torch.full((16 * 1024,), 3.0, device=device))
-        # A copy larger than the window holds the computation up neither
-        assert float((torch.ones(8, device=device) * 2).sum()) == 16
-        go_on.append(1)
-        ticket.synchronize()
-        assert on_host(low).eq(3.0).all()
-
-        up, source = room.CopyStream(device), torch.full((64,), 3.0, device=device)
-        computing = room.current_stream(device)
-        with up.on_stream():
-            later = held_up(computing)
-            doubled = source * 2
-            ticket = up.mark()
-        ticket.synchronize()
-        assert virtual.cpu_alias(doubled).eq(6.0).all()
-        later.append(1)
-        up.order(ticket)
-
-
-@virtual.alone
-def test_a_thread_that_waits_for_copies_lets_others_begin_some() -> None:
-    for device in schedules(2):
-        down, pinned = room.CopyStream(device), room.HostBuffers(device)
-        lows = [pinned.empty(64, torch.float32) for _ in range(2)]
-        source, done = torch.ones(64, device=device), []
-        first = held_up(down.stream)
-        down.copy(lows[0], source, done=partial(done.append, "first"))
-        waits = threading.Thread(target=down.wait, daemon=True)
-        waits.start()
-        second = held_up(down.stream)
-        down.copy(lows[1], source, done=partial(done.append, "second"))
-        first.append(1)
-        waits.join(60)
-        assert done == ["first"], "a copy that began meanwhile was taken for done"
-        second.append(1)
-        down.wait()
-        assert done == ["first", "second"]
-
-
-@virtual.alone
 @pytest.mark.parametrize("chunk", [512, 4096, MIB])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_device_adds_to_sums_on_the_host_what_the_host_would(
@@ -274,18 +193,6 @@ def test_numbers_are_read_without_waiting_for_what_was_launched_behind_them() ->
         go_on = held_up(None)
         assert reading.numbers() == [3.0, 9.0]
         go_on.append(1)
-
-
-@virtual.alone
-def test_synchronize_waits_for_every_stream_of_the_device() -> None:
-    for device in schedules(4):
-        a = torch.zeros(64, device=device)
-        with room.use_stream(room.new_stream(device)):
-            b = torch.ones(64, device=device) * 2
-        a += 1
-        room.synchronize(device)
-        assert virtual.pending() == ""
-        assert virtual.cpu_alias(a).sum() == 64 and virtual.cpu_alias(b).sum() == 128
 
 
 # -- pinned memory ---------------------------------------------------------------------------------
@@ -406,24 +313,3 @@ def test_threads_are_the_share_of_the_cores_unless_the_user_has_set_a_number(
     expected: int,
 ) -> None:
     assert threads_for(cores, ranks, now, environment, launcher) == expected
-
-
-def test_a_number_of_threads_is_that_of_one_thread_and_is_put_back() -> None:
-    before, beside, inside = torch.get_num_threads(), [], threading.Event()
-    leave = threading.Event()
-
-    def other() -> None:
-        torch.get_num_threads()
-        inside.set()
-        leave.wait(60)
-        beside.append(torch.get_num_threads())
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    inside.wait(60)
-    with pytest.raises(ValueError, match="on purpose"), room.using_threads(before + 2):
-        assert torch.get_num_threads() == before + 2
-        leave.set()
-        thread.join()
-        raise ValueError("on purpose")
-    assert beside == [before] and torch.get_num_threads() == before

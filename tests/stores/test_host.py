@@ -24,11 +24,6 @@ LINE = room.ALIGNMENT
 SLAB = 8 * LINE
 
 
-@pytest.fixture(autouse=True)
-def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "SLAB", SLAB)
-
-
 def arena_of(budget: int) -> room.Arena:
     return room.Arena(budget, "blocks", MemoryLedger())
 
@@ -68,32 +63,6 @@ def test_blocks_hold_what_was_written_and_never_exceed_the_budget(
         arena.give(block)
     arena.trim()
     assert arena.ledger.now() == {} and sum(arena.ledger.peak().values()) <= budget
-
-
-def test_memory_that_came_back_is_taken_again_before_new_memory() -> None:
-    arena = arena_of(4 * SLAB)
-    for _ in range(10):
-        blocks = [arena.take(3 * LINE) for _ in range(4)]
-        for block in blocks:
-            assert block is not None
-            arena.give(block)
-    assert now(arena) == (0, 2 * SLAB)
-
-
-def test_idle_memory_makes_way_for_a_larger_block_when_copies_are_done() -> None:
-    arena, waited = arena_of(2 * SLAB), []
-    a, b = arena.take(SLAB), arena.take(SLAB)
-    assert a is not None and b is not None and arena.take(1) is None
-    arena.settle = lambda: waited.append(now(arena))
-    arena.give(a)
-    assert arena.take(SLAB + 1) is None, "the other half is in use"
-    arena.give(b)
-    large = arena.take(SLAB + 1)
-    assert large is not None and (0, 2 * SLAB) in waited, "copies may still read what was freed"
-    arena.close()
-    assert arena.take(1) is None
-    arena.give(large)
-    assert arena.ledger.now() == {}
 
 
 def test_memory_that_the_system_refuses_is_an_error_with_a_way_out(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -14,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples import examples
-from onefold.layout import ALIGNMENT, Dtypes, FlatLayout, ShardSpec, Slot, Topology, overlap
-from onefold.layout.holders import Axes, AxisCut, Holders, TensorBox, region_of
+from onefold.layout import ALIGNMENT, Dtypes, FlatLayout, ShardSpec, Topology, overlap
+from onefold.layout.holders import Axes, AxisCut, TensorBox, region_of
 from onefold.layout.regions import BoxInterval, common, runs, stretches, tile, whole_region
 from onefold.quant import codec
 from onefold.recipe import Recipe
@@ -40,13 +38,12 @@ def overlapping(intervals: list[tuple[int, int]]) -> bool:
     st.integers(1, 6),
     st.integers(1, 3),
     st.sampled_from([{}, {"sector": 4096}, {"block": 256}, {"sector": 4096, "block": 256}]),
-    st.booleans(),
 )
 def test_every_element_has_one_place_and_one_owner(
-    shapes: list[tuple[int, ...]], parts: int, groups: int, options: dict[str, int], borders: bool
+    shapes: list[tuple[int, ...]], parts: int, groups: int, options: dict[str, int]
 ) -> None:
     ranks = parts * groups
-    layout = FlatLayout.of(named(shapes), ranks, **options, borders=parts if borders else 0)
+    layout = FlatLayout.of(named(shapes), ranks, **options)
     intervals = [layout.interval(rank) for rank in range(ranks)]
     assert [a for a, _ in intervals] == [r * layout.shard_numel for r in range(ranks)]
     assert intervals[-1][1] == layout.numel == ranks * layout.shard_numel
@@ -85,58 +82,6 @@ def test_padding_of_a_block_of_gpt2_stays_under_one_percent(ranks: int, block: i
     assert sum(sizes) <= layout.numel < 1.01 * sum(sizes)
 
 
-def travels(layout: FlatLayout, parts: int) -> int:
-    """Elements that do not lie where most of their parameter does, cut into `parts`."""
-    room, out = layout.numel // parts, 0
-    for slot in layout.slots:
-        held = [overlap((slot.start, slot.end), (p * room, p * room + room)) for p in range(parts)]
-        out += slot.end - slot.start - max(max(0, b - a) for a, b in held)
-    return out
-
-
-@given(
-    st.lists(st.integers(1, 5000), min_size=1, max_size=14), st.integers(2, 6), st.integers(1, 3)
-)
-def test_borders_make_no_more_travel_than_the_models_order(
-    sizes: list[int], parts: int, groups: int
-) -> None:
-    plain, found = (FlatLayout.of(named(sizes), parts * groups, borders=b) for b in (0, parts))
-    assert travels(found, parts) <= travels(plain, parts)
-    aligned = sum(-(-n // ALIGNMENT) * ALIGNMENT for n in sizes)
-    assert found.numel <= max(plain.numel, 1.01 * aligned, aligned + parts * groups * ALIGNMENT)
-
-
-def test_borders_cut_one_matrix_of_five_where_the_models_order_cuts_two() -> None:
-    """What is longer than an interval fills the ends."""
-    sizes = named([256, 192, 192, 256, 1152])
-    plain, found = (FlatLayout.of(sizes, 4, borders=b) for b in (0, 4))
-    assert (travels(plain, 4), travels(found, 4)) == (64 + 640, 640)
-
-
-REFUSED_LAYOUTS: list[tuple[Callable[[], object], str]] = [
-    (lambda: FlatLayout((Slot("w", (4,), 3),), 64, 1, 64), "starts at 3"),
-    (
-        lambda: FlatLayout((Slot("w", (100,), 0), Slot("v", (4,), 64)), 256, 1, 64),
-        "at or after 100",
-    ),
-    (lambda: FlatLayout((Slot("w", (100,), 0),), 64, 1, 64), "past the space"),
-    (lambda: FlatLayout((Slot("w", (4,), 0),), 256, 1, 64, 256), "would divide blocks of 256"),
-    (lambda: FlatLayout((), 100, 3, 64), "do not cut"),
-    (lambda: Topology(6, 4), "do not divide 6 ranks: choose a size of 1, 2, 3, 6"),
-    (lambda: Axes(("dp", "dp"), (2, 2), ("dp",)), "the mesh has the axis 'dp' twice"),
-    (lambda: Axes(("dp", "tp"), (2, 2), ("cp",)), "the mesh has the axes 'dp', 'tp'"),
-    (lambda: Axes(("dp", "tp"), (2, 2), ()), "data names no axis"),
-    (lambda: Holders.of({0: "a", 1: "a", 2: "b"}, {0: 0, 1: 1, 2: 2}), "different numbers"),
-    (lambda: Holders.of({0: "a", 1: "a", 2: "a"}, {0: 0, 1: 0, 2: 1}), "unevenly over the data"),
-]
-
-
-@pytest.mark.parametrize(("make", "said"), REFUSED_LAYOUTS)
-def test_what_cannot_be_laid_out_is_refused(make: Callable[[], object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        make()
-
-
 # -- ranks -----------------------------------------------------------------------------------------
 
 
@@ -173,12 +118,6 @@ def test_holders_divide_the_ranks_and_their_sum_is_the_mean_over_data(
     assert len(holders.groups) == prod(of[name] for name in divided)
     sent_from = prod(of[name] for name in divided if name in data)
     assert holders.size * sent_from * holders.scale == pytest.approx(1.0)
-
-
-def test_the_holders_of_eight_ranks() -> None:
-    mesh = Axes(("ep", "dp", "tp"), (2, 2, 2), ("ep", "dp"))
-    assert mesh.holders(["tp"]).groups == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert mesh.holders(["ep", "tp"]).groups == ((0, 2), (1, 3), (4, 6), (5, 7))
 
 
 # -- boxes of tensors ------------------------------------------------------------------------------
@@ -327,28 +266,3 @@ def test_a_cached_shard_is_whole_intervals_of_the_encoded_buffer(
         if spec.gather_codec is not None:
             assert spec.each >= spec.gather_codec.encoded_bytes(spec.layout.shard_numel)
             assert spec.each % 16 == 0, "scales are read as numbers of four bytes"
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"position": 4}, "was given with position 4 of 4"),
-        ({"layout": FlatLayout.of([("p", (64,))], 2)}, "a layout for 2 ranks"),
-        ({"stored": True}, "cannot be all of this"),
-        ({"unsharded": True}, "cannot be all of this"),
-    ],
-)
-def test_a_rank_cannot_hold_what_does_not_fit_together(change: dict[str, Any], said: str) -> None:
-    [spec, *_] = specs([(64, 8)], (4, 2), {"stage": 3})
-    with pytest.raises(ValueError, match=said):
-        replace(spec, **change)
-
-
-def test_borders_change_the_order_only_where_parameters_are_divided_and_trained() -> None:
-    def order(stage: int, trainable: bool) -> list[str]:
-        sizes = [(64 * n, 64) for n in (1, 3, 3, 5)]
-        scheme = {"stage": stage, "borders": stage > 0}
-        return [s.name for s in specs(sizes, (2, 2), scheme, trainable=trainable)[0].layout.slots]
-
-    assert order(0, True) == order(3, False) == ["p0", "p1", "p2", "p3"] != order(3, True)
-    assert any("borders" in note for note in Recipe.zero(0, borders=True).notes)

@@ -122,18 +122,6 @@ def test_an_elements_chance_is_its_own_wherever_a_piece_begins(
     assert torch.equal(to_bf16(x, key, step, first), torch.cat(parts))
 
 
-def test_seed_step_name_and_moment_each_change_the_chance() -> None:
-    def found(seed: int, name: str, what: str, step: float) -> Tensor:
-        key = key_of(seed, name, what)
-        return to_bf16(torch.full((4096,), 1.001), key, torch.tensor(step), 0)
-
-    first = found(0, "w", "exp_avg", 1.0)
-    assert torch.equal(first, found(0, "w", "exp_avg", 1.0))
-    for other in ((1, "w", "exp_avg", 1.0), (0, "v", "exp_avg", 1.0), (0, "w", "master", 1.0)):
-        assert not torch.equal(first, found(*other)), other
-    assert not torch.equal(first, found(0, "w", "exp_avg", 2.0))
-
-
 def test_what_bf16_can_hold_and_what_is_no_number_stays() -> None:
     x = torch.tensor([0.0, -0.0, 1.5, -2.0, math.inf, -math.inf])
     kept = to_bf16(x, 1, torch.tensor(1.0), 0)

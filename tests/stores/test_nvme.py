@@ -12,7 +12,6 @@ import random
 import resource
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,6 @@ from onefold.offload.nvme import (
     PAGE,
     Nvme,
     TierError,
-    measure,
     page_buffer,
     reclaim,
     refuse_unless_fits,
@@ -203,23 +201,6 @@ def test_transfers_of_the_same_bytes_keep_their_order_and_others_do_not_wait(
     assert writing.done(), "its space was given to others under it"
 
 
-def test_freed_space_serves_a_later_region_of_the_same_size(store: Nvme) -> None:
-    first, other = (store.region(name, 3000, torch.float32) for name in ("first", "other"))
-    other.write(0, numbered(3000, torch.float32)).wait()
-    held = store.nbytes
-    store.free(first)
-    store.free(first)
-    second, third = (store.region(name, 3000, torch.float32) for name in ("second", "third"))
-    assert store.nbytes == held + third.capacity, "freed twice is spare once"
-    for region in (second, third):
-        region.write(0, on_pages(torch.ones(3000))).wait()
-    into = blank(3000, torch.float32)
-    other.read(0, into).wait()
-    assert torch.equal(into, numbered(3000, torch.float32))
-    with pytest.raises(ValueError, match="it was freed"):
-        first.read(0, into)
-
-
 def resident(kinds: tuple[str, ...] = ("RssAnon", "RssShmem")) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(kinds))
@@ -249,21 +230,6 @@ def test_neither_the_page_cache_nor_the_hosts_memory_grows(store: Nvme, tmp_path
     assert torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) == owners
     if not lives_in_memory(tmp_path):
         assert cached_bytes(data_files(store)) == 0
-
-
-def test_a_fork_shares_no_page_of_a_buffer_and_reads_under_way_arrive(store: Nvme) -> None:
-    """Pages that a child shares are copied at the parent's next write: buffers would exist twice."""
-    region, buffer = store.region("forked", 32 * MIB, torch.uint8), store.buffer(32 * MIB).fill_(7)
-    region.write(0, buffer).wait()
-    before = resident()
-    for _ in range(4):
-        buffer.zero_()
-        transfer = region.read(0, buffer)
-        child = os.fork()
-        if not child:
-            os._exit(0 if resident() < before - 24 * MIB else 1)
-        transfer.wait()
-        assert os.waitpid(child, 0)[1] == 0 and buffer.eq(7).all()
 
 
 def test_close_waits_ends_the_threads_and_refuses_everything_after(tmp_path: Path) -> None:
@@ -405,36 +371,7 @@ def test_a_full_disk_shows_when_space_is_asked_for_and_all_of_it_is_given_back(
         assert store.nbytes == 8 * PAGE
 
 
-def test_a_really_full_disk_refuses_a_region_and_serves_those_it_has(tmp_path: Path) -> None:
-    [small] = folders(tmp_path, "small")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)]
-    mounted = subprocess.run(mount, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.strip()}")
-    try:
-        with Nvme([small], name="full") as store:
-            region, found = store.region("fits", 4 * MIB, torch.uint8), blank(4 * MIB)
-            with pytest.raises(TierError, match="No space left on device"):
-                store.region("does not", 8 * MIB, torch.uint8)
-            region.write(0, numbered(4 * MIB)).wait()
-            region.read(0, found).wait()
-            assert torch.equal(found, numbered(4 * MIB))
-        assert not any(small.iterdir())
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
-
-
 # -- before a run ----------------------------------------------------------------------------------
-
-
-def test_measuring_says_what_each_folder_gives_and_leaves_nothing(tmp_path: Path) -> None:
-    paths = folders(tmp_path, "a", "b")
-    threads, state = set(threading.enumerate()), torch.get_rng_state()
-    rates = measure(paths, 8 * MIB)
-    assert [rate.path for rate in rates] == list(map(str, paths))
-    assert all(rate.read > MIB and rate.write > MIB and rate.free > 0 for rate in rates)
-    assert not any(any(path.iterdir()) for path in paths)
-    assert set(threading.enumerate()) == threads and torch.equal(torch.get_rng_state(), state)
 
 
 def test_what_does_not_fit_is_refused_also_by_folders_that_share_a_disk(tmp_path: Path) -> None:
@@ -471,21 +408,6 @@ buffer = store.buffer(16 << 20)
 transfers = [region.write(0, buffer), region.read(0, buffer)]
 print("open", flush=True)
 """
-FORKS = """
-child = os.fork()
-if child == 0:
-    try:
-        region.read(0, buffer)
-    except RuntimeError as error:
-        print("refused:", error, flush=True)
-    store.close()
-    if not os.fork():
-        sys.exit(0)  # a grandchild that ends as programs do, with everything that runs at an exit
-    os.wait()
-    print("child", os.getpid(), flush=True)
-    time.sleep(600)
-time.sleep(600)
-"""
 
 
 def started(path: Path, then: str) -> subprocess.Popen[str]:
@@ -513,17 +435,6 @@ def left_behind(parent: Path, mark: bytes = MARK + b"\n", age: float = 0.0) -> P
     return folder
 
 
-def test_a_store_that_is_forgotten_takes_its_folder_with_it(tmp_path: Path) -> None:
-    store = Nvme([tmp_path], name="rank3")
-    [folder] = store.folders
-    assert folder.name.startswith(f"onefold-rank3-{os.getpid()}-")
-    assert f"process {os.getpid()}" in (folder / LOCK).read_text()
-    assert folder.stat().st_mode & 0o077 == 0, "states are nobody else's business"
-    store.region("weights", 1024, torch.float32).write(0, on_pages(torch.zeros(1024)))
-    del store
-    assert not any(tmp_path.iterdir())
-
-
 def test_after_a_kill_or_an_error_the_next_start_removes_what_was_left_and_only_that(
     tmp_path: Path,
 ) -> None:
@@ -546,52 +457,6 @@ def test_after_a_kill_or_an_error_the_next_start_removes_what_was_left_and_only_
         for process in (killed, living, raises):
             process.kill()
             process.communicate()
-
-
-def test_a_forked_child_neither_removes_nor_keeps_the_folder_of_a_killed_parent(
-    tmp_path: Path,
-) -> None:
-    process, child = started(tmp_path, FORKS), 0
-    assert process.stdout is not None
-    try:
-        assert f"belongs to process {process.pid}" in process.stdout.readline()
-        child = int(process.stdout.readline().split()[1])
-        [folder] = tmp_path.iterdir()
-        assert sorted(os.listdir(folder)) == [DATA, LOCK] and reclaim(tmp_path) == []
-        process.kill()
-        process.wait(300)
-        assert reclaim(tmp_path) == [folder], "the child lives, and holds nothing"
-    finally:
-        process.kill()
-        if child:
-            os.kill(child, signal.SIGKILL)
-        process.communicate(timeout=300)
-
-
-def test_many_starts_at_once_remove_all_that_is_dead_and_none_of_each_other(tmp_path: Path) -> None:
-    for _ in range(3):
-        dead = [left_behind(tmp_path) for _ in range(6)]
-        ready, stores, faults = threading.Barrier(8), [], []
-
-        def start(
-            number: int, ready: Any = ready, stores: Any = stores, faults: Any = faults
-        ) -> None:
-            ready.wait()
-            try:
-                stores.append(Nvme([tmp_path], name=f"rank{number}"))
-            except Exception as error:
-                faults.append(error)
-
-        threads = [threading.Thread(target=start, args=(i,)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert faults == [] and not any(folder.exists() for folder in dead)
-        for store in stores:
-            assert sorted(os.listdir(store.folders[0])) == [DATA, LOCK]
-            store.close()
-        assert not any(tmp_path.iterdir())
 
 
 def test_nothing_is_removed_that_is_not_ours_or_is_being_made(tmp_path: Path) -> None:
@@ -678,16 +543,6 @@ def test_a_disk_that_fails_before_the_step_leaves_every_rank_as_it_was(
     looks.disk(run.model).fault = None
     run.optimizer.zero_grad()
     assert [run.step(2), run.step(3)] == [plain.step(2), plain.step(3)]
-
-
-@on_ranks(2)
-def test_removed_files_are_still_ours(folder: Path) -> None:
-    plain, run = Run(folder), Run(folder)
-    for number in range(2):
-        assert plain.step(number) == run.step(number)
-        for path in looks.disk(run.model).folders if not number else ():
-            shutil.rmtree(path)
-    assert plain.step(2) == run.step(2)
 
 
 @on_ranks(2, fresh=True)

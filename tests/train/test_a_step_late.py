@@ -334,24 +334,6 @@ def test_the_device_leaves_a_bad_step_out_before_anybody_has_read_it(fault: str)
     assert same == [False] * 5 + [True] + [False] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [(3,), (4,), (4, 5)], ids=str)
-@virtual.alone
-def test_going_back_is_the_same(steps: Any) -> None:
-    there, here = in_both_ways(
-        tuple((step, "output") for step in steps),
-        on_nonfinite="rollback",
-        save_every=2,
-        nonfinite_limit=4,
-    )
-    assert not here.unlike(there, again=True), here.unlike(there, again=True)
-    assert (
-        here.skipped
-        and len(here.said) == len(steps)
-        and [row["step"] for row in here.rows] == list(range(1, 9))
-    )
-
-
 # -- stopping and going on -------------------------------------------------------------------------
 
 

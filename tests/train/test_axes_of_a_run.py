@@ -173,26 +173,3 @@ def test_axes_that_cannot_be_are_refused_before_a_rank_starts(name: str) -> None
     options, said = REFUSED[name]
     with pytest.raises(TrainError, match=said):
         check_batch(resolve({"model": LLAMA, **options}), 4)
-
-
-def refusals(folder: str, models: dict[str, dict[str, Any]]) -> dict[str, str]:
-    found = {}
-    for name, options in models.items():
-        try:
-            started(folder, "refused", **options)
-        except TrainError as error:
-            found[name] = str(error)
-    return found
-
-
-def test_models_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
-    models: dict[str, dict[str, Any]] = {
-        "no plan": {"model": "gpt:430k", "tp": 2},
-        "one head": {"model": "llama:tiny", "tp": 2},
-        "no experts": {"ep": 2},
-    }
-    (seen, _) = run_ranks(2, refusals, str(tmp_path), models)
-    assert "no tensor-parallel plan for GPT2LMHeadModel" in seen["no plan"]
-    assert "--tp 2 does not divide 1 heads" in seen["one head"]
-    assert "has no experts" in seen["no experts"]

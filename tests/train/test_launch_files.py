@@ -6,7 +6,6 @@ own check reads the file as well; the extra `launch` has them.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import re
@@ -41,30 +40,6 @@ def trains(words: list[str]) -> dict[str, Any]:
     return taken
 
 
-def machine_of(template: dict[str, Any]) -> dict[str, Any]:
-    """The one container of a pod's template."""
-    (container,) = template["spec"]["containers"]
-    mounted = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in template["spec"]["volumes"]}
-    assert template["spec"]["terminationGracePeriodSeconds"] > 110  # --grace
-    return container
-
-
-def strictly(value: Any, model: type, types: Any) -> None:
-    """`value` has no key that the client's class `model` does not know, at any depth."""
-    inner = {json: model.openapi_types[name] for name, json in model.attribute_map.items()}
-    unknown = sorted(set(value) - set(inner))
-    assert not unknown, f"{model.__name__} knows no {unknown}"
-    for key, given in value.items():
-        if found := re.search(r"\b([A-Z]\w+)[\])]?$", inner[key]):
-            inside = getattr(types, found[1], None)
-            if inside is not None and hasattr(inside, "attribute_map"):
-                several = isinstance(given, list) or inner[key].startswith("dict")
-                parts = list(given.values()) if isinstance(given, dict) and several else given
-                for part in parts if several else [given]:
-                    strictly(part, inside, types)
-
-
 def test_every_file_is_edited_in_three_places() -> None:
     assert {path.name for path in LAUNCH.iterdir() if path.is_file()} == FILES
     for name in FILES:
@@ -96,43 +71,6 @@ def test_slurm_starts_a_rank_a_task(tmp_path: Path) -> None:
     assert asked.keys() == known  # of `man sbatch`
 
 
-def test_a_jobset_starts_onefold_on_each_machine() -> None:
-    job = yaml.safe_load((LAUNCH / "jobset.yaml").read_text(encoding="utf-8"))
-    assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert job["spec"].keys() == {"network", "failurePolicy", "replicatedJobs"}
-    (group,) = job["spec"]["replicatedJobs"]
-    assert group.keys() == {"name", "replicas", "template"}
-    inner = group["template"]["spec"]
-    container = machine_of(inner["template"])
-    asked = trains([*container["command"], *container["args"]])
-    assert int(asked["nnodes"]) == inner["parallelism"] == inner["completions"]
-    first = f"{job['metadata']['name']}-{group['name']}-0-0.{job['metadata']['name']}"
-    assert asked["rdzv_endpoint"] == f"{first}:29500"  # as JobSet names its pods
-    if has("kubernetes"):
-        import kubernetes.client as client
-
-        strictly(group["template"], client.V1JobTemplateSpec, client)
-
-
-def test_a_pytorchjob_gives_torchrun_its_arguments() -> None:
-    job = yaml.safe_load((LAUNCH / "pytorchjob.yaml").read_text(encoding="utf-8"))
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert replicas.keys() == {"Master", "Worker"} and replicas["Master"]["replicas"] == 1
-    for replica in replicas.values():
-        container = machine_of(replica["template"])
-        assert container["name"] == "pytorch" and container["command"][:2] == ["torchrun", "-m"]
-        trains([*container["command"][2:], *container["args"]])
-        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-        assert job["spec"]["nprocPerNode"] == str(gpus)
-    if has("kubeflow.training"):
-        import kubeflow.training.models as models
-        import kubernetes.client as client
-
-        types = type("Types", (), {**vars(client), **vars(models)})
-        strictly(job, models.KubeflowOrgV1PyTorchJob, types)
-
-
 def test_skypilot_starts_onefold_on_each_machine() -> None:
     task = yaml.safe_load((LAUNCH / "sky.yaml").read_text(encoding="utf-8"))
     assert task.keys() == {"name", "num_nodes", "resources", "file_mounts", "setup", "run"}
@@ -150,25 +88,3 @@ def test_skypilot_starts_onefold_on_each_machine() -> None:
         import sky
 
         assert sky.Task.from_yaml(str(LAUNCH / "sky.yaml")).num_nodes == task["num_nodes"]
-
-
-def test_ray_starts_a_rank_a_worker() -> None:
-    """It has run on two workers of Ray 2.60; here it is read."""
-    tree = ast.parse((LAUNCH / "ray_train.py").read_text(encoding="utf-8"))
-    assigned = next(
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "TRAIN"
-    )
-    trains(["onefold", "train", *eval(ast.unparse(assigned))])
-    if has("ray.train"):
-        import inspect
-
-        from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.torch import TorchTrainer
-
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        made = {getattr(call.func, "id", ""): call for call in calls}
-        for asked in (FailureConfig, RunConfig, ScalingConfig, TorchTrainer):
-            words = {keyword.arg for keyword in made[asked.__name__].keywords}
-            assert words <= inspect.signature(asked).parameters.keys(), asked

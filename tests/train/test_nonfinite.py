@@ -16,10 +16,8 @@ from torch import nn
 
 from onefold.processes.ranks import Ranks
 from onefold.train.config import resolve
-from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
-from onefold.train.report import Reporter
 from onefold.wording import TrainError
 
 #: Of ranks.SERVERS.
@@ -192,45 +190,6 @@ def test_so_many_in_a_row_end_the_run_and_single_ones_do_not(text: str) -> None:
         break_at(run, batch, "output")
     with pytest.raises(TrainError, match=r"step 6 .* 3 such steps in a row"):
         losses(run)
-
-
-def test_going_back_reads_on_behind_the_bad_samples(text: str, tmp_path: Path) -> None:
-    run = make(text, on_nonfinite="rollback", save_every=2, output=str(tmp_path))
-    break_at(run, 4, "gradient")
-    keeper = Keeper(run, tmp_path, Reporter(), begun=0.0)
-    rows: list[Row] = []
-    said: list[str] = []
-    read: list[tuple[int, int]] = []
-    at = run.order.at
-    run.order.at = lambda step: (read.append((step, step + run.order.skipped)), at(step))[1]  # type: ignore[method-assign]
-    train(
-        run,
-        lambda: 0,
-        rows.append,
-        keeper=keeper,
-        alert=said.append,
-        forget=lambda step: rows.__delitem__(slice(step, None)),
-    )
-    keeper.close()
-    # Step 4 (from 0) went wrong, the checkpoint is of step 4: the same step then reads the batch
-    # behind the bad one.
-    assert run.order.skipped == 1 and len(said) == 1 and "Going back" in said[0]
-    assert [batch for step, batch in read if step == 4][-1] == 5
-    assert [row["step"] for row in rows] == list(range(1, 9)) and all(
-        row["loss"] is not None for row in rows
-    )
-    assert rows[-1]["skipped"] == 1
-
-
-def test_going_back_again_takes_the_checkpoint_before(text: str, tmp_path: Path) -> None:
-    run = make(text, on_nonfinite="rollback", save_every=2, output=str(tmp_path), nonfinite_limit=4)
-    for batch in (4, 5):
-        break_at(run, batch, "output")
-    keeper = Keeper(run, tmp_path, Reporter(), begun=0.0)
-    went_back: list[int] = []
-    train(run, lambda: 0, lambda row: None, keeper=keeper, forget=went_back.append)
-    keeper.close()
-    assert went_back == [4, 2] and run.order.skipped == 4  # step 2 reads batch 6
 
 
 def test_the_loss_scaler_keeps_its_own_counsel_about_gradients(text: str) -> None:

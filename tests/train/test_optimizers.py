@@ -5,7 +5,6 @@ sentence for what is not known.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import shutil
 from functools import partial
@@ -13,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from onefold.optim.muon import MuonWithAdamW
-from onefold.plan.states import MOMENTS_OF
 from onefold.processes.signals import Stop
 from onefold.recipe.optimizers import TRAINED
 from onefold.train import checkpoints
@@ -24,13 +20,10 @@ from onefold.train.config import resolve
 from onefold.train.early import check_early
 from onefold.train.keeper import Keeper
 from onefold.train.loop import train
-from onefold.train.optimizers import ELSEWHERE, MUON_LR, make, peak_lr, planned_as, rates
-from onefold.train.output import write_config
 from onefold.train.prepare import prepare
 from onefold.train.report import Reporter
 from onefold.wording import TrainError
 from ranks import run_ranks
-from small_lm import SmallLM
 from started_runs import JOB, alone, losses_in_ranks, losses_on, this_rank
 
 #: Of ranks.SERVERS.
@@ -80,30 +73,6 @@ def test_each_gives_on_two_ranks_what_it_gives_on_one_and_all_of_them_differ(
         assert a == pytest.approx(b, rel=CLOSE.get(name, 1e-5)), name
         assert a[-1] < a[0], (name, a)
     assert len({tuple(losses) for losses in one}) == len(names) > 3
-
-
-def test_the_options_arrive_and_the_table_says_what_each_takes(tmp_path: Path) -> None:
-    for name in HERE:
-        row = TRAINED[name]
-        made = row.load()
-        known = inspect.signature(made).parameters
-        assert set(row.options) <= known.keys() and row.planned in MOMENTS_OF, name
-        assert not set(row.options) & ELSEWHERE.keys(), name
-        config = resolve({**JOB, "optimizer": name, **GIVEN[name]})
-        params = [p for p in SmallLM(0.0).parameters() if p.ndim == 2 or not row.matrices]
-        optimizer = make(config, [{"params": params, "use_muon": row.matrices}], "cpu")
-        assert type(optimizer) is (MuonWithAdamW if row.matrices else made)
-        for option, value in (config.optimizer_options or {}).items():
-            assert optimizer.param_groups[0][option] == value, (name, option)
-    config = resolve({"optimizer": "adamw", "beta1": 0.7})
-    assert make(config, [{"params": [torch.nn.Parameter(torch.ones(2))]}], "cpu").defaults[
-        "betas"
-    ] == (0.7, 0.95)
-    given = resolve({"optimizer": "sgd", "optimizer_options": "momentum=0.9 nesterov=true"})
-    assert planned_as(given) == "sgd-momentum"
-    write_config(given, tmp_path, {"stage": 1, "ranks": 2, "steps": 12, "global_batch": 8})
-    again = resolve({}, tmp_path / "train.yaml")
-    assert again.optimizer_options == {"momentum": 0.9, "nesterov": True}
 
 
 @pytest.mark.parametrize(
@@ -213,14 +182,3 @@ def test_muon_goes_on_on_other_ranks_with_the_embedding_and_the_head_under_adamw
     adamw, muon = ["exp_avg", "exp_avg_sq", "step"], ["momentum_buffer"]
     assert kept["embed.weight"] == kept["out.weight"] == kept["out.bias"] == adamw
     assert {tuple(kept[f"blocks.{i}.linear.weight"]) for i in range(3)} == {tuple(muon)}
-
-
-def test_the_rate_of_matrices_is_their_own_or_adamws() -> None:
-    def peaks(**given: Any) -> list[float]:
-        config = resolve({"optimizer": "muon", "lr": 3e-4, **given})
-        return [peak_lr(config, {"use_muon": by_muon}) for by_muon in (False, True)]
-
-    assert peaks() == [3e-4, MUON_LR] and peaks(muon_lr=0.5) == [3e-4, 0.5]
-    assert peaks(optimizer_options="adjust_lr_fn=match_rms_adamw") == [3e-4, 3e-4]
-    assert rates([{"lr": 1.0}, {"lr": 2.0, "use_muon": True}]) == {"lr": 1.0, "muon_lr": 2.0}
-    assert rates([{"lr": 2.0, "use_muon": True}]) == {"lr": 2.0, "muon_lr": 2.0}

@@ -25,11 +25,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 BLOCK = re.compile(r"<!-- plan -->\n.*?<!-- /plan -->", re.DOTALL)
 #: What the small run does not take from the command: where, on what, and how many samples.
 OWN = {"model", "data", "output", "seq", "global_batch", "save_every", "async_save", "resume", "lr"}
-#: What both commands must say alike.
-SAME = (
-    "stage", "offload_param", "offload_optimizer", "moments", "activation_checkpointing", "lora",
-    "frozen", "seq", "micro_batch", "global_batch",
-)  # fmt: skip
 #: How the page names the links of a plan.
 PLACES = {"": "", "inside": "within a node", "between": "between nodes"}
 MEMORY = ("stage", "offload_param", "offload_optimizer", "moments", "activation_checkpointing")
@@ -103,13 +98,6 @@ def written() -> str:
     return BLOCK.sub(
         lambda _: f"<!-- plan -->\n\n{next(tables)}\n\n<!-- /plan -->", PAGE.read_text()
     )
-
-
-@pytest.mark.parametrize("recipe", recipes(), ids=lambda recipe: recipe.title)
-def test_both_commands_ask_for_the_same(recipe: Recipe) -> None:
-    plan = options(recipe.plan)
-    for name in SAME:
-        assert recipe.train.get(name) == plan.get(name), name
 
 
 def rows_of(jobs: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Any]]]:

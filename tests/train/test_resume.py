@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.data.order import DataOrder
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
 from onefold.train import checkpoints
@@ -24,7 +23,7 @@ from onefold.train.config import TrainConfig, resolve
 from onefold.train.early import micro_batch_that_divides
 from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
-from onefold.train.output import Metrics, with_output
+from onefold.train.output import Metrics
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import Reporter
 from onefold.train.worker import Log
@@ -144,24 +143,6 @@ def test_the_last_step_is_saved_and_only_so_many_are_kept(text: str, tmp_path: P
     assert run.start == run.steps == 8 and drive(run, keeper) == []
 
 
-def test_save_before_ends_the_run_while_there_is_time_to_save(text: str, tmp_path: Path) -> None:
-    run, keeper = start(text, tmp_path / "run", save_before="10m", steps=50)
-    import time
-
-    keeper.begun = time.time() - 300
-    assert not keeper.time_is_up()
-    rows: list[Row] = []
-
-    def report(row: Row) -> None:
-        rows.append(row)
-        if row["step"] == 4:  # what is left is less than leaving takes
-            keeper.begun = time.time() - 597
-
-    assert train(run, lambda: 0, report, keeper=keeper) == 5 and run.stopped == Stop.TIME
-    assert keeper.saved == 5 and keeper.path is not None and keeper.path.is_dir()
-    keeper.close()
-
-
 # -- what a start finds ----------------------------------------------------------------------------
 
 
@@ -221,58 +202,7 @@ def test_other_data_another_seed_and_another_global_batch_are_refused(
             start(text, tmp_path / "run", resume="auto", **options)
 
 
-def test_a_longer_run_and_another_learning_rate_are_followed_and_told(
-    text: str, tmp_path: Path
-) -> None:
-    drive(*start(text, tmp_path / "run", save_every=8))
-    config = resolve({"resume": "auto", "output": str(tmp_path / "run")})
-    point = checkpoints.find(config, restarted=False)
-    assert point is not None
-    run, keeper = start(text, tmp_path / "run", resume="auto", lr=5e-3, steps=12, weight_decay=0.2)
-    said = "\n".join(checkpoints.differences(run, point))
-    assert (
-        "--lr 0.01 -> 0.005" in said
-        and "--weight-decay" in said
-        and "of 8 steps and is of 12 now" in said
-    )
-    assert {group["weight_decay"] for group in run.optimizer.param_groups} == {0.2, 0.0}
-    assert [row["step"] for row in drive(run, keeper)] == [9, 10, 11, 12]
-
-
 # -- the output folder -----------------------------------------------------------------------------
-
-
-def test_an_earlier_run_is_gone_on_with_replaced_or_refused(text: str, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    drive(*start(text, output, save_every=4))
-    given = {"output": str(output)}
-    with pytest.raises(TrainError, match=r"earlier run \(checkpoints\).*--resume auto"):
-        with_output(resolve(given))
-    for how in ("auto", str(output), str(output / "checkpoints" / "step-00000008")):
-        assert with_output(resolve({**given, "resume": how})).output == str(output)
-    assert with_output(resolve(given), restarted=True).output == str(output)
-    with pytest.raises(TrainError, match="give one of them"):
-        resolve({**given, "resume": "auto", "overwrite": True})
-    with_output(resolve({**given, "overwrite": True}))
-    assert list((output / "checkpoints").glob("step-*")) == []
-    (output / "metrics.jsonl").write_text("")
-    # Killed before its first checkpoint
-    assert with_output(resolve({**given, "resume": "auto"})).output == str(output)
-    (output / "model").mkdir()
-    with pytest.raises(TrainError, match="earlier run"):
-        with_output(resolve({**given, "resume": "auto"}))
-
-
-def test_a_checkpoint_younger_than_the_job_is_its_own(text: str, tmp_path: Path) -> None:
-    import time
-
-    begun = time.time() - 1
-    config = resolve({"output": str(tmp_path / "run")})
-    assert not checkpoints.made_since(config, begun)
-    drive(*start(text, tmp_path / "run", save_every=8))
-    assert checkpoints.made_since(config, begun) and not checkpoints.made_since(
-        config, time.time() + 60
-    )
 
 
 def test_metrics_beyond_the_checkpoint_are_cut_and_the_rest_is_gone_on_with(tmp_path: Path) -> None:
@@ -359,12 +289,3 @@ def test_the_global_batch_stays_and_the_micro_batch_follows_the_ranks() -> None:
         TrainError, match=r"24 sequences, which 5 ranks cannot share.*1, 2, 3, 4, 6, 8 ranks"
     ):
         micro_batch_that_divides(4, 24, 5)
-
-
-def test_skipped_batches_are_those_that_a_longer_way_would_have_read() -> None:
-    plain, skipping = DataOrder(100, 8, seed=3), DataOrder(100, 8, seed=3, skipped=5)
-    for step in (0, 7, 40):
-        assert skipping.at(step).tolist() == plain.at(step + 5).tolist()
-    again = DataOrder(100, 8, seed=3)
-    again.load_state_dict(skipping.state_dict())
-    assert again.skipped == 5

@@ -17,7 +17,6 @@ from onefold.train.prepare import (
     lr_factor,
     names_without_decay,
     parameter_groups,
-    steps_of,
 )
 from onefold.wording import TrainError
 
@@ -40,12 +39,6 @@ def test_schedules_rise_to_the_peak_and_fall_to_the_minimum(kind: str) -> None:
 def test_constant_stays_and_wsd_holds_before_it_falls() -> None:
     assert {lr_factor("constant", 10, 0, 0.1)(step) for step in range(10)} == {1.0}
     assert lr_factor("wsd", 100, 10, 0.0)(79) == 1 > lr_factor("wsd", 100, 10, 0.0)(81)
-
-
-def test_warmup_is_steps_or_a_share() -> None:
-    for warmup, steps, whole in ((5, 100, 5), (0.1, 40, 4), (0, 40, 0)):
-        factor = lr_factor("constant", steps, warmup, 0.1)
-        assert [factor(step) == 1 for step in range(6)].index(True) == whole
 
 
 class Model(nn.Module):
@@ -131,30 +124,3 @@ def test_auto_takes_the_largest_micro_batch_that_divides_and_fits() -> None:
     assert tight.micro_batch == 4, tight
     with pytest.raises(TrainError, match="does not divide"):
         choose(model, asked(micro_batch=5, global_batch=48))
-
-
-def test_a_model_that_cannot_be_traced_is_judged_by_its_states() -> None:
-    class Fussy(Language):
-        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            raise RuntimeError("not today")
-
-    choice = choose(Fussy(), asked())
-    assert choice.stage == 1 and "could not be traced" in choice.reason and choice.predicted is None
-    params = sum(p.numel() for p in Fussy().parameters())
-    assert choice.needed[0] == pytest.approx(16 * params, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("trace", "steps", "found"),
-    [
-        (None, 40, (3, 3)),
-        (None, 2, (1, 1)),
-        ("4", 10, (3, 3)),
-        ("2:5", 5, (1, 4)),
-        ("1:1", 1, (0, 0)),
-    ],
-)
-def test_the_recorded_steps_are_those_that_were_named(
-    trace: str | None, steps: int, found: tuple[int, int]
-) -> None:
-    assert steps_of(trace, steps) == found

@@ -11,28 +11,17 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch
 
-from onefold import engine_of
-from onefold.checkpoint.background import running
 from onefold.processes.peers import Peer, PeerMonitor
-from onefold.processes.ranks import Ranks
-from onefold.processes.signals import CONTROL, STARTED, Stop, StopSignal
+from onefold.processes.signals import CONTROL, Stop, StopSignal
 from onefold.train.config import resolve
-from onefold.train.faults import WINDOW
-from onefold.train.keeper import Keeper
-from onefold.train.loop import Row, train
-from onefold.train.prepare import prepare
-from onefold.train.report import Reporter
-from onefold.train.worker import Rank, run_rank
-from onefold.wording import TrainError
+from onefold.train.loop import Row
+from onefold.train.worker import Rank
 from ranks import outcomes_of, run_ranks
 from started_runs import (
     JOB,
-    a_free_port,
     alone,
     left_behind,
     losses_in_ranks,
@@ -208,21 +197,6 @@ def test_a_rank_that_computes_when_another_goes_says_so_and_ends(
         assert words in said.read_text(), said.read_text()
 
 
-def leave_in_turn() -> list[int]:
-    ranks = this_rank()
-    heard: list[Peer] = []
-    monitor = PeerMonitor.connect(ranks, heard.append)
-    assert monitor is not None
-    time.sleep(0.2 * ranks.rank)
-    monitor.close()
-    time.sleep(0.2 * (ranks.world_size - ranks.rank))
-    return [p.rank for p in heard]
-
-
-def test_ranks_that_leave_with_a_word_have_not_gone() -> None:
-    assert run_ranks(3, leave_in_turn) == [[], [], []]
-
-
 # -- signals ---------------------------------------------------------------------------------------
 
 
@@ -270,156 +244,4 @@ def test_what_a_signal_asks_of_a_rank(
     assert (outcome.value if outcome.value is not None else outcome.exitcode) == found, outcome
 
 
-def ends_in_time(folder: str) -> int:
-    """A rank that a launcher started 100 s ago; returns its exit status."""
-    os.environ.update(
-        {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(a_free_port()),
-            STARTED: str(time.time() - 100),
-        }
-    )
-    sys.stdout = Path(folder, "said").open("w")  # noqa: SIM115, the process's own to its end
-    given = {
-        "model": "small_lm:plain",
-        "output": f"{folder}/run",
-        "save_every": None,
-        "save_before": "107s",
-        "json": True,
-        "steps": 10**6,
-    }
-    return run_rank(resolve({**JOB, **given}))
-
-
-@pytest.mark.slow
-def test_save_before_ends_a_run_by_itself_with_a_checkpoint_and_status_0(tmp_path: Path) -> None:
-    (outcome,) = outcomes_of(1, ends_in_time, str(tmp_path), process_group=False)
-    done = json.loads((tmp_path / "said").read_text().splitlines()[-1])
-    assert outcome.value == 0, outcome
-    assert (
-        done["event"] == "done"
-        and done["stopped"]
-        and done["why"] == "--save-before"
-        and 0 < done["steps"] < 10**6
-    ), done
-    assert (
-        Path(done["checkpoint"]).name == f"step-{done['steps']:08d}"
-        and Path(done["checkpoint"]).is_dir()
-    )
-
-
-def test_one_rank_of_a_machine_speaks_and_the_next_start_may_speak_again(tmp_path: Path) -> None:
-    def speaking(generation: str) -> list[bool]:
-        stops = []
-        for rank in (0, 1):
-            stop = StopSignal.__new__(StopSignal)
-            stop.control, stop.rank, stop.generation = tmp_path, rank, generation
-            stops.append(stop)
-        return [stop.speak_first() for stop in stops]
-
-    assert speaking("a") == [True, False] and speaking("b") == [True, False]
-
-
 # -- which rank ------------------------------------------------------------------------------------
-
-
-def one_rank_is_slow_then_wrong(output: str) -> tuple[list[str], list[Row], str]:
-    """On one of two ranks: rank 1 sleeps in each forward pass, and puts out a NaN in the last
-    step.
-    """
-    ranks = this_rank()
-    run = prepare(
-        resolve(
-            {**JOB, "output": output, "stage": "3", "model": "small_lm:plain", "units": "Block"}
-        ),
-        ranks,
-        lambda line: None,
-    )
-    rows: list[Row] = []
-    alerts: list[str] = []
-
-    def after_block_1(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        if ranks.rank == 1:
-            time.sleep(0.2)  # far more than what a busy machine keeps either rank waiting
-        return output * float("nan") if ranks.rank == 1 and len(rows) == WINDOW + 2 else output
-
-    model: Any = run.model
-    model.blocks[1].register_forward_hook(after_block_1)
-    try:
-        train(run, lambda: 0, rows.append, alert=alerts.append)
-    except TrainError as error:
-        return alerts, rows, str(error)
-    return alerts, rows, ""
-
-
-def test_the_rank_that_is_slow_and_the_rank_that_went_wrong_are_named_on_every_rank(
-    tmp_path: Path,
-) -> None:
-    for alerts, rows, error in run_ranks(2, one_rank_is_slow_then_wrong, str(tmp_path)):
-        assert len(alerts) == 1 and "rank 1 is slow" in alerts[0], alerts
-        assert rows[-1]["slow_rank"] == 1 and rows[-1]["own_ms"][1] > rows[-1]["own_ms"][0]
-        assert (
-            f"the loss at step {WINDOW + 3} is nan" in error
-            and "unit 'blocks.1', on rank 1 in micro-batch 1" in error
-        ), error
-
-
-def goes_back(ranks: Ranks | None, output: str) -> tuple[list[int], list[float], list[bool]]:
-    """(steps gone back to, losses, whether a save was under way when it went wrong): the last rank
-    puts out NaN once, behind a save.
-    """
-    from onefold.checkpoint import parts
-
-    ranks = ranks or this_rank()
-    given = {
-        "output": output,
-        "model": "small_lm:plain",
-        "units": "Block",
-        "on_nonfinite": "rollback",
-        "save_every": 4,
-        "steps": 12,
-    }
-    run = prepare(
-        resolve({**JOB, **given, "stage": 3 if ranks.world_size > 1 else 0}),
-        ranks,
-        lambda line: None,
-    )
-    keeper, write = Keeper(run, Path(output), Reporter(), begun=time.time()), parts.write_tensors
-    rows: list[Row] = []
-    went_back: list[int] = []
-    under_way: list[bool] = []
-
-    def slowly(path: Path, *args: Any, **kwargs: Any) -> Any:
-        if "step-00000008" in str(path) and ranks.rank == ranks.world_size - 1:
-            wait_until(lambda: under_way)
-        return write(path, *args, **kwargs)
-
-    def spoiled(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        if ranks.rank < ranks.world_size - 1 or len(rows) != 8 or went_back:
-            return output
-        under_way.append(running(engine_of(run.model)) is not None)
-        return output * float("nan")
-
-    def forget(step: int) -> None:
-        went_back.append(step)
-        del rows[step:]
-
-    model: Any = run.model
-    model.blocks[1].register_forward_hook(spoiled)
-    with patch.object(parts, "write_tensors", slowly):
-        train(run, lambda: 0, rows.append, keeper=keeper, forget=forget)
-        keeper.close()
-    return went_back, [row["loss"] for row in rows], under_way
-
-
-@pytest.mark.slow
-def test_all_ranks_go_back_together_to_a_checkpoint_that_is_still_being_written(
-    tmp_path: Path,
-) -> None:
-    one = goes_back(alone(), str(tmp_path / "one"))
-    first, second = run_ranks(2, goes_back, None, str(tmp_path / "two"))
-    assert one[2][0] and second[2][0] and first[2] == [], (
-        "the save behind step 8 was under way in step 9"
-    )
-    assert one[0] == first[0] == second[0] == [8]
-    assert len(first[1]) == 12 and first[1] == second[1] == pytest.approx(one[1], rel=1e-5)

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 import onefold
-from onefold import Recipe, Tier
+from onefold import Tier
 from onefold.processes.ranks import Ranks
-from onefold.recipe.options import TIERS
-from onefold.train.config import TrainConfig, resolve
+from onefold.train.config import resolve
 from onefold.train.early import refuse_folders
-from onefold.train.output import write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import describe
 from onefold.wording import TrainError
@@ -25,81 +23,6 @@ from onefold.wording import TrainError
 SERVER = "libraries"
 
 NVME = {"nvme": ("/a", "/b")}
-APART = {"offload_optimizer": "nvme", "offload_gradients": "cpu", **NVME}
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, {}),
-        ({"offload_optimizer": "cpu"}, {"offload_optimizer": "cpu"}),
-        ({"offload_optimizer": "none"}, {}),
-        ({"offload_optimizer": "0.6"}, {"offload_optimizer": 0.6}),
-        ({"offload_optimizer": 0.6}, {"offload_optimizer": 0.6}),
-        ({"offload_optimizer": "1"}, {"offload_optimizer": 1}),
-        ({"offload_optimizer": "6GB"}, {"offload_optimizer": "6GB"}),
-        ({"offload_optimizer": 6_000_000_000}, {"offload_optimizer": 6_000_000_000}),
-        ({"offload_optimizer": "nvme", **NVME}, {"offload_optimizer": "nvme", **NVME}),
-        ({"offload_optimizer": "nvme:0.6", **NVME}, {"offload_optimizer": "nvme:0.6", **NVME}),
-        (
-            {"offload_optimizer": "nvme:6GiB", **NVME},
-            {"offload_optimizer": "nvme:6GiB", **NVME},
-        ),
-        ({"offload_optimizer": "cpu:0.25"}, {"offload_optimizer": "cpu:0.25"}),
-        (
-            {"offload_optimizer": "cpu", "offload_param": "cpu"},
-            {"offload_optimizer": "cpu", "offload_param": "cpu"},
-        ),
-        ({"offload_param": "none"}, {}),
-        (APART, APART),
-        ({"offload_activations": "8GB"}, {"offload_activations": "8GB"}),
-        ({"offload_activations": "cpu"}, {"offload_activations": "cpu"}),
-        ({"offload_activations": "none"}, {}),
-        ({"tile": "256MB"}, {"tile": "256MB"}),
-        ({"tile": 1048576}, {"tile": 1048576}),
-        ({"tile": "1048576"}, {"tile": 1048576}),
-        ({"nvme": "/a"}, {"nvme": ("/a",)}),
-        ({"nvme": []}, {}),
-        ({"moments": "int8"}, {"moments": "int8"}),
-        (
-            {"moments": "bf16", "stochastic_rounding": True},
-            {"moments": "bf16", "stochastic_rounding": True},
-        ),
-        (
-            {"offload_optimizer": "cpu", "step_in_backward": True, "clip": 0},
-            {"offload_optimizer": "cpu", "step_in_backward": True},
-        ),
-    ],
-    ids=repr,
-)
-def test_words_become_arguments_that_a_recipe_takes(
-    given: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    config = resolve(given)
-    assert config.arguments(TIERS) == expected
-    assert config.recipe(3) == Recipe.zero(3, precision="fp32", **expected)
-
-
-def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(
-        "offload-optimizer: nvme:0.6\nnvme: [/a, /b]\ntile: 268435456\noffload_activations: cpu\n"
-    )
-    (tmp_path / "a.toml").write_text(
-        'offload-optimizer = "nvme:0.6"\nnvme = ["/a", "/b"]\ntile = 268435456\noffload_activations'
-        ' = "cpu"\n'
-    )
-    line = resolve(
-        {
-            "offload_optimizer": "nvme:0.6",
-            "nvme": ["/a", "/b"],
-            "tile": "268435456",
-            "offload_activations": "cpu",
-        }
-    )
-    assert resolve({}, tmp_path / "a.yaml") == resolve({}, tmp_path / "a.toml") == line
-    write_config(line, tmp_path, {"stage": 1, "ranks": 2, "steps": 12, "global_batch": 8})
-    assert resolve({}, tmp_path / "train.yaml").arguments(TIERS) == line.arguments(TIERS)
-    assert TrainConfig.model_validate_json(line.model_dump_json(by_alias=True)) == line
 
 
 @pytest.mark.parametrize(

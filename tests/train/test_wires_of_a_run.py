@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from onefold import Recipe
 from onefold.processes.ranks import Ranks
-from onefold.recipe.options import NODES
 from onefold.train import checkpoints
 from onefold.train.config import resolve
 from onefold.train.keeper import Keeper
@@ -31,43 +29,6 @@ SERVER = "libraries"
 TEXT = "the quick brown fox jumps over the lazy dog. " * 200
 CODECS = {"gather_codec": "int8", "reduce_codec": "int4"}
 ALL = {"second_copy": True, **CODECS, "error_feedback": True, "wire_rounding": "stochastic"}
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, {}),
-        ({"group": "2"}, {"group": 2}),
-        ({"group": 2}, {"group": 2}),
-        ({"group": "node"}, {"group": "node"}),
-        ({"group": "flat"}, {"group": "flat"}),
-        (
-            {
-                "group": "none",
-                "gather_codec": "none",
-                "frozen": "none",
-                "wire_rounding": "nearest",
-                "second_copy": False,
-            },
-            {},
-        ),
-        (
-            {"shard_group": "4", "optimizer_over": "all"},
-            {"shard_group": 4, "optimizer_over": "all"},
-        ),
-        (ALL, ALL),
-        ({"frozen": "nf4"}, {"frozen": "nf4"}),
-        ({"reduce": "native"}, {"reduce": "native"}),
-        ({"reduce": "ordered"}, {"reduce": "ordered"}),
-    ],
-    ids=repr,
-)
-def test_words_become_arguments_that_a_recipe_takes(
-    given: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    config = resolve(given)
-    assert config.arguments(NODES) == expected
-    assert config.recipe(3) == Recipe.zero(3, precision="fp32", **expected)
 
 
 @pytest.mark.parametrize(
