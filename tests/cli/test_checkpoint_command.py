@@ -123,17 +123,6 @@ def test_inspect_says_what_a_checkpoint_holds(first: Path) -> None:
     assert "blocks.0.mlp.0.weight" not in text
 
 
-def test_inspect_lists_tensors_when_asked_and_those_of_a_name(first: Path) -> None:
-    text = command("inspect", first, "--tensors").stdout
-    for words in ("blocks.0.mlp.0.weight", "[80, 20]", "head.weight", "rank-00000.safetensors"):
-        assert words in text, (words, text)
-    found = said("inspect", first, "--filter", "*.mlp.0.weight")["tensors"]
-    assert [(t["item"]["name"], t["item"]["kind"], t["shape"]) for t in found][:1] == [
-        ("blocks.0.mlp.0.weight", "parameter", [80, 20])
-    ]
-    assert len(found) == 2 * 3
-
-
 def test_inspect_of_a_folder_of_checkpoints_lists_them_the_newest_first(
     root: Path, first: Path, tmp_path: Path
 ) -> None:
@@ -309,20 +298,3 @@ def test_a_path_without_a_checkpoint_ends_with_2_and_a_sentence(
     for path in ("nothing", "file", "empty"):
         assert str(tmp_path / path) in refused(name, tmp_path / path, *more)
     assert sorted(os.listdir(tmp_path)) == ["empty", "file"]
-
-
-def test_ctrl_c_ends_with_130_and_leaves_nothing(
-    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("onefold.inspection.reshard._copy", interrupted)
-    result = command("reshard", first, tmp_path / "b", "--ranks", 2, status=130)
-    assert "stopped by SIGINT" in result.stderr and os.listdir(tmp_path) == []
-
-
-def test_an_export_like_a_folder_without_a_config_is_refused(bare: Path, tmp_path: Path) -> None:
-    result = command("export", bare, tmp_path / "out", "--like", tmp_path, status=2)
-    assert f"--like {tmp_path} has no config.json: name a Hugging Face folder" in result.stderr
-    assert not (tmp_path / "out").exists()

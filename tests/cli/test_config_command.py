@@ -90,8 +90,3 @@ def test_the_command_prints_classes_and_json(tmp_path: Path) -> None:
     assert "without meaning here:\n" in done.output and "left open:\n" in done.output
     out = json.loads(run(tmp_path, GIVEN, "--json").output)
     assert out["event"] == "config" and out["refusal"] is None and len(out["keys"]) == 14
-
-
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["config", "explain", str(tmp_path / "no.json")])
-    assert done.exit_code == 2

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -204,31 +203,4 @@ def test_a_measurement_is_saved_printed_and_leaves_nothing_behind(place: Place) 
         assert times[0] > 0 and times == sorted(times), (move, times)
     assert found.disk is not None and found.disk.folder == str(place.folder)
     assert place.files() == ["doctor.json"]
-    until(lambda: not place.processes())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143)])
-def test_a_signal_ends_it_with_everything_it_started(
-    place: Place, number: signal.Signals, status: int
-) -> None:
-    process = place.start("--calibrate", "--ranks", "2")
-    until(lambda: len(place.processes("onefold.doctor.ranks")) == 2)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == status, err
-    assert f"stopped by {number.name}; nothing was measured." in err and "Traceback" not in err
-    assert place.files() == []
-    until(lambda: not place.processes())
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_is_told_of(place: Place) -> None:
-    process = place.start("--calibrate", "--ranks", "2", "--json")
-    ranks = until(lambda: len(found := place.processes("onefold.doctor.ranks")) == 2 and found)
-    os.kill(ranks[0], signal.SIGKILL)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert "was ended by SIGKILL" in json.loads(out)["message"] and "was ended by SIGKILL" in err
-    assert place.files() == []
     until(lambda: not place.processes())

@@ -5,7 +5,6 @@ that the docs claim.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,12 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from calibrations import calibration
 from onefold.cli.plan import plan_command
 from onefold.plan.schema import Account
 
 pytestmark = pytest.mark.one_in(8)
 
 CLAIMS = Path(__file__).parents[2] / "benchmarks" / "results" / "validation.md"
-
-
-@pytest.fixture(autouse=True)
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of this test's own: no calibration."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def command(*arguments: str) -> Result:
@@ -88,31 +80,6 @@ def test_tables_say_what_the_json_says() -> None:
     ):  # fmt: skip
         assert words in result.stdout, (words, result.stdout)
     assert "…" not in result.stdout
-
-
-def test_every_option_reaches_the_plan() -> None:
-    plain = ("gpt2", "--gpus", "8", "--per-node", "4", "--gpu", "a100-40", "--link", "100g")
-    base = said(*plain)
-    assert base["machine"] | {"bytes": 0} == {
-        "gpu": "a100-40",
-        "ranks": 8,
-        "per_node": 4,
-        "bytes": 0,
-    }
-    assert base["stages"][1]["account"]["links"]["between"] > 0
-
-    # One node: nothing is said of slow links
-    plain = ("gpt2", "--gpus", "8", "--gpu", "a100-40")
-    assert peak() == peak("--offload", "nvme"), "at stage 1 the optimizer can go, parameters cannot"
-    summed = said(*plain, "--accumulate-dtype", "bf16")["job"]
-    assert summed["accumulate_dtype"] == "bf16"
-    batch = said(*plain, "--global-batch", "64", "--micro-batch", "auto")
-    assert 64 % (8 * batch["recommended"]["micro_batch"]) == 0
-    assert batch["recommended"]["accumulation"] * batch["recommended"]["micro_batch"] == 8
-    assert said(*plain, "--stage", "3")["recommended"]["stage"] == 3
-    off = said(*plain, "--offload", "nvme")["recommended"]
-    assert off["offload"] == "nvme" and off["account"]["nvme"] > 0
-    assert said("--params", "7.5e9", "--gpus", "64")["model"]["parameters"] == 7_500_000_000
 
 
 def peak(*more: str) -> int:
@@ -187,15 +154,6 @@ def test_a_machine_file_adds_a_gpu(tmp_path: Path) -> None:
     assert found["machine"]["gpu"] == "mine" and found["machine"]["bytes"] == 48e9
 
 
-def test_here_is_the_calibrated_machine() -> None:
-    assert "onefold doctor --calibrate" in refused("gpt2", "--here")
-    calibration().save()
-    found = said("gpt2", "--here", "--precision", "fp32", "--seq", "128", "--ranks", "2")
-    assert found["machine"]["gpu"] == "here" and found["machine"]["ranks"] == 2
-    assert said("gpt2", "--here", "--precision", "fp32", "--seq", "128")["machine"]["ranks"] == 4
-    assert "measured with 1,2,4" in refused("gpt2", "--here", "--precision", "fp32", "--ranks", "8")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -239,15 +197,6 @@ def test_what_cannot_be_gets_a_sentence(arguments: str, words: str) -> None:
     assert words in refused(*shlex.split(arguments))
 
 
-def test_a_bad_machine_file_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "bad.toml"
-    file.write_text("[gpu.mine]\ncapacty = 1\n")
-    sentence = refused("gpt2", "--machines", str(file))
-    assert "bad.toml" in sentence and "Did you mean 'capacity'" in sentence
-    file.write_text("gpu = [")
-    assert "not a TOML file" in refused("gpt2", "--machines", str(file))
-
-
 def test_what_fits_nowhere_names_what_is_nearest_and_what_would_do(every: bool) -> None:
     found = said("llama-3-70b", "--gpus", "8", "--gpu", "a100-40", "--offload", "none")
     assert found["recommended"] is None
@@ -277,10 +226,3 @@ def lines() -> list[tuple[str, str]]:
         if "`onefold plan " in row
     ]
     return [(row[2].strip("`"), row[3].removesuffix(" |")) for row in rows]
-
-
-def shown(found: Any, key: str) -> float | None:
-    """What stands under `stages[3].account.peak` and its like; a table's values summed."""
-    for name, at in re.findall(r"([^.\[\]]+)(?:\[(\d+)\])?", key):
-        found = found[name][int(at)] if at else found[name]
-    return sum(found.values()) if isinstance(found, dict) else found

@@ -19,7 +19,6 @@ import torch
 from typer.testing import CliRunner
 
 from onefold.cli.app import app
-from ranks import run_ranks
 
 pytestmark = pytest.mark.one_in(2)
 
@@ -152,81 +151,6 @@ def test_a_run_ends_with_a_model_that_transformers_opens_and_leaves_nothing_behi
     assert place.left_behind() == []
 
 
-def given_as(options: list[str]) -> dict[str, str]:
-    """What options of the command, each with its value, are to `resolve`."""
-    return {
-        name.removeprefix("--").replace("-", "_"): value
-        for name, value in zip(options[::2], options[1::2], strict=True)
-    }
-
-
-def runs_of_two_ranks(
-    *variants: dict[str, Any],
-) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """On one of two ranks, for each variant: the rows of the same run without the command, and what
-    it says of its plan.
-    """
-    from onefold.processes.ranks import Ranks
-    from onefold.train.config import resolve
-    from onefold.train.loop import train
-    from onefold.train.prepare import prepare
-    from onefold.train.report import describe
-
-    rank, found = int(os.environ["RANK"]), []
-    ranks = Ranks(
-        rank, 2, rank, 2, torch.device("cpu"), "gloo", torch.distributed.new_group(backend="gloo")
-    )
-    for options in variants:
-        rows: list[dict[str, Any]] = []
-        run = prepare(resolve(options), ranks, lambda line: None)
-        train(run, lambda: 0, rows.append)
-        found.append((rows, describe(run)))
-    return found
-
-
-@pytest.mark.slow
-def test_joined_ranks_and_accumulation_give_the_losses_of_two_ranks(place: Place) -> None:
-    """One global batch, cut in another way: torchrun with one rank that accumulates, and two ranks
-    at stage 3.
-    """
-    options = [
-        *SMALL,
-        "--steps",
-        "3",
-        "--global-batch",
-        "8",
-        "--eval-every",
-        "3",
-        "--sample-tokens",
-        "0",
-        "--json",
-    ]
-    launcher = (
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=1",
-        "-m",
-        "onefold.cli",
-    )
-    code, out, err = place.run(*options, "--output", "one", "--micro-batch", "4", launcher=launcher)
-    assert code == 0, err
-    assert events(out)["plan"][0]["accumulation"] == 2
-    assert not (place.folder / "one" / "run.lock").exists()
-    same = {
-        **given_as(options[:-1]),
-        "stage": "3",
-        "micro_batch": 2,
-        "output": str(place.folder / "two"),
-    }
-    ((two, _),), _ = run_ranks(2, runs_of_two_ranks, same)
-    one = metrics(place.folder / "one")
-    for a, b in zip(one[:3], two, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-    assert one[2]["eval_loss"] == pytest.approx(two[2]["eval_loss"], rel=1e-5)
-
-
 @contextlib.contextmanager
 def started(place: Place, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     process = place.start(*arguments)
@@ -263,37 +187,6 @@ def test_ctrl_c_lets_the_step_finish_saves_and_exits_with_130(place: Place) -> N
     assert rows[-1]["done"] and rows[-1]["stopped"] and rows[-1]["steps"] == rows[-2]["step"] >= 3
     assert (place.folder / "run" / "model" / "model.safetensors").is_file()
     assert json.loads(out.splitlines()[-1])["event"] == "done"
-    assert place.left_behind() == []
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_ends_at_once(place: Place) -> None:
-    # A step of many micro-batches, so that the first Ctrl-C has to wait for it.
-    options = [
-        *SMALL,
-        "--steps",
-        "9",
-        "--nproc",
-        "2",
-        "--output",
-        "run",
-        "--global-batch",
-        "400000",
-    ]
-    with started(place, *options) as process:
-        # By the second a launcher says that it has heard the first Ctrl-C
-        for heard in ("training", "stop-interrupt"):
-            deadline = time.monotonic() + 300
-            while not list((place.folder / "tmp").glob(f"onefold-*/{heard}")):
-                assert time.monotonic() < deadline and process.poll() is None
-                time.sleep(0.05)
-            assert process.poll() is None
-            process.send_signal(signal.SIGINT)
-        begun = time.monotonic()
-        _, err = process.communicate(timeout=300)
-    # The nine steps take half an hour
-    assert process.returncode == 130 and time.monotonic() - begun < 60
-    assert "Traceback" not in err, err
     assert place.left_behind() == []
 
 
@@ -350,60 +243,6 @@ def test_tiers_that_cannot_be_are_told_in_the_recipes_sentence_before_anything_s
         and "starting" not in done.stdout
     )
     assert not (place.folder / "run").exists() and place.left_behind() == []
-
-
-@pytest.mark.slow
-@pytest.mark.slow
-def test_state_off_the_device_changes_no_loss_and_leaves_nothing_on_the_disk(place: Place) -> None:
-    """On two disks, and in part on the host: the losses of ranks that hold it all, to the last bit,
-    and the run says where what is.
-    """
-    disks = [place.folder / name for name in ("disk0", "disk1")]
-    for disk in disks:
-        disk.mkdir()
-    common = [*SMALL, "--steps", "3", "--eval-every", "3", "--sample-tokens", "0", "--stage", "3"]
-    folders = [word for disk in disks for word in ("--nvme", str(disk))]
-    host = {
-        **given_as(common),
-        "offload_optimizer": "0.5",
-        "offload_activations": "cpu",
-        "output": str(place.folder / "host"),
-    }
-    device = {**given_as(common), "output": str(place.folder / "device")}
-    ((held, _), (partly, plan)), _ = run_ranks(2, runs_of_two_ranks, device, host)
-    options = [
-        "--offload-optimizer",
-        "nvme",
-        "--offload-param",
-        "nvme",
-        *folders,
-        "--nproc",
-        "2",
-        "--json",
-        "--output",
-        "disk",
-    ]
-    code, out, err = place.run(*common, *options)
-    assert code == 0, err
-    plans = {"host": plan, "disk": events(out)["plan"][0]}
-    expected, on_host, on_disk = (
-        [(row["loss"], row["grad_norm"], row.get("eval_loss")) for row in rows[:3]]
-        for rows in (held, partly, metrics(place.folder / "disk"))
-    )
-    assert on_host == expected and on_disk == expected and expected[2][2] is not None
-    assert plans["host"]["tiers"] == {
-        "parameters": "device",
-        "gradients": "host",
-        "optimizer": "host",
-    }
-    assert plans["host"]["predicted"]["host"] > 0 and "on the host" in plans["host"]["reason"]
-    assert (
-        set(plans["disk"]["tiers"].values()) == {"nvme"} and plans["disk"]["predicted"]["nvme"] > 0
-    )
-    facts = json.loads((place.folder / "disk" / "observed.json").read_text())["facts"]
-    assert "on NVMe" in facts["reason"]
-    assert [list(disk.iterdir()) for disk in disks] == [[], []]
-    assert place.left_behind() == []
 
 
 @pytest.mark.slow

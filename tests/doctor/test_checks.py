@@ -11,17 +11,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from broken_doctor import BREAKINGS
-from onefold.doctor import check_device, coordinator
+from onefold.doctor import coordinator
 from onefold.doctor.checks import (
     CHECKS,
     LEFT_OUT,
@@ -32,7 +30,7 @@ from onefold.doctor.checks import (
     answer,
     merge,
 )
-from onefold.doctor.coordinator import casts_of, check_here, report_of
+from onefold.doctor.coordinator import check_here, report_of
 from onefold.doctor.ranks import Stopped
 from ranks import absolute_path, run_ranks
 
@@ -138,48 +136,6 @@ def test_what_is_broken_is_wrong(check: str, broken: str, said: str) -> None:
     assert row.advice == KNOWN[check].advice and not row.ended, row
 
 
-class Waiting(TorchDispatchMode):
-    """Raises where CUDA would make the host wait, in its words."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("called a synchronizing CUDA operation")
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_step_that_waits_for_the_device_is_wrong(
-    broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check_device, "has_streams", lambda device: True)
-    monkeypatch.setattr(check_device, "synchronize", lambda device: None)
-    monkeypatch.setattr(check_device, "_refusing", Waiting)
-    on_cpu = Here(0, 1, torch.device("cpu"), "gloo", 1, "")
-    small, batches = check_device.small, check_device.batches
-    monkeypatch.setattr(check_device, "small", lambda there: small(on_cpu))
-    monkeypatch.setattr(check_device, "batches", lambda there, step: batches(on_cpu, step))
-    # Not what a CPU does by itself: torch's loop reads its step counts, and the clip its factor.
-    fused = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    monkeypatch.setattr(check_device, "adamw", lambda model: fused(model.parameters()))
-    clip = (
-        (lambda model, norm: next(model.parameters()).sum().item())
-        if broken
-        else (lambda model, norm: None)
-    )
-    monkeypatch.setattr(check_device.onefold, "clip_grad_norm_", clip)
-    there = Here(0, 1, torch.device("cuda", 0), "nccl", 1, "")
-    row = answer(KNOWN["no synchronization"], there)
-    assert row.status == (WRONG if broken else OK), row
-    if broken:
-        assert (
-            "called a synchronizing CUDA operation" in row.said
-            and "stage 0, fp32" in row.said
-            and row.ended
-        )
-
-
 # -- what is compared with -------------------------------------------------------------------------
 
 
@@ -260,46 +216,7 @@ def test_a_rank_that_dies_stands_still_or_raises_is_a_row_and_the_next_checks_go
     assert report_of(CPU, list(found.values()), "onefold doctor --check", 1.0)["ok"] is False
 
 
-@pytest.mark.slow
-def test_ranks_that_do_not_start_are_a_row_and_the_rest_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    start, *others = check_broken(
-        monkeypatch, tmp_path, "start=never", {"collectives": 60.0, "stages": 60.0}
-    )
-    assert (
-        (start.name, start.status) == ("start", WRONG)
-        and "libnccl.so.2 is not here" in start.said
-        and start.advice
-    )
-    assert [(row.name, row.status) for row in others] == [
-        ("collectives", LEFT_OUT),
-        ("stages", LEFT_OUT),
-    ]
-    assert all("did not start" in row.said for row in others)
-
-
 # -- rows ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("device", "gpus", "ranks", "expected"),
-    [
-        ("cpu", 0, None, [(2, "gloo", 11)]),
-        ("cpu", 0, 4, [(4, "gloo", 11)]),
-        ("cuda", 1, None, [(2, "gloo", 5), (1, "nccl", 6)]),
-        ("cuda", 8, None, [(8, "nccl", 11)]),
-        ("cuda", 8, 2, [(2, "nccl", 11)]),
-        ("cuda", 8, 1, [(1, "nccl", 11)]),
-    ],
-)
-def test_who_runs_what(
-    device: str, gpus: int, ranks: int | None, expected: list[tuple[int, str, int]]
-) -> None:
-    casts = casts_of(device, gpus, ranks)
-    assert [(cast.ranks, cast.backend, len(cast.checks)) for cast in casts] == expected
-    assert sorted(name for cast in casts for name in cast.checks) == sorted(KNOWN)
-    assert casts[-1].checks[-1] == "kernels", "what takes longest leaves nothing out"
 
 
 # -- the command's ranks ----------------------------------------------------------------------------

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from onefold.comm import MOVES, Group
-from onefold.doctor.bench import Bench
+from onefold.comm import MOVES
 from onefold.doctor.benchmark_blocks import MIB, Sizes
 from onefold.doctor.disk import measure_disk
 from onefold.doctor.measure import measure, says
-from onefold.doctor.moves import FlatMoves
 from onefold.machine.measured import ADAMW_BYTES, AtRanks
 from ranks import run_ranks
 
@@ -74,42 +72,6 @@ def check(at: AtRanks, ranks: int) -> None:
     assert all(p.kernels.others > 0 for p in at.passes)
     assert [x for x, _ in at.copies] == [2 * b for b in TINY.copy_bytes]
     assert [x for x, _ in at.optimizer] == [ADAMW_BYTES * n for n in TINY.optimizer_numels]
-
-
-def moved_on_a_rank() -> dict[str, Any]:
-    group = Group(None, torch.device("cpu"), 60.0)
-    moves = FlatMoves(Bench(group, torch.device("cpu"), TINY), 1200)
-    out: dict[str, Any] = {}
-    for move in MOVES:
-        moves.full.copy_(torch.arange(moves.full.numel()) * (group.rank + 1))
-        group.ledger.reset()
-        result = moves.call(move)()
-        out[move] = (
-            group.ledger.by_move(),
-            moves.payload(move),
-            moves.full.clone() if result is None else result,
-        )
-    group.close()
-    return out
-
-
-def test_moves_do_what_the_engine_does_and_count_as_the_ledger_does() -> None:
-    results = run_ranks(3, moved_on_a_rank)
-    numel, shard = 300, 100
-    place = torch.arange(numel, dtype=torch.float32)
-    gathered = torch.cat([place[r * shard : (r + 1) * shard] * (r + 1) for r in range(3)])
-    for rank, result in enumerate(results):
-        for move, (ledger, payload, _) in result.items():
-            assert (
-                ledger
-                == {move: payload}
-                == {move: 4 * numel * 2 // 3 * (2 if move == "all-reduce" else 1)}
-            )
-        assert torch.equal(result["all-gather"][2], gathered)
-        assert torch.equal(
-            result["reduce-scatter"][2], place[rank * shard : (rank + 1) * shard] * 6
-        )
-        assert torch.equal(result["all-reduce"][2], place * 6)
 
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 from calibrations import BANDWIDTH, LATENCY, calibration, elsewhere
 from onefold.comm import MOVES
 from onefold.machine.calibration import FRESH_DAYS, Calibration, CalibrationError
-from onefold.machine.measured import AtRanks
 
 
 def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
@@ -124,13 +123,3 @@ def test_a_move_takes_latency_and_bytes_over_bandwidth(move: str) -> None:
         )
     assert found.fit(move, 2).latency_s == pytest.approx(LATENCY, rel=1e-6)
     assert found.fit(move, 2).bytes_per_s == pytest.approx(BANDWIDTH / 2, rel=1e-6)
-
-
-def test_several_ranks_without_their_moves_are_incomplete() -> None:
-    whole = calibration(2).at[0]
-    with pytest.raises(ValueError, match="overlap of 2 ranks"):
-        replace(whole, overlap=None)
-    with pytest.raises(ValueError, match="moves of 2 ranks"):
-        AtRanks(
-            2, 1, whole.matrices, whole.blocks, whole.copies, whole.optimizer, {}, whole.overlap
-        )

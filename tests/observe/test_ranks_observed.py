@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from observed_loops import one_step, sharded
 
 import onefold
-from onefold.comm.communicators import format_ranks
 from onefold.observe import Meter, measured, reconciled, record, write_observed
 from onefold.observe.trace import Recording
 from ranks import run_ranks
@@ -113,40 +110,3 @@ def test_the_ranks_files_make_one_report(tmp_path: Path) -> None:
         "blocks.0 backward",
         "optimizer",
     } <= names
-
-
-def mixed_precision(stage: int) -> tuple[dict[str, int], set[str]]:
-    model, optimizer = sharded(stage, "bf16")
-    one_step(model, optimizer)
-    with record(model, optimizer, activations=True) as seen:
-        one_step(model, optimizer)
-    held = {c: series[-1] for c, series in seen.levels()[1].items()}
-    assert {c: n for c, n in held.items() if n} == {
-        **onefold.engine_of(model).memory.now(),
-        "moments": held["moments"],
-    }
-    assert min(min(series) for series in seen.levels()[1].values()) >= 0, (
-        "a category fell below nothing"
-    )
-    return seen.peak(), {m.dtype for m in seen.moves}
-
-
-def of_a_subset() -> set[str]:
-    """Which ranks the moves of this rank's engine say they are among."""
-    some = dist.new_group([0, 2])
-    if dist.get_rank() == 1:
-        return set()
-    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(3), group=some)
-    with record(model) as seen:
-        model(features_of(0, 4, 7)).square().mean().backward()
-    return {m.group for m in seen.moves if m.move in ("all-gather", "reduce-scatter")}
-
-
-def test_a_move_says_among_which_ranks_it_was() -> None:
-    assert run_ranks(3, of_a_subset) == [{"0,2"}, set(), {"0,2"}]
-    assert [format_ranks(ranks) for ranks in ([0], [0, 1, 2, 3], [0, 8, 16], [0, 1, 8, 9, 11])] == [
-        "0",
-        "0-3",
-        "0,8,16",
-        "0-1,8-9,11",
-    ]

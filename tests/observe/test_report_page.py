@@ -7,12 +7,10 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 from synthetic_run import (
     account,
-    planned,
     recorded,
     write_metrics,
     write_run,
@@ -91,33 +89,12 @@ def test_the_page_is_one_file_that_loads_nothing(run: Path) -> None:
     )
 
 
-def test_memory_over_the_step_is_the_recordings(run: Path) -> None:
-    drawn: Any = build(run).figures["memory"]
-    assert set(drawn) == {"0", "1", "2", "3"}
-    for rank in range(4):
-        times, levels = recorded(rank).levels()
-        stacked = [t for t in drawn[str(rank)]["data"] if "stackgroup" in t]
-        assert [t["name"] for t in stacked] == list(levels)
-        tops = [sum(values) for values in zip(*(t["y"] for t in stacked), strict=True)]
-        assert max(tops) == pytest.approx(sum(recorded(rank).peak().values()) / 2**20)
-        assert len(tops) == len(times)
-        lines = {t["name"]: t["y"][0] for t in drawn[str(rank)]["data"] if "stackgroup" not in t}
-        assert lines["plan's peak"] == pytest.approx(planned().peak_bytes / 2**20)
-        assert lines["plan's bound"] == pytest.approx(planned().bound / 2**20)
-
-
 def test_predicted_stands_beside_measured_with_a_verdict(run: Path) -> None:
     lines = {line.name: line for line in build(run).tables["comparison"]}
     assert lines["at rest: all"].verdict == "close" and lines["at rest: all"].ratio == "1.000"
     assert lines["time: exposed communication"].verdict == "far"
     assert lines["bound of the peak"].measured == "–" and lines["bound of the peak"].verdict == ""
     assert lines["MFU"].predicted == "43.0%"
-
-
-def test_imbalance_names_the_slow_rank(run: Path) -> None:
-    spreads = {s.name: s for s in build(run).tables["imbalance"]}
-    assert spreads["compute"].most_rank == 2 and spreads["compute"].imbalance > 1.05
-    assert spreads["sent in a step"].imbalance == 1 and not spreads["sent in a step"].differs
 
 
 @pytest.mark.parametrize("kept", ["metrics", "observed", "observed without ranks", "bare"])
@@ -142,12 +119,6 @@ def test_what_is_missing_is_named_with_how_to_get_it(tmp_path: Path, kept: str) 
     assert all(re.search(r"[a-z].*\.$", said) for said in report.missing.values()), report.missing
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert text.count('class="missing"') == len(expected)
-
-
-def test_ranks_that_left_no_file_are_named(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    (tmp_path / "observed-rank2.json").unlink()
-    assert "Without rank 2" in build(tmp_path).said["imbalance"]
 
 
 def test_names_of_a_run_are_text_on_the_page_and_never_markup(tmp_path: Path) -> None:

@@ -95,9 +95,3 @@ def test_a_spoilt_file_is_named_with_what_is_wrong(
     with pytest.raises(RunFileError, match=said) as caught:
         read_observed(tmp_path)
     assert str(path) in str(caught.value)
-
-
-def test_a_folder_without_a_run_says_who_writes_one(tmp_path: Path) -> None:
-    with pytest.raises(RunFileError, match=r"onefold train.*write_observed"):
-        read_observed(tmp_path)
-    assert gather_ranks(tmp_path) == ()

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.validation.formulas import compute
 
 from onefold.plan import shapes
-from onefold.plan.shapes import ARCHITECTURES, Transformer, architecture, model_of
+from onefold.plan.shapes import ARCHITECTURES, Transformer, architecture
 
 with_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -30,23 +29,6 @@ def test_an_architecture_has_the_published_number_of_parameters(name: str) -> No
     assert model.units[0].name == "(root)"
     names = [p.name for u in model.units for p in u.parameters]
     assert len(names) == len(set(names))
-
-
-@pytest.mark.parametrize(
-    "name", [n for n, a in ARCHITECTURES.items() if a.family in ("gpt", "gpt2")]
-)
-def test_a_gpt_has_megatrons_number_of_parameters(name: str) -> None:
-    dims = ARCHITECTURES[name].dims
-    expected = compute.megatron_parameters(dims.layers, dims.hidden, dims.vocab, dims.seq)
-    assert architecture(name).numel == pytest.approx(expected, abs=2 * dims.hidden + 1)
-
-
-def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"'lama-3-8b'.*'llama-3-8b'"):
-        architecture("lama-3-8b")
-    assert not shapes.known("lama-3-8b")
-    with pytest.raises(ValueError, match=r"family 't5'.*llama"):
-        model_of("x", "t5", ARCHITECTURES["gpt2"].dims)
 
 
 def _config(family: str, dims: Transformer) -> Any:

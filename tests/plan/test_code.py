@@ -141,18 +141,3 @@ def test_a_plan_by_name_fits_where_the_traced_code_fits(name: str) -> None:
         said.peak,
     )
     assert said.rest == traced.rest and said.wire == traced.wire
-
-
-def test_a_plan_says_how_its_activations_were_counted() -> None:
-    there, job = machine(8, 8, "h100-80"), Job(seq=1024)
-    assert any(
-        "as transformers' code for llama keeps them" in note
-        for note in plan("llama-3-8b", there, job, largest=False).notes
-    )
-    for model in ("gpt3-13b", 13e9):
-        notes = plan(model, there, job, largest=False).notes
-        assert any(
-            "as fused kernels keep them" in note and "GPT-2 1.8 times" in note for note in notes
-        ), notes
-    with pytest.raises(ValueError, match="code='falcon'"):
-        MicroBatchBytes(DIMS["gpt2"], 1, LENGTH, 2, "falcon")

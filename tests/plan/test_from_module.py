@@ -55,15 +55,6 @@ def test_a_shape_has_the_units_and_parameters_that_shard_binds(make: Any, stage:
         assert said.looks_up_only == bound.looks_up_only
 
 
-def test_tied_weights_count_once_and_frozen_ones_are_told() -> None:
-    tied, apart = TinyGPT(tied=True), TinyGPT(tied=False)
-    assert model_shape(apart).numel - model_shape(tied).numel == tied.head.weight.numel()
-    tied.blocks[0].requires_grad_(False)
-    shape = model_shape(tied, name="mine")
-    assert shape.numel - shape.trainable == sum(p.numel() for p in tied.blocks[0].parameters())
-    assert shape.name == "mine" and shape.transformer is None and shape.active_numel == shape.numel
-
-
 @needs_transformers
 def test_a_model_of_70_billion_parameters_is_read_and_traced_without_memory(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
@@ -170,35 +161,3 @@ def test_what_is_no_model_gets_a_sentence(tmp_path: Path) -> None:
     for source, sentence in cases.items():
         with pytest.raises(ValueError, match=sentence):
             module_of(source)
-
-
-@needs_transformers
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"hidden_size": 0}, '"hidden_size" is 0: expected a whole number from 1 to 16777216'),
-        ({"hidden_size": -64}, '"hidden_size" is -64'),
-        ({"hidden_size": 6.5}, '"hidden_size" is 6.5'),
-        ({"hidden_size": "64"}, '"hidden_size" is 64'),
-        ({"hidden_size": True}, '"hidden_size" is True'),
-        ({"num_hidden_layers": 10**30}, '"num_hidden_layers" is 1000000000'),
-        ({"num_attention_heads": 0}, '"num_attention_heads" is 0'),
-        ({"hidden_size": [64]}, "transformers could not build this model"),
-        ({"hidden_act": "\ud800"}, "transformers could not build this model"),
-    ],
-)
-def test_a_config_with_sizes_that_no_model_has_is_told(
-    tmp_path: Path, changed: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(ValueError) as error:
-        module_of(folder_with(tmp_path / "m", MIXTRAL | changed))
-    assert says in str(error.value) and "\n" not in str(error.value)
-
-
-@needs_transformers
-def test_a_config_that_python_cannot_read_is_told(tmp_path: Path) -> None:
-    file = folder_with(tmp_path / "m", {}) / "config.json"
-    for text, says in (("9" * 5000, "A number of 5000 digits"), ("[" * 100_000, "Nested too deep")):
-        file.write_text('{"a": ' + text)
-        with pytest.raises(ValueError, match=says):
-            module_of(tmp_path / "m")

@@ -16,11 +16,9 @@ from random_plans import gpus
 from torch import nn
 
 import onefold
-from onefold.memory import PARAMETERS
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
 from onefold.plan.planner import Plan, plan
-from onefold.plan.schema import Account
 from zoo import TinyGPT
 
 pytestmark = pytest.mark.one_in(3)
@@ -91,19 +89,6 @@ def test_what_is_no_model_is_refused_in_a_sentence(model: Any, words: str) -> No
         plan(model, machine(8))
 
 
-def test_a_module_that_is_no_language_model_needs_a_batch() -> None:
-    module = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
-    with pytest.raises(ValueError, match=r"give onefold\.plan a batch in Python"):
-        plan(module, gpus(2))
-    found = plan(
-        module, gpus(2), Job(precision="fp32"), batch=lambda n: (torch.zeros(n, 16),), largest=False
-    )
-    assert (
-        found.recommended is not None
-        and found.stages[0].account.rest[PARAMETERS] >= 4 * found.model.numel
-    )
-
-
 @pytest.mark.parametrize(
     ("job", "words"),
     [
@@ -133,16 +118,6 @@ def test_a_global_batch_that_does_not_divide_names_one_that_does() -> None:
 @pytest.fixture(scope="module")
 def small() -> Plan:
     return plan(TokenModel(), gpus(2), Job(seq=12, global_batch=16))
-
-
-def test_a_plan_goes_through_json_and_comes_back(small: Plan) -> None:
-    said = json.loads(json.dumps(small.to_json(), allow_nan=False))
-    assert [Account.from_json(c["account"]) for c in said["stages"]] == [
-        c.account for c in small.stages
-    ]
-    assert Account.from_json(said["recommended"]["account"]) == small.stages[1].account
-    assert said["largest_micro_batch"].keys() == {"0", "1", "2", "3"}
-    assert said["model"]["parameters"] == sum(p.numel() for p in TokenModel().parameters())
 
 
 def test_the_recipe_that_comes_out_shards_the_model(small: Plan) -> None:

@@ -68,20 +68,6 @@ def planned(there: Machine, **options: Any) -> Plan:
     return plan("gpt2", there, job, largest=False)
 
 
-def test_a_plan_leaves_that_much_and_says_so() -> None:
-    there = on(8)
-    found, native = planned(there), planned(there, reduce="native")
-    for one in (found, native):
-        best = one.recommended
-        assert best is not None and best.usable == there.capacity - best.reserve.nbytes
-        assert one.to_json()["recommended"]["reserve"]["nbytes"] == best.reserve.nbytes
-    assert native.recommended.usable - found.recommended.usable == 7 * H100  # type: ignore[union-attr]
-    text = str(found)
-    assert "driver and NCCL beside it" in text and "4.69 GiB" in text
-    assert "1.00 for 2 communicators" in text and "NCCL_MAX_P2P_NCHANNELS" in text
-    assert "NCCL_MAX_P2P_NCHANNELS" not in str(native)
-
-
 def test_a_model_that_leaves_no_room_for_the_communicators_does_not_fit() -> None:
     """Its peak lies between the capacity without a context and the capacity without all of it."""
     there = on(8)

@@ -11,7 +11,6 @@ from benchmarks.validation.formulas import traffic
 from legs import by_link
 
 import onefold
-from onefold.plan.alternatives import waiting
 from onefold.plan.hardware import machine
 from onefold.plan.job import COMMUNICATION, Job
 from onefold.plan.planner import Plan, plan
@@ -65,23 +64,6 @@ def test_every_part_sends_less_between_nodes_than_none_of_it_and_all_of_them_lea
         assert between["ZeRO++"] < between[part] < between[""] < between["flat"], between
     assert at_3["ZeRO++"].seconds["step"] == min(a.seconds["step"] for a in at_3.values())
     assert at_3["hpZ"].rest_bytes > at_3["flat"].rest_bytes == at_3[""].rest_bytes
-
-
-def test_on_fast_links_one_node_or_a_job_that_says_itself_nothing_is_proposed() -> None:
-    fast = plan(
-        "gpt2-medium",
-        machine(16, 8, "t4", "8x400g"),
-        Job(seq=8192, micro_batch=4, precision="fp16"),
-        largest=False,
-    )
-    for found in (
-        fast,
-        plan("gpt2-medium", machine(8, 8, "a100-80"), Job(seq=512), largest=False),
-        of("1g", options=(("group", 4),)),
-    ):
-        assert found.slow_links is None and found.to_json()["slow_links"] is None
-        assert found.recommended is None or found.recommended.scheme.communication == ""
-    assert fast.recommended is None or waiting(fast.recommended) < 0.05
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -145,18 +127,3 @@ def test_zeropp_sends_three_quarters_of_a_pass_between_nodes_and_few_scales() ->
     between = found.stages[0].account.node_links["between"]
     assert 1 < between / (0.75 * 2 * found.model.numel / 2) < 1.03
     assert found.recipe.parameters.codec == "int8" and found.recipe.gradients.codec == "int4"
-
-
-def test_what_the_job_asks_for_is_what_is_planned() -> None:
-    plain, copy = (
-        of("10g", checkpointing="none", options=o) for o in ((), (("second_copy", True),))
-    )
-    three = plain.stages[3].account
-    (only,) = copy.stages
-    assert only.scheme.stage == 3 and copy.recipe.parameters.over == "group"
-    copied = traffic.secondary_copy_bytes(copy.model.numel, 8)
-    assert only.account.rest_bytes - three.rest_bytes == pytest.approx(copied, rel=0.01)
-    with pytest.raises(ValueError, match="groups of 3 ranks do not divide 16 ranks"):
-        of("10g", options=(("shard_group", 3),))
-    with pytest.raises(ValueError, match="needs sharded parameters: stage 3"):
-        plan("gpt2", machine(16, 8), Job(options=(("second_copy", True),)), stages=(2,))

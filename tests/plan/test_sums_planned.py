@@ -4,7 +4,6 @@ both hold. That it says what engines do is asked in tests/promises/test_native.p
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ from onefold.device.copies import WINDOW
 from onefold.memory import LEAVING, MOMENTS
 from onefold.plan import hardware
 from onefold.plan.alternatives import reduction_seconds
-from onefold.plan.api import plan_here
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
 from onefold.plan.planner import Plan, plan
@@ -25,7 +23,6 @@ from onefold.plan.shapes import ModelShape
 from onefold.plan.states import bound_of, units_of
 from onefold.plan.times import SUMMING_ON_A_GPU
 from onefold.plan.traffic import Software
-from onefold.plan.wire import summed_bytes
 from onefold.recipe import Recipe
 
 
@@ -98,67 +95,6 @@ def test_native_sums_are_the_default_only_flat_over_nodes_and_the_plan_says_what
         assert "by default" not in str(one)
     one_a_node = plan("gpt2-xl", machine(8, 1, "h100-80"), Job(seq=512), largest=False)
     assert one_a_node.sums is not None and one_a_node.sums.asked == "ordered"
-
-
-def test_native_sums_receive_no_parts_and_send_as_much() -> None:
-    found = of(8, name="llama-3-8b").sums
-    assert (
-        found is not None
-        and found.saved > 0.5 * found.largest
-        and (found.dtype, found.sums_dtype) == ("bfloat16", "float32")
-    )
-    assert found.ordered.account.wire == found.native.account.wire
-
-
-def test_adding_up_reads_every_part_and_writes_the_sum() -> None:
-    shape = ModelShape.of_size(1_000_000)
-    for stage, written in ((1, 4), (0, 2)):  # stage 0 sends its sums on, in 16 bits
-        units = units_of(shape, Recipe.zero(stage, precision="bf16"), 4, nccl=True)
-        own = sum(f.layout.shard_numel for u in units for f in u.flats)
-        assert summed_bytes(units, Recipe.zero(stage, precision="bf16"), 3) == own * (
-            4 * 2 + written
-        )
-    gloo = units_of(shape, Recipe.zero(1), 4)
-    assert summed_bytes(gloo, Recipe.zero(1)) == 0
-
-
-def test_both_are_in_the_json_and_in_the_words() -> None:
-    found = of()
-    said = json.loads(json.dumps(found.to_json(), allow_nan=False))["sums"]
-    assert (
-        found.sums is not None
-        and said["asked"] == "ordered"
-        and said["faster_from"] == found.sums.faster_from
-    )
-    assert said["ordered"]["peak_bytes"] - said["native"]["peak_bytes"] == found.sums.saved
-    for words in (
-        "the same bits at every stage",
-        "added by NCCL, in bfloat16",
-        "NCCL's sums are the faster from",
-    ):
-        assert words in str(found), words
-    asked = of(reduce="native")
-    assert (
-        asked.sums is not None
-        and asked.sums.asked == "native"
-        and asked.recommended == asked.sums.native
-    )
-    assert (
-        asked.sums.ordered.account == found.sums.ordered.account and asked.recipe.reduce == "native"
-    )
-    assert "gradients are added by NCCL" in str(asked)
-
-
-def test_where_there_is_no_choice_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    alone, encoded = of(1, name="gpt2"), of(reduce_codec="int4")
-    here = plan_here("gpt2", Job(seq=64), ranks=4, local_ranks=4, free=16 << 30, device="cpu")
-    for found in (alone, encoded, here):
-        assert (
-            found.sums is None
-            and found.to_json()["sums"] is None
-            and "NCCL's sums" not in str(found)
-        )
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -11,26 +11,15 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.memory import LEAVING
 from onefold.offload.activations import NEAR
 from onefold.plan.activity import Activity
-from onefold.plan.modules import model_shape
 from onefold.plan.offloaded import moved_by, on_host
-from onefold.plan.replay import Replay
 from onefold.plan.shapes import architecture
-from onefold.plan.states import units_of
 from onefold.recipe import Recipe
 from onefold.tracing.trace import trace
 from zoo import TinyGPT
 
 pytestmark = pytest.mark.one_in(3)
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    made = TinyGPT(width=192, depth=4)
-    made.blocks[0].requires_grad_(False)
-    return made
 
 
 @pytest.mark.parametrize(
@@ -74,30 +63,3 @@ def test_activations_on_the_host_leave_the_device_what_runs_and_what_is_on_its_w
     assert kept - (1 << 32) <= peaks[1 << 32] <= kept - (1 << 32) + 2 * NEAR, (kept, peaks)
     one = whole.saved // shape.transformer.layers
     assert peaks[1 << 62] < kept / 2 and peaks[1 << 62] >= one
-
-
-def test_copies_larger_than_the_window_are_planned_two_at_a_time() -> None:
-    recipe = Recipe.zero(2, precision="fp32", offload_optimizer="cpu")
-    units = units_of(model_shape(model()), recipe, 1, 0)
-    own = sorted(f.own * 4 for u in units for f in u.flats if f.trainable)
-    held = {
-        window: max(m.held.get(LEAVING, 0) for m in Replay(units, recipe, window).run(1).moments)
-        for window in (1, 1 << 40)
-    }
-    assert held == {1: 2 * own[-1], 1 << 40: 3 * own[-1]}, own
-
-
-def test_large_activations_on_their_way_are_planned_two_at_a_time() -> None:
-    shape = architecture("llama-3-8b")
-    assert shape.transformer is not None
-    whole = Activity.from_dims(shape, shape.transformer, 8, 8192, 2, "none", "llama")
-    piece = 8 * 8192 * shape.transformer.ffn * 2
-    assert piece > NEAR and max(whole.largest[u] for u in whole.largest if u != "(root)") == piece
-    at_once = on_host(whole, 1 << 62, shared=True).activity
-    late = on_host(whole, 1 << 62, shared=False).activity
-    more = [
-        b.peak - a.peak
-        for a, b in zip(at_once.slots, late.slots, strict=True)
-        if a.phase == "forward" and a.unit != "(root)"
-    ]
-    assert max(more) == 2 * piece, (max(more), piece)

@@ -43,39 +43,6 @@ def test_a_step_is_the_sum_of_its_parts(
     assert 0 < times.mfu < 1
 
 
-@given(sizes, st.floats(1e9, 1e18), st.floats(1e6, 1e12))
-def test_stage_3_is_never_faster_than_stage_2(n: int, flops: float, numel: float) -> None:
-    there = plain(n)
-    two, three = (
-        step_times(work(numel, 24, flops, there, scheme), there).step
-        for scheme in ("zero-2", "zero-3")
-    )  # type: ignore[arg-type]
-    assert two <= three * (1 + 1e-9)
-
-
-@given(st.floats(1e12, 1e17), st.floats(1e8, 1e12), st.sampled_from([8, 16, 64, 512]))
-def test_a_step_is_never_faster_on_more_ranks_with_the_same_work_each(
-    flops: float, numel: float, n: int
-) -> None:
-    def step(ranks: int) -> float:
-        there = plain(ranks)
-        return step_times(
-            replace(work(numel, 24, flops, there, "zero-3"), optimizer_bytes=0), there
-        ).step
-
-    assert step(n) <= step(2 * n) * (1 + 1e-9)
-
-
-@given(st.floats(1e12, 1e17), st.floats(1e8, 1e12), st.floats(0, 1), st.floats(0, 1))
-def test_more_overlap_is_never_slower(flops: float, numel: float, a: float, b: float) -> None:
-    there = plain()
-    less, more = (
-        step_times(work(numel, 24, flops, there, "zero-3"), there, Software(overlap=o)).step
-        for o in sorted((a, b))
-    )
-    assert more <= less * (1 + 1e-9)
-
-
 def test_pairwise_messages_send_a_rings_bytes_between_nodes_once_a_rank_of_a_node() -> None:
     there, soft = plain(64), Software(link_share=1, hop_seconds=0)
     ring, pairwise = (way("all-gather", 63e9, 1, there) for way in (Traffic.ring, Traffic.pairwise))
@@ -121,41 +88,6 @@ def test_the_host_and_the_disk_are_hidden_as_far_as_compute_leaves_room() -> Non
     assert busy == 0
     slow = step_times(Work(0.0, host_bytes=1e9, nvme_bytes=100e9), there, soft).seconds["io"]
     assert slow == pytest.approx(100e9 / (there.host.nvme_bandwidth / 8))
-
-
-class Clock:
-    """A calibration of round figures."""
-
-    def seconds_for(self, move: str, nbytes: int, ranks: int) -> float:
-        return 1e-3 + nbytes / 1e9
-
-    def block_rate(self, hidden: int, tokens: int, dtype: str, ranks: int) -> float:
-        return 1e10 if dtype == "float32" else 5e9
-
-    def optimizer_seconds(self, numel: int, ranks: int) -> float:
-        return numel * 1e-9
-
-
-def test_a_calibrated_machine_is_believed() -> None:
-    there = replace(plain(2), measured=Clock())  # type: ignore[arg-type]
-    moves = [Traffic.pairwise("all-gather", 1e9, 10, there, "boundary")]
-    task = Work(
-        2e10,
-        moves,
-        precision="fp32",
-        optimizer_numel=5e8,
-        optimizer_bytes=1e30,
-        hidden=64,
-        micro_tokens=128,
-    )
-    soft = Software(overlap=1.0)
-    seconds = step_times(task, there, soft).seconds
-    assert seconds["compute"] == pytest.approx(2.0)
-    assert seconds["exposed communication"] == pytest.approx(10 * 1e-3 + 1.0)
-    assert seconds["optimizer"] == pytest.approx(0.5)
-    assert step_times(replace(task, precision="bf16"), there, soft).seconds[
-        "compute"
-    ] == pytest.approx(4.0)
 
 
 @given(

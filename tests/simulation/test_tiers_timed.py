@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from onefold.plan.subject import subject_of
 from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
 from onefold.simulation.timeline import COPIES
-from timed import ADAM, BLOCKS, CAST, HIDDEN, ROWS, SHORT, of, run, seconds, short_llama
+from timed import ADAM, BLOCKS, CAST, SHORT, of, run, seconds
 
 pytestmark = pytest.mark.one_in(6)
 
@@ -28,7 +27,6 @@ with_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
 UP, DOWN = COPIES["up"], COPIES["down"]
-STEPPED = "_fused_adamw_"
 
 
 # -- states on the host ----------------------------------------------------------------------------
@@ -51,59 +49,13 @@ def test_a_step_with_states_on_the_host_takes_its_copies_and_its_update_too() ->
     assert found.bound == "compute"
 
 
-def test_copies_down_run_beside_the_backward_pass() -> None:
-    found = run(offload_optimizer="cpu")
-    apart = sum(found.busy[name] for name in ("host link down", "host link up", "host"))
-    assert found.step < run().step + apart - 3
-    first, *others = of(found, DOWN)
-    assert [c.unit for c in (first, *others)] == [f"blocks.{i}" for i in (3, 2, 1, 0)]
-    last = [s for s in found.spans if s.kind == "model"][-1]
-    assert (last.unit, first.begin) == ("blocks.0", pytest.approx(last.begin))
-    # A sum lands when two more reductions are launched (`in_flight`): that of block 3 behind the
-    # backward pass of block 1, and the other three have little left to hide behind
-    assert sum(c.begin >= last.end for c in others) == 3
-    assert found.parts.exposed[DOWN] == pytest.approx(2.0)
-    assert found.exposed["blocks.0"][DOWN] == pytest.approx(2.0), "the host waits for the last one"
-
-
-def test_parameters_on_the_host_go_up_for_every_gather() -> None:
-    found = run(offload_optimizer="cpu", offload_param="cpu")
-    ups = of(found, UP)
-    assert len(ups) == 2 * BLOCKS - 1, "the last block stays gathered between its passes"
-    assert {s.phase for s in ups} == {"forward", "backward"}
-    gathers = [s for s in found.spans if s.kind == "collective" and s.name == "all-gather"]
-    for gather in gathers:
-        copy = found.spans[gather.after]
-        assert (copy.name, copy.unit) == (UP, gather.unit)
-        assert gather.begin >= copy.end
-    assert found.exposed["blocks.0"][UP] == pytest.approx(0.5), "the first block waits for both"
-    assert found.exposed["blocks.0"]["all-gather"] == pytest.approx(1.0)
-
-
 # -- activations -----------------------------------------------------------------------------------
-
-
-def test_activations_go_down_in_the_forward_pass_and_come_up_before_they_are_read() -> None:
-    plain, found = run(), run(offload_activations="16MB")
-    downs, ups = of(found, DOWN), of(found, UP)
-    assert {s.phase for s in downs} == {"forward"} and {s.phase for s in ups} == {"backward"}
-    assert {s.stream for s in (*downs, *ups)} == {"activations"}
-    assert {s.unit for s in (*downs, *ups)} == {"activations"}
-    assert 0 < len(ups) < len(downs), "the last ones are still on the device"
-    assert all(s.nbytes == 2 * ROWS * HIDDEN for s in (*downs, *ups))
-    assert found.step == plain.step, "they hide behind the passes"
 
 
 # -- what it is made of ----------------------------------------------------------------------------
 
 
 # -- the plan's own figure -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def of_few_blocks() -> Iterator[None]:
-    with short_llama():
-        yield
 
 
 def offloaded(stage: int, offload: str, seq: int = 2048) -> tuple[Any, Simulation]:

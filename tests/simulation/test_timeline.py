@@ -5,10 +5,6 @@ H100s against the plan's own figure.
 from __future__ import annotations
 
 import importlib.util
-import json
-from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +13,6 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.observe.chrome import write_simulated
 from onefold.plan import hardware
 from onefold.plan.evaluate import evaluate
 from onefold.plan.hardware import Gpu, Host, Machine
@@ -29,7 +24,7 @@ from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
 from onefold.simulation.timeline import COMPUTE, HOST, Timeline
 from onefold.tracing.repeat import Checkpointing
-from timed import LAYERS, SHORT, short_llama
+from timed import LAYERS, SHORT
 
 pytestmark = pytest.mark.one_in(18)
 
@@ -130,14 +125,6 @@ def test_a_gather_ahead_hides_behind_the_block_before_it_and_the_ends_are_expose
     assert found.bound == "compute"
 
 
-def test_without_prefetch_every_gather_is_exposed() -> None:
-    found = run(prefetch=0)
-    assert found.parts.exposed["all-gather"] == 7 + 3, (
-        "seven gathers, three of them behind a reduction on the same link"
-    )
-    assert found.step == 22 + 7 + 3 + 1
-
-
 @pytest.mark.parametrize(
     ("in_flight", "expected"), [(0, [5.0] * 4), (1, [5.0, 5.0]), (2, [5.0, 5.0])]
 )
@@ -189,36 +176,7 @@ def test_what_has_no_timeline_gets_a_sentence(options: dict[str, Any], says: str
 # -- the file --------------------------------------------------------------------------------------
 
 
-def test_the_trace_has_a_row_for_each_stream_on_which_nothing_overlaps(tmp_path: Path) -> None:
-    found = run(move=3.0)
-    events = json.loads(
-        write_simulated(found, tmp_path / "new" / "step.json", "by hand").read_text()
-    )["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert list(names.values()) == ["units", *found.streams]
-    for row, name in names.items():
-        slices = sorted(
-            (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == row
-        )
-        assert slices, name
-        assert all(b >= a for a, b in slices)
-        assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(slices)), name
-    waits = [e for e in events if e["ph"] == "X" and e["cat"] == "wait"]
-    arrows = [[e["id"] for e in events if e["ph"] == end] for end in "sf"]
-    assert arrows[0] == arrows[1]
-    assert 0 < len(arrows[0]) <= len(waits)
-    assert sum(e["dur"] for e in waits if names[e["tid"]] == COMPUTE) == pytest.approx(
-        1e6 * found.parts.waits
-    )
-
-
 # -- the plan's own figure -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def of_few_blocks() -> Iterator[None]:
-    with short_llama():
-        yield
 
 
 def compared(

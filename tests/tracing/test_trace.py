@@ -188,17 +188,6 @@ class Frozen(nn.Module):
         return {"loss": x[rows].square().mean()}
 
 
-def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32, 4),
-    )
-
-
 ODD: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "reused block": (Odd, (features_of(0, 10, 12),)),
     "frozen half": (Frozen, (features_of(0, 9, 16), torch.tensor([1, 4, 4]))),
@@ -247,18 +236,6 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     assert again == {"(root)": 0} | {f"blocks.{i}": block - last for i in range(depth)}
 
 
-def test_checkpointing_keeps_less_and_every_second_block_keeps_half_of_the_rest() -> None:
-    said = {
-        how: trace(TinyGPT(width=32, depth=4), (tokens_of(0),), checkpointing=how)
-        for how in ("none", "selective", "full")
-    }
-    assert said["full"].saved < said["selective"].saved < said["none"].saved
-    assert (
-        said["none"].saved - said["selective"].saved == said["selective"].saved - said["full"].saved
-    )
-    assert said["full"].peak < said["none"].peak
-
-
 def test_a_trace_leaves_the_module_and_the_random_numbers_as_they_were() -> None:
     module = TinyGPT(width=32, heads=4, dropout=0.1).eval()
     module.blocks[1].train()
@@ -283,18 +260,4 @@ def test_a_trace_leaves_the_module_and_the_random_numbers_as_they_were() -> None
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_module_on_the_meta_device_is_traced_like_a_real_one() -> None:
-    with torch.device("meta"):
-        empty = TinyGPT(width=32, heads=4, tied=False)
-    real = trace(TinyGPT(width=32, heads=4, tied=False), (tokens_of(0),))
-    assert trace(empty, (tokens_of(0),)) == real
-    assert all(p.is_meta for p in empty.parameters())
-
-
 # -- an accelerator's kernels ----------------------------------------------------------------------
-
-
-def test_checkpointing_recomputes_with_the_kernels_of_the_device() -> None:
-    said = {how: trace(TinyGPT(width=32, heads=4, dropout=0.1), (tokens_of(0),), checkpointing=how, device="cuda", precision="bf16")
-            for how in ("none", "full")}  # fmt: skip
-    assert said["full"].saved < said["none"].saved

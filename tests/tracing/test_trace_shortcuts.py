@@ -74,28 +74,6 @@ def test_blocks_that_differ_are_all_run() -> None:
         assert said.saved == RealStep(module, (tokens_of(0),), "fp32").saved()
 
 
-class LooksAlike(nn.Module):
-    """Equal blocks that are not used alike: every third sees only half of the rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            x = torch.tanh(block(x)) if i % 3 else torch.cat([torch.tanh(block(x[:4])), x[4:]])
-        return x
-
-
-def test_blocks_that_are_equal_and_do_not_do_the_same_are_all_run() -> None:
-    with seeded():
-        module = LooksAlike()
-        assert (
-            trace(module, (features_of(0, 8, 8),)).saved
-            == RealStep(module, (features_of(0, 8, 8),), "fp32").saved()
-        )
-
-
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_larger_micro_batches_follow_from_small_ones(checkpointing: Any) -> None:
     module = TinyGPT(width=32, heads=4, depth=8)

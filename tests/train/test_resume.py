@@ -289,3 +289,12 @@ def test_the_global_batch_stays_and_the_micro_batch_follows_the_ranks() -> None:
         TrainError, match=r"24 sequences, which 5 ranks cannot share.*1, 2, 3, 4, 6, 8 ranks"
     ):
         micro_batch_that_divides(4, 24, 5)
+
+
+def test_skipped_batches_are_those_that_a_longer_way_would_have_read() -> None:
+    plain, skipping = DataOrder(100, 8, seed=3), DataOrder(100, 8, seed=3, skipped=5)
+    for step in (0, 7, 40):
+        assert skipping.at(step).tolist() == plain.at(step + 5).tolist()
+    again = DataOrder(100, 8, seed=3)
+    again.load_state_dict(skipping.state_dict())
+    assert again.skipped == 5

@@ -20,13 +20,10 @@ from onefold.plan.collectives import (
     Step,
     bubble,
     by_kind,
-    data_bytes,
-    in_flight,
     sent,
 )
 from onefold.plan.degrees import Degrees
 from onefold.plan.divided import (
-    rule_of,
     stages_of,
     units_over,
 )
@@ -138,20 +135,6 @@ def test_llama_3_405b_takes_the_memory_that_torchtitan_measured(
     )
 
 
-def test_deepseek_v3_holds_the_states_that_zhang_and_su_derive() -> None:
-    """Zhang and Su 2025 (arXiv:2502.07846), Tables 6 and 8: a stage of four blocks of experts at
-    DP 32 × TP 2 × PP 16 × EP 8, experts not divided by TP; bf16 parameters, fp32 gradients, fp32
-    masters and bf16 moments (2 + 4 + 8). Their figures are derived, not measured.
-    """
-    model, degrees = architecture("deepseek-v3"), Degrees(dp=32, tp=2, pp=16, ep=8, expert_tp=False)
-    stage = next(s for s in stages_of(model, degrees) if s.blocks == 4 and not s.first)
-    numel = sum(by_kind(stage, degrees).values())
-    assert numel == pytest.approx(6_250_364_928, rel=0.1)
-    for zero, published in ((0, 81.54), (1, 40.46), (2, 19.92), (3, 9.66)):
-        found = states_of_stage(stage, degrees, Convention(2, 4, 8), zero) / GIB
-        assert found == pytest.approx(published, rel=0.1), (zero, told(found, published))
-
-
 def test_deepseek_v3_on_ep_64_and_pp_16_holds_the_closed_form() -> None:
     """DeepSeek-AI 2024 (arXiv:2412.19437), section 3.2: PP 16 × EP 64 × ZeRO-1 on 2,048 H800, no
     tensor parallelism. No memory is published: bf16 parameters, fp32 gradients, fp32 masters and
@@ -171,32 +154,6 @@ def test_deepseek_v3_on_ep_64_and_pp_16_holds_the_closed_form() -> None:
 
 
 # -- what divides parameters -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "dim"),
-    [
-        ("model.layers.0.self_attn.q_proj.weight", "attention", 0),
-        ("model.layers.0.self_attn.o_proj.weight", "attention", 1),
-        ("model.layers.0.mlp.down_proj.weight", "mlp", 1),
-        ("transformer.h.0.attn.c_attn.weight", "attention", 1),
-        ("transformer.h.0.attn.c_proj.weight", "attention", 0),
-        ("transformer.h.0.mlp.c_proj.bias", "norm", None),
-        ("transformer.h.0.self_attention.dense.weight", "attention", 1),
-        ("model.layers.0.mlp.gate.weight", "router", None),
-        ("model.layers.0.mlp.gate_proj.weight", "mlp", 0),
-        ("model.layers.0.mlp.experts.down_proj", "experts", 2),
-        ("model.layers.0.mlp.shared_experts.up_proj.weight", "mlp", 0),
-        ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", "latent", None),
-        ("model.layers.0.self_attn.q_a_layernorm.weight", "norm", None),
-        ("lm_head.weight", "head", 0),
-        ("transformer.word_embeddings_layernorm.weight", "norm", None),
-        ("something.of.its.own", "norm", None),
-    ],
-)
-def test_a_parameter_is_divided_by_its_kind(name: str, kind: str, dim: int | None) -> None:
-    rule = rule_of(name)
-    assert (rule.kind, rule.axes.get("tp")) == (kind, dim)
 
 
 def test_a_mesh_of_data_ranks_alone_has_the_account_of_the_plan() -> None:
@@ -243,69 +200,6 @@ def test_gathers_and_reductions_are_two_psi_among_each_kinds_holders(
     assert exact == pytest.approx(sum(found.values()), rel=0.01), told(exact, sum(found.values()))
 
 
-@pytest.mark.parametrize("degrees", MESHES, ids=str)
-def test_stage_3_sends_three_psi_but_for_units_that_are_gathered_once(degrees: Degrees) -> None:
-    model, recipe = architecture("mixtral-8x7b"), Recipe.zero(3, precision="bf16")
-    stage = stages_of(model, degrees)[0]
-    found = sent(stage, model.transformer or _none(), degrees, Step(3))["data"]
-    for (kind, divided), psi in by_kind(stage, degrees).items():
-        h = degrees.holders(divided).size
-        if [k for k, _ in by_kind(stage, degrees)].count(kind) == 1 and h > 1:
-            assert found[kind] == pytest.approx(3 * psi * (h - 1) / h * 2)
-    units = units_over(stage, degrees, recipe, per_node=8)
-    once = sum(
-        data_bytes(f.numel, f.ranks, 2, 0)
-        for u in units
-        if u.turns or u.looks_up_only
-        for f in u.flats
-    )
-    exact = sum(wire(units, recipe).values())
-    assert exact == pytest.approx(sum(found.values()) - once, rel=0.01)
-
-
-def test_a_pipeline_gathers_and_reduces_each_unit_once_a_step() -> None:
-    model, degrees = architecture("llama-3-8b"), Degrees(dp=8, pp=4)
-    stage = stages_of(model, degrees)[1]
-    dims = model.transformer or _none()
-    for zero in (1, 2, 3):
-        step = Step(zero, micro_batches=16)
-        found = sum(sent(stage, dims, degrees, step)["data"].values())
-        assert found == pytest.approx(2 * stage.numel * 7 / 8 * 2)
-    # Without a pipeline stage 3 does so in every micro-batch
-    whole = stages_of(model, Degrees(dp=8))[0]
-    found = sum(sent(whole, dims, Degrees(dp=8), Step(3, micro_batches=16))["data"].values())
-    assert found == pytest.approx(16 * 3 * model.numel * 7 / 8 * 2)
-
-
-def test_layers_send_what_the_papers_count() -> None:
-    """Narayanan et al. 2021, section 3.2: 8·b·s·h·(t−1)/t elements a layer and micro-batch."""
-    model, degrees = architecture("llama-3-8b"), Degrees(dp=2, tp=4, pp=2, cp=2)
-    dims, stage = model.transformer or _none(), stages_of(model, degrees)[0]
-    step = Step(1, micro_batches=3, micro_batch=2, seq=4096)
-    found = sent(stage, dims, degrees, step)
-    tokens, h = 2 * 4096 // 2, 4096
-    blocks, m, e = stage.blocks, 3, 2
-    layers = 8 * tokens * h * 3 / 4 * blocks * m * e
-    assert found["tp"]["attention"] + found["tp"]["mlp"] == pytest.approx(layers)
-    assert found["tp"]["embedding"] == pytest.approx(2 * tokens * h * 3 / 4 * m * e)
-    assert "head" not in found["tp"]
-    # 8 heads of keys and as many of values of 128 columns, a quarter on each rank, to one peer
-    assert found["cp"]["keys and values"] == pytest.approx(
-        2 * m * blocks * tokens * 2 * 1024 / 4 * e
-    )
-    assert found["pp"] == {"forward": pytest.approx(m * tokens * h / 4 * e)}
-    again = sent(stage, dims, degrees, Step(1, 3, 2, 4096, recomputed=1.0))
-    assert sum(again["tp"].values()) == pytest.approx(layers * 1.5 + found["tp"]["embedding"])
-
-
-def test_experts_send_each_token_to_its_experts_and_back() -> None:
-    model, degrees = architecture("mixtral-8x7b"), Degrees(dp=8, ep=4)
-    dims, stage = model.transformer or _none(), stages_of(model, degrees)[0]
-    found = sent(stage, dims, degrees, Step(1, micro_batch=1, seq=1024))["ep"]
-    each = 1024 * 2 * 4096 * 2 * 3 / 4 * 32 * 2  # forward and backward
-    assert found == {"dispatch": pytest.approx(each), "combine": pytest.approx(each)}
-
-
 # -- the pipeline ----------------------------------------------------------------------------------
 
 
@@ -316,16 +210,6 @@ def test_the_bubble_is_that_of_narayanan(pp: int, m: int, chunks: int) -> None:
         assert share == pytest.approx((pp - 1) / (m + pp - 1))
     # Over the ideal time chunks divide it
     assert share / (1 - share) == pytest.approx((pp - 1) / m / chunks)
-
-
-def test_a_stage_keeps_the_micro_batches_of_its_schedule() -> None:
-    assert [in_flight(Degrees(pp=4), i, 16) for i in range(4)] == [4, 3, 2, 1]
-    assert in_flight(Degrees(pp=4), 0, 2) == 2
-    assert in_flight(Degrees(pp=4, schedule="gpipe"), 0, 16) == 16
-    # Korthikanti et al. 2022, section 4.2.3: L·(1 + (p−1)/(p·v)) layers on the first stage
-    p, v, layers = 8, 3, 96
-    held = in_flight(Degrees(pp=p, chunks=v), 0, 100) * layers / (p * v)
-    assert held == pytest.approx(layers * (1 + (p - 1) / (p * v)))
 
 
 # -- activations -----------------------------------------------------------------------------------
