@@ -21,12 +21,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import onefold
-from ds.engines import adam, made, masters, served, some, train, warnings_of
+from ds.engines import adam, made, masters, served, some, train
 from on_ranks import on_ranks, slow
 from reference import built, differences, weights
 from zoo import TinyMLP
@@ -154,26 +153,6 @@ def test_frozen_parameters_may_stay_out_and_what_is_loaded_leaves_them(folder: P
         ):
             with pytest.raises(onefold.CheckpointError, match=words):
                 engine_of(other, make=make).load_checkpoint(place)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("mode", [None, "Warn", "IGNORE", "Fail"])
-def test_tags_that_ranks_disagree_about_are_the_first_ranks_or_refused(
-    mode: str | None, folder: Path
-) -> None:
-    engine = engine_of(2, **({"checkpoint": {"tag_validation": mode}} if mode else {}))
-    tag = f"of-rank-{dist.get_rank()}"
-    if mode == "Fail":
-        with pytest.raises(AssertionError, match="'of-rank-0' on rank 0, 'of-rank-1' on rank 1"):
-            engine.save_checkpoint(folder, tag=tag)
-        assert not os.listdir(folder)
-        return
-    with warnings_of() as said:
-        engine.save_checkpoint(folder, tag=tag)
-    told = [line for line in said if "different tags" in line]
-    assert len(told) == (dist.get_rank() == 0 and mode != "IGNORE")
-    dist.barrier()
-    assert (folder / "latest").read_text() == "of-rank-0" and not (folder / "of-rank-1").exists()
 
 
 # -- the whole model in fp32 -----------------------------------------------------------------------
@@ -306,43 +285,6 @@ def test_the_script_in_the_folder_writes_the_model(folder: Path) -> None:
     assert "Traceback" not in wrong.stderr and not (folder / "none").exists()
 
 
-@slow
-@on_ranks(2, server="served")
-def test_save_pretrained_keeps_what_rank_0_wrote(folder: Path) -> None:
-    """Rank 1 saves after rank 0 has."""
-    hf, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    shape = hf.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
-    for stage in (1, 3):
-        for adapted in (False, True):
-            model = built(lambda: hf.LlamaForCausalLM(shape))
-            if adapted:
-                model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-            engine = made(stage, model)
-            # As accelerate.get_state_dict asks for it
-            state = (
-                engine._zero3_consolidated_16bit_state_dict()
-                if stage == 3
-                else engine.module.state_dict()
-            )
-            place = folder / f"{stage}{adapted}"
-            if dist.get_rank():
-                dist.barrier()
-            engine.module.save_pretrained(place, state_dict=state)
-            if dist.get_rank() == 0:
-                dist.barrier()
-            dist.barrier()
-            with safe_open(next(place.glob("*.safetensors")), "pt") as file:
-                keys = list(file.keys())
-            assert len(keys) == (4 if adapted else 21)
-            assert all(("lora_" in key) == adapted for key in keys)
-
-
 # -- checkpoints that DeepSpeed saved --------------------------------------------------------------
 
 #: How far losses may be from DeepSpeed's: rounding of the dtype computed in, over a few steps.
@@ -432,19 +374,6 @@ def test_a_run_of_deepspeed_goes_on_with_the_losses_it_had(
     name: str, folder: Path, every: bool
 ) -> None:
     continue_at_stages(name, folder, every)
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("name", ["stage-1-bf16-3", "stage-2-fp16-2", "stage-3-fp32-3"])
-def test_a_run_of_deepspeed_goes_on_on_one_rank(name: str, folder: Path, every: bool) -> None:
-    continue_at_stages(name, folder, every)
-
-
-@on_ranks(2)
-def test_without_the_optimizers_states_it_would_not(folder: Path) -> None:
-    name = "stage-3-fp32-2"
-    path, said = unpacked(name, folder)
-    assert max(go_on(name, 3, folder, path, said, load_optimizer_states=False)) > 1e-3
 
 
 @on_ranks(1)

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 from typer.testing import CliRunner
 
 import onefold
@@ -394,67 +392,6 @@ AUTO = {
 }  # fmt: skip
 
 
-def test_auto_is_refused_at_once_with_what_to_give_in_place_of_it() -> None:
-    """Every value that Hugging Face's Trainer would fill in is named, and those that only tune are
-    not.
-    """
-    with pytest.raises(ValueError, match="the Hugging Face Trainer does that") as told:
-        onefold.initialize(model=built(TinyMLP), config=AUTO)
-    for words in (
-        '"optimizer.params.lr": the learning rate, such as 5e-5', '"gradient_clipping"', '"bf16.enabled": true or false',
-        '"train_micro_batch_size_per_gpu": samples', '"scheduler.params.warmup_num_steps"', '"optimizer.params.betas"',
-    ):  # fmt: skip
-        assert words in str(told.value), words
-    assert "bucket_size" not in str(told.value) and "weight_decay" not in str(told.value)
-    with pytest.raises(ValueError, match=r'"bf16\.enabled": true or false.*$') as told:
-        recipe_from(AUTO)
-    assert "optimizer.params.lr" not in str(told.value), "that is no part of a recipe"
-    # What something else decides is no question
-    settled = {
-        **AUTO,
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0,
-        "bf16": {"enabled": True},
-    }
-    optimizer = torch.optim.SGD((model := built(TinyMLP)).parameters(), lr=0.1)
-    constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    engine, *_ = onefold.initialize(
-        model=model, config=settled, optimizer=optimizer, lr_scheduler=constant
-    )
-    assert engine.train_micro_batch_size_per_gpu() == 4
-    assert recipe_from(settled) == onefold.Recipe.zero(1, precision="bf16")
-
-
-FOUR = {"train_batch_size": 4}
-ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"model": None, "config": {}}, "no model"),
-    ({}, "no configuration"),
-    ({"config": {}, "config_params": {}}, "more than once, by config and config_params"),
-    ({"config": {"gradient_accumulation_steps": 2}}, "no batch size"),
-    ({"config": FOUR, "optimizer": 3}, "expected a torch optimizer"),
-    ({"config": FOUR, "model_parameters": [nn.Parameter(torch.zeros(2))]}, "not one of the model"),
-    ({"config": {**FOUR, "scheduler": {"type": "WarmupLR"}}}, "no optimizer"),
-    ({"config": FOUR}, r"initialize was given none\. Write one, as in .*AdamW.* call model\.eval\(\)"),
-    ({"config": FOUR, "dist_init_required": True}, "start with torchrun"),
-    ({"config": {**FOUR, "optimizer": adam()}, "model": nn.Linear(2, 2).requires_grad_(False)},
-     "no parameter of the model requires a gradient"),
-]  # fmt: skip
-
-
-def test_arguments_that_cannot_be_raise(tmp_path: Path) -> None:
-    for arguments, words in ARGUMENTS:
-        with pytest.raises(ValueError, match=words):
-            onefold.initialize(**{"model": built(TinyMLP), **arguments})
-    gone = json_of(
-        3, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "absent")}}
-    )
-    model = built(TinyMLP)
-    with pytest.raises(Exception, match="absent"):
-        onefold.initialize(model=model, config=gone)
-    assert type(model.enter.weight) is nn.Parameter, "nothing was sharded"
-
-
 @on_ranks(1)
 def test_the_served_initialize_raises_deepspeeds_errors_and_leaves_open_what_libraries_fill_in(
     folder: Path,
@@ -503,30 +440,6 @@ def test_an_optimizer_by_name_is_torchs_with_deepspeeds_defaults() -> None:
         assert {key: engine.optimizer.defaults[key] for key in expected} == expected
 
 
-@on_ranks(1)
-def test_loss_scaling_has_deepspeeds_defaults() -> None:
-    for given, scale, delay, window, least in (
-        ({}, 2.0**16, 2, 1000, 1.0),
-        (
-            {
-                "initial_scale_power": 8,
-                "hysteresis": 1,
-                "min_loss_scale": 4,
-                "loss_scale_window": 5,
-            },
-            2.0**8,
-            1,
-            5,
-            4.0,
-        ),
-    ):
-        scaler = made(1, fp16={"enabled": True, **given}).loss_scaler
-        found = (scaler.cur_scale, scaler.delayed_shift, scaler.scale_window, scaler.min_scale)
-        assert found == (scale, delay, window, least)
-    assert made(1, fp16={"enabled": True, "loss_scale": 128}).cur_scale == 128
-    assert made(1, fp16={"enabled": False, "loss_scale": 128}).cur_scale == 1
-
-
 # -- as objects ------------------------------------------------------------------------------------
 
 #: ((batch size, micro-batch, accumulation), what they become on two ranks or the words of the error)
@@ -560,36 +473,3 @@ def test_batch_sizes_follow_from_each_other() -> None:
         config["optimizer"] = adam()
         engine = served().initialize(model=built(TinyMLP), config=config)[0]
         assert engine.get_batch_info() == expected
-
-
-@on_ranks(1)
-def test_the_configuration_and_its_zero_section_as_objects() -> None:
-    ds = served()
-    read = ds.DeepSpeedConfig(json_of(2, bf16={"enabled": True}, optimizer=adam()))
-    assert read.zero_enabled and read.zero_optimization_stage == 2 and read.bfloat16_enabled
-    assert read.optimizer_name == "adamw" and read.optimizer_params == {"lr": 0.01}
-    assert read.scheduler_name is None and read.world_size == 1
-    assert read.checkpoint_tag_validation_enabled and not read.checkpoint_tag_validation_fail
-    with pytest.raises(AttributeError, match=r"DeepSpeedConfig\.elasticity_enabled is not served"):
-        _ = read.elasticity_enabled
-    read.train_batch_size, read.train_micro_batch_size_per_gpu = 7, 2
-    with pytest.raises(ds.DeepSpeedConfigError, match="train_batch_size=7"):
-        read._configure_train_batch_size()
-    kinds = ds.runtime.zero.config
-    section = kinds.DeepSpeedZeroConfig
-    plain = section()
-    assert plain.stage == 0 and plain.overlap_comm is False and plain.offload_param is None
-    assert plain.prefetch_bucket_size == plain.stage3_prefetch_bucket_size == 5 * 10**7
-    full = section(stage=3, stage3_max_reuse_distance=12, cpu_offload=1, offload_param={"device": "nvme"},
-                   stage3_gather_fp16_weights_on_model_save=True)  # fmt: skip
-    assert full.overlap_comm is True and full.max_reuse_distance == 12
-    assert full.gather_16bit_weights_on_model_save
-    assert isinstance(full.offload_optimizer, kinds.DeepSpeedZeroOffloadOptimizerConfig)
-    assert full.offload_param.device == ds.runtime.zero.offload_config.OffloadDeviceEnum.nvme
-    assert kinds.DeepSpeedZeroOffloadOptimizerConfig(pipeline_write=True).pipeline
-    for wrong, words in (
-        ({"reduce_bucket_size": 0}, "reduce_bucket_size=0"),
-        ({"overlap_com": True}, "did you mean 'overlap_comm'"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            section(**wrong)

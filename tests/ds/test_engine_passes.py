@@ -25,7 +25,6 @@ from ds.engines import (
     loss_of,
     made,
     masters,
-    served,
     some,
     whole_gradients,
 )
@@ -163,14 +162,6 @@ def test_gradients_are_those_of_a_plain_model(name: str, every: bool) -> None:
         train_beside_a_plain_model(ROWS[name], stage)
 
 
-@on_ranks(1)
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.stages == STAGES])
-def test_gradients_are_those_of_a_plain_model_on_one_rank(name: str) -> None:
-    """Parameters are plain there at some stages."""
-    for stage in (0, 3):
-        train_beside_a_plain_model(ROWS[name], stage)
-
-
 # -- when gradients are sent, and what is seen before ----------------------------------------------
 
 
@@ -248,77 +239,7 @@ def test_without_management_every_step_applies_what_has_accumulated(stage: int) 
     assert apart(masters(engine), plain.weights()) < 1e-5
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_block_that_raised_leaves_its_gradients_to_the_next_reduction(stage: int) -> None:
-    engine, plain = made(stage), Plain()
-    engine.set_gradient_accumulation_boundary(False)
-    with pytest.raises(KeyError), engine.coalesce_grad_reduction():
-        engine.backward(loss_of(engine(batch(0))))
-        raise KeyError
-    assert engine.is_gradient_accumulation_boundary() is False
-    engine.set_gradient_accumulation_boundary(True)
-    engine.backward(loss_of(engine(batch(1))))
-    engine.step()
-    for i in range(2):
-        loss_of(plain.model(batch(i))).backward()
-    plain.step()
-    assert apart(masters(engine), plain.weights()) < 1e-5
-    counted = made(stage, gradient_accumulation_steps=2)
-    with counted.coalesce_grad_reduction():
-        counted.backward(loss_of(counted(batch(0))))
-    assert not counted.is_gradient_accumulation_boundary(), "the count goes on as before"
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("drops", ["a forward pass", "a backward pass"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_next_pass_drops_the_gradients_of_a_step_on_all_ranks(stage: int, drops: str) -> None:
-    """Also on a rank that owns no element of a parameter."""
-    engine = made(stage)
-    engine.backward(loss_of(engine(batch(0))))
-    engine.step()
-    assert all(p.grad is not None for p in engine.module.parameters())
-    used = ()
-    if drops == "a forward pass":
-        engine(batch(1))
-    else:
-        used = ("blocks.1.",)
-        loss_of(engine.module.blocks[1](batch(1) @ torch.ones(7, 10))).backward()
-    for name, p in engine.module.named_parameters():
-        expected = name.startswith(used) if used else False
-        shown = served().utils.safe_get_full_grad(p) is not None
-        assert (p.grad is not None) == shown == expected, name
-
-
 # -- several losses, engines and graphs ------------------------------------------------------------
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("stage", "by"), [(0, "the loss"), (1, "an engine"), (2, "the loss"), (3, "an engine")]
-)
-def test_a_loss_of_several_engines_gives_each_its_gradients(stage: int, by: str) -> None:
-    count = 2 if by == "an engine" else 1
-    engines = [
-        made(stage, built(TinyMLP, seed), gradient_accumulation_steps=count) for seed in range(3)
-    ]
-    plain = [Plain(built(TinyMLP, seed)) for seed in range(3)]
-    for i in range(2 * count):
-        loss = sum(loss_of(e(batch(i))) / (k + 1) for k, e in enumerate(engines))
-        if by == "the loss":
-            loss.backward()
-        else:
-            engines[0].backward(loss)
-        (
-            sum(loss_of(each.model(batch(i))) / (k + 1) for k, each in enumerate(plain)) / count
-        ).backward()
-        if engines[0].is_gradient_accumulation_boundary():
-            for engine, each in zip(engines, plain, strict=True):
-                assert apart(whole_gradients(engine), each.gradients()) < 1e-5
-                each.step()
-        for engine in engines:
-            engine.step()
 
 
 @on_ranks(2)
@@ -343,26 +264,6 @@ def test_two_backward_passes_over_one_graph_add_up_or_replace_each_other(
                 loss_of(output[part:]).backward(retain_graph=retain)
             if clears or part:
                 assert apart(whole_gradients(engine), plain.gradients()) < 1e-5
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradients_that_autograd_grad_returns_are_not_divided(stage: int) -> None:
-    engine, plain = made(stage, gradient_accumulation_steps=4), Plain()
-    found = []
-    for model, parameters in ((engine, engine.module), (plain.model, plain.model)):
-        x = batch(0).requires_grad_()
-        found.append(torch.autograd.grad(loss_of(model(x)), [x, *parameters.parameters()]))
-    assert apart(list(found[0]), list(found[1])) < 1e-5
-
-
-@on_ranks(2)
-def test_a_destroyed_engine_leaves_its_module_alone() -> None:
-    engine, plain = made(2, gradient_accumulation_steps=2), Plain()
-    engine.destroy()
-    loss_of(engine.module(batch(0))).backward()
-    loss_of(plain.model(batch(0))).backward()
-    assert apart(whole_gradients(engine), plain.gradients()) < 1e-5
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -409,35 +310,3 @@ def test_unused_parameters_are_named_if_the_configuration_does_not_ignore_them(s
             AssertionError, match=r"no gradient since the last step: unused\.weight"
         ):
             engine.step()
-
-
-@on_ranks(2)
-def test_blocks_that_cannot_be_are_refused() -> None:
-    engine = made(1)
-    blocks = (engine.no_sync, engine.coalesce_grad_reduction)
-    for outer in blocks:
-        for inner in blocks:
-            with outer(), pytest.raises(AssertionError, match="reentry is unsupported"), inner():
-                pass
-        with outer():
-            engine.backward(loss_of(engine(batch(0))))
-            for error in (AssertionError, RuntimeError):
-                with pytest.raises(error, match=r"call Engine\.step\(\) inside no_sync context"):
-                    engine.step()
-        engine.zero_grad()
-    for stage in (2, 3):
-        with pytest.raises(AssertionError, match="incompatible with ZeRO"), made(stage).no_sync():
-            pass
-    unmanaged = made(1, **UNMANAGED)
-    for call in (
-        lambda: unmanaged.set_gradient_accumulation_boundary(True),
-        lambda: unmanaged.coalesce_grad_reduction().__enter__(),
-    ):
-        with pytest.raises(AssertionError, match=r"false, where each step\(\) is a boundary"):
-            call()
-    for call in (engine.scale, engine.backward):
-        for error in (AssertionError, ValueError):
-            with pytest.raises(error, match=r"of shape \(4, 5\): expected a scalar loss"):
-                call(engine(batch(0)))
-            with pytest.raises(error, match="a float: expected a scalar loss with a graph"):
-                call(1.5)

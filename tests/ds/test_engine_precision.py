@@ -20,13 +20,11 @@ from ds.engines import (
     Plain,
     adam,
     batch,
-    json_of,
     loss_of,
     made,
     masters,
     served,
     some,
-    warnings_of,
 )
 from on_ranks import on_ranks
 from reference import adamw, built, weights
@@ -116,29 +114,6 @@ def test_the_loss_scale_follows_deepspeeds_rule(name: str, every: bool) -> None:
         assert engine.cur_scale == optimizer.loss_scale == 64
 
 
-@on_ranks(2)
-def test_outside_fp16_the_scale_is_one() -> None:
-    for stage in (0, 1):
-        optimizer = made(stage, bf16={"enabled": True}).optimizer
-        assert optimizer.cur_scale == optimizer.loss_scale == optimizer.loss_scaler.cur_scale == 1
-        assert not (optimizer.dynamic_loss_scale or optimizer.needs_scaler() or optimizer.overflow)
-
-
-@on_ranks(2)
-def test_a_gradient_may_be_given_in_the_dtype_that_a_parameter_shows() -> None:
-    for stage in STAGES:
-        engine = made(stage, fp16={"enabled": True, "initial_scale_power": 3, "hysteresis": 1})
-        for value, scale, moved in ((0.5, 8, 0.5 / 80), (math.inf, 4, 0.0), (0.5, 4, 0.5 / 40)):
-            before = masters(engine)
-            for p in engine.parameters():
-                p.grad = torch.full_like(p, value, dtype=p.dtype)
-            engine.step()
-            far = max(
-                float((a - b).abs().max()) for a, b in zip(before, masters(engine), strict=True)
-            )
-            assert engine.cur_scale == scale and far == pytest.approx(moved, rel=1e-3)
-
-
 # -- beside DDP ------------------------------------------------------------------------------------
 
 
@@ -192,31 +167,6 @@ def test_autocast_of_the_json_computes_as_ddp_under_autocast() -> None:
             made(0, torch_autocast={**named, "lower_precision_safe_modules": [name]})
 
 
-@on_ranks(2)
-def test_autocast_in_fp16_scales_losses_and_skips_overflows() -> None:
-    for stage in (0, 3):
-        engine = made(stage, torch_autocast={"enabled": True, "dtype": "torch.float16"})
-        assert engine.cur_scale == 2**16
-        for index, factor in enumerate((1e4, 1e-2, 1e-2)):
-            before = masters(engine)
-            engine.backward(loss_of(engine(batch(index))) * factor)
-            engine.step()
-            moved = not all(map(torch.equal, before, masters(engine)))
-            assert engine.was_step_applied() == moved == (index > 0) and engine.cur_scale == 2**15
-        with pytest.raises(RuntimeError, match="Loss scaling is required"):
-            loss_of(engine(batch(4))).backward()
-
-
-@on_ranks(1)
-def test_without_the_section_the_json_decides_and_not_the_code_around_the_call() -> None:
-    engine = made(1)
-    with warnings_of() as said, torch.autocast("cpu", torch.bfloat16):
-        assert engine(batch(0)).dtype == engine(batch(0)).dtype == torch.float32
-        assert engine.module(batch(0)).dtype == torch.bfloat16
-    told = [line for line in said if "under torch.autocast" in line]
-    assert len(told) == 1 and '"torch_autocast": {"enabled": true' in told[0]
-
-
 # -- master weights and states of 16 bits ----------------------------------------------------------
 
 
@@ -238,65 +188,6 @@ def test_master_weights_and_states_may_have_16_bits(kind: str) -> None:
         assert {s.dtype for s in states if s.numel()} == {
             torch.bfloat16 if kind == "bf16" else torch.float32
         }
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", LOW)
-def test_adam_over_masters_of_16_bits_steps_as_far_as_over_fp32(kind: str, every: bool) -> None:
-    """In fp16 the squares of small gradients are 0: with states in fp16 a step would be tens of times
-    too large.
-    """
-    section = {
-        "enabled": True,
-        f"{kind}_master_weights_and_grads": True,
-        **({"loss_scale": 1.0} if kind == "fp16" else {}),
-    }
-    given = {
-        "fused": {"optimizer": adam(weight_decay=0.0)},
-        "torch's": {"optimizer": adam(weight_decay=0.0, torch_adam=True)},
-        "object": {"optimizer": None},
-    }
-    plain = DistributedDataParallel(built(TinyMLP))
-    start = weights(plain)
-    optimizer = adamw(plain, weight_decay=0.0, eps=1e-8)
-    for index in range(12):
-        (loss_of(plain(batch(index))) * 0.01).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    far = torch.stack([(weights(plain)[n] - start[n]).square().sum() for n in start]).sum().sqrt()
-    cases = [(3, "fused"), (0, "fused"), (3, "torch's"), (1, "object")]
-    for stage, name in some(cases, every, kind == "bf16"):
-        model = built(TinyMLP)
-        own = adamw(model, weight_decay=0.0, eps=1e-8) if name == "object" else None
-        json = json_of(stage, **{kind: section}, **given[name])
-        engine = served().initialize(model=model, config=json, optimizer=own)[0]
-        for index in range(12):
-            engine.backward(loss_of(engine(batch(index).to(LOW[kind]))) * 0.01)
-            engine.step()
-        pairs = zip(masters(engine), start.values(), strict=True)
-        mine = torch.stack([(a - b).square().sum() for a, b in pairs]).sum().sqrt()
-        assert float(mine / far) == pytest.approx(1.0, abs=0.1), (stage, name)
-
-
-@on_ranks(1)
-def test_optimizers_that_would_keep_squares_in_fp16_are_refused() -> None:
-    section = {"enabled": True, "fp16_master_weights_and_grads": True}
-
-    def engine_with(kind: Any, late: bool = False) -> None:
-        model = built(TinyMLP)
-        own = (lambda ps: kind(list(ps))) if late else kind(model.parameters(), lr=0.01)
-        served().initialize(
-            model=model, optimizer=own, config=json_of(0, fp16=section, optimizer=None)
-        )
-
-    engine_with(torch.optim.SGD)
-    for kind, late in (
-        (torch.optim.RMSprop, False),
-        (torch.optim.NAdam, False),
-        (torch.optim.AdamW, True),
-    ):
-        with pytest.raises(ValueError, match=f"fp16_master_weights_and_grads with {kind.__name__}"):
-            engine_with(kind, late)
 
 
 # -- dtypes of parameters and buffers --------------------------------------------------------------
@@ -340,18 +231,3 @@ def test_buffers_keep_their_dtype_unless_the_json_names_one() -> None:
     ):  # fmt: skip
         found = buffer_dtypes(1, kind, buffer_dtype="bf16", keep_in_fp32_modules=names)
         assert found == [dtype, count], (kind, names)
-
-
-@on_ranks(2)
-def test_weights_and_buffers_of_8_bits_keep_their_dtype_and_rank_0s_values() -> None:
-    for stage in STAGES:
-        model: Any = nn.Sequential(nn.Linear(7, 3))
-        payload = torch.full((4, 4), 9 - torch.distributed.get_rank(), dtype=torch.uint8)
-        model.frozen = nn.Module()
-        model.frozen.weight = nn.Parameter(payload.view(torch.float8_e4m3fn), requires_grad=False)
-        model.frozen.register_buffer("scale", torch.zeros(2, dtype=torch.float8_e5m2))
-        engine = made(stage, model, bf16={"enabled": True}, data_types={"buffer_dtype": "bf16"})
-        with onefold.full_params(engine.module):
-            assert bool((model.frozen.weight.data.view(torch.uint8) == 9).all())
-        assert model.frozen.weight.dtype == torch.float8_e4m3fn
-        assert model.frozen.scale.dtype == torch.float8_e5m2

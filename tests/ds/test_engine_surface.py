@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import weakref
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ import onefold
 from ds.engines import (
     STAGES,
     adam,
-    apart,
     batch,
     json_of,
     loss_of,
@@ -215,123 +213,6 @@ def test_muon_of_the_json_steps_hidden_matrices_as_torchs_and_the_rest_by_adamw(
             assert (state is not None) == (name in hidden), name
 
 
-@on_ranks(1)
-def test_muons_options_are_the_groups_then_the_halfs_then_the_files(folder: Path) -> None:
-    def groups(parameters: Any = None, **params: Any) -> dict[str, Any]:
-        model = built(embedded)
-        config = json_of(0, optimizer={"type": "muon", "params": params})
-        given = parameters(model) if parameters else None
-        optimizer = served().initialize(model=model, model_parameters=given, config=config)[1]
-        names = {id(p): name for name, p in model.named_parameters()}
-        return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
-
-    found = groups()
-    assert not {"fixed.weight", "fixed.bias"} & found.keys()
-    matrix, table = found["first.weight"], found["embed.weight"]
-    assert (matrix["use_muon"], matrix["lr"], matrix["momentum"]) == (True, 0.02, 0.95)
-    assert (table["use_muon"], table["lr"], table["eps"]) == (False, 3e-4, 1e-10)
-    assert table["betas"] == (0.9, 0.95) and table["weight_decay"] == 0.0
-
-    def two(model: Any) -> list[Any]:
-        model.first.weight.use_muon = False
-        hidden = [*model.first.parameters(), *model.second.parameters()]
-        return [
-            {"params": hidden, "weight_decay": 0.0},
-            {"params": [model.embed.weight], "lr": 0.5},
-        ]
-
-    found = groups(two, lr=1e-2, adam_lr=1e-3, weight_decay=0.1)
-    own, matrix, table = (found[f"{name}.weight"] for name in ("first", "second", "embed"))
-    assert (own["use_muon"], own["lr"]) == (False, 1e-3)
-    assert (matrix["use_muon"], matrix["lr"], matrix["weight_decay"]) == (True, 1e-2, 0.0)
-    assert (table["lr"], table["weight_decay"]) == (0.5, 0.1)
-
-    def marked(model: Any) -> Any:
-        model.first.bias.use_muon = True
-        return model.parameters()
-
-    with pytest.raises(ValueError, match=r"has use_muon=True and the shape \(12,\)"):
-        groups(marked)
-    with pytest.raises(ValueError, match="did you mean 'ns_method'"):
-        groups(ns_methd="gram")
-    with pytest.raises(NotImplementedError, match="per_head_muon=true"):
-        groups(per_head_muon=True)
-    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}
-    with pytest.raises(ValueError, match="with states on NVMe: Muon steps whole matrices"):
-        made(1, built(embedded), zero, optimizer={"type": "Muon", "params": MUON})
-
-
-@on_ranks(2)
-def test_an_optimizer_counts_as_deepspeeds_class_of_its_stage() -> None:
-    ds = served()
-    zero, runtime = ds.runtime.zero, ds.runtime
-    kinds = {
-        "stage 3": zero.stage3.DeepSpeedZeroOptimizer_Stage3,
-        "stages 1 and 2": zero.stage_1_and_2.DeepSpeedZeroOptimizer,
-        "zero": runtime.base_optimizer.ZeROOptimizer,
-        "fp16": runtime.fp16.fused_optimizer.FP16_Optimizer,
-        "bf16": runtime.bf16_optimizer.BF16_Optimizer,
-        "any": ds.DeepSpeedOptimizer,
-        "fused": ds.ops.adam.FusedAdam,
-        "host": ds.ops.adam.DeepSpeedCPUAdam,
-    }
-    below = {"stages 1 and 2", "zero", "any", "fused"}
-    expected = [{"fp16", "any", "fused"}, below, below, {"stage 3", "zero", "any", "fused"}]
-    for stage in STAGES:
-        engine = made(stage, optimizer={"type": "Adam", "params": {}}, bf16={"enabled": True})
-        optimizer = engine.optimizer
-        assert {name for name, kind in kinds.items() if isinstance(optimizer, kind)} == expected[
-            stage
-        ]
-        assert engine.optimizer_name() == "adam"
-        flat = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
-        engine.backward(loss_of(engine(batch(0).bfloat16())))
-        grads = [ds.utils.safe_get_local_grad(p) for p in engine.module.parameters()]
-        averaged = optimizer.averaged_gradients[0]
-        assert all(map(torch.equal, averaged, [grad for grad in grads if grad is not None]))
-        engine.step()
-        (mine,) = getattr(optimizer, flat if stage else "fp32_groups_flat")
-        parts = [ds.utils.safe_get_local_fp32_param(p) for p in engine.module.parameters()]
-        assert torch.equal(mine, torch.cat([p for p in parts if p is not None]))
-        first = next(iter(optimizer.state))
-        assert optimizer.optimizer.state[first].keys() == optimizer.state[first].keys()
-    assert not isinstance(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), kinds["zero"])
-
-
-@on_ranks(1)
-def test_an_optimizer_does_not_keep_its_engine_alive() -> None:
-    engine = made(3)
-    optimizer, module = engine.optimizer, weakref.ref(engine.module)
-    gc.disable()
-    del engine
-    gone = module() is None
-    gc.enable()
-    assert gone and optimizer.loss_scaler.cur_scale == 1
-
-
-@on_ranks(1)
-def test_optimizers_of_the_host_are_torchs_and_take_its_groups() -> None:
-    ops, param = served().ops, nn.Parameter(torch.ones(3))
-    given = torch.optim.AdamW([param], lr=0.1, weight_decay=0.2).param_groups
-    host, fused = ops.adam.DeepSpeedCPUAdam(given, lr=0.1), ops.adam.FusedAdam([param], lr=0.1)
-    assert type(host) is torch.optim.AdamW and host.param_groups[0]["weight_decay"] == 0.2
-    assert isinstance(host, ops.adam.DeepSpeedCPUAdam) and not isinstance(host, ops.adam.FusedAdam)
-    assert isinstance(fused, ops.adam.FusedAdam) and isinstance(fused, torch.optim.AdamW)
-    assert type(ops.adam.DeepSpeedCPUAdam([param], adamw_mode=False)) is torch.optim.Adam
-    assert type(ops.adagrad.DeepSpeedCPUAdagrad(given)) is torch.optim.Adagrad
-    for kind, option in (
-        (ops.adam.DeepSpeedCPUAdam, {"bias_correction": False}),
-        (ops.adagrad.DeepSpeedCPUAdagrad, {"amsgrad": True}),
-    ):
-        with pytest.raises(NotImplementedError, match=r"always corrects|has no such form"):
-            kind([param], **option)
-    group = {"params": [param], "lr": 0.5, "betas": (0.9, 0.99), "foreach": None}
-    lion = ops.lion.DeepSpeedCPULion([group])
-    param.grad = torch.tensor([2.0, -1.0, 0.0])
-    lion.step()
-    assert param.tolist() == [0.5, 1.5, 1.0] and "foreach" not in lion.param_groups[0]
-
-
 # -- schedules -------------------------------------------------------------------------------------
 
 WARMUP = {"warmup_max_lr": 0.4, "warmup_num_steps": 4, "warmup_type": "linear"}
@@ -362,70 +243,6 @@ def test_schedules_have_deepspeeds_rates_and_go_on_from_their_state(
         train(engine, range(1))
     again.lr_scheduler.load_state_dict(engine.lr_scheduler.state_dict())
     assert again.lr_scheduler.get_last_lr() == pytest.approx(engine.lr_scheduler.get_last_lr())
-
-
-@on_ranks(1)
-def test_schedules_as_classes_keep_rates_momentum_and_what_they_were_given() -> None:
-    kinds = served().runtime.lr_schedules
-
-    def over(*rates: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam(
-            [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
-        )
-
-    def after(schedule: Any, steps: int, optimizer: Any) -> list[float]:
-        for _ in range(steps):
-            schedule.step()
-        return [float(group["lr"]) for group in optimizer.param_groups]
-
-    two = over(0.1, 0.2)
-    own = kinds.WarmupLR(two, warmup_num_steps=10)
-    assert isinstance(own, kinds.WarmupLR) and not isinstance(own, kinds.WarmupDecayLR)
-    assert (own.min_lrs, own.max_lrs, own.warmup_num_steps, own.warmup_type) == (
-        [0, 0],
-        [0.1, 0.2],
-        10,
-        "log",
-    )
-    assert after(own, 11, two) == [0.1, 0.2], "each group's own"
-    with warnings_of() as said:
-        two = over(0.05, 0.001)
-        assert (
-            after(kinds.WarmupLR(two, warmup_num_steps=2, warmup_max_lr=0.003), 4, two)
-            == [0.003] * 2
-        )
-        kinds.WarmupLR(over(0.1), warmup_num_steps=10, warmup_type="cubic")
-    assert "one rate, 0.003, for 2 parameter groups, whose own rates 0.05, 0.001" in said[0]
-    assert "expected 'log' or 'linear'" in said[1]
-    rate = torch.full((1,), 0.1, dtype=torch.float64)
-    held = over(rate)
-    kinds.WarmupLR(held, warmup_num_steps=10).step(1)
-    assert held.param_groups[0]["lr"] is rate
-    assert rate.item() == pytest.approx(0.1 * math.log(2) / math.log(10))
-    # 1 / log(3) is rounded before it is multiplied
-    decay = kinds.WarmupDecayLR(over(0.001), total_num_steps=10, warmup_num_steps=3)
-    decay.step(1)
-    assert decay.get_last_lr() == [0.001 * ((1.0 / math.log(3)) * math.log(2))]
-    cycle = over(1.0)
-    schedule = kinds.OneCycle(cycle, **CYCLE, decay_step_size=1, decay_lr_rate=1.0)
-    betas = []
-    for _ in range(4):
-        betas.append(cycle.param_groups[0]["betas"][0])
-        schedule.step()
-    assert betas == pytest.approx([0.8, 0.85, 0.8, 0.85]), "momentum moves the other way"
-    schedule.step()
-    assert schedule.get_lr() == pytest.approx([0.1 / 2])
-    for name in ("CYCLE_MAX_LR", "DECAY_STEP_SIZE", "WARMUP_NUM_STEPS", "TOTAL_NUM_STEPS"):
-        assert getattr(kinds, name) == name.lower()
-    for name, params in (
-        ("WarmupLR", {"warmup_num_steps": -5}),
-        ("WarmupDecayLR", {"warmup_num_steps": None, "total_num_steps": 9}),
-        ("LRRangeTest", {"lr_range_test_step_size": 0}),
-        ("OneCycle", {"cycle_first_step_size": 0, "cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
-    ):  # fmt: skip
-        key, value = next(iter(params.items()))
-        with pytest.raises(ValueError, match=f"{key}={value}"):
-            getattr(kinds, name)(over(0.1), **params)
 
 
 @on_ranks(1)
@@ -541,43 +358,6 @@ def test_one_process_needs_no_process_group(tmp_path: Path, capsys: Any) -> None
 
 
 # -- generation ------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_a_model_that_is_unwrapped_or_gathered_for_generation_sends_nothing_inside() -> None:
-    """Ranks make another number of passes there."""
-    zero = served().zero
-    for way in ("unwrapped", "gathered"):
-        engine = made(3, bf16={"enabled": True})
-        model, x = engine.module, batch(0).bfloat16()
-        offload = engine.optimizer.parameter_offload
-        with torch.no_grad():
-            outside = engine(x)
-        inside = (
-            zero.unwrap_model_for_generation(engine)
-            if way == "unwrapped"
-            else zero.GatheredParameters(model.parameters())
-        )
-        with inside, torch.no_grad():
-            looks.watch(model)
-            for _ in range(2 + dist.get_rank()):
-                assert torch.equal(engine(x), outside)
-            assert not sum(looks.sent(model).values())
-            assert tuple(model.leave.weight.data.shape) == (5, 10)
-            assert {v.dtype for v in model.state_dict().values()} == {torch.bfloat16}
-            assert bool(offload.forward_hooks) == (way == "gathered")
-        if way == "gathered":
-            with (
-                zero.GatheredParameters(model.parameters()),
-                pytest.raises(RuntimeError, match="gathers the whole model"),
-            ):
-                engine.backward(loss_of(engine(x)))
-        for holder in (engine, engine.optimizer, offload):
-            holder.empty_partition_cache()
-        before = masters(engine)
-        engine.backward(loss_of(engine(x)))
-        engine.step()
-        assert engine.was_step_applied() and apart(masters(engine), before) > 0
 
 
 @on_ranks(2, fresh=True)

@@ -17,14 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ds.engines import json_of, made, served, warnings_of
+from ds.engines import made, served, warnings_of
 from on_ranks import on_ranks, slow
-from ranks import run_ranks
-from reference import built
-from zoo import TinyMLP
 
 #: Modules that scripts import from; `dir` of each lists what is served there.
 MODULES = [
@@ -208,56 +204,6 @@ def test_every_name_that_an_installed_library_asks_for_is_served_or_refused_with
 
 
 # -- names beside the engine -----------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_the_group_is_joined_again_without_a_word() -> None:
-    comm = served().comm
-    for required in (True, False, None):
-        comm.init_distributed(dist_init_required=required)
-    assert (comm.get_rank(), comm.get_world_size()) == (dist.get_rank(), 2)
-
-
-def join_no_group() -> None:
-    ds = served()
-    with pytest.raises(RuntimeError, match="dist_init_required=False, and there is no process"):
-        ds.comm.init_distributed(dist_init_required=False)
-    with pytest.raises(RuntimeError, match="there is no process group"):
-        ds.initialize(model=built(TinyMLP), config=json_of(1), dist_init_required=False)
-
-
-def test_no_group_may_be_joined_only_where_there_is_one() -> None:
-    run_ranks(1, join_no_group, process_group=False)
-
-
-@on_ranks(1)
-def test_operators_groups_files_and_versions_are_answered_for() -> None:
-    ds = served()
-    builders = ds.ops.op_builder
-    assert (
-        builders.FusedAdamBuilder().is_compatible()
-        and not builders.FusedLambBuilder().is_compatible()
-    )
-    names = [name for name in dir(builders) if name.endswith("Builder")]
-    assert all(getattr(builders, name).NAME in ds.ops.__compatible_ops__ for name in names)
-    with pytest.raises(NotImplementedError, match=r"CPUAdamBuilder\.load\(\): Onefold has no"):
-        builders.CPUAdamBuilder().load()
-    split = ds.moe.utils.split_params_into_different_moe_groups_for_optimizer
-    params = list(built(TinyMLP).parameters())
-    (group,) = split({"params": iter(params), "name": "all"})
-    assert group["name"] == "all" and group["params"] == params
-    params[1].allreduce = False  # type: ignore[attr-defined]
-    with pytest.raises(NotImplementedError, match="belongs to an expert"):
-        split([{"params": params}])
-    files = ds.checkpoint.utils
-    assert files.get_model_ckpt_name_for_rank("a", "00") == "a/mp_rank_00_model_states.pt"
-    name = "a/zero_pp_rank_3_mp_rank_00_optim_states.pt"
-    assert files.get_zero_ckpt_name_for_rank("a", 3, 0) == name
-    version = ds.utils.torch.required_torch_version
-    assert version(min_version=1.4) and version(min_version="2.10", max_version="9.0")
-    assert not version(max_version="2.0")
-    with pytest.raises(ValueError, match="give min_version"):
-        version()
 
 
 @on_ranks(1)

@@ -6,7 +6,6 @@ and `safe_set_*` functions.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import math
@@ -46,10 +45,6 @@ PRECISIONS = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
 }
-
-
-class Own(nn.Parameter):
-    """A parameter of a class of its own."""
 
 
 class Made(nn.Module):
@@ -275,28 +270,6 @@ def test_a_rank_that_does_something_else_with_a_model_stops_all_at_once(kind: st
         assert torch.equal(ours, theirs)
 
 
-@on_ranks(2)
-def test_parameters_of_other_classes_stay_whole_with_rank_0s_values_when_gathered() -> None:
-    zero, rank = served().zero, dist.get_rank()
-    with zero.Init(dtype=torch.bfloat16):
-        with zero.Init():  # of two the outer one counts
-            model = nn.ParameterDict({"own": Own(torch.full((4,), 1.0 + rank))})
-        model["lazy"] = nn.LazyLinear(3).weight
-        with torch.device("meta"):
-            model["meta"] = nn.Linear(4, 3).weight
-        model["plain"] = nn.Parameter(torch.full((4,), 3.0 + rank))
-    own, plain = model["own"], model["plain"]
-    assert [is_divided(p) for p in (own, plain)] == [False, True] and own.ds_persist
-    assert type(own) is Own and type(model["lazy"]) is nn.UninitializedParameter
-    assert model["meta"].is_meta and own.dtype == plain.dtype == torch.bfloat16
-    with zero.GatheredParameters([own, plain], modifier_rank=1):
-        assert (own.tolist(), plain.tolist()) == ([1.0] * 4, [3.0] * 4)
-        if rank == 1:
-            plain.data.fill_(9.0)
-    with zero.GatheredParameters(plain):
-        assert plain.tolist() == [9.0] * 4
-
-
 # -- what parameters tell of themselves ------------------------------------------------------------
 
 
@@ -368,43 +341,6 @@ def test_parameters_tell_their_facts_and_keep_what_is_written_to_their_part() ->
     tell_facts()
 
 
-@on_ranks(1)
-def test_parameters_tell_their_facts_on_one_rank() -> None:
-    tell_facts()
-
-
-@on_ranks(2)
-def test_facts_of_other_models_classes_and_stages() -> None:
-    ds = served()
-    numbers = [p.ds_id for _ in range(2) for p in made(3).module.parameters()]
-    assert len(set(numbers)) == len(numbers) and on_each_rank(numbers)[0] == numbers
-    with ds.zero.Init(config_dict_or_path=json_of(3)):
-        inner = nn.Linear(7, 4)
-        engine = ds.initialize(model=inner, config=json_of(3))[0]  # may be made inside
-        second = nn.Linear(7, 4)
-        skipped = nn.utils.skip_init(nn.Linear, 5, 3)
-    assert all(hasattr(m.weight, "ds_id") for m in (engine.module, second, skipped))
-    assert skipped.weight.ds_tensor.numel() == 8 and is_divided(skipped.weight)
-    with ds.zero.GatheredParameters(skipped.parameters(), modifier_rank=0):
-        if dist.get_rank() == 0:
-            nn.init.ones_(skipped.weight)
-    assert all((value == 1).all() for value in whole(skipped)[:1])
-    # Below stage 3 there are none
-    ds.initialize(model=inner, config=json_of(1))
-    assert not any(
-        hasattr(inner.weight, n) for n in ("ds_id", "ds_status", "ds_tensor", "ds_shape")
-    )
-    # A class of one's own stays whole until an engine divides it
-    model: Any = under_init(lambda: nn.Sequential(nn.Linear(7, 3)))
-    with ds.zero.Init():
-        model[0].bias = Own(torch.arange(3.0))
-    assert model[0].bias.ds_status.name == "AVAILABLE" and model[0].bias.ds_persist
-    engine = ds.initialize(model=model, config=json_of(3))[0]
-    assert is_divided(model[0].bias) and isinstance(model[0].bias, Own)
-    train(engine, range(1))
-    assert whole(model)[1].tolist() != [0.0, 1.0, 2.0]
-
-
 # -- zero.GatheredParameters -----------------------------------------------------------------------
 
 
@@ -436,65 +372,6 @@ def test_gathered_parameters_keep_the_modifiers_values_and_drop_others() -> None
             gathered(weight, modifier_rank=0),
         ):
             weight.data = torch.zeros(2, 2)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("checks", [False, True])
-def test_a_write_that_is_dropped_raises_under_sanity_checks(checks: bool) -> None:
-    gathered = served().zero.GatheredParameters
-    config = json_of(3, {"enable_sanity_checks": checks})
-    model = under_init(TinyMLP, config_dict_or_path=config)
-    weight = model.enter.weight
-    words = (
-        r"shape \(10, 7\) inside GatheredParameters without modifier_rank, which keeps no change"
-    )
-    for _ in range(2):  # before an engine, and under one
-        for write in (True, False):
-            raises = (
-                pytest.raises(RuntimeError, match=words)
-                if checks and write
-                else contextlib.nullcontext()
-            )
-            with raises, gathered([weight, model.leave.weight]), torch.no_grad():
-                weight.add_(1.0) if write else weight.sum()
-        assert torch.equal(whole(model)[0], built(TinyMLP).enter.weight)
-        with gathered(weight, modifier_rank=0), torch.no_grad():
-            weight.add_(0.0)
-        served().initialize(model=model, config=config)
-
-
-class TakesAnother(torch.autograd.Function):
-    """x @ weight.t(), whose backward gathers the weight of another model and multiplies by it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: nn.Parameter, inside: Any) -> Any:
-        ctx.weight, ctx.inside = weight, inside
-        with inside([weight]):
-            return torch.mm(x, weight.t())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        with ctx.inside([ctx.weight]):
-            # Traced code computes with the memory of the tensor
-            traced = torch.jit.trace(torch.mm, (grad.detach(), torch.ones(10, 7)))
-            return traced(grad, ctx.weight), None, None
-
-
-@on_ranks(2)
-def test_a_backward_pass_gathers_parameters_of_another_model() -> None:
-    for stage in (1, 2, 3):
-        frozen = [built(TinyMLP, 1).requires_grad_(False) for _ in range(2)]
-        teacher = onefold.shard(frozen[0], onefold.Recipe.zero(stage))
-        engine, plain = made(stage), Plain()
-        gathered = served().zero.GatheredParameters
-        for model, of, inside in (
-            (engine, teacher.enter.weight, gathered),
-            (plain.model, frozen[1].enter.weight, lambda _: contextlib.nullcontext()),
-        ):
-            x = model(batch(0)) @ torch.ones(5, 7)
-            loss_of(TakesAnother.apply(x, of, inside)).backward()
-        engine.step()
-        assert engine.get_global_grad_norm() == pytest.approx(plain.step(), rel=1e-6)
 
 
 @on_ranks(2)
@@ -625,54 +502,7 @@ def test_gradients_masters_and_states_are_those_of_one_process(
         read_and_write(stage, tier, str(folder), precision)
 
 
-@on_ranks(1)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_gradients_masters_and_states_are_read_and_written_on_one_rank(
-    precision: str, folder: Path
-) -> None:
-    """Where parameters may be plain ones."""
-    for stage, tier in (0, "none"), (1, "none"), (3, "none"), (3, "cpu"):
-        read_and_write(stage, tier, str(folder), precision)
-
-
-@on_ranks(1)
-def test_a_value_of_another_size_is_refused() -> None:
-    utils, weight = served().utils, made(0).module.enter.weight
-    with pytest.raises(ValueError, match=r"given shape \(3,\), expected \(10, 7\)"):
-        utils.safe_set_full_fp32_param(weight, torch.ones(3))
-    with pytest.raises(ValueError, match="given 3 elements, expected the 70 that this rank has"):
-        utils.safe_set_local_fp32_param(weight, torch.ones(3))
-    with pytest.raises(ValueError, match="there is no state 'exp_avg' of this parameter"):
-        utils.safe_set_full_optimizer_state(weight, torch.ones(10, 7), "exp_avg")
-
-
 # -- leaf modules ----------------------------------------------------------------------------------
-
-
-@on_ranks(1)
-def test_leaf_modules_are_marked_by_class_name_and_suffix() -> None:
-    utils, model = served().utils, built(TinyMLP)
-    blocks = list(model.blocks)
-    kind = type(blocks[0])
-    for kinds in ([kind], [kind.__name__], [f"{kind.__module__}.{kind.__name__}"]):
-        assert utils.set_z3_leaf_modules(model, kinds) == blocks == utils.get_z3_leaf_modules(model)
-        assert utils.z3_leaf_module(blocks[0]) and blocks[0]._z3_leaf
-        assert not utils.z3_leaf_module(model.enter)
-        assert utils.unset_z3_leaf_modules(model, kinds) == blocks
-        assert utils.get_z3_leaf_modules(model) == []
-    by_name, by_suffix = utils.set_z3_leaf_modules_by_name, utils.set_z3_leaf_modules_by_suffix
-    assert by_name(model, ["blocks.1", "no"], raise_if_not_found=False) == ([blocks[1]], ["no"])
-    assert by_suffix(model, ["s.0", "?"], raise_if_not_found=False) == ([blocks[0]], ["?"])
-    for call, what in (
-        (utils.set_z3_leaf_modules, "NoBlock"),
-        (utils.unset_z3_leaf_modules, "NoBlock"),
-        (by_name, "blocks.7"),
-        (by_suffix, "nothing"),
-    ):
-        with pytest.raises(ValueError, match=f"{what}.*the model has none such"):
-            call(model, [what])
-    with pytest.raises(ValueError, match="expected classes, or names of classes"):
-        utils.set_z3_leaf_modules(model, [3])
 
 
 @on_ranks(2)
@@ -754,51 +584,3 @@ def test_transformers_reads_a_folder_without_any_rank_holding_the_model(folder: 
     for ours, expected in zip(model.parameters(), theirs.parameters(), strict=True):
         with served().zero.GatheredParameters(ours):
             assert torch.equal(ours, expected)
-
-
-@slow
-@on_ranks(2, server="served")
-def test_models_of_transformers_are_read_and_made_with_their_values(folder: Path) -> None:
-    """Of weight_norm, of experts that are put together as they are read, and with a new head."""
-    hf = pytest.importorskip("transformers")
-    from transformers.integrations import HfDeepSpeedConfig
-
-    conv = {"conv_dim": (16, 16), "conv_stride": (2, 2), "conv_kernel": (3, 3)}
-    speech = hf.Wav2Vec2Config(
-        **SMALL, **conv, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2
-    )
-    experts = hf.MixtralConfig(**SMALL, vocab_size=64, num_local_experts=4, num_key_value_heads=2)
-    bert = hf.BertConfig(**SMALL, vocab_size=64)
-    for config, kind, reader in (
-        (speech, hf.Wav2Vec2Model, hf.Wav2Vec2Model),
-        (experts, hf.MixtralForCausalLM, hf.MixtralForCausalLM),
-        (bert, hf.BertModel, hf.BertForTokenClassification),
-    ):
-        plain, place = built(partial(kind, config)), folder / kind.__name__
-        if dist.get_rank() == 0:
-            plain.save_pretrained(place)
-        dist.barrier()
-        in_force = HfDeepSpeedConfig(json_of(3))
-        read = reader.from_pretrained(place)
-        del in_force
-        prefix = "" if reader is kind else f"{read.base_model_prefix}."
-        values = dict(zip(dict(read.named_parameters()), whole(read), strict=True))
-        assert all(value.isfinite().all() for value in values.values())
-        for name, value in plain.named_parameters():
-            if prefix + name in values:
-                assert torch.equal(values[prefix + name], value), name
-    tied = hf.LlamaConfig(**SMALL, vocab_size=64, tie_word_embeddings=True)
-    model = under_init(partial(hf.LlamaForCausalLM, tied))
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    for ours, theirs in zip(
-        whole(model), built(partial(hf.LlamaForCausalLM, tied)).parameters(), strict=True
-    ):
-        assert torch.equal(ours, theirs)
-
-
-@slow
-@on_ranks(2, server="served")
-def test_trls_digest_of_a_divided_model_is_that_of_the_whole_one() -> None:
-    host = pytest.importorskip("trl.trainer.dpo_trainer")
-    theirs, ours, other = built(TinyMLP), under_init(TinyMLP), under_init(TinyMLP, 1)
-    assert host.hash_module(theirs) == host.hash_module(ours) != host.hash_module(other)

@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 
 from ds.engines import served
 from needed import skip_without
-from on_ranks import on_ranks, slow
+from on_ranks import on_ranks
 from reference import built, differences
-from zoo import TinyGPT, tokens_of
+from zoo import tokens_of
 
 skip_without("accelerate")
 AUTO = {
@@ -142,117 +142,7 @@ def test_trainer_trains_saves_and_goes_on_as_under_ddp(folder: Path) -> None:
     same_model(folder, "two", "three")
 
 
-@slow
-@on_ranks(2, server="served")
-@pytest.mark.parametrize("name", ["texts", "tokens"])
-def test_generated_texts_and_new_tokens_are_those_of_ddp(name: str, folder: Path) -> None:
-    import transformers as hf
-
-    saved_llama(folder)
-
-    def translator() -> Any:
-        config = hf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
-                             decoder_start_token_id=0, eos_token_id=1, pad_token_id=0, dropout_rate=0.0)  # fmt: skip
-        model = built(lambda: hf.T5ForConditionalGeneration(config))
-        model.generation_config.do_sample = True
-        return model
-
-    def more_tokens() -> Any:
-        model = built(lambda: llama_of(folder))
-        model.resize_token_embeddings(70, mean_resizing=False)
-        return model
-
-    texts: list[Any] = []
-
-    def metrics(found: Any) -> dict[str, float]:
-        texts.append(found.predictions.tolist())
-        return {}
-
-    rows = [{**row, "labels": row["labels"][:8]} for row in tokens(16)]
-    kinds = (hf.Seq2SeqTrainer, hf.Seq2SeqTrainingArguments)
-    asks = {"predict_with_generate": True, "generation_max_length": 8, "eval_strategy": "steps", "eval_steps": 2}  # fmt: skip
-    runs: dict[str, dict[str, Any]] = {
-        "texts": {"make": translator, "kinds": kinds,
-                  "options": {"train_dataset": rows, "eval_dataset": rows[:6], "compute_metrics": metrics}, **asks},
-        "tokens": {"make": more_tokens, "options": {"train_dataset": tokens(64, 70)}},
-    }  # fmt: skip
-    found = {}
-    for stage in (None, 3):
-        texts.clear()
-        trainer, logs = trained(folder, f"{name} {stage}", stage, **runs[name])
-        own = None
-        if name == "texts":  # of lengths of the ranks' own
-            mine, length = rows[dist.get_rank()]["input_ids"][None], 4 + 3 * dist.get_rank()
-            own = trainer.model.generate(
-                mine, max_new_tokens=length, **({"synced_gpus": True} if stage else {})
-            ).tolist()
-        found[stage] = logs, [*texts], own
-    same(found[3][0], found[None][0], 1e-5)
-    assert found[3][1:] == found[None][1:], name
-    if name == "tokens":
-        same_model(folder, "tokens 3", "tokens None")
-
-
 # -- Lightning -------------------------------------------------------------------------------------
-
-
-@slow
-@on_ranks(2, server="served")
-def test_lightnings_own_strategy_goes_on_at_another_stage_and_its_checkpoints_convert(
-    folder: Path,
-) -> None:
-    lightning = pytest.importorskip("lightning.pytorch")
-    from lightning.fabric.utilities.seed import reset_seed
-    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
-
-    class Tuned(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model, self.losses = built(TinyGPT), []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.model(batch)
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=3e-3)
-
-    class OnHost(lightning.strategies.DeepSpeedStrategy):
-        """It asks for CUDA by the class of the accelerator, and for the numbers of its devices."""
-
-        def setup_environment(self) -> None:
-            lightning.strategies.ParallelStrategy.setup_environment(self)
-
-        def setup_distributed(self) -> None:
-            reset_seed()
-            self.set_world_ranks()
-            self._init_deepspeed_distributed()
-
-    def fitted(strategy: Any, epochs: int, path: Path | None = None) -> Any:
-        os.environ |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "tests"}
-        used = lightning.Trainer(
-            accelerator="cpu", devices=2, max_epochs=epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=folder, strategy=strategy, gradient_clip_val=0.5,
-        )  # fmt: skip
-        loader = torch.utils.data.DataLoader([tokens_of(i)[0] for i in range(16)], batch_size=2)
-        used.fit(module := Tuned(), loader, ckpt_path=path)
-        return used, module
-
-    with fresh():
-        _, longer = fitted("ddp", 2)
-        for stage, other in ((2, 3), (3, 2)):
-            place = folder / f"{stage}.ckpt"
-            used, module = fitted(OnHost(stage=stage), 1)
-            assert type(used.strategy.model).__name__ == "DeepSpeedEngine"
-            assert module.losses == pytest.approx(longer.losses[:4], rel=1e-5)
-            used.save_checkpoint(place)
-            _, again = fitted(OnHost(stage=other), 2, place)
-            assert again.losses == pytest.approx(longer.losses[4:], rel=1e-5)
-            file = folder / f"{stage}-{dist.get_rank()}.ckpt"
-            assert convert_zero_checkpoint_to_fp32_state_dict(str(place), str(file))["epoch"] == 1
-            whole = torch.load(file, weights_only=False)["state_dict"]
-            assert whole.keys() == longer.state_dict().keys()
 
 
 # -- the command -----------------------------------------------------------------------------------

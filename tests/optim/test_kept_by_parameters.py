@@ -7,15 +7,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 import onefold
 import onefold.quant.moments as moments
-from onefold.optim.verdict import verdict_of
-from onefold.recipe.optimizers import ELEMENTWISE, WHOLE
 from optim.test_whole_corners import Layers, Pair
 from ranks import run_ranks
 from whole_optimizers import PerTensor
@@ -149,47 +145,3 @@ def in_pieces(folder: str) -> list[Any]:
 
 def test_pieces_of_a_parameter_begin_with_the_same_numbers_of_it(tmp_path: Path) -> None:
     assert run_ranks(1, in_pieces, str(tmp_path)) == [[]]
-
-
-class Switched(PerTensor):
-    """Normalizes what is marked as a matrix, in one of two ways."""
-
-    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        own: Any = p
-        whole = own.matrix and self.table[p] == "matrix"  # type: ignore[attr-defined]
-        p.sub_(p.grad / p.grad.norm() if whole else p.grad, alpha=group["lr"] * own.rate)
-
-
-def test_the_trial_sees_what_is_kept_by_each_sort_of_parameter_and_leaves_it_alone() -> None:
-    params: list[Any] = [nn.Parameter(torch.ones(4, 4)) for _ in range(4)]
-    for number, p in enumerate(params):
-        p.matrix, p.rate, p.title = number > 0, float(number > 1), f"layer {number}"
-    for last, right in (("matrix", WHOLE), ("other", ELEMENTWISE)):
-        optimizer: Any = Switched(params)
-        optimizer.table = dict(zip(params, ["other", "matrix", "other", last], strict=True))
-        before = dict(optimizer.table), [dict(p.__dict__) for p in params]
-        assert verdict_of(optimizer, 0).update == right
-        assert (optimizer.table, [p.__dict__ for p in params]) == before
-
-
-class ByParameter(PerTensor):
-    """Keeps a tensor for each parameter in a table of its own."""
-
-    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        table = self.__dict__.setdefault("table", {})
-        p.sub_(table.setdefault(p, torch.zeros_like(p)).add_(p.grad), alpha=group["lr"])
-
-
-def keeps_a_tensor(folder: str) -> None:
-    Layers.sizes = (12, 400, 12)
-    recipe = onefold.Recipe.zero(stage=2, offload_optimizer="nvme", nvme=folder)
-    model = onefold.shard(Layers(), recipe)
-    onefold.engine_of(model).transfers.chunk = 1024
-    optimizer: Optimizer = ByParameter(model.parameters())
-    model(torch.ones(2, 12)).sum().backward()
-    with pytest.raises(ValueError, match=r"keep it in self.state\[p\], of which each piece"):
-        optimizer.step()
-
-
-def test_a_tensor_that_is_kept_by_a_parameter_in_pieces_is_refused(tmp_path: Path) -> None:
-    run_ranks(1, keeps_a_tensor, str(tmp_path))

@@ -123,23 +123,6 @@ def test_one_optimizer_steps_as_torchs_two_do() -> None:
         assert all(map(torch.equal, trained(net, [each]), wanted))
 
 
-def test_groups_have_the_options_of_the_class_that_steps_them() -> None:
-    model = Net()
-    optimizer = one(model)
-    adamw, muon = optimizer.param_groups
-    assert adamw["betas"] == (0.8, 0.9) and "momentum" not in adamw
-    assert muon["momentum"] == 0.9 and muon["nesterov"] and "betas" not in muon
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
-    assert schedule.get_last_lr() == [0.005, 0.05]
-    loss = optimizer.step(lambda: torch.tensor(3.0))
-    assert float(loss) == 3.0
-    with pytest.raises(ValueError, match=r"shape \(12,\): Muon steps matrices, of two dimensions"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(12))], "use_muon": True})
-    assert len(optimizer.param_groups) == 2
-    with pytest.raises(ValueError, match="momentum should be >= 0"):
-        MuonWithAdamW([{"params": halves(model)[0], "use_muon": True, "momentum": -1.0}])
-
-
 def on_each_rank(make: Callable[[nn.Module], Any], stages: tuple[Any, ...]) -> dict[Any, Any]:
     """{stage: (the whole parameters after four steps, iterations in the last three over all ranks)}."""
     out: dict[Any, Any] = {}
@@ -193,7 +176,3 @@ def refused() -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def test_an_optimizer_that_looks_at_all_parameters_is_refused_with_others_inside() -> None:
-    assert "Normed cannot step sharded parameters" in run_ranks(2, refused)[0]

@@ -177,27 +177,3 @@ def test_parts_of_a_step_do_not_step_the_optimizers_that_are_held() -> None:
     said = run_ranks(2, beside)
     assert all("Beside.step() failed on" in each for each in said)
     assert any("the step() of Beside also calls that of AdamW" in each for each in said)
-
-
-def trusted() -> list[list[float]]:
-    out: list[list[float]] = []
-    for stage in (None, 1, 3):
-        torch.manual_seed(0)
-        model: nn.Module = nn.Linear(8, 2)
-        if stage is not None:
-            model = onefold.shard(model, onefold.Recipe.zero(stage, elementwise_optimizer=True))
-        optimizer = ByMethod(torch.optim.Adam(model.parameters(), lr=0.01))
-        out.append([])
-        for _ in range(4):
-            loss = (model(torch.ones(3, 8)) - 1).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            out[-1].append(loss.item())
-    return out
-
-
-def test_an_optimizer_that_is_said_to_be_elementwise_may_hold_others_anywhere() -> None:
-    for plain, *sharded in run_ranks(2, trusted):
-        for found in sharded:
-            assert torch.allclose(torch.tensor(found), torch.tensor(plain), rtol=1e-5), found

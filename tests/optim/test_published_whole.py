@@ -69,6 +69,6 @@ def a_part(name: str, options: dict[str, Any], path: Path, resumed: bool) -> lis
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_published_optimizers_resume_on_other_ranks(name: str, tmp_path: Path) -> None:
-    for ranks, options in ((2, {"stage": 3}), (3, {"stage": 1, "borders": True})):
+    for ranks, options in ((2, {"stage": 3}), (3, {"stage": 1})):
         found = run_ranks(ranks, a_part, name, options, tmp_path, ranks == 3)
         assert found == [[]] * ranks, (ranks, found[0])

@@ -5,7 +5,6 @@ sentence.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 import onefold
-from onefold.optim.owned import owned_by
-from onefold.optim.verdict import verdict_of
-from onefold.recipe.optimizers import REFUSED
 from ranks import run_ranks
 from whole_optimizers import Lamb, PerTensor
 
@@ -200,39 +196,6 @@ class Momentum(PerTensor):
         return self.state[p].setdefault("momentum", torch.zeros_like(p))  # type: ignore[no-any-return]
 
 
-class ByAttribute(Momentum):
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options)
-        self.momenta: dict[Any, torch.Tensor] = {}
-
-    def momentum_of(self, p: torch.Tensor, number: int) -> torch.Tensor:
-        return self.momenta.setdefault(p, torch.zeros_like(p))
-
-
-class ByNumber(ByAttribute):
-    def momentum_of(self, p: torch.Tensor, number: int) -> torch.Tensor:
-        return self.momenta.setdefault(number, torch.zeros_like(p))
-
-
-class OfTheFirst(PerTensor):
-    """Fails for a group without parameters."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            like = group["params"][0]
-            for p in group["params"]:
-                p.sub_(p.grad.to(like.device) / p.grad.norm(), alpha=group["lr"])
-
-
-@pytest.mark.parametrize("kind", [ByAttribute, ByNumber, OfTheFirst])
-def test_what_owners_could_not_step_is_refused_with_its_reason(kind: type[PerTensor]) -> None:
-    verdict = verdict_of(kind([nn.Parameter(torch.zeros(8, 8))]), 0)
-    assert verdict.update == REFUSED
-    reason = "without parameters" if kind is OfTheFirst else "keep states of a parameter there"
-    assert reason in verdict.reason
-
-
 # -- groups that change ----------------------------------------------------------------------------
 
 
@@ -265,36 +228,6 @@ def grown(optimizer: Optimizer, model: Layers, groups: tuple[tuple[int, ...], ..
         optimizer.add_param_group({"params": model.weights(numbers)})
 
 
-def parts_of_ranks(units: list[str] | None, **others: Any) -> Any:
-    """Parts of an optimizer whose groups came one by one, loaded by one that has them at once."""
-    groups = ((1,), (2,), (3, 4))
-    pair = Pair(lambda model: Lamb(model.weights((0,))), stage=3, units=units)
-    for numbers in ((), *groups):
-        for model, optimizer in pair.both:
-            grown(optimizer, model, (numbers,) if numbers else ())
-        pair.step()
-    owners = [each.owner for each in owned_by(pair.optimizer).values()]
-    part = copy.deepcopy(onefold.optim.local_state_dict(pair.optimizer))
-    again = Pair(lambda model: Lamb(model.weights((0,))), stage=3, units=units, **others)
-    grown(again.optimizer, again.model, groups)
-    anew = [each.owner for each in owned_by(again.optimizer).values()]
-    try:
-        onefold.optim.load_local_state_dict(again.optimizer, part)
-    except ValueError as error:
-        return str(error)
-    states = again.optimizer.state_dict()["state"]
-    whole = pair.both[1][1].state_dict()["state"]
-    return (
-        owners != anew,
-        dist.get_rank() > 0
-        or all(torch.equal(states[n][k], v) for n, s in whole.items() for k, v in s.items()),
-    )
-
-
-def test_a_ranks_part_of_the_states_is_loaded_with_its_owners() -> None:
-    assert run_ranks(2, parts_of_ranks, None) == [(True, True)] * 2
-
-
 # -- steps -----------------------------------------------------------------------------------------
 
 
@@ -304,22 +237,6 @@ class Scaled(PerTensor):
         for group in self.param_groups:
             for p in group["params"]:
                 p.sub_(p.grad / p.grad.norm(), alpha=group["lr"] * scale)
-
-
-def with_an_argument() -> tuple[str, list[str]]:
-    pair = Pair(lambda model: Scaled(model.parameters()), stage=3)
-    pair.backward()
-    try:
-        pair.optimizer.step(scale=0.5)  # type: ignore[call-arg]
-    except ValueError as error:
-        return str(error), pair.differences()
-    return "", pair.differences()
-
-
-def test_an_argument_of_step_is_refused_before_anything_is_stepped() -> None:
-    for said, bad in run_ranks(2, with_an_argument):
-        assert "Scaled.step() was called with scale=0.5" in said
-        assert not bad
 
 
 # -- switches --------------------------------------------------------------------------------------
@@ -354,10 +271,3 @@ def switched(how: str) -> tuple[str, list[str]]:
     except ValueError as error:
         return str(error), []
     return "", pair.differences()
-
-
-def test_a_switch_that_changes_the_kind_of_update_takes_effect_or_is_refused() -> None:
-    assert run_ranks(2, switched, "cleared") == [("", [])] * 2
-    for how in ("set", "loaded"):
-        for said, _ in run_ranks(2, switched, how):
-            assert "was element-wise and is whole since its options have changed" in said

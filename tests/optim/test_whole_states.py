@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import onefold
 import onefold.runtime.parts as parts
 from moments_runs import Net, close, train, unlike
-from onefold.memory.pool import TierError
 from ranks import outcomes_of, run_ranks
 from zoo import features_of
 
@@ -274,8 +273,7 @@ def test_every_optimizer_of_torch_says_what_it_says_under_ddp_of_odd_parameters_
 
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"moments": "int8"}, "int4 on NVMe": {"moments": "int4", "offload_optimizer": "nvme"},
-    "fp8 on the host": {"moments": "fp8", "offload_optimizer": "cpu"}, "bf16": {"moments": "bf16"}, "tiles": {"tile": TILE},
-    "tiles on NVMe": {"tile": TILE, "offload_optimizer": "nvme"},
+    "fp8 on the host": {"moments": "fp8", "offload_optimizer": "cpu"}, "bf16": {"moments": "bf16"},
     "bf16 compute": {"precision": "bf16"}, "bf16 masters": {"precision": "bf16", "master_dtype": "bf16"},
 }  # fmt: skip
 
@@ -293,7 +291,7 @@ def formats(folder: str, names: list[str]) -> list[str]:
     for name in names:
         recipe = FORMATS[name] | ({"nvme": folder} if "NVMe" in name else {})
         states: list[Any] = []
-        for stage in (0, 1, 3) if name in ("int8", "tiles") else (0, 3):
+        for stage in (0, 1, 3) if name == "int8" else (0, 3):
             model = sharded({**recipe, "stage": stage})
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             train(model, optimizer, 0, 2)
@@ -341,140 +339,6 @@ def test_few_bits_tiles_and_16_bits_come_out_as_torchs_own_states_and_go_back_bi
     assert run_ranks(2, formats, str(tmp_path), names, timeout=240) == [[], []]
 
 
-class Uneven(nn.Module):
-    """A unit of weights of these sizes, of the last of which one of two ranks has nothing. Those
-    below 4096 elements are not packed.
-    """
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.linspace(-1, 1, size)) for size in sizes)
-
-    def forward(self) -> torch.Tensor:
-        return torch.stack([weight.square().sum() for weight in self.weights]).sum()
-
-
-def sentences() -> list[str]:
-    """What cannot be loaded is said, by every rank, and changes nothing."""
-    said: list[str] = []
-
-    def refusal(call: Any) -> None:
-        try:
-            call()
-        except ValueError as error:
-            said.append(str(error))
-        else:
-            said.append("nothing was said")
-
-    model = sharded({"stage": 3})
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, 0, 1)
-    part, whole = onefold.optim.local_state_dict(optimizer), optimizer.state_dict()
-    with onefold.full_params(model):  # as who saves a plain state dict of the model there
-        inside = optimizer.state_dict()
-    said.append(str(unlike(inside, whole)))
-    unmarked = {key: value for key, value in part.items() if key != "onefold_local"}
-    refusal(lambda: optimizer.load_state_dict(part))
-    refusal(lambda: optimizer.load_state_dict(unmarked))
-    refusal(lambda: optimizer.load_state_dict(optimizer_of(Net()).state_dict()))
-    refusal(lambda: optimizer.load_state_dict({}))
-    other = copy.deepcopy(whole)
-    other["param_groups"][0]["lr"] = 0.1 * dist.get_rank()
-    for n in range(4) if not other["state"] else ():
-        other["state"][n] = {"step": torch.tensor(2.0)}
-    refusal(lambda: optimizer.load_state_dict(other))
-    refusal(lambda: onefold.optim.load_local_state_dict(optimizer, whole))
-    refusal(
-        lambda: onefold.optim.load_local_state_dict(
-            optimizer, {**part, "onefold_local": {"rank": 5, "ranks": 8}}
-        )
-    )
-    went_on = train(model, optimizer, 1, 1)
-    again = sharded({"stage": 3})
-    its = torch.optim.AdamW(again.parameters())
-    train(again, its, 0, 1)
-    kept = copy.deepcopy(onefold.optim.local_state_dict(its))
-    weights = onefold.full_state_dict(again)
-    train(again, its, 1, 3)
-    onefold.load_full_state_dict(again, weights)
-    onefold.optim.load_local_state_dict(its, kept)
-    said.append(str(train(again, its, 1, 1) == went_on))
-    return said
-
-
-def test_what_cannot_be_loaded_is_said_on_every_rank() -> None:
-    for rank, said in enumerate(run_ranks(2, sentences)):
-        for text, expected in zip(
-            said,
-            (
-                "[]",
-                (
-                    "this is the part of rank 0 of 2, as local_state_dict() returned it. Give it to"
-                    " onefold.optim.load_local_state_dict"
-                ),
-                "has shape",
-                (
-                    "the dict has 2 parameter groups of 4, 4, this AdamW has one parameter group of"
-                    " 8. Make the groups as they were"
-                ),
-                "has neither 'state' nor 'param_groups'",
-                "rank 0 and rank 1 were given different dicts",
-                "give a whole state dict to optimizer.load_state_dict()",
-                f"the part of rank 5 of 8 on rank {rank} of 2",
-                "True",
-            ),
-            strict=True,
-        ):
-            assert expected in text, (rank, text, expected)
-
-
-def broken_on_one_rank(folder: str) -> list[str]:
-    """What the ranks say while the disk of rank 1 fails, or has failed."""
-    recipe = onefold.Recipe.zero(3, offload_optimizer="nvme", nvme=folder, stall_timeout=5.0)
-    model = onefold.shard(Net(), recipe)
-    optimizer, transfers = torch.optim.AdamW(model.parameters()), onefold.engine_of(model).transfers
-    train(model, optimizer, 0, 1)
-    whole = optimizer.state_dict()
-    told: list[str] = []
-
-    def refusal(call: Any) -> None:
-        try:
-            call()
-        except (RuntimeError, ValueError) as error:
-            told.append(str(error))
-
-    flush, mine = transfers.flush, dist.get_rank() == 1
-
-    def fails(*_: Any) -> None:
-        raise TierError("the disk is full")
-
-    transfers.flush = fails if mine else flush  # type: ignore[method-assign]
-    refusal(lambda: optimizer.load_state_dict(whole))
-    transfers.flush = flush  # type: ignore[method-assign]
-    transfers.broken = "stepped half way" if mine else None
-    refusal(lambda: optimizer.load_state_dict(whole))
-    refusal(optimizer.state_dict)
-    transfers.broken = None
-    elsewhere = copy.deepcopy(whole)
-    for state in elsewhere["state"].values():  # the first rank has them
-        state["exp_avg"] = state["exp_avg"].to("meta")
-    refusal(lambda: optimizer.load_state_dict(elsewhere))
-    return told
-
-
-def test_what_one_rank_cannot_read_or_write_every_rank_says(tmp_path: Path) -> None:
-    wanted = (
-        "rank 1: TierError: the disk is full",
-        "put in their places. rank 1: TierError: stepped half way",
-        "rank 1: TierError: stepped half way",
-        "without values",
-    )
-    for told in run_ranks(2, broken_on_one_rank, str(tmp_path)):
-        assert len(told) == len(wanted), told
-        for text, expected in zip(told, wanted, strict=True):
-            assert expected in text, (text, expected)
-
-
 def on_rank_0_alone(call: str) -> None:
     model = onefold.shard(Net(), onefold.Recipe.zero(3, stall_timeout=2.0))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -496,60 +360,3 @@ def test_a_state_dict_on_rank_0_alone_is_an_error_that_names_the_call(call: str)
         f"rank 0: waiting in control of unit '(optimizer.{call}(), which every rank must call)'"
         in second.message
     ), second.message
-
-
-def several_models() -> list[str]:
-    """One optimizer over two sharded models and a plain parameter; rank 0 alone reads the file."""
-    wrong: list[str] = []
-
-    def made() -> tuple[Any, Any, nn.Parameter, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        one, two, plain = Net(), nn.Linear(300, 7), nn.Parameter(torch.ones(7))
-        for model, stage in ((one, 3), (two, 1)):
-            onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=20.0))
-        return (
-            one,
-            two,
-            plain,
-            torch.optim.Adam([*one.parameters(), plain, *two.parameters()], lr=1e-2),
-        )
-
-    def run(
-        one: Any, two: Any, plain: nn.Parameter, optimizer: torch.optim.Optimizer, first: int
-    ) -> list[float]:
-        losses = []
-        for step in range(first, first + 2):
-            loss = (two(one(features_of(step, 8, 19))) * plain).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    one, two, plain, optimizer = made()
-    run(one, two, plain, optimizer, 0)
-    state = copy.deepcopy(optimizer.state_dict())
-    weights, kept = (
-        [
-            onefold.full_state_dict(one),
-            onefold.full_state_dict(two),
-        ],
-        plain.detach().clone(),
-    )
-    if dist.get_rank() == 0:
-        shapes = [tuple(state["state"][n]["exp_avg"].shape) for n in range(11)]
-        wrong += [f"{shapes}"] * (
-            shapes != [tuple(p.shape) for p in Net().parameters()] + [(7,), (7, 300), (7,)]
-        )
-    want = run(one, two, plain, optimizer, 2)
-    one, two, plain, optimizer = made()
-    onefold.load_full_state_dict(one, weights[0])
-    onefold.load_full_state_dict(two, weights[1])
-    plain.data.copy_(kept)
-    optimizer.load_state_dict(state if dist.get_rank() == 0 else {})
-    found = run(one, two, plain, optimizer, 2)
-    return wrong + [f"went on with {found} for {want}"] * (found != want)
-
-
-def test_one_optimizer_may_step_two_sharded_models_and_a_plain_parameter() -> None:
-    assert run_ranks(2, several_models) == [[], []]

@@ -14,9 +14,9 @@ from torch import nn
 
 import onefold
 from onefold.layout.owners import traffic
-from onefold.optim.owned import StateElsewhere, owned_by
+from onefold.optim.owned import owned_by
 from ranks import run_ranks
-from whole_optimizers import MADE, PerTensor, Words, is_matrix, muon_and_adamw, words_of
+from whole_optimizers import MADE, PerTensor, Words, words_of
 
 pytestmark = pytest.mark.one_in(6)
 
@@ -132,7 +132,6 @@ RUN = (
     (5, {"stage": 2}),
     (4, {"stage": 3, "shard_group": 2}),
     (2, {"stage": 0}),
-    (3, {"stage": 3, "borders": True}),
     (2, {"stage": 3, "offload_optimizer": "cpu"}),
 )
 
@@ -144,30 +143,6 @@ def test_a_run_over_many_ranks_and_stages_equals_one_process_to_the_bit(
     for number, (ranks, options) in enumerate(RUN):
         found = run_ranks(ranks, a_part_of_a_run, name, options, tmp_path, bool(number))
         assert found == [[]] * ranks, (ranks, options, found[0])
-
-
-def in_many_ways(ways: list[dict[str, Any]]) -> list[Any]:
-    found: list[Any] = []
-    for options in ways:
-        twins = Twins("Muon and AdamW", onefold.Recipe.zero(**options, stall_timeout=60.0))
-        for _ in range(2):
-            twins.step()
-        found += [(options, each) for each in twins.differences()]
-    return found
-
-
-def test_recipes_that_change_how_shards_lie_change_no_bit() -> None:
-    ways: list[dict[str, Any]] = [
-        {"stage": 3, "shard_group": 2, "optimizer_over": "all"},
-        {"stage": 3, "group": 2},
-        {"stage": 1, "offload_optimizer": "cpu"},
-        {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
-        {"stage": 2, "group": 2},
-        {"stage": 1, "borders": True},
-        {"stage": 3, "borders": True, "shard_group": 2},
-        {"stage": 3, "borders": True, "offload_optimizer": "cpu"},
-    ]
-    assert run_ranks(4, in_many_ways, ways) == [[]] * 4
 
 
 def orthogonalized() -> tuple[int, int, int]:
@@ -323,62 +298,6 @@ def test_the_recipe_says_which_groups_are_stepped_whole() -> None:
     every = ", ".join(sorted(n for n, _ in trainable(Words())))
     for found in run_ranks(2, words_of_the_recipe):
         assert found == [every, "", "mid.weight"]
-
-
-def states_of_owners() -> list[Any]:
-    model = onefold.shard(Words(), onefold.Recipe.zero(3, stall_timeout=60.0))
-    (muon, adamw) = muon_and_adamw(trainable(model))
-    model(words_of(dist.get_rank(), 0)).backward()
-    muon.step()
-    adamw.step()
-    found = []
-    for name, p in trainable(model):
-        if not is_matrix(name, p):
-            continue
-        state = muon.state[p]
-        assert p in muon.state
-        if isinstance(state, StateElsewhere):
-            assert not state and state.get("momentum_buffer") is None
-            with pytest.raises(KeyError, match="is whole on rank"):
-                state["momentum_buffer"]
-            found.append(name)
-        else:
-            assert state["momentum_buffer"].shape == p.shape
-    return found
-
-
-def test_states_are_whole_on_their_owner_and_elsewhere_say_where() -> None:
-    elsewhere = run_ranks(2, states_of_owners)
-    every = sorted(n for n, p in trainable(Words()) if is_matrix(n, p))
-    assert sorted(name for names in elsewhere for name in names) == every
-
-
-def exchanged_with_plain() -> list[str]:
-    """Whole dicts go from a plain optimizer to a sharded one and back, and through `unsharded`."""
-    twins = Twins("Shampoo", onefold.Recipe.zero(2, stall_timeout=60.0))
-    twins.step()
-    for mine, plain in zip(twins.optimizers, twins.references, strict=True):
-        mine.load_state_dict(plain.state_dict())  # the same whole dict on every rank
-    twins.step()
-    with onefold.unsharded(twins.model):
-        found = [
-            f"{key} in unsharded"
-            for mine, plain in zip(twins.optimizers, twins.references, strict=True)
-            for one, other in zip(mine.state.values(), plain.state.values(), strict=True)
-            for key in other
-            if not _same(one[key], other[key])
-        ]
-    twins.step()
-    box = [[o.state_dict() for o in twins.optimizers]]
-    dist.broadcast_object_list(box, 0)
-    for mine, plain in zip(box[0], twins.references, strict=True):
-        plain.load_state_dict(mine)
-    twins.step()
-    return found + twins.differences()
-
-
-def test_states_are_exchanged_with_a_plain_optimizer() -> None:
-    assert run_ranks(3, exchanged_with_plain) == [[]] * 3
 
 
 def clipped_and_scaled() -> list[str]:

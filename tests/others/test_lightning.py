@@ -19,7 +19,7 @@ from needed import skip_without
 from on_ranks import on_ranks, slow
 from others.matrix import TOOLS, check
 from ranks import absolute_path
-from reference import differences, on_each_rank
+from reference import on_each_rank
 
 skip_without("lightning")
 SERVER = "libraries"
@@ -87,25 +87,6 @@ def test_checkpoints_go_on_at_other_stages_and_by_ddp(folder: Path) -> None:
 
 
 @slow
-@on_ranks(2, server="served")
-def test_deepspeeds_strategy_goes_on_at_another_stage_and_is_converted(folder: Path) -> None:
-    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
-
-    from others.lit import Tuned, deepspeeds, fitted
-
-    once, longer = fitted(folder, "ddp"), fitted(folder, "ddp", max_epochs=2)
-    for stage in (2, 3):
-        path = folder / f"{stage}.ckpt"
-        fitted(folder, deepspeeds(stage=stage)).trainer.save_checkpoint(path)
-        again = fitted(folder, deepspeeds(stage=5 - stage), path, max_epochs=2)
-        assert again.losses == pytest.approx(longer.losses[4:], rel=1e-6)
-        file = folder / f"{stage} of rank {dist.get_rank()}.ckpt"
-        convert_zero_checkpoint_to_fp32_state_dict(str(path), str(file))
-        opened = Tuned.load_from_checkpoint(file, map_location="cpu", weights_only=False)
-        assert not differences(once.weights, opened.state_dict(), 1e-5, 1e-6)
-
-
-@slow
 @on_ranks(2)
 def test_its_loops_callbacks_figures_and_models_without_memory(folder: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -148,36 +129,6 @@ def test_its_loops_callbacks_figures_and_models_without_memory(folder: Path) -> 
     assert strategy.broadcast(f"from {used.global_rank}") == "from 0"
     assert strategy.reduce(torch.tensor(used.global_rank + 1.0), reduce_op="sum").item() == 3.0
     assert strategy.reduce_boolean_decision(used.global_rank == 0, all=False)
-
-
-@slow
-@on_ranks(2)
-@pytest.mark.parametrize("form", ["folder", "file"])
-def test_averages_are_torchs_through_a_checkpoint(form: str, folder: Path) -> None:
-    import lightning.pytorch as L
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    import onefold.lightning
-    from others.lit import fitted
-
-    class Averaging(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            if not hasattr(self, "average"):
-                self.average = AveragedModel(pl_module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-            self.average.update_parameters(pl_module)
-
-    theirs = Averaging()
-    fitted(folder, "ddp", callbacks=[theirs], max_epochs=2)
-    saves = ModelCheckpoint(folder, filename="average")
-    first = [onefold.lightning.EMA(decay=0.5), saves]
-    strategy = {"stage": 3, "checkpoint": form}
-    fitted(folder, strategy, callbacks=first, enable_checkpointing=True)
-    second = [onefold.lightning.EMA(decay=0.5)]
-    path = folder / "average.ckpt"
-    ours = fitted(folder, {"stage": 2}, path, True, callbacks=second, max_epochs=2)
-    # The averages, once it has ended
-    assert not differences(theirs.average.module.state_dict(), ours.weights, 0, 1e-6)
 
 
 @slow
@@ -228,24 +179,6 @@ def test_two_optimizers_in_turn_by_hand_train_as_under_ddp(folder: Path) -> None
     again = trainer({"stage": 3}, folder, max_epochs=2)
     again.fit(Pair(), loader(), ckpt_path=str(folder / "pair.ckpt"))
     assert again.optimizers[1].state, "a judge without states was resumed"
-
-
-@slow
-@on_ranks(2)
-def test_names_are_recipes_and_values_are_clipped_as_under_ddp(folder: Path) -> None:
-    import onefold.lightning
-    from others.lit import fitted
-
-    plain = fitted(folder, "ddp")
-    for name, stage in (("onefold", 3), ("onefold_stage_1", 1), ("onefold_stage_2_offload", 2)):
-        run = fitted(folder, name)
-        offload = "cpu" if "offload" in name else None
-        expected = onefold.Recipe.zero(stage, offload_optimizer=offload)
-        assert onefold.engine_of(run.trainer.lightning_module).recipe == expected
-        assert run.losses == plain.losses
-    clipped = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
-    ours, ddp = (fitted(folder, by, **clipped) for by in ({"stage": 3}, "ddp"))
-    assert ours.losses == ddp.losses != plain.losses
 
 
 @slow

@@ -18,7 +18,7 @@ import onefold
 from needed import skip_without
 from on_ranks import on_ranks, slow
 from others.matrix import TOOLS, check
-from reference import differences, on_each_rank, weights
+from reference import differences, on_each_rank
 
 skip_without("accelerate")
 skip_without("peft")
@@ -103,18 +103,6 @@ def test_the_best_weights_are_loaded_at_the_end(folder: Path) -> None:
     assert after == pytest.approx(run.evaluated[0], rel=1e-6)
 
 
-@slow
-@on_ranks(2)
-def test_adafactor_steps_whole_matrices_as_under_ddp_and_goes_on(folder: Path) -> None:
-    from others.runs import SAVES, checkpoint, trained
-
-    given: dict[str, Any] = {"optim": "adafactor", "max_grad_norm": 0.0, "save": True, **SAVES}
-    ddp, one, three = (trained(folder, recipe, **given) for recipe in (None, 1, 3))
-    again = trained(folder, 1, resume=checkpoint(three), **given)
-    for ours in (one, three, again):
-        assert ours.losses == ddp.losses and not differences(ddp.weights, ours.weights)
-
-
 # What adapters of peft train besides; `seed` gives a run that goes on other values to begin with.
 BESIDE: dict[str, dict[str, Any]] = {
     "whole modules": {"modules_to_save": ["lm_head", "norm"]},
@@ -130,15 +118,6 @@ def test_modules_and_embeddings_beside_adapters_are_saved_and_go_on(
     kind: str, folder: Path
 ) -> None:
     besides_adapters(kind, folder, lambda stage: {"recipe": stage})
-
-
-@slow
-@pytest.mark.parametrize("kind", BESIDE)
-@on_ranks(2, server="served")
-def test_under_the_name_deepspeed_they_are_too(kind: str, folder: Path) -> None:
-    from others.runs import by_json
-
-    besides_adapters(kind, folder, by_json)
 
 
 def besides_adapters(kind: str, folder: Path, at: Any) -> None:
@@ -267,41 +246,6 @@ def test_it_evaluates_and_predicts_before_and_after_and_shows_figures(folder: Pa
         assert len(wire) == 4 and nbytes <= wire[-1] <= 1.05 * 3 * nbytes / 2
 
 
-@slow
-@on_ranks(2)
-def test_saving_replaces_weights_and_leaves_other_files_alone(folder: Path) -> None:
-    import transformers
-
-    import onefold.hf
-    from others.runs import arguments, fresh, opened, saved, trained
-
-    run, target = trained(folder, 3), folder / "saved"
-    if dist.get_rank() == 0:
-        target.mkdir()
-        (target / "notes.txt").write_text("mine")
-        (target / "model-00001-of-00002.safetensors").write_text("old")
-    dist.barrier()
-    run.trainer.save_model(str(target))
-    dist.barrier()
-    assert {path.name for path in target.iterdir()} == {
-        "notes.txt", "model.safetensors", "config.json", "generation_config.json", "training_args.bin",
-    }  # fmt: skip
-    again = transformers.LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
-    assert not differences(again.state_dict(), weights(run.trainer.model))
-    # Before training, of a model whose weights are still to be read; and one that is only asked
-    with fresh():
-        plain = opened(saved(folder))
-        trainer = onefold.hf.Trainer(opened(saved(folder), meta=True), arguments(folder), recipe=3)
-        trainer.save_model(f"{folder}/early")
-        dist.barrier()
-        early = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/early")
-        assert not differences(plain.state_dict(), early.state_dict())
-        asked = opened(saved(folder), meta=True)
-        asked = trainer.accelerator.prepare_model(asked, evaluation_mode=True)
-        ids = torch.arange(16).reshape(1, 16)
-        assert torch.equal(asked(ids).logits, plain.eval()(ids).logits)
-
-
 class Plain(nn.Module):
     """A model that is none of transformers'."""
 
@@ -313,50 +257,6 @@ class Plain(nn.Module):
     def forward(self, input_ids: Any, labels: Any) -> dict[str, Any]:
         scores = self.head(self.embed(input_ids))
         return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())}
-
-
-@slow
-@on_ranks(2)
-def test_compiled_blocks_own_optimizers_and_plain_modules_train_as_under_ddp(folder: Path) -> None:
-    from others.runs import opened, saved, trained
-
-    runs = []
-    for recipe, more in (
-        (None, {}), (3, {}), (3, {"torch_compile": True, "torch_compile_backend": "eager"}),
-    ):  # fmt: skip
-        model = opened(saved(folder))
-        own = {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
-        runs.append(trained(folder, recipe, model=model, options=own, **more))
-        assert runs[-1].trainer.model is model
-    assert runs[1].losses == runs[2].losses == pytest.approx(runs[0].losses, rel=1e-6)
-    plain = [trained(folder, recipe, model=Plain()).losses for recipe in (None, 2, 3)]
-    assert plain[1] == plain[2] == pytest.approx(plain[0], rel=1e-6)
-
-
-@slow
-@on_ranks(2)
-def test_texts_are_generated_while_evaluating_as_under_ddp(folder: Path) -> None:
-    import transformers
-
-    from others.runs import arguments, fresh, tokens, with_recipe
-
-    config = transformers.T5Config(
-        vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0,
-        pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    texts = []
-    for recipe in (None, 3):
-        with fresh():
-            torch.manual_seed(0)
-            kind, more = with_recipe(transformers.Seq2SeqTrainer, recipe)
-            generates = {"predict_with_generate": True, "generation_max_length": 7}
-            args = arguments(folder, transformers.Seq2SeqTrainingArguments, **generates)
-            data = {"train_dataset": tokens(), "eval_dataset": tokens()}
-            model = transformers.T5ForConditionalGeneration(config)
-            trainer = kind(model, args, **data, **more)
-            trainer.train()
-            texts.append(trainer.predict(tokens()).predictions.tolist())
-    assert texts[0] == texts[1]
 
 
 # -- what is taken and refused ---------------------------------------------------------------------

@@ -81,17 +81,6 @@ def test_heads_that_are_units_and_never_called_train_as_under_ddp(kind: str, fol
         same(ours, ddp)
 
 
-@slow
-@on_ranks(2, server="served")
-@pytest.mark.parametrize("kind", KINDS)
-def test_under_the_name_deepspeed_they_do_too(kind: str, folder: Path) -> None:
-    from others.runs import by_json, tuned
-
-    ddp = tuned(folder, kind, large=True)
-    for stage in (1, 3) if kind == "sft" else (3,):
-        same(tuned(folder, kind, large=True, **by_json(stage)), ddp)
-
-
 REFERENCES: dict[str, dict[str, Any]] = {
     "follows": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     "not gathered": {"ds3_gather_for_generation": False},
@@ -240,32 +229,3 @@ def test_vllm_is_given_the_weights_of_ddp_in_bounded_memory(kind: str, folder: P
             shapes = [(name, list(value.shape)) for name, value in sync.items()]
             assert shapes == [(name, shape) for name, _, shape in announced]
         assert ours.reset == ([1, 2, 3, 4] if ours.syncs else [])
-
-
-@slow
-@on_ranks(2, server="served")
-@pytest.mark.parametrize("lora", [False, True])
-def test_under_the_name_deepspeed_weights_are_streamed_too(lora: bool, folder: Path) -> None:
-    """TRL gathers a model with adapters whole through the name, to merge them: here it gets them in
-    buckets.
-    """
-    from onefold.integrations import vllm
-    from others.runs import by_json
-
-    run_ddp, ddp, inside_ddp = generated(folder, lora=lora)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm, "BUCKET", "16KB")
-        run, ours, inside = generated(folder, lora=lora, **by_json(3))
-    assert type(run.trainer.model_wrapped).__name__ == "DeepSpeedEngine"
-    assert run.losses == pytest.approx(run_ddp.losses, rel=1e-4, abs=1e-6)
-    same_weights(ours, ddp, inside, inside_ddp)
-
-
-@slow
-@on_ranks(1, fresh=True)
-def test_a_trl_without_a_place_for_weights_is_refused(folder: Path) -> None:
-    from trl.generation.vllm_generation import VLLMGeneration
-
-    del VLLMGeneration._iter_named_params
-    with pytest.raises(NotImplementedError, match=r"_iter_named_params.*leave use_vllm out"):
-        generated(folder, 3)

@@ -165,21 +165,6 @@ def test_adapters_are_saved_as_by_peft_merged_and_come_back(kind: str, folder: P
 
 
 @on_ranks(2)
-def test_a_tied_module_that_is_saved_whole_is_saved_and_not_merged(folder: Path) -> None:
-    options: dict[str, Any] = {"tied": True, "modules_to_save": ["lm_head"]}
-    model = onefold.shard(made(folder, 1, **options), recipe())
-    out = onefold.save_adapters(model, folder / "ours")
-    if dist.get_rank() == 0:
-        made_alone = folder / "theirs"
-    theirs = made(folder, 1, **options)
-    if dist.get_rank() == 0:
-        theirs.save_pretrained(made_alone)
-    assert not differences(tensors(folder / "theirs"), tensors(out))
-    with pytest.raises(onefold.CheckpointError, match=r"(?s)is tied.*tie_word_embeddings=False"):
-        list(onefold.stream_params(model, merge_adapters=True))
-
-
-@on_ranks(2)
 def test_adapters_on_a_base_read_in_parts_begin_as_pefts_and_train_alone(folder: Path) -> None:
     theirs = base(folder).state_dict()
     model = onefold.shard(made(folder, None, device="meta"), recipe(), weights=folder / "base")
@@ -199,40 +184,6 @@ def test_adapters_on_a_base_read_in_parts_begin_as_pefts_and_train_alone(folder:
     assert moved == {
         name for name in before if "lora_B" in name
     }  # A's gradient is something times 0
-
-
-#: What peft trains besides, or in place of adapters: copies of modules, which begin as these, and
-#: prompts, which begin at random.
-BESIDE = {
-    "copies": {
-        "target_modules": ["q_proj"],
-        "modules_to_save": ["embed_tokens", "norm", "lm_head"],
-    },
-    "norms": {"target_modules": ["norm"]},
-    "prompts": {"num_virtual_tokens": 3},
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", BESIDE)
-def test_copies_begin_as_the_modules_of_the_folder_and_prompts_at_random(
-    kind: str, folder: Path
-) -> None:
-    import peft
-
-    kinds = {"copies": peft.LoraConfig, "norms": peft.LNTuningConfig}
-    config = kinds.get(kind, peft.PromptTuningConfig)(task_type="CAUSAL_LM", **BESIDE[kind])
-    theirs = peft.get_peft_model(base(folder), config).state_dict()
-    model = peft.get_peft_model(base(folder, device="meta"), config)
-    init = model._init_weights  # of what the folder has not
-    whole = onefold.full_state_dict(
-        onefold.shard(model, recipe(), init=init, weights=folder / "base")
-    )
-    for name, value in whole.items():
-        if "prompt" in name or "lora_A" in name:
-            assert 0.5 < float(value.std() / theirs[name].std()) < 2, name
-        else:
-            assert torch.equal(value, theirs[name]), name
 
 
 @on_ranks(2)

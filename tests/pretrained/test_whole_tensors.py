@@ -98,12 +98,6 @@ def test_tensors_are_whole_in_every_bucket(recipe: dict[str, Any]) -> None:
     streams(recipe)
 
 
-@on_ranks(1)
-@pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[3]])
-def test_one_rank_has_them_too(recipe: dict[str, Any]) -> None:
-    streams(recipe)
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("recipe", IN_GROUPS)
 def test_ranks_in_groups_have_them_too(recipe: dict[str, Any]) -> None:
@@ -124,11 +118,3 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
     step(model, optimizer)
     with pytest.raises(RuntimeError, match="trained"):
         list(stream)
-
-
-@on_ranks(2, fresh=True)
-def test_a_rank_that_does_not_come_is_told() -> None:
-    model, _ = made(stage=3, stall_timeout=2)
-    if dist.get_rank() == 0:
-        with pytest.raises(onefold.StallError, match=r"stream_params\(\) is a collective on this"):
-            list(onefold.stream_params(model))

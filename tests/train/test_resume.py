@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from onefold.data.order import DataOrder
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
 from onefold.train import checkpoints
