@@ -1,6 +1,4 @@
-"""Runs whose gradients are the same bits on 1, 2 and 4 ranks, and what is left of them, put
-together from all ranks.
-"""
+"""Runs whose gradients are the same bits on 1, 2 and 4 ranks, and how two state dicts differ."""
 
 from __future__ import annotations
 
@@ -28,26 +26,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return self.leave(x)
-
-
-def made(
-    stage: int, recipe: dict[str, Any], optimizer: str = "AdamW", seed: int = 0
-) -> tuple[Any, torch.optim.Optimizer]:
-    """(a sharded `Net`, its optimizer). `optimizer`: a class of torch.optim, or of torchao.optim;
-    "fused" and "amsgrad" are AdamW.
-    """
-    import onefold
-
-    torch.manual_seed(seed)
-    model = onefold.shard(Net(), onefold.Recipe.zero(stage, stall_timeout=20.0, **recipe))
-    options: dict[str, Any] = {optimizer: True} if optimizer in ("fused", "amsgrad") else {}
-    name = "AdamW" if options else optimizer
-    kind = getattr(torch.optim, name, None)
-    if kind is None:
-        import torchao.optim
-
-        kind = getattr(torchao.optim, name)
-    return model, kind(model.parameters(), lr=1e-2, **options)
 
 
 def train(
@@ -82,18 +60,6 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """Names of what is not the same bits."""
-    if a.keys() != b.keys():
-        return sorted(a.keys() ^ b.keys())
-    return [
-        n
-        for n in a
-        if a[n].dtype != b[n].dtype
-        or not torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8))
-    ]
 
 
 def unlike(found: Any, want: Any, path: str = "", tolerance: float = 0.0) -> list[str]:
