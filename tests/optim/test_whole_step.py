@@ -230,8 +230,6 @@ def told(make: str) -> list[str]:
     """What each rank is told in a step that cannot be made."""
     options: dict[str, Any] = {"stage": 3}
     out: list[str] = []
-    if make == "tiles":
-        options["tile"] = 512
     if make == "step in backward":
         options |= {"offload_optimizer": "cpu", "step_in_backward": True}
     if make == "one group":
@@ -261,7 +259,6 @@ def told(make: str) -> list[str]:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        ("tiles", "cut into tiles"),
         ("step in backward", "step_in_backward=True"),
         ("failure", "Raising.step() failed on"),
         ("divergence", "gradients of different parameters"),
