@@ -18,9 +18,9 @@ from onefold.machine.measured import (
     PassPoint,
     StepPoint,
 )
-from onefold.plan.efficiency import COPIED, PARTS, measured_software, work_of
-from onefold.plan.hardware import Machine, calibrated
-from onefold.plan.times import Times, Work, step_times
+from onefold.plan.efficiency import COPIED, PARTS, work_of
+from onefold.plan.hardware import calibrated
+from onefold.plan.times import step_times
 
 LATENCY, BANDWIDTH = 1e-4, 2e9
 SIZES = (1e5, 1e6, 1e7)
@@ -168,6 +168,3 @@ def elsewhere(found: Calibration) -> Calibration:
     return replace(found, identity=replace(found.identity, cpu="Abacus 3000"))
 
 
-def timed(work: Work, machine: Machine) -> Times:
-    """A step on a calibrated machine, with what its reference steps showed."""
-    return step_times(work, machine, measured_software(work, machine))

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -135,13 +134,6 @@ def processes_of(temporary: Path) -> dict[int, str]:
             if mark in (process / "environ").read_bytes().split(b"\0"):
                 found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
     return found
-
-
-def kill_all_of(temporary: Path) -> None:
-    """As if the machine had lost its power: every process at once, the first ones first."""
-    for pid in sorted(processes_of(temporary)):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def left_behind(temporary: Path) -> list[str]:

@@ -8,7 +8,6 @@ is therefore partial.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -141,39 +140,6 @@ def test_a_hook_that_adds_up_parts_once_trains_as_one_process(
     stage: int, micro_batches: int
 ) -> None:
     hooked(mesh_of(), stage, micro_batches)
-
-
-@on_ranks(4)
-def test_a_hook_that_adds_up_what_has_accumulated_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"in several micro-batches.*partial=\['"):
-        hooked(mesh_of(), 1, 2)
-    dist.barrier()  # a rank that ends breaks the passes of others
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(("names", "data", "same", "warns"), [
-    (("dp", "tp"), ("dp", "tp"), True, True), (("dp", "tp"), "dp", True, False), (("dp", "tp"), ("dp", "tp"), False, False),
-])  # fmt: skip
-def test_an_axis_among_data_that_carries_none_is_warned_of_once(
-    names: tuple[str, ...], data: Any, same: bool, warns: bool
-) -> None:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("onefold").addHandler(handler)
-    mesh = mesh_of(names=names)
-    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6))
-    parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
-    model = over(mesh, model, 2, data=data)
-    for step in range(2):
-        # Of other samples tensor parallelism makes nonsense, but it runs
-        number = 10 * mesh.get_local_rank("dp") + (0 if same else mesh.get_local_rank("tp"))
-        model(features_of(100 * step + number, 4, 6)).square().sum().backward()
-        model.zero_grad()
-    logging.getLogger("onefold").removeHandler(handler)
-    told = [words for words in said if "have the same gradients" in words]
-    assert len(told) == int(warns and dist.get_rank() == 0), said
-    assert not told or ("apart along 'tp'" in told[0] and "leave 'tp' out of data" in told[0])
 
 
 # -- what is refused -------------------------------------------------------------------------------

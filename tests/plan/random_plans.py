@@ -92,13 +92,3 @@ def padding(shape: ModelShape, ranks: int) -> int:
     """Elements by which the layout of `ranks` ranks is longer than what it holds."""
     units = units_of(shape, Recipe.zero(0), ranks)
     return sum(f.numel - f.layout.content for u in units for f in u.flats)
-
-
-def more_padding(shape: ModelShape, few: int, more: int) -> int:
-    """Elements by which buffers of `more` ranks are padded more than those of `few`, one by one: a
-    buffer that is padded less counts 0.
-    """
-    low, high = (
-        [f for u in units_of(shape, Recipe.zero(0), n) for f in u.flats] for n in (few, more)
-    )
-    return sum(max(0, b.numel - a.numel) for a, b in zip(low, high, strict=True))

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import onefold
@@ -30,7 +29,6 @@ from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import Reporter
 from onefold.wording import TrainError
-from ranks import run_ranks
 
 pytestmark = pytest.mark.one_in(9)
 
@@ -358,78 +356,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(options: dict[str, Any]) -> N
 
 
 # -- several ranks ---------------------------------------------------------------------------------
-
-
-def in_ranks(stage: int, fault: str, on_nonfinite: str, wires: dict[str, Any]) -> list[str]:
-    import standin
-
-    virtual.start(seed=stage)
-    standin.register("cpu", "virtual")
-    rank, world, found = dist.get_rank(), dist.get_world_size(), []
-    store = dist.distributed_c10d._get_default_store()
-    control = dist.new_group(backend="gloo")
-    for device in ("cpu", "virtual"):
-        FAULTS.clear()
-        if device == "virtual":
-            dist.destroy_process_group()
-            dist.init_process_group(
-                "cpu:gloo,virtual:standin",
-                store=dist.PrefixStore("late", store),
-                rank=rank,
-                world_size=world,
-            )
-            control = dist.new_group(backend="gloo")
-        where = torch.device(HERE if device == "virtual" else "cpu")
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = Ranks(
-                rank, world, rank, world, where, "gloo" if device == "cpu" else "standin", control
-            )
-            options = {
-                "model": f"{__name__}:plain",
-                "stage": stage,
-                "micro_batch": 1,
-                "on_nonfinite": on_nonfinite,
-                **wires,
-            }
-            run, _ = start(device, Path(folder), ranks, **options)
-            if fault:
-                break_at(run, 5, fault, micro_batch=1, rank=1)
-            found.append(Told(run, None))
-            torch.accelerator.synchronize()
-    there, here = found
-    wrong = here.unlike(there, again=True)
-    if (
-        fault
-        and f"at step 6 is {'nan' if fault == 'output' else 'inf'}"
-        not in here.error + "".join(here.said)
-    ):
-        wrong.append(f"{here.error} {here.said}")
-    virtual.drain()
-    dist.barrier()
-    return wrong + [str(violation) for violation in virtual.violations()[:3]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "fault", "on_nonfinite", "wires"),
-    [
-        (2, "", "stop", {}),
-        (3, "loss", "skip", {}),
-        (1, "loss", "stop", {}),
-        (
-            2,
-            "loss",
-            "skip",
-            {"reduce_codec": "int8", "error_feedback": True, "wire_rounding": "stochastic"},
-        ),
-    ],
-)
-def test_ranks_agree_on_the_device_and_have_the_rows_of_gloo(
-    stage: int, fault: str, on_nonfinite: str, wires: dict[str, Any]
-) -> None:
-    if not virtual.available():
-        pytest.skip(virtual.why_not())
-    assert run_ranks(2, in_ranks, stage, fault, on_nonfinite, wires) == [[], []]
 
 
 @pytest.fixture(autouse=True)

@@ -213,20 +213,6 @@ def test_a_run_goes_on_over_other_groups_and_with_other_codecs_and_says_so(
         assert "wire_bytes_plain" in rank["goes on encoded"]["rows"][0]
 
 
-def test_what_cannot_be_on_these_ranks_or_with_this_model_is_a_sentence(
-    seen: tuple[Path, list[dict[str, Any]]],
-) -> None:
-    for rank in seen[1]:
-        assert (
-            rank["of three"]
-            == "--group 3: groups of 3 ranks do not divide 4 ranks: choose a size of 1, 2, 4."
-        )
-        assert (
-            "every parameter of small_lm:plain is trained" in rank["nothing is frozen"]
-            and "module:factory" in rank["nothing is frozen"]
-        )
-
-
 def half_frozen() -> Any:
     """Blocks that are frozen, and rest encoded, between an embedding and a head that train."""
     model = SmallLM(0.0)

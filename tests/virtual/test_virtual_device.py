@@ -4,7 +4,6 @@ none found where there is none.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,18 +118,6 @@ def test_training_gives_the_bits_of_the_cpu_in_any_order(adamw: dict[str, Any]) 
 
 
 @virtual.alone
-def test_dropout_and_autocast_give_the_same_bits_in_any_order() -> None:
-    virtual.start(seed=None)
-    expected = trained("virtual", dropout=0.1, autocast=True)
-    without = trained("virtual", autocast=True)
-    assert not torch.equal(expected[0], without[0]), "dropout changes the loss"
-    for seed in range(35):
-        virtual.start(seed)
-        assert_same(trained("virtual", dropout=0.1, autocast=True), expected)
-        assert virtual.violations() == [], seed
-
-
-@virtual.alone
 def test_nothing_runs_until_somebody_waits_and_a_steps_only_waits_are_those_asked_for() -> None:
     trained("virtual", steps=1)
     torch.accelerator.synchronize()
@@ -152,27 +139,6 @@ def test_nothing_runs_until_somebody_waits_and_a_steps_only_waits_are_those_aske
 
 
 # ---- torch's view of it
-
-
-@virtual.alone
-def test_freed_memory_goes_to_the_next_allocation_of_its_stream_and_to_no_other() -> None:
-    x = torch.ones(1000, device="virtual")
-    where = x.data_ptr()
-    del x
-    with torch.Stream("virtual"):
-        assert torch.empty(1000, device="virtual").data_ptr() != where
-    y = torch.empty(1000, device="virtual")
-    assert y.data_ptr() == where
-    assert y.isnan().all().item(), "new memory is poisoned"
-
-
-@virtual.alone
-def test_a_failure_on_the_device_raises_at_the_next_wait_and_names_the_operator() -> None:
-    x = torch.ones(3, device="virtual")
-    x.gather(0, torch.tensor([7], device="virtual"))
-    with pytest.raises(RuntimeError, match=rf"(?s)aten::gather.*{HERE}"):
-        torch.accelerator.synchronize()
-    torch.accelerator.synchronize()
 
 
 # ---- mistakes, each named; and the same program without the mistake
@@ -246,26 +212,6 @@ def test_a_missing_wait_after_a_copy_is_named() -> None:
 
 
 @virtual.alone
-def test_memory_allocated_on_another_stream_needs_a_wait() -> None:
-    side = torch.Stream("virtual")
-    virtual.name_stream(side, "copies")
-
-    def program(right: bool) -> None:
-        # Freed: the next allocation gets it while this is still to run
-        torch.ones(8, device="virtual").sum()
-        x = torch.empty(8, device="virtual")
-        if right:
-            side.wait_stream(torch.accelerator.current_stream())
-        with side:
-            x.zero_()
-        torch.accelerator.synchronize()
-
-    both(
-        program, "allocation allocates on virtual:0 default stream", "aten::zero_ writes on copies"
-    )
-
-
-@virtual.alone
 def test_memory_freed_while_another_stream_uses_it_is_named_as_reused() -> None:
     side = torch.Stream("virtual")
     virtual.name_stream(side, "copies")
@@ -313,84 +259,6 @@ def test_the_host_may_not_write_pinned_memory_under_a_copy() -> None:
         HERE,
     )
     assert results == {1.0, 2.0}, "a late copy sees what the host wrote later"
-
-
-@virtual.alone
-def test_the_host_may_not_read_pinned_memory_before_the_copy_is_done() -> None:
-    def program(right: bool) -> None:
-        host = torch.empty(8).pin_memory()
-        host.copy_(torch.ones(8, device="virtual"), non_blocking=True)
-        event = torch.accelerator.current_stream().record_event()
-        if right:
-            event.synchronize()
-        host.sum()
-        torch.accelerator.synchronize()
-
-    both(
-        program,
-        "aten::copy_ (device to host) writes on virtual:0 default stream",
-        "aten::sum reads on the host",
-        HERE,
-    )
-
-
-@virtual.alone
-def test_accesses_that_torch_does_not_see_are_told() -> None:
-    host = torch.empty(8).pin_memory()
-
-    def program(right: bool) -> None:
-        host.copy_(torch.ones(8, device="virtual"), non_blocking=True)
-        if right:
-            torch.accelerator.synchronize()
-        virtual.host_access(host, write=False, name="write to a file")
-        torch.accelerator.synchronize()
-
-    both(program, "aten::copy_ (device to host) writes", "write to a file reads on the host", HERE)
-
-
-@virtual.alone
-def test_pinned_memory_that_a_copy_still_uses_is_given_to_nobody() -> None:
-    for seed in range(10):
-        virtual.reset(seed)
-        host = torch.full((1000,), 3.0).pin_memory()
-        x = torch.empty(1000, device="virtual")
-        x.copy_(host, non_blocking=True)
-        where = host.data_ptr()
-        del host
-        other = torch.zeros(1000).pin_memory()
-        assert other.data_ptr() != where
-        assert x.sum().item() == 3000 and virtual.violations() == []
-        del other
-
-
-@virtual.alone
-def test_backward_passes_run_on_the_streams_of_the_forward_pass_without_violations() -> None:
-    side = torch.Stream("virtual")
-    for seed in range(20):
-        virtual.reset(seed)
-        main = torch.accelerator.current_stream()
-        x = torch.ones(64, device="virtual", requires_grad=True)
-        side.wait_stream(main)
-        with side:
-            y = (x * 3).exp()
-        main.wait_stream(side)
-        y.record_stream(main)
-        (y * x).sum().backward()
-        assert torch.equal(x.grad.cpu(), torch.full((64,), 4.0) * torch.tensor(3.0).exp()), seed
-        assert virtual.violations() == [], "\n".join(map(str, virtual.violations()))
-
-
-@virtual.alone
-def test_a_violation_in_a_backward_pass_names_the_node() -> None:
-    side = torch.Stream("virtual")
-    x = torch.ones(64, device="virtual", requires_grad=True)
-    y = (x * 3).sin()
-    with virtual.allowing_violations() as found:
-        y.sum().backward()
-        with side:
-            x.grad.add_(1)
-        virtual.drain()
-    assert_named(found, "MulBackward0", "aten::add_")
 
 
 # ---- host synchronizations
@@ -443,39 +311,6 @@ def test_host_synchronizations_are_counted_and_refused(kind: str) -> None:
     act(x)
 
 
-@virtual.alone
-def test_a_synchronization_in_a_backward_pass_is_refused_and_names_the_node() -> None:
-    class Peek(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return gradient * gradient.sum().item()
-
-    x = torch.ones(4, device="virtual", requires_grad=True)
-    with (
-        virtual.no_synchronization(),
-        pytest.raises(RuntimeError, match=r"none is allowed.*PeekBackward"),
-    ):
-        Peek.apply(x).sum().backward()
-    raised: list[Exception] = []
-
-    def other(all_threads: bool) -> None:
-        try:
-            x.sum().item()
-        except RuntimeError as error:
-            raised.append(error)
-
-    for all_threads in (False, True):
-        with virtual.no_synchronization(all_threads=all_threads):
-            thread = threading.Thread(target=other, args=(all_threads,))
-            thread.start()
-            thread.join()
-    assert len(raised) == 1, "only with all_threads"
-
-
 # ---- functions on streams, threads, processes
 
 
@@ -503,34 +338,6 @@ def test_a_function_on_a_stream_runs_when_it_is_ready_while_other_work_goes_on()
         assert log == ["other", "ready one"]
         main.wait_stream(side)
         assert b.tolist() == [12] * 4 and virtual.violations() == []
-
-
-@virtual.alone
-def test_a_function_on_a_stream_is_checked_and_its_error_is_told() -> None:
-    side = torch.Stream("virtual")
-    x = torch.zeros(4, device="virtual")
-    with virtual.allowing_violations() as found:
-        virtual.enqueue(side, lambda t: t.fill_(1), writes=[x], name="all_gather")
-        x.add_(1)
-        virtual.drain()
-    assert_named(found, "all_gather writes", "aten::add_ writes", HERE)
-
-    def broken() -> None:
-        raise ValueError("no such rank")
-
-    virtual.enqueue(None, broken, name="reduce")
-    with pytest.raises(RuntimeError, match="reduce") as raised:
-        virtual.drain()
-    assert isinstance(raised.value.__cause__, ValueError)
-
-
-@virtual.alone
-def test_work_that_waits_for_others_goes_on_while_the_host_does_not_wait() -> None:
-    ran = threading.Event()
-    x = torch.ones(4, device="virtual")
-    x.add_(1)
-    virtual.enqueue(None, lambda t: ran.set(), writes=[x], ready=lambda: True)
-    assert ran.wait(20), "a collective ends although this host is busy elsewhere"
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, stream: torch.Stream) -> None:
@@ -588,16 +395,3 @@ def _sums_of_two_groups(seeds: int) -> list[float]:
 def test_collectives_of_several_ranks_in_any_order_neither_hang_nor_mix() -> None:
     expected = 2.0 * 16 * sum(step * 2 + 1 for step in range(3))
     assert ranks.run_ranks(2, _sums_of_two_groups, 10) == [[expected] * 10] * 2
-
-
-@virtual.alone
-def test_a_wait_for_what_never_comes_raises_and_says_what_waits() -> None:
-    virtual.start(0, timeout=1)
-    done = [False]
-    virtual.enqueue(None, lambda: None, ready=lambda: done[0], name="all_reduce")
-    with pytest.raises(
-        RuntimeError, match=r"(?s)nothing ran for 1 seconds.*all_reduce \(when it is ready\)"
-    ):
-        torch.accelerator.synchronize()
-    done[0] = True
-    virtual.drain()
