@@ -367,25 +367,20 @@ def record_graphs_on(device: str) -> None:
 
 @dataclass
 class Flat:
-    """A flat buffer: of which unit, its elements with padding, the ranks that hold it, those of
-    which each has a share of its own, and whether it holds parts along another axis than data.
+    """A flat buffer: of which unit, its elements with padding, the ranks that hold it, and those of
+    which each has a share of its own.
     """
 
     unit: str
     elements: int
     holders: int
     shares: int
-    boxed: bool
-    looked_up_only: bool
 
 
 def flats(model: nn.Module) -> list[Flat]:
     """In the order of units, the root first."""
     return [
-        Flat(
-            unit.path, flat.layout.numel, flat.size, flat.group.topology.inner, flat.boxed,
-            unit.looks_up_only,
-        )
+        Flat(unit.path, flat.layout.numel, flat.size, flat.group.topology.inner)
         for unit in engine(model).units
         for flat in unit.flats
-    ]  # fmt: skip
+    ]

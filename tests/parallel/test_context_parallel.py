@@ -34,14 +34,13 @@ PLAN = {
 
 @dataclass(frozen=True)
 class Case:
-    """`way`: a function of the example. `first`: the name of the first axis."""
+    """`way`: a function of the example."""
 
     way: str
     dp: int = 1
     cp: int = 4
     tp: int = 1
     micro_batches: int = 1
-    first: str = "dp_shard"
     ci: bool = False
 
 
@@ -66,13 +65,14 @@ def step_of(case: Case, dp: int, step: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def sharded(stage: int, case: Case, data: tuple[str, ...], **options: Any) -> tuple[Any, Any, Any]:
+def sharded(
+    stage: int, case: Case, data: Any = ("dp_shard", "cp"), **options: Any
+) -> tuple[Any, Any, Any]:
     """(the example, the model, its mesh)"""
     from transformers import AttentionInterface
 
     given, sizes = example(), (case.dp, case.cp, case.tp)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=(case.first, "cp", "tp"))
-    given.DATA = (case.first, "cp")
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_shard", "cp", "tp"))
     AttentionInterface.register("over_cp", partial(getattr(given, case.way), mesh["cp"]))
     model = divisible("Llama", attn_implementation="over_cp").train()
     if case.micro_batches > 1:
@@ -88,13 +88,13 @@ Seen = tuple[list[float], list[float], dict[str, Tensor]]
 
 def trained(stage: int, case: Case) -> Seen:
     """(losses, norms, weights)"""
-    given, model, mesh = sharded(stage, case, (case.first, "cp"), gradients="sum")
+    given, model, mesh = sharded(stage, case, gradients="sum")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     losses, norms = [], []
     for step in range(STEPS):
         batches = [
             given.part_of(mesh["cp"], tokens, labels)
-            for tokens, labels in step_of(case, mesh.get_local_rank(case.first), step)
+            for tokens, labels in step_of(case, mesh.get_local_rank("dp_shard"), step)
         ]
         mine = torch.stack([(batch["labels"] != -100).sum() for batch in batches]).sum()
         counted, loss = given.summed(mine, mesh), torch.zeros(())
@@ -135,7 +135,6 @@ CASES = {
     "ulysses, cp 2 and tp 2": Case("ulysses", cp=2, tp=2, ci=True),
     "gathered, recomputed": Case("gathered", dp=2, cp=2, micro_batches=2),
     "ulysses, cp 4": Case("ulysses"),
-    "ulysses, replicas": Case("ulysses", dp=2, cp=2, first="dp_replicate"),
 }
 
 

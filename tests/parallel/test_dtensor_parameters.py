@@ -92,10 +92,9 @@ def test_outside_passes_a_parameter_is_the_global_tensor(stage: int) -> None:
 
 @on_ranks(4)
 @STAGES
-@pytest.mark.parametrize("plan", ["plain", pytest.param("sequence", marks=slow)])
-def test_the_gradient_of_a_dtensor_is_that_of_the_global_tensor(stage: int, plan: str) -> None:
-    """`torch.autograd.grad`: of this rank's own loss; "sequence": gradients of norms come in parts."""
-    job, loss, plain, each = after_a_pass(stage, Case(plan=plan))
+def test_the_gradient_of_a_dtensor_is_that_of_the_global_tensor(stage: int) -> None:
+    """`torch.autograd.grad`: of this rank's own loss. Gradients of norms come in parts."""
+    job, loss, plain, each = after_a_pass(stage, Case(plan="sequence"))
     job.model.zero_grad()
     params = dict(job.model.named_parameters())
     for p, grad, wanted in zip(

@@ -45,7 +45,6 @@ ABOVE = (1, 2, 3)
 LOOPED: dict[str, Any] = {"places": 2}
 V: dict[str, Any] = {"places": 2, "v_shaped": True}
 ROWS: dict[str, Case] = {
-    "GPipe": Case("ScheduleGPipe", max_norm=0.0),
     "1F1B": Case(ci=True),
     "interleaved 1F1B": Case("ScheduleInterleaved1F1B", **LOOPED),
     "looped BFS, registered": Case("ScheduleLoopedBFS", registered=True, ci=True, **LOOPED),
@@ -54,7 +53,7 @@ ROWS: dict[str, Case] = {
     "DualPipeV": Case("ScheduleDualPipeV", **V),
     "four stages on a rank": Case("ScheduleLoopedBFS", registered=True, places=4, depth=8),
     "one data rank": Case("ScheduleZBVZeroBubble", dp=1, **V),
-    "two calls, one data rank": Case("ScheduleGPipe", calls=2, dp=1, micro_batches=3),
+    "two calls, one data rank": Case("ScheduleGPipe", calls=2, dp=1, micro_batches=3, ci=True),
     "two calls, the first under no_sync": Case(calls=2, under_no_sync=True, ci=True),
     "losses added up": Case("ScheduleZBVZeroBubble", sums=True, **V),
     "evaluation before the step": Case("ScheduleLoopedBFS", evaluates=True, registered=True, **LOOPED),
@@ -128,6 +127,12 @@ def sent(stage: int, pipeline: Pipeline, at: Any) -> dict[str, int]:
     mine = [str(a) for a in actions.get(pipeline.mesh.get_local_rank("pp"), ())]
     gathers = mine.count(f"{at.stage_index}UNSHARD") if case.registered and stage == 3 else 1
     return {"all-gather": gathers * once, "reduce-scatter": once}
+
+
+@on_ranks(2)
+@rows_on(2)
+def test_two_ranks_train_as_one_process(case: Case, folder: Path, every: bool) -> None:
+    keep(case, folder, every)
 
 
 @on_ranks(4)
