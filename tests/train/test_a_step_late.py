@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,7 +228,6 @@ def in_both_ways(faults: tuple[tuple[Any, ...], ...] = (), **options: Any) -> tu
         {},
         {"precision": "bf16", "schedule": "cosine", "warmup": 3},
         {"eval_every": 3, "save_every": 4, "async_save": False},
-        {"save_every": 3, "stage": 0},
         {"clip": 0.0, "trace": "2:5"},
         {"precision": "fp16"},
     ],
@@ -241,60 +239,6 @@ def test_rows_and_weights_are_those_of_steps_that_are_read_at_once(options: dict
     assert not here.unlike(there), here.unlike(there)
     assert [row["step"] for row in here.rows] == list(range(1, 9)) and not here.error
     assert all(row["step_ms"] > 0 and row["tokens_per_s"] > 0 for row in here.rows)
-
-
-# -- waiting ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"micro_batch": 1, "clip": 0.0}],
-    ids=str,
-)
-@virtual.alone
-def test_in_a_step_the_host_waits_for_nothing_but_the_numbers_of_the_step_before(
-    options: dict[str, Any],
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run, keeper = start(
-            "virtual", Path(folder), steps=14, eval_every=12, save_every=9, **options
-        )
-        waits: dict[int, list[Any]] = {}
-        read: list[tuple[int, int]] = []
-        now, factor, numbers = [-1], run.factor, loop._StepLate._read
-
-        def begins(step: int) -> float:
-            if step != now[0]:
-                waits[now[0]] = virtual.synchronizations()
-                now[0] = step
-            return factor(step)
-
-        def reads(self: Any, launched: Any) -> list[float]:
-            read.append((now[0], launched.step))
-            return numbers(self, launched)
-
-        run.factor = begins
-        loop._StepLate._read = reads  # type: ignore[method-assign]
-        train(run, lambda: 0, lambda row: None, keeper=keeper)
-        keeper.close()
-    # Step 3 (from 0) is recorded for the report, the 9th and the last are saved, evaluation comes
-    # behind the 12th and the last.
-    at_once = {2, 3, 8, 11, 13}
-    assert {step for step, of in read if step == of} == at_once
-    assert [of for _, of in read] == list(range(14)) and all(
-        step - of in (0, 1) for step, of in read
-    )
-    for step in range(4, 13):  # the first ones learn
-        if step not in at_once:
-            # Not of saves
-            found = [
-                w
-                for w in waits[step][len(waits[step - 1]) :]
-                if w.backward or w.thread == threading.get_native_id()
-            ]
-            assert len(found) <= 1 and all(
-                wait.name == "event.synchronize" and "numbers" in str(wait) for wait in found
-            ), (step, found)
 
 
 # -- steps that are left out -----------------------------------------------------------------------
@@ -350,12 +294,6 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(options: dict[str, Any]) -> N
         second = Told(run, keeper)
         second.rows[:0] = first.rows
         assert not second.unlike(whole), second.unlike(whole)
-
-
-# -- where the device does not decide --------------------------------------------------------------
-
-
-# -- several ranks ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

@@ -74,7 +74,6 @@ def test_the_hugging_face_example_saves_what_opens_again(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_example_of_trainer_learns_and_saves_what_opens_again(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

@@ -242,7 +242,6 @@ def test_ctrl_c_while_ranks_start_leaves_no_process_and_no_file(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_commands_say_nothing_on_their_standard_error_when_all_is_well(tmp_path: Path) -> None:
     """transformers imports torchao, which tells of kernels that it cannot load; torch of
     enumerations that torchao registers.
