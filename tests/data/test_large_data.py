@@ -304,6 +304,7 @@ def peak_of_reading(root: Path) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_large_data_takes_the_memory_of_small_data(tmp_path: Path) -> None:
     line = "some words of a text that goes on and on, until nobody can remember how it began\n"
     block = line * (MIB // len(line))
