@@ -44,7 +44,7 @@ NOTES: dict[str, str] = {
     ),
     "-adamw": "AdamW for all: what Muon's step is compared with",
     "onefold-N": (
-        "onefold.shard with Recipe.zero(N), for Muon with borders=True as in `onefold train`;"
+        "onefold.shard with Recipe.zero(N), as `onefold train` does;"
         " onefold.optim.muon.MuonWithAdamW"
     ),
     "fsdp2-muon": (
@@ -181,7 +181,7 @@ class Counted:
 
 class Onefold(Counted, trainers.Onefold):
     def __init__(self, setting: Setting, model: nn.Module, stage: int, *, muon: bool) -> None:
-        super().__init__(setting, model, stage, borders=muon)
+        super().__init__(setting, model, stage)
         if muon:
             self.spent.watch_torch(setting.iterations)
             made = importlib.import_module("onefold.optim.muon").MuonWithAdamW

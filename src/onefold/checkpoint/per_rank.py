@@ -9,12 +9,12 @@ before: they must draw the same dropout.
 
 Residuals are what encoding a gradient lost, in fp32, per rank. They have the size of the encoded
 gradients: all of them on the first hop, a shard on the second. They are saved unchanged, with the
-optimizer states. They are loaded only if the number of ranks, the groups and `borders` are the
+optimizer states. They are loaded only if the number of ranks and the groups are the
 same. Otherwise error feedback begins anew and `Loaded.notes` says so: the residuals of one rank cannot be
 divided among ranks with other shards.
 
     item    kind "residual", name: the rank, state: flat buffer.first address.hop
-    value   "wire": {"feedback": true, "ranks": 4, "inner": 2, "borders": false, "drawn": 17}; drawn: position in the numbers of rounding;
+    value   "wire": {"feedback": true, "ranks": 4, "inner": 2, "drawn": 17}; drawn: position in the numbers of rounding;
             "mesh": the axes, if ranks along some axis compute with the same data
 """
 
@@ -116,7 +116,6 @@ def wire_values(engine: Engine) -> dict[str, Any] | None:
     out: dict[str, Any] = {}
     if residuals.codec is not None and engine.recipe.error_feedback:
         out |= {"feedback": True, "ranks": group.size, "inner": group.topology.inner}
-        out["borders"] = engine.recipe.borders
         if engine.mesh.several:
             out["mesh"] = engine.mesh.describe()
     if residuals.codec is not None and engine.recipe.wire_rounding == "stochastic":
@@ -165,7 +164,6 @@ class Lost:
         there = self.said.get("ranks"), self.said.get("inner"), self.said.get("feedback")
         mesh = engine.mesh.describe() if engine.mesh.several else None
         same = there == (group.size, group.topology.inner, True) and self.said.get("mesh") == mesh
-        same = same and self.said.get("borders", False) == engine.recipe.borders
         if not self.feedback or not same:
             return None
         wanted = {
@@ -187,8 +185,8 @@ class Lost:
             return ""
         return (
             f"{ANEW}: what encoding lost was kept by {said['ranks']} ranks in groups of"
-            f" {said['inner']}, of other units or with another borders=, and cannot be divided anew"
-            f" among {group.size} in groups of {group.topology.inner}."
+            f" {said['inner']}, or of other units, and cannot be divided anew among"
+            f" {group.size} in groups of {group.topology.inner}."
         )
 
     def apply(self) -> None:

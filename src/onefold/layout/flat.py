@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from onefold.layout.borders import bordered
 from onefold.recipe.moments import BLOCK
 
 # -- positions -------------------------------------------------------------------------------------
@@ -190,7 +189,6 @@ class FlatLayout:
         sector: int = 0,
         block: int = 0,
         rooms: Sequence[int] | None = None,
-        borders: int = 0,
     ) -> FlatLayout:
         """Lay out `(name, shape)` pairs in order for `ranks` ranks. Intervals are multiples of
         `sector` elements if that costs little padding.
@@ -198,8 +196,6 @@ class FlatLayout:
         `block`: the length, in elements, of blocks that must each be on one rank, counted from each
         parameter's beginning; 0 if there are none. `rooms`: elements to leave for each parameter,
         if that is more than it has: ranks that hold unequal parts of tensors have equal layouts.
-        `borders`: the number of equal parts whose cuts should divide few parameters, which are then
-        in another order (layout/borders.py); 0: they stay in theirs.
         """
         named = [(name, tuple(int(n) for n in shape)) for name, shape in parameters]
         sizes = tuple(prod(shape) for _, shape in named) if rooms is None else tuple(rooms)
@@ -209,13 +205,8 @@ class FlatLayout:
             end = starts[-1] + size
         wished = [q for q in (sector, BLOCK) if q and round_up(end, ranks * q) - end <= end // 200]
         quantum = wished[0] if wished else unit
-        order, numel = list(range(len(named))), round_up(end, ranks * quantum)
-        if borders > 1:
-            found = bordered(sizes, borders, unit, ranks // borders * quantum)
-            order, starts = list(found.order), list(found.starts)
-            numel = borders * found.room
-        slots = (Slot(*named[i], start) for i, start in zip(order, starts, strict=True))
-        return cls(tuple(slots), numel, ranks, quantum, block)
+        slots = (Slot(*parameter, start) for parameter, start in zip(named, starts, strict=True))
+        return cls(tuple(slots), round_up(end, ranks * quantum), ranks, quantum, block)
 
     @property
     def shard_numel(self) -> int:

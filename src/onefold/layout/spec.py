@@ -274,7 +274,6 @@ class ShardSpec:
                 SECTOR if tiers is not None and tiers.on_disk else 0,
                 max(recipe.block, at_rest),
                 None if rooms is None else tuple(rooms),
-                _cuts(recipe, topology) if trainable else 0,
             ),
             dtypes=dtypes,
             topology=topology,
@@ -594,13 +593,5 @@ def _laid_out(
     sector: int,
     block: int,
     rooms: tuple[int, ...] | None = None,
-    borders: int = 0,
 ) -> FlatLayout:
-    return FlatLayout.of(parameters, ranks, sector, block, rooms, borders)
-
-
-def _cuts(recipe: Recipe, topology: Topology) -> int:
-    """Return the number of parts whose cuts should divide few parameters; 0: wherever they fall."""
-    if not recipe.borders or recipe.optimizer.placement is Placement.REPLICATED:
-        return 0
-    return topology.inner if recipe.optimizer.over == GROUP else topology.size
+    return FlatLayout.of(parameters, ranks, sector, block, rooms)

@@ -528,7 +528,7 @@ def load_local_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
     if "intervals" in said and said["intervals"] != _division(optimizer)["intervals"]:
         raise ValueError(
             "load_local_state_dict was given a part of parameters that were divided otherwise: by other"
-            " units, another stage, shard_group= or borders=. What optimizer.state_dict() returns loads"
+            " units, another stage or shard_group=. What optimizer.state_dict() returns loads"
             " at any of them."
         )
     give_owners(optimizer, said.get("owners", {}))

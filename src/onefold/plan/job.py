@@ -237,7 +237,6 @@ class Job:
             folders = given.pop(tier.folders, None)
             if str(tier.option) in asked:
                 given[tier.folders] = folders or SOMEWHERE
-        given = {"borders": stage > 0 and PLANNED[self.optimizer].update == WHOLE} | given
         return Recipe.zero(
             stage, precision=self.precision, accumulate_dtype=self.accumulate_dtype, **given
         )

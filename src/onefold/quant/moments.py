@@ -102,7 +102,7 @@ def moment_policy(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPol
         ValueError: recipe and optimizer contradict each other.
     """
     master, own = flat.dtypes.master, torchao_format(optimizer)
-    chance = recipe.rounding_seed if recipe.stochastic_rounding else None
+    chance = 0 if recipe.stochastic_rounding else None
     if own is not None:
         _check_torchao(optimizer, own, recipe, flat)
         return MomentPolicy(own, chance, _torchao_step, _codecs.setdefault(optimizer, {}))

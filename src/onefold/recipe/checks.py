@@ -278,8 +278,6 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
                 "where optimizer states are replicated (stage 0): every optimizer sees whole"
                 " parameters"
             )
-    if given.get("borders") and recipe.optimizer.placement is Placement.REPLICATED:
-        said["borders"] = "where optimizer states are replicated (stage 0): no parameter is cut"
     if (
         given.get("stochastic_rounding")
         and recipe.moments != "bf16"
@@ -288,8 +286,6 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
         said["stochastic_rounding"] = (
             "where nothing is rounded to bf16: give moments='bf16' or master_dtype='bf16'"
         )
-    if given.get("rounding_seed") and not recipe.stochastic_rounding:
-        said["rounding_seed"] = "without stochastic_rounding=True"
     if recipe.optimizer.tier is Tier.DEVICE:
         for name in ("offload_share", "offload_bytes"):
             if given.get(name) not in (None, 1.0):

@@ -164,8 +164,8 @@ class Recipe(EngineOptions):
             in each pass after one with gradients outside `no_sync`.
         moments: the format in which Adam's moments are stored. Steps compute in fp32. Moments of
             fp64 parameters stay fp64.
-        stochastic_rounding: random numbers depend only on `rounding_seed`, the step and the
-            element's index in its parameter.
+        stochastic_rounding: random numbers depend only on the step and the element's index in its
+            parameter.
         reduce: "ordered" sends gradients unchanged and adds them in rank order in the accumulation
             dtype: all stages have the same bits. "native" lets the backend (NCCL) add them, in the
             wire dtype and in its own order: stages agree within rounding. None decides: see

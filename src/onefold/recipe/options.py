@@ -478,7 +478,6 @@ class EngineOptions:
     moments: Moments | None = _tiers(None, "Format in which Adam's moments are stored, on any tier (default: as torch makes them);"
         " int8, fp8 and int4 need torchao.")
     stochastic_rounding: bool = _tiers(False, "Round moments and masters to bf16 stochastically: unbiased.", _TRAIN)
-    rounding_seed: int = _tiers(0, "Seed of stochastic rounding.", (), _whole(-math.inf, math.inf, "a whole number"))
     step_in_backward: bool = _tiers(False, "Step offloaded units in the backward pass; nothing may look at gradients before the step.")
 
     reshard_after_forward: bool = _engine(True, "Drop sharded parameters after the forward pass and gather them again in backward.", ())
@@ -496,8 +495,6 @@ class EngineOptions:
         "Which parameter groups are stepped as whole matrices, each by one owner: True for all, False for none, or patterns of"
         " names for the groups of such parameters (default: those whose update looks at whole matrices, as a trial shows).",
         (), _whole_groups)
-    borders: bool = _engine(False,
-        "Order parameters so that few matrices are cut between ranks, within 1 % of padding: fewer travel to be stepped whole.", ())
     stall_timeout: float = _engine(300.0, "Seconds a rank waits for the others before every rank gets an error.", _TRAIN, _seconds)
 
 

@@ -29,7 +29,7 @@ from pydantic import (
 )
 
 from onefold.models.names import precision_of
-from onefold.recipe.optimizers import TRAINED, WHOLE
+from onefold.recipe.optimizers import TRAINED
 from onefold.recipe.options import MOST, Precision
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.train import optimizers
@@ -379,9 +379,7 @@ class TrainConfig(_RecipeOptions):
 
         # "auto" is left only for a model that is not downloaded yet. No other option depends on it.
         precision: Precision = "bf16" if self.precision == "auto" else self.precision
-        known = TRAINED.get(self.optimizer)
-        borders = stage > 0 and known is not None and known.update == WHOLE
-        return Recipe.zero(stage, precision=precision, borders=borders, **self.arguments())
+        return Recipe.zero(stage, precision=precision, **self.arguments())
 
     def arguments(self, *panels: str) -> dict[str, Any]:
         """Return the arguments of `Recipe.zero` that differ from their defaults, of these panels or
