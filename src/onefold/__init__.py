@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         no_sync,
         shard,
     )
-    from onefold.unsharded import unsharded
+    from onefold.unshard import unshard
 
 __version__ = "0.1.0"
 #: {module of this package: names in it that the package exports}.
@@ -54,7 +54,7 @@ _FROM = {
         "no_sync",
         "shard",
     ),
-    "unsharded": ("unsharded",),
+    "unshard": ("unshard",),
     "checkpoint": ("Checkpointer", "CheckpointError", "load", "load_async", "save", "save_async"),
     "pretrained.adapters": ("load_adapters", "save_adapters"),
     "checkpoint.dcp": ("dcp_state_dict",),
@@ -81,6 +81,7 @@ _ROOMS = (
     "parallel",
     "plan",
     "pretrained",
+    "tiling",
 )
 
 __all__ = [
@@ -122,7 +123,7 @@ __all__ = [
     "save_async",
     "shard",
     "stream_params",
-    "unsharded",
+    "unshard",
 ]
 
 
@@ -144,12 +145,12 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps the functions `shard` and `unsharded` under these names: an import of the modules with
+    """Keeps the functions `shard` and `unshard` under these names: an import of the modules with
     the same names would replace them.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = name in ("shard", "unsharded") and isinstance(value, ModuleType)
+        own = name in ("shard", "unshard") and isinstance(value, ModuleType)
         super().__setattr__(name, getattr(value, name) if own else value)
 
 

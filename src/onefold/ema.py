@@ -95,7 +95,7 @@ class EMA:
         ]
         if away := next((e for e in trained if e.flat.storage.on_disk), None):
             raise ValueError(
-                f"the master weights of {away.part.names[0]!r} are on NVMe, and averages are kept in"
+                f"the master weights of {away.name!r} are on NVMe, and averages are kept in"
                 " memory: to average weights, give shard() offload_optimizer='cpu' or None."
             )
         with disable_torch_function(), torch.no_grad():
@@ -195,14 +195,14 @@ class EMA:
         parts = AverageParts(self._averages)
         with disable_torch_function(), torch.no_grad():
             for item in self._items(engine):
-                if item.entries[0] in self._averages:
-                    whole = _find(state_dict or {}, item.entries[0]) if first else None
+                if item.entry in self._averages:
+                    whole = _find(state_dict or {}, item.entry) if first else None
                     from_first(engine.resources, parts, item, whole)
         self.updates = updates
 
     def _items(self, engine: Engine) -> list[StateItem]:
         """Return the items of `state_dict`: averages, and masters where there are none."""
-        found = {item: self._averages.get(item.entries[0]) for item in master_items(engine.entries)}
+        found = {item: self._averages.get(item.entry) for item in master_items(engine.entries)}
         return [
             item if average is None else replace(item, dtype=average.dtype)
             for item, average in found.items()
@@ -217,7 +217,7 @@ class EMA:
             )
             return complaint, 0
         for entry in self._averages:
-            found, name = _find(state, entry), f"'module.{entry.part.names[0]}'"
+            found, name = _find(state, entry), f"'module.{entry.name}'"
             if found is None or tuple(found.shape) != tuple(entry.shape):
                 was = "is missing" if found is None else f"has shape {tuple(found.shape)}"
                 return f"{name} {was}, expected shape {tuple(entry.shape)}.", 0
@@ -250,7 +250,7 @@ class EMA:
 
 def _find(state: Mapping[str, Any], entry: Entry) -> Any:
     return next(
-        (state[f"module.{name}"] for name in entry.part.names if f"module.{name}" in state), None
+        (state[f"module.{name}"] for name in entry.names if f"module.{name}" in state), None
     )
 
 

@@ -33,7 +33,6 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Flat
 from onefold.runtime.gather_paths import FlatGather, Gather, LocalGather, SecondaryGather
 from onefold.runtime.hooks import (
-    accept_again,
     engine_of,
     guard_state_dict,
     guard_uninitialized,
@@ -79,8 +78,6 @@ from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
 from onefold.runtime.uninitialized import is_marked, without_value
 from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec, find_units, offload_notes
-from onefold.tiling.cut import Cut, initializing, with_tiles
-from onefold.tiling.modules import Tile
 
 if TYPE_CHECKING:
     from onefold.pretrained.weights import Weights
@@ -139,21 +136,13 @@ def shard(
         require_torchao(f"moments={recipe.moments!r}")
     ranks = _ranks(group, mesh, data)
     recipe = with_replicas(recipe, ranks)
-    accept_again(module)
-    if not isinstance(group, Group) and mesh is not None:
-        group = ranks
-    alone = ranks.axes.size == 1
-    where = _device(module, device, alone or recipe.tile is not None)
+    where = _device(module, device, at_once=ranks.axes.size == 1)
     wanted = units if units is not None else recipe.units
     incoming = _open(weights, module, where, init)
-    if recipe.tile is not None:  # tiles are cut from weights that have their values
-        fetch(module.parameters())
     with contextlib.ExitStack() as undo:  # if anything below raises
-        # Cut weights above recipe.tile into tiles; undone too
-        with Cut(module, recipe) as cut:
-            engine, specs, uninitialized = _laid_out(
-                module, recipe, group, ranks, partial, wanted, init, where, incoming, undo
-            )
+        engine, specs, uninitialized = _laid_out(
+            module, recipe, ranks, partial, wanted, init, where, incoming, undo
+        )
         engine.buffers.find(module)
         engine.buffers.start(engine.resources)
         _note_uninitialized(engine, uninitialized, specs, module)
@@ -161,18 +150,11 @@ def shard(
         _install_hooks(engine, specs, module)
         install_step_hooks(engine)
         if engine.rank == 0:
-            for note in (*_notes(engine, specs, cut, device), *engine.uninitialized.notes()):
+            for note in (*_notes(engine, specs, device), *engine.uninitialized.notes()):
                 logging.getLogger("onefold").warning(note)
         if incoming is not None:
             with contextlib.closing(incoming):
                 incoming.load_shards(engine, module)
-        engine.given = {
-            "group": group if mesh is None else None,
-            "mesh": None if mesh is None else ranks,
-            "partial": partial,
-            "units": wanted,
-            "init": init,
-        }
         register(module, engine)
         engine.finalizer = weakref.finalize(module, _close, engine)
         undo.pop_all()
@@ -186,8 +168,6 @@ def _ranks(group: Any, mesh: Any, data: Sequence[str] | str | None) -> Mesh:
     """Return the ranks that `shard()` is called on, by their axes."""
     if mesh is not None:
         return mesh_of(mesh, data)
-    if isinstance(group, Group):  # of the call before, see onefold.unsharded
-        return one_axis(sorted(group.ranks))
     given, numbers = members(group)
     return one_axis(numbers, given)
 
@@ -198,7 +178,6 @@ Missing = list[tuple[str, nn.Module, str]]  # (name in the model, module, attrib
 def _laid_out(
     module: nn.Module,
     recipe: Recipe,
-    group: Any,
     ranks: Mesh,
     partial: Sequence[str] | Callable[[str], bool] | None,
     wanted: Sequence[str | type] | None,
@@ -210,7 +189,7 @@ def _laid_out(
     """Return the engine of the model, whose units have their flat buffers and values; what they
     were made of; and what has no value yet. `undo` closes what is made here.
     """
-    names, init = with_tiles(module, incoming.names if incoming else set()), initializing(init)
+    names = set(incoming.names) if incoming else set()
     specs = find_units(module, wanted)
     missing: Missing = []
     alone = ranks.axes.size == 1
@@ -223,18 +202,15 @@ def _laid_out(
             missing += materialize(spec, specs, where, init, module, True, names, memory=True)
         tie(specs)
         specs = find_units(module, wanted)
-    given = isinstance(group, Group)  # onefold.unsharded gives that of the engine before
-    if not given:
-        group = Group(group, where, recipe.stall_timeout, recipe.group)
-        undo.callback(group.close)
+    group = Group(ranks.group if ranks.plain else ranks, where, recipe.stall_timeout, recipe.group)
+    undo.callback(group.close)
     engine = Engine(specs, recipe, group, where, capabilities(), ranks)
-    undo.callback(_close, engine, but_group=given)
+    undo.callback(_close, engine)
     compare_ranks(engine, recipe, specs, incoming is not None)
     preflight(engine)
     if incoming is not None:
         incoming.settle(engine)
-    if not given:  # onefold.unsharded starts from rank 0's values
-        compare_copies(engine, names)
+    compare_copies(engine, names)
     values = rank_0_needs_values(engine, module)
     refuse_missing_boxes(engine, values)
     refuse_uneven_groups(engine)
@@ -257,24 +233,19 @@ def _install_hooks(engine: Engine, specs: list[UnitSpec], module: nn.Module) -> 
         return
     for spec, unit in zip(specs, engine.units, strict=True):
         install(engine, unit, spec.module)
-        if isinstance(spec.module, Tile) and not unit.resident:
-            spec.module.save_by(engine.gather)
     for _, inner in modules_of(specs[0], specs)[1:]:
         install(engine, engine.units[0], inner, part=True)
     for part in module.modules():
         guard_state_dict(engine, part)
 
 
-def _notes(
-    engine: Engine, specs: list[UnitSpec], cut: Cut, device: torch.device | str | None
-) -> list[str]:
+def _notes(engine: Engine, specs: list[UnitSpec], device: torch.device | str | None) -> list[str]:
     """Return what the user is told at the start. `device`: as it was given to `shard`."""
     sizes = [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs]
     return [
         *engine.recipe.notes,
         *precision_notes(engine),
         *whole_notes(engine),
-        *cut.notes,
         *offload_notes(sizes, engine.recipe, engine.world_size),
         *flat_notes(engine),
         *idle_notes(engine),
@@ -528,6 +499,6 @@ def _steppers(engine: Engine) -> Steppers:
     return Steppers([WholeStep(engine), *apart])
 
 
-def _close(engine: Engine, but_group: bool = False) -> None:
+def _close(engine: Engine) -> None:
     remove_step_hooks(engine)
-    engine.close(but_group)
+    engine.close()

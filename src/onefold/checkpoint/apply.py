@@ -82,8 +82,8 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -
     found: dict[str, Item] = {}
     missing, wrong = [], []
     for entry in engine.entries:
-        name, shape = entry.part.names[0], entry.shape
-        item = source.parameter(entry.part.names)
+        name, shape = entry.name, entry.shape
+        item = source.parameter(entry.names)
         if item is None:
             missing.append(name)
         elif items[item].shape != shape:
@@ -298,7 +298,7 @@ def _recoded(
         if id(entry.param) in owner:
             how = moment_policy(owner[id(entry.param)][0], engine.recipe, entry.flat)
             if how is not None:
-                formats |= {source.stored_name(name): how.format for name in entry.part.names}
+                formats |= {source.stored_name(name): how.format for name in entry.names}
     return Recoded(source, lambda name, numel: formats.get(name, plain).of(numel))
 
 
@@ -319,7 +319,7 @@ def fit_groups(
         raise CheckpointError(
             f"{source.describe} holds {len(groups)} optimizers, {len(optimizers)} were given."
         )
-    names = {id(e.param): e.part.names for e in engine.entries}
+    names = {id(e.param): e.names for e in engine.entries}
     try:
         for optimizer in optimizers:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -462,8 +462,8 @@ def _load_flat_states(
         optimizer, group = owner[id(entry.param)]
         how = moment_policy(optimizer, reading.engine.recipe, flat)
         whole = parts[optimizer].owned(entry)
-        parameter = reading.source.parameter(entry.part.names)
-        name = parameter.name if parameter is not None else entry.part.names[0]
+        parameter = reading.source.parameter(entry.names)
+        name = parameter.name if parameter is not None else entry.name
         state: dict[str, Any] = {
             key: placed(value, entry.param, group)
             for key, value in reading.source.scalars(name).items()
@@ -476,19 +476,19 @@ def _load_flat_states(
                 dtype = how.of(entry).dtype if how is not None else entry.param.dtype
             elif parameter is not None and dtype == known[parameter].dtype:
                 dtype = entry.param.dtype
-            if whole is not None and (stored.shape == entry.part.shape or entry.region is None):
+            if whole is not None and (stored.shape == entry.slot.shape or entry.region is None):
                 if not whole.mine:
                     continue
-                shape = whole.matrix.shape if stored.shape == entry.part.shape else stored.shape
+                shape = whole.matrix.shape if stored.shape == entry.slot.shape else stored.shape
                 made = torch.empty(shape, dtype=dtype, device=entry.param.device)
                 reading.read(item, 0, made.numel(), made)
                 state[item.state] = made
-            elif packed(item.state) is not None or stored.shape == entry.part.shape:
+            elif packed(item.state) is not None or stored.shape == entry.slot.shape:
                 state[item.state] = parts[optimizer].create_one(entry, item.state, dtype)
                 into = parts[optimizer].place(entry, item.state, *entry.owned())
                 kind = (item.state, dtype, isinstance(into, OnDisk))
                 found.setdefault(kind, []).append(Wanted(entry, item, into))
-            elif not (flat.divided or flat.tiled or flat.storage.on_disk):
+            elif not (flat.divided or flat.storage.on_disk):
                 made = torch.empty(stored.shape, dtype=dtype, device=entry.param.device)
                 reading.read(item, 0, made.numel(), made)
                 state[item.state] = made

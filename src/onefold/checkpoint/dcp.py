@@ -117,13 +117,6 @@ class _State:
                 " torch.distributed.checkpoint: use onefold.save; a recipe without moments= loads"
                 " that checkpoint, and dcp_state_dict writes it."
             )
-        tiled = next((e.part.names[0] for e in self.engine.entries if e.flat.tiled), None)
-        if tiled is not None:
-            raise CheckpointError(
-                f"parameter {tiled!r} is computed in tiles, which torch.distributed.checkpoint"
-                " would store as parameters of their own. Use onefold.save and onefold.load, which"
-                " know no tiles, or give the recipe tile=None."
-            )
 
     def _check(self) -> None:
         if self.engine.stack or self.engine.full_params_depth:

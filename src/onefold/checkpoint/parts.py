@@ -122,13 +122,13 @@ def collect(
         entries = [
             e
             for e in engine.entries
-            if frozen is True or e.param.requires_grad or not chosen.isdisjoint(e.part.names)
+            if frozen is True or e.param.requires_grad or not chosen.isdisjoint(e.names)
         ]
         masters = MasterParts()
         for held, entry, key in [*((masters, entry, "") for entry in entries), *states.tensors]:
             start, stop = held.accounted(entry)
             if stop > start or first:  # the first rank also reports tensors without elements
-                names = entry.part.names
+                names = entry.names
                 item = Item("state", names[0], key) if key else Item("parameter", names[0])
                 aliases = () if key else names[1:]
                 mine, box = accounted(held, entry, key), entry.region
@@ -138,7 +138,7 @@ def collect(
                 )
         for entry, key, value in states.wholes:
             if first or entry.flat.divided:
-                out.add_own(Item("state", entry.part.names[0], key), value)
+                out.add_own(Item("state", entry.name, key), value)
         buffers, odd = beside_parameters(engine, module)
         places = engine.buffers.places(buffers) if own else {}
         for name, buffer in buffers.items():
@@ -173,7 +173,7 @@ def _chosen(engine: Engine, frozen: bool | Collection[str]) -> frozenset[str]:
     """Return the names in `frozen`. Raises: CheckpointError: the model has no such parameters."""
     if isinstance(frozen, bool):
         return frozenset()
-    known = {name for entry in engine.entries for name in entry.part.names}
+    known = {name for entry in engine.entries for name in entry.names}
     if isinstance(frozen, str) or (unknown := sorted(set(frozen) - known)):
         what = repr(frozen) if isinstance(frozen, str) else ", ".join(unknown[:5])
         raise CheckpointError(
@@ -247,10 +247,9 @@ class States:
                         " make the optimizer of model.parameters() after shard(), and give both to"
                         " one save or load."
                     )
-                # The tiles of a parameter have one name
-                names = dict.fromkeys(e.part.names[0] for e in found if e is not None)
+                names = [e.name for e in found if e is not None]
                 options = {k: v for k, v in group.items() if k != "params"}
-                self.groups[-1].append({**options, "params": list(names)})
+                self.groups[-1].append({**options, "params": names})
             self._sort(optimizer, known)
 
     def _sort(self, optimizer: torch.optim.Optimizer, known: dict[int, Entry]) -> None:
@@ -280,16 +279,16 @@ class States:
                     # elements report it (all ranks, if it has none); the first report counts.
                     start, stop = parts.accounted(entry)
                     if stop > start or entry.numel == 0:
-                        self.scalars.setdefault(entry.part.names[0], {})[key] = value
+                        self.scalars.setdefault(entry.name, {})[key] = value
                 elif whole is not None and entry.region is None:
                     if whole.counts():
                         self.wholes.append((entry, key, value))
-                elif not (entry.flat.divided or entry.flat.tiled):
+                elif not entry.flat.divided:
                     self.wholes.append((entry, key, value))
                 else:
                     raise CheckpointError(
                         f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)}"
-                        f" for parameter {entry.part.names[0]!r}: neither one number nor one for"
+                        f" for parameter {entry.name!r}: neither one number nor one for"
                         " each element, so it cannot be cut for another number of ranks."
                     )
 

@@ -147,7 +147,7 @@ class Local(View):
             name: entry.region
             for entry in engine.entries
             if entry.region is not None
-            for name in {source.stored_name(name) for name in entry.part.names}
+            for name in {source.stored_name(name) for name in entry.names}
         }
         if not regions:
             return source
@@ -208,7 +208,7 @@ class Prefetched(View):
         self._wanted: list[_Wish] = []
         for entry in engine.entries:
             start, stop = entry.accounted()
-            found = source.parameter(entry.part.names)
+            found = source.parameter(entry.names)
             if found is None or stop <= start:
                 continue
             region = entry.region

@@ -237,7 +237,6 @@ def _refuse_few_bytes(options: dict[str, Any], words: dict[str, Any]) -> None:
     wanted = {
         "offload_optimizer": "give a share of at most 1 such as 0.6, or at least",
         "offload_activations": "give at least",
-        "tile": "give a tile of at least",
     }
     for name in options.keys() & wanted.keys():
         kept = OPTIONS[name].read(options[name])

@@ -127,25 +127,6 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Which part of the model's parameter a slot holds: the elements from `first` on of a tensor of
-    `shape`.
-
-    Usually that is all of the parameter; a tile is some of its rows (tiling). `names` are all names
-    of the parameter, the primary one first.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    first: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return prod(self.shape)
-
-
-@dataclass(frozen=True)
 class FlatLayout:
     """The address space of one flat buffer: `slots` in order, `numel` elements with padding,
     divided among `ranks` ranks.

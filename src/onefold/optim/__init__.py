@@ -12,7 +12,6 @@ step intervals. It does not depend on the forward pass.
 | How are states read and written, wherever they are?              | `state_parts`            |
 | What do `state_dict()` and `load_state_dict()` do?               | `state_dicts`            |
 | What does `optimizer.state` show between steps?                  | `faced_states`, `fresh`  |
-| How do states become whole for `unsharded`, and parts again?     | `whole`                  |
 | How do Muon and AdamW become one optimizer?                      | `muon`                   |
 
 States become wholes, and wholes become states, by the moves of runtime/parts.py.

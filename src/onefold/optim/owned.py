@@ -225,16 +225,11 @@ def steps_whole(
 
 def _cannot(engine: Engine, flat: Flat) -> str | None:
     """Return why the matrices of `flat` cannot be stepped whole, as the end of a sentence."""
-    recipe, name = engine.recipe, flat.entries[0].part.names[0]
+    recipe, name = engine.recipe, flat.entries[0].name
     if flat.storage.on_disk:
         return (
             f"the states of {name!r} are on NVMe, where they are stepped chunk by chunk. Use"
             " offload_optimizer='cpu', or an element-wise optimizer."
-        )
-    if flat.tiled:
-        return (
-            f"{name!r} is cut into tiles, each a parameter of its own. Leave tile= out, or use an"
-            " element-wise optimizer."
         )
     if recipe.step_in_backward:
         return (
@@ -288,7 +283,7 @@ def refuse_parts(optimizer: Optimizer, entry: Entry) -> None:
     if len(entry.shape) == 3 and cut == {0} and takes_stacks(optimizer):
         return
     raise ValueError(
-        f"{type(optimizer).__name__} steps whole matrices, and {entry.part.names[0]!r} is divided as"
+        f"{type(optimizer).__name__} steps whole matrices, and {entry.name!r} is divided as"
         f" {box.kind.describe()}: no rank has all of it. Use an element-wise optimizer for it, in a"
         " parameter group or an optimizer of its own, or leave it out of the tensor parallel plan."
         " Stacks of experts, divided by expert, are stepped by optimizers that take three dimensions."
@@ -300,7 +295,7 @@ class StateElsewhere(dict[Any, Any]):
 
     def __init__(self, owned: Owned) -> None:
         super().__init__()
-        self.of, self.where = owned.entry.part.names[0], owned.where
+        self.of, self.where = owned.entry.name, owned.where
 
     def __missing__(self, key: Any) -> Any:
         raise KeyError(

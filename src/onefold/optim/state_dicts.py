@@ -75,7 +75,7 @@ def follow(engine: Engine) -> None:
     """From now on make the state dicts of optimizers over the engine's parameters whole."""
     _passed.clear()
     mine = {id(entry.param) for entry in engine.entries}
-    for known in met.keyrefs():  # after onefold.unsharded
+    for known in met.keyrefs():  # after onefold.unshard
         if (optimizer := known()) is not None and any(
             id(p) in mine for group in optimizer.param_groups for p in group["params"]
         ):
@@ -233,30 +233,25 @@ def _whole(
 ) -> Any:  # fmt: skip
     """Return what the first rank's whole dict holds of a state."""
     if isinstance(value, OwnShape):
-        (entry,) = param.entries
+        entry = param.entry
+        assert entry is not None
         held = parts.owned(entry)
         assert held is not None
         own = optimizer.state.get(entry.param) or {}
         return own_shape(entry, held, value, own.get(key))
     if dtype is None:
         return value
-    resources = engine_of(param.entries[0]).resources
-    return to_first(resources, parts, param.item(key, dtype), everywhere=not outline.divided)
+    item = param.item(key, dtype)
+    resources = engine_of(item.entry).resources
+    return to_first(resources, parts, item, everywhere=not outline.divided)
 
 
 def _whole_groups(optimizer: Optimizer, outline: Outline) -> list[dict[str, Any]]:
-    """Return the groups as torch's state dict has them, with parameters in place of tiles."""
-    out: list[dict[str, Any]] = []
-    start = first = 0
-    for group, params in zip(optimizer.param_groups, outline.groups, strict=True):
-        whole = {key: value for key, value in group.items() if key != "params"}
-        if (named := group.get("param_names")) is not None:
-            whole["param_names"] = [
-                p.name if len(p.numbers) > 1 else named[p.numbers[0] - first] for p in params
-            ]
-        out.append({**whole, "params": list(range(start, start + len(params)))})
-        start, first = start + len(params), first + len(group["params"])
-    return out
+    """Return the groups as torch's state dict has them."""
+    return [
+        {**group, "params": [param.number for param in params]}
+        for group, params in zip(optimizer.param_groups, outline.groups, strict=True)
+    ]
 
 
 # -- load_state_dict() -----------------------------------------------------------------------------
@@ -366,7 +361,9 @@ def _look(optimizer: Optimizer, outline: Outline, given: Mapping[str, Any]) -> b
                     f"state {key!r} of parameter {number} ({param.name!r}) is on the meta device,"
                     " without values: give tensors with values."
                 )
-            if param.entries and _cannot_be_cut(outline, parts, param, outlined[number][key]):
+            if param.entry is not None and _cannot_be_cut(
+                outline, parts, param, outlined[number][key]
+            ):
                 raise _Refused(
                     f"state {key!r} of parameter {number} ({param.name!r}) has shape"
                     f" {tuple(value.shape)}, expected {param.shape}. It is of another model, or"
@@ -394,10 +391,10 @@ def _simple(value: Any) -> Any:
 def _cannot_be_cut(outline: Outline, parts: OptimizerParts, param: Param, value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return False
-    if param.whole and all(parts.owned(entry) is not None for entry in param.entries):
+    assert param.entry is not None
+    if param.whole and parts.owned(param.entry) is not None:
         return False  # its owner takes it whole
-    on_disk = value.numel() > 1 and any(e.flat.storage.on_disk for e in param.entries)
-    return outline.divided or param.entries[0].flat.tiled or on_disk
+    return outline.divided or (value.numel() > 1 and param.entry.flat.storage.on_disk)
 
 
 # -- storing this rank's part ----------------------------------------------------------------------
@@ -416,7 +413,7 @@ def _outlined(outline: Outline, given: Mapping[str, Any]) -> dict[str, Any]:
     numbered = [*zip(numbers_of(given), outline.params, strict=True)]
     odd = odd_keys((param.shape, state.get(number, {})) for number, param in numbered)
     for number, param in numbered:
-        if param.entries and number in state:
+        if param.entry is not None and number in state:
             state[number] = {
                 k: _Elements(v.dtype) if sort_of(k, v, param.shape, odd) == "elements" else v
                 for k, v in state[number].items()
@@ -451,14 +448,14 @@ def _take(
         if number not in state:
             continue
         elements = {k: v.dtype for k, v in state[number].items() if isinstance(v, _Elements)}
-        for at, n in enumerate(param.numbers):
-            whole = parts.owned(param.entries[at]) if param.entries else None
-            mine[n] = {
-                # clone: the caller's dict must not change
-                key: value.clone() if isinstance(value, torch.Tensor) and param.entries else value
-                for key, value in state[number].items()
-                if key not in elements and (whole is None or whole.mine)
-            }
+        entry = param.entry
+        held = parts.owned(entry) if entry is not None else None
+        mine[number] = {
+            # clone: the caller's dict must not change
+            key: value.clone() if isinstance(value, torch.Tensor) and entry is not None else value
+            for key, value in state[number].items()
+            if key not in elements and (held is None or held.mine)
+        }
         for key, dtype in elements.items():
             item = param.item(key, dtype)
             parts.create(item)
@@ -467,7 +464,7 @@ def _take(
                     from_own(parts, item, _plain(wholes["state"][number][key]))
                 continue
             whole = _plain(wholes["state"][number][key]) if engine.rank == 0 else None
-            from_first(engine_of(param.entries[0]).resources, parts, item, whole)
+            from_first(engine_of(item.entry).resources, parts, item, whole)
     for each in outline.engines:
         if each.on_disk:
             with parts.keeping_errors():
@@ -476,17 +473,7 @@ def _take(
     if wrong is not None:
         raise RuntimeError(f"{_LOAD}: the states could not be put in their places. {wrong}")
     _loaded[optimizer] = parts.made
-    local = []
-    for group, params, ours in zip(
-        given["param_groups"], outline.groups, optimizer.param_groups, strict=True
-    ):
-        # torch assigns states in the optimizer's own order
-        group = {**group, "params": sorted(n for param in params for n in param.numbers)}
-        # The optimizer's own names: with tiles it has more objects than the dict
-        if "param_names" in group and len(group["param_names"]) != len(group["params"]):
-            group["param_names"] = ours.get("param_names", group["param_names"])
-        local.append(group)
-    return {**given, "state": mine, "param_groups": local}
+    return {**given, "state": mine}
 
 
 # -- this rank's part alone ------------------------------------------------------------------------
@@ -560,7 +547,7 @@ def _division(optimizer: Optimizer) -> dict[str, Any]:
     """
     with disable_torch_function():
         params = Outline.of(optimizer).params
-        intervals = [[entry.owned() for entry in param.entries] for param in params]
+        intervals = [param.entry.owned() for param in params if param.entry is not None]
         return {"intervals": zlib.crc32(repr(intervals).encode()), "owners": owners_of(optimizer)}
 
 

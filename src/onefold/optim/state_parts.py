@@ -7,7 +7,6 @@
 | a tensor of its elements                | these, under the same key                                         |
 | a placeholder for a state on NVMe       | the elements on NVMe                                              |
 | codes and scales (`exp_avg.int8`, ...)  | `exp_avg`: the values; or the codes and the scales, each as it is |
-| a state of one tile                     | its elements in the state of the parameter                        |
 | a whole state, as the owner of a matrix | all of it; other ranks have nothing (optim/owned.py)              |
 
 `sort_of` says what a state is, for code that saves states or combines those of several ranks:
@@ -19,8 +18,7 @@
 | "number"   | one number, or no tensor at all; every rank has it             | step               |
 | "other"    | a tensor of a shape of its own: an owner has it whole, and else it cannot be divided | Adafactor's rows   |
 
-`Outline` numbers the parameters of an optimizer as torch's state dict does: by group, tiles
-combined.
+`Outline` numbers the parameters of an optimizer as torch's state dict does, by group.
 """
 
 from __future__ import annotations
@@ -178,12 +176,12 @@ class OptimizerParts(HeldParts):
         """Create this rank's states for a load of `item`, in memory or on NVMe. They have the dtype
         of the master weights, as torch's own load gives it to states.
         """
-        for entry in item.entries:
-            with self.keeping_errors():
-                master = entry.flat.dtypes.master
-                dtype = master if master.is_floating_point else item.dtype
-                for key, kind in self.kinds(entry, item.key, dtype).items():
-                    self.create_one(entry, key, kind)
+        entry = item.entry
+        with self.keeping_errors():
+            master = entry.flat.dtypes.master
+            dtype = master if master.is_floating_point else item.dtype
+            for key, kind in self.kinds(entry, item.key, dtype).items():
+                self.create_one(entry, key, kind)
 
     def create_one(self, entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Create this rank's state `key` of `entry` where the step keeps it. On ranks that do not
@@ -209,8 +207,6 @@ class OptimizerParts(HeldParts):
         there = self._states(entry)
         names = [key] if key in there else [n for n in there if _is_part(n, key)]
         found = {name: in_memory(self.place(entry, name, x, y)) for name in names}
-        if not found:  # this tile was never stepped, but other tiles of the parameter were
-            return torch.zeros(y - x, device="cpu")
         if key in found:
             return found[key]
         how = moment_policy(self.optimizer, entry)
@@ -240,7 +236,7 @@ class OptimizerParts(HeldParts):
             )
             for name, kind in self.kinds(entry, key, values.dtype).items()
         }
-        piece = moments.Piece(entry, entry.part.first + x, values, values, new, {}, False)
+        piece = moments.Piece(entry, x, values, values, new, {}, False)
         step = torch.zeros((), device="cpu")
         moments.pack(replace(how, seed=None), piece, key, values, step, again=True)
         return new
@@ -274,26 +270,23 @@ class Param:
     """A parameter of the whole state dict.
 
     Attributes:
-        numbers: numbers of its objects in the optimizer: one, or one for each tile.
-        entries: the entries of these objects; [] for a parameter that is not sharded.
+        number: of its object in the optimizer.
+        entry: None for a parameter that is not sharded.
     """
 
-    numbers: list[int]
-    entries: list[Entry]
+    number: int
+    entry: Entry | None
     shape: tuple[int, ...]
     name: str = ""
 
     @property
-    def module(self) -> str:
-        return self.name.rpartition(".")[0]
-
-    @property
     def whole(self) -> bool:
         """Whether it is no box of a global tensor."""
-        return all(entry.box is None or not entry.box.divided for entry in self.entries)
+        return self.entry is None or self.entry.box is None or not self.entry.box.divided
 
     def item(self, key: str, dtype: torch.dtype) -> StateItem:
-        return StateItem(tuple(self.entries), key, dtype)
+        assert self.entry is not None
+        return StateItem(self.entry, key, dtype)
 
 
 @dataclass
@@ -324,7 +317,6 @@ class Outline:
         """
         known = {id(e.param): e for each in among or list(engines) for e in each.entries}
         out, found = cls(), dict[int, Engine]()
-        tiled: dict[tuple[int, str], Param] = {}
         for group in optimizer.param_groups:
             params: list[Param] = []
             for p in group["params"]:
@@ -333,30 +325,16 @@ class Outline:
                 entry = known.get(id(p))
                 engine = engine_of_entry(entry) if entry is not None else None
                 if entry is None or engine is None:
-                    params.append(Param([number], [], tuple(p.shape)))
+                    params.append(Param(number, None, tuple(p.shape)))
                     continue
                 found[id(engine)] = engine
-                param = Param([number], [entry], tuple(entry.shape), entry.part.names[0])
-                if entry.part.numel == entry.slot.numel:
-                    params.append(param)
-                    continue
-                first = tiled.setdefault((id(engine), param.name), param)
-                if first is not param:
-                    first.numbers.append(number)
-                    first.entries.append(entry)
-                    continue
-                # A tiled module lists its weight after its bias, the original module before it
-                at = len(params)
-                while at and params[at - 1].entries and params[at - 1].module == param.module:
-                    at -= 1
-                params.insert(at, param)
+                params.append(Param(number, entry, tuple(entry.shape), entry.name))
             out.groups.append(params)
         out.engines = list(found.values())
-        entries = [e for param in out.params for e in param.entries]
+        entries = [param.entry for param in out.params if param.entry is not None]
         out.divided = any(e.flat.divided for e in entries)
         out.special = out.divided or any(
-            e.flat.storage.on_disk or e.flat.tiled or moment_policy(optimizer, e) is not None
-            for e in entries
+            e.flat.storage.on_disk or moment_policy(optimizer, e) is not None for e in entries
         )
         if len({tuple(sorted(engine.group.ranks)) for engine in out.engines}) > 1:
             raise ValueError(
@@ -430,42 +408,44 @@ def described(
         refuse: complain about states that cannot be cut even if this rank holds them whole.
     """
     states = [optimizer.state.get(p) or {} for p in outline.objects]
-    sharded = [(n, e) for p in outline.params for n, e in zip(p.numbers, p.entries, strict=False)]
     parts = OptimizerParts(optimizer)
-    odd = odd_keys((parts.shape(entry), states[n]) for n, entry in sharded)
+    odd = odd_keys(
+        (parts.shape(p.entry), states[p.number]) for p in outline.params if p.entry is not None
+    )
     said: list[Said] = []
     wrong: str | None = None
     for param in outline.params:
-        found: Said = None
-        if not param.entries and (state := states[param.numbers[0]]):
-            found = {key: (None, value) for key, value in state.items()}
-        for n, entry in zip(param.numbers, param.entries, strict=False):
-            a, b = parts.accounted(entry) if outline.divided else parts.held(entry)
-            if found or (a == b and entry.numel):
-                continue
-            found = {}
-            how = moment_policy(optimizer, entry) if states[n] else None
-            for key, value in states[n].items():
-                sort = sort_of(key, value, parts.shape(entry), odd)
-                if (part := packed(key)) is not None:
-                    found.setdefault(part.key, (torch.float32, None))
-                elif sort == "elements":
-                    dtype = value.dtype
-                    if how is not None and key in SIGNED:
-                        dtype = torch.promote_types(dtype, entry.flat.dtypes.master)
-                    found[key] = dtype, None
-                elif sort == "other" and parts.owned(entry) is not None and param.whole:
-                    found[key] = None, OwnShape(tuple(value.shape), value.dtype)
-                elif sort == "other" and (refuse or outline.divided or entry.flat.tiled):
-                    wrong = wrong or (
-                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)}"
-                        f" for parameter {param.name!r}: neither one number nor one for each"
-                        " element, so that the parts of several ranks cannot be put together."
-                        f" {instead}"
-                    )
-                else:
-                    tensor = isinstance(value, torch.Tensor)
-                    found[key] = None, value.detach().cpu().clone() if tensor else value
+        entry, state = param.entry, states[param.number]
+        if entry is None:
+            said.append({key: (None, value) for key, value in state.items()} or None)
+            continue
+        a, b = parts.accounted(entry) if outline.divided else parts.held(entry)
+        if a == b and entry.numel:
+            said.append(None)
+            continue
+        found = {}
+        how = moment_policy(optimizer, entry) if state else None
+        for key, value in state.items():
+            sort = sort_of(key, value, parts.shape(entry), odd)
+            if (part := packed(key)) is not None:
+                found.setdefault(part.key, (torch.float32, None))
+            elif sort == "elements":
+                dtype = value.dtype
+                if how is not None and key in SIGNED:
+                    dtype = torch.promote_types(dtype, entry.flat.dtypes.master)
+                found[key] = dtype, None
+            elif sort == "other" and parts.owned(entry) is not None and param.whole:
+                found[key] = None, OwnShape(tuple(value.shape), value.dtype)
+            elif sort == "other" and (refuse or outline.divided):
+                wrong = wrong or (
+                    f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)}"
+                    f" for parameter {param.name!r}: neither one number nor one for each"
+                    " element, so that the parts of several ranks cannot be put together."
+                    f" {instead}"
+                )
+            else:
+                tensor = isinstance(value, torch.Tensor)
+                found[key] = None, value.detach().cpu().clone() if tensor else value
         said.append(found)
     return said, wrong
 

@@ -95,7 +95,7 @@ def _named(patterns: Sequence[str], optimizer: Optimizer, group: int) -> bool:
     return any(
         fnmatch.fnmatchcase(name, pattern)
         for entry in entries
-        for name in entry.part.names
+        for name in entry.names
         for pattern in patterns
     )
 

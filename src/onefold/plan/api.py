@@ -292,7 +292,7 @@ def plan(
         largest: also find the largest micro-batch and model for each stage.
         job: the fields of `plan.job.Job`: seq, micro_batch, global_batch, precision,
             accumulate_dtype, checkpointing, optimizer, lora_rank, offload; and arguments of
-            `Recipe.zero` (reduce_at, units, offload_optimizer, nvme, tile, shard_group,
+            `Recipe.zero` (reduce_at, units, offload_optimizer, nvme, shard_group,
             gather_codec, ...), which the plan and its recipe follow. On this machine states go to a
             disk only if `nvme` names folders on it.
 

@@ -131,7 +131,7 @@ class Job:
         offload: one of `OFFLOAD`; "": the plan escalates as needed ("none" if `options` already say
             where states are stored).
         options: further arguments of `Recipe.zero` by name (reduce_at, units, wire,
-            offload_optimizer, nvme, tile, shard_group, gather_codec, ...), which the plan follows
+            offload_optimizer, nvme, shard_group, gather_codec, ...), which the plan follows
             as the run would.
         model_dtype: the precision of most of the model's weights, which a plan finds out if
             `precision` is None.
@@ -196,7 +196,6 @@ class Job:
         low = recipe.stochastic_rounding and recipe.master_dtype.itemsize < 4
         for refused, what in (
             (on_disk, "states on NVMe are stepped chunk by chunk"),
-            (recipe.tile is not None, "tile= cuts matrices into parameters of their own"),
             (recipe.step_in_backward, "step_in_backward=True steps pieces in the backward pass"),
             (low, "stochastic_rounding=True rounds element by element"),
         ):

@@ -44,7 +44,7 @@ MOST_CP, FEWEST_TOKENS = 32, 4096
 MOST_ACCOUNTS = 300
 #: Options of a job that a plan over axes does not count.
 _NOT_COUNTED = (
-    "offload_optimizer", "offload_gradients", "offload_param", "offload_activations", "nvme", "step_in_backward", "tile", "units",
+    "offload_optimizer", "offload_gradients", "offload_param", "offload_activations", "nvme", "step_in_backward", "units",
     "gather_codec", "reduce_codec", "frozen", "second_copy", "shard_group", "optimizer_over",
 )  # fmt: skip
 

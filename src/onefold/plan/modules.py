@@ -22,7 +22,6 @@ from torch.nn.parameter import is_lazy
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
 from onefold.reading import read_json
 from onefold.runtime.units import Found, find_units, keeps_dtype
-from onefold.tiling.modules import EmbeddingTile
 from onefold.wording import did_you_mean
 
 # Names that configs use for a dimension
@@ -305,7 +304,7 @@ def _parameter(found: Found) -> Parameter:
 
 def _looks_up_only(module: nn.Module) -> bool:
     """Return whether a module's backward pass reads none of its parameters (runtime/unit.py)."""
-    return type(module) is nn.Embedding or (isinstance(module, EmbeddingTile) and not module.shared)
+    return type(module) is nn.Embedding
 
 
 def _config_of(module: nn.Module) -> Any:

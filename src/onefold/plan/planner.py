@@ -39,7 +39,7 @@ from onefold.plan.job import COMMUNICATION, SOMEWHERE, Job, Scheme, as_recipe
 from onefold.plan.owned import stepped_whole
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import MOMENTS_OF, topology_of, units_of
-from onefold.plan.subject import is_in_tiles, subject_of
+from onefold.plan.subject import subject_of
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.rows import FLAT
@@ -355,11 +355,6 @@ def _of_recipe(question: Question, shown: Candidate) -> Iterator[str]:
             )
     sizes = [u.trainable for u in question.model.units]
     yield from offload_notes(sizes, recipe, machine.ranks)
-    if recipe.tile is not None and not is_in_tiles(question.model):
-        yield (
-            f"tile={recipe.tile:,} bytes has no effect: no weight that can be computed in tiles is"
-            " larger"
-        )
     # If the speed of links between nodes is unknown, the plan chooses nothing for them
     if machine.nodes > 1 and not (machine.is_timed or asked) and shown.scheme.stage == 3:
         with_copy = question.answer(shown.scheme.with_(communication="hpZ"))

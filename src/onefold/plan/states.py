@@ -176,7 +176,7 @@ def at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
     """
     gathered = [u for u in units if not u.resident]
     around = [u for u in gathered if u is gathered[-1] or u.encloses(gathered[-1])]
-    return {u.name for u in around if not u.looks_up_only and ".tiles." not in u.name}
+    return {u.name for u in around if not u.looks_up_only}
 
 
 def rests_encoded(p: Parameter, recipe: Recipe) -> bool:

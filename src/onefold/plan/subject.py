@@ -1,5 +1,5 @@
 """The model that a plan is asked about, in any of the forms in which one can be named: its shape
-and its activations. Adapters (LoRA) and tiles change the shape.
+and its activations. Adapters (LoRA) change the shape.
 
     7.5e9              ──► equal blocks                    activations from dimensions
     "llama-3-70b"      ──► the table's shapes              activations from its dimensions
@@ -14,10 +14,8 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ from onefold.plan.modules import model_shape, module_of
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape, architecture, find, known
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.buffers import Buffers
-from onefold.tiling.cut import Cut, rows_of_a_tile
 from onefold.tracing.repeat import repeated_blocks
 from onefold.tracing.trace import trace_at
 
@@ -113,7 +110,7 @@ def subject_of(
             " dimensions: leave it out."
         )
     adapted = with_lora(model, job.lora_rank) if job.lora_rank else model
-    shape = shape_in_tiles(adapted, job.recipe(3))
+    shape = adapted
     notes.append(_AS_CODE.format(code=code) if code else _IDEAL)
     if not model.transformer:
         notes.append("activations assume a decoder with heads of 128 and a vocabulary of 50,304")
@@ -202,8 +199,6 @@ def _traced(
 ) -> Subject:
     name, recipe = type(module).__name__, job.recipe(3)
     shape = model_shape(module, job.units, seq=job.seq)
-    with in_tiles(module, recipe) as left_whole:
-        shape = replace(shape, units=model_shape(module, job.units).units)
     shape = with_lora(shape, job.lora_rank) if job.lora_rank else shape
     make = batch or tokens(module, job.seq)
     measured_on = machine.measured.device if machine.measured is not None else "cpu"
@@ -221,11 +216,10 @@ def _traced(
     def activities(micro_batch: int, checkpointing: str) -> Activity:
         log.addFilter(_silent)  # torch logs the traceback of what is raised below
         try:
-            with in_tiles(module, recipe):
-                found = trace_at(
-                    module, make, [micro_batch], memo=memo, checkpointing=checkpointing, **options
-                )
-                return Activity.from_trace(found[micro_batch])
+            found = trace_at(
+                module, make, [micro_batch], memo=memo, checkpointing=checkpointing, **options
+            )
+            return Activity.from_trace(found[micro_batch])
         except ValueError:
             raise
         except Exception as error:  # a model's own code may raise anything
@@ -249,7 +243,7 @@ def _traced(
             found(micro_batch, checkpointing), blocks, names
         )
 
-    notes = (*([_LORA] if job.lora_rank else []), *left_whole)
+    notes = (_LORA,) if job.lora_rank else ()
     return Subject(
         job,
         shape,
@@ -358,74 +352,3 @@ def with_lora(model: ModelShape, rank: int) -> ModelShape:
         )
     name = f"{model.name}, LoRA of rank {rank}"
     return replace(model, name=name, units=tuple(units), active_numel=model.active_numel + active)
-
-
-# -- tiles -----------------------------------------------------------------------------------------
-
-
-class _Over(Exception):
-    """Ends a `Cut`: leaving it by an exception restores the module."""
-
-
-@contextmanager
-def in_tiles(module: nn.Module, recipe: Recipe) -> Iterator[tuple[str, ...]]:
-    """Cut the weights of `module` that are larger than the recipe's tile, as `onefold.shard` would,
-    and restore them at the end. Its units, trace and FLOPs inside are those of the run. Yields
-    notes about weights that are left whole. Raises ValueError: a row is larger than a tile, or an
-    embedding's options do not work in tiles.
-    """
-    if recipe.tile is None:
-        yield ()
-        return
-    try:
-        with Cut(module, recipe) as cut:
-            yield tuple(cut.notes)
-            raise _Over
-    except _Over:
-        pass
-
-
-def is_in_tiles(model: ModelShape) -> bool:
-    """Return whether some weight of a shape is in tiles."""
-    return any(".tiles." in unit.name for unit in model.units)
-
-
-def shape_in_tiles(model: ModelShape, recipe: Recipe) -> ModelShape:
-    """Return a shape whose matrices above the recipe's tile are units of some rows each, named
-    `NAME.tiles.0` and so on. Named architectures are assumed to compute their matrices by rows.
-    Raises ValueError: a row is larger than a tile.
-    """
-    limit = recipe.tile
-    if limit is None:
-        return model
-    units: list[UnitShape] = []
-    for unit in model.units:
-        large = [p for p in unit.parameters if len(p.shape) == 2 and _bytes(p, recipe) > limit]
-        tiles = [tile for p in large for tile in _tiles_of(p, limit, recipe, unit.looks_up_only)]
-        left = replace(unit, parameters=tuple(p for p in unit.parameters if p not in large))
-        units += [left, *tiles] if left.parameters or unit is model.units[0] else tiles
-    return replace(model, units=tuple(units))
-
-
-def _bytes(p: Parameter, recipe: Recipe) -> int:
-    return p.numel * p.dtypes(recipe).compute.itemsize
-
-
-def _tiles_of(p: Parameter, limit: int, recipe: Recipe, looks_up: bool) -> list[UnitShape]:
-    rows, columns = p.shape
-    row = _bytes(p, recipe) // rows
-    # A tile holds whole blocks of moments
-    whole = recipe.block // gcd(columns, recipe.block) if recipe.block and p.trainable else 1
-    if row * whole > limit:
-        least = f"{row * whole:,}"
-        raise ValueError(
-            f"tile={limit:,} bytes, but {whole} rows of {p.name!r} {p.shape} take {least}: give a"
-            f" tile of {least} or more."
-        )
-    each = rows_of_a_tile(rows, limit // row, whole)
-    path = p.name.removesuffix(".weight")
-    tiles = [
-        replace(p, name=f"{path}.tiles.{i}.weight", shape=(min(each, rows - first), columns))
-        for i, first in enumerate(range(0, rows, each))
-    ]
-    return [UnitShape(tile.name.removesuffix(".weight"), (tile,), looks_up) for tile in tiles]

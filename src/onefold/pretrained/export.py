@@ -232,7 +232,7 @@ def converted(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 
 def masters(engine: Engine) -> dict[str, torch.dtype]:
     """Return {every name of every parameter: dtype of its master weights}."""
-    return {name: entry.flat.dtypes.master for entry in engine.entries for name in entry.part.names}
+    return {name: entry.flat.dtypes.master for entry in engine.entries for name in entry.names}
 
 
 def _intervals(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, int]]:
@@ -241,9 +241,9 @@ def _intervals(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, int
         start, stop = entry.accounted()
         if entry.region is not None:
             for run in runs(BoxInterval(entry.region, start, stop), entry.shape):
-                yield entry.part.names[0], run.at, run.at + run.length
+                yield entry.name, run.at, run.at + run.length
             continue
-        yield entry.part.names[0], entry.part.first + start, entry.part.first + stop
+        yield entry.name, start, stop
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.numel()
 
@@ -261,7 +261,7 @@ def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Ten
             if entry.region is not None:
                 yield from _rows(entry, at, piece)
             else:
-                yield entry.part.names[0], at, piece
+                yield entry.name, at, piece
             at += piece.numel()
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.detach().reshape(-1)
@@ -279,7 +279,7 @@ def _rows(entry: Entry, at: int, piece: torch.Tensor) -> Iterator[tuple[str, int
         interval = BoxInterval(entry.region, first, first + part.numel())
         for run in runs(interval, entry.shape):
             here = run.start - first
-            yield entry.part.names[0], run.at, part[here : here + run.length]
+            yield entry.name, run.at, part[here : here + run.length]
 
 
 def finish(made: Export, overwrite: bool) -> None:

@@ -55,8 +55,8 @@ class Outline:
                 kind, shape, dtype = "buffer", value.shape, value.dtype
                 if entry is not None:
                     shape, dtype = torch.Size(entry.shape), entry.flat.dtypes.compute
-                    if name not in entry.part.names:  # a hook of the module has renamed it
-                        name = entry.part.names[0]
+                    if name not in entry.names:  # a hook of the module has renamed it
+                        name = entry.name
                 if entry is not None or isinstance(value, nn.Parameter):
                     kind = "parameter"
                 out.tensors[name], out.dtypes[name] = (kind, tuple(shape)), dtype

@@ -40,7 +40,7 @@ COMPUTE, MASTER = "compute", "master"
 
 @dataclass
 class Stretch:
-    """Neighbouring parameters of one flat buffer, or one tile of a parameter.
+    """Neighbouring parameters of one flat buffer.
 
     Attributes:
         entries: the parameters, in the order of the flat buffer.
@@ -71,12 +71,10 @@ class Bucket:
     """Stretches that are gathered together.
 
     Attributes:
-        tiled: the stretches are the tiles of one parameter, in order.
         beside: bytes of the adapters' factors that are gathered while the bucket is resident.
     """
 
     stretches: list[Stretch] = field(default_factory=list)
-    tiled: bool = False
     beside: int = 0
 
     @property
@@ -147,22 +145,19 @@ class Added:
 
     def __init__(self, engine: Engine, merging: Merging) -> None:
         self.engine, self.merging = engine, merging
-        entries: dict[str, list[Entry]] = {}
-        for entry in engine.entries:
-            entries.setdefault(entry.part.names[0], []).append(entry)
+        entries = {entry.name: entry for entry in engine.entries}
         self.factors = {
-            weight: [sorted(entries[name], key=lambda e: e.part.first) for name in names]
-            for weight, names in merging.factors.items()
+            weight: [entries[name] for name in names] for weight, names in merging.factors.items()
         }
 
     def name_of(self, entry: Entry) -> str | None:
         """Return a parameter's name in the base model; None if it belongs to an adapter."""
-        return self.merging.names.get(entry.part.names[0])
+        return self.merging.names.get(entry.name)
 
     def beside(self, entry: Entry) -> int:
         """Return the bytes of the adapter's factors for `entry`."""
         factors = self.factors.get(self.name_of(entry) or "", ())
-        return sum(e.numel * e.flat.dtypes.master.itemsize for f in factors for e in f)
+        return sum(e.numel * e.flat.dtypes.master.itemsize for e in factors)
 
     def add(self, name: str, whole: torch.Tensor) -> None:
         """Add the adapter of the base model's weight `name`, if any, to it in place. Collective if
@@ -171,14 +166,8 @@ class Added:
         if name not in self.factors:
             return
         ((_, a),), ((_, b),) = (
-            _gathered(
-                self.engine,
-                Bucket(
-                    [Stretch(e.flat, [e], e.flat.dtypes.master) for e in factor],
-                    tiled=factor[0].flat.tiled,
-                ),
-            )
-            for factor in self.factors[name]
+            _gathered(self.engine, Bucket([Stretch(e.flat, [e], e.flat.dtypes.master)]))
+            for e in self.factors[name]
         )
         with disable_torch_function(), torch.no_grad():
             self.merging.layers[name].add_to(whole, a, b)
@@ -202,14 +191,8 @@ def buckets(
 ) -> list[Bucket]:
     """Divide all parameters into buckets of at most `limit` bytes, or of one larger parameter."""
     out = [Bucket()]
-    tiles: dict[str, Bucket] = {}
     for flat in (flat for unit in engine.units for flat in unit.flats):
         wanted = dtype(flat)
-        if flat.tiled:
-            for entry in flat.entries:
-                whole = tiles.setdefault(entry.part.names[0], Bucket(tiled=True))
-                whole.stretches.append(Stretch(flat, [entry], wanted))
-            continue
         stretch: Stretch | None = None
         for entry in flat.entries:
             if added is not None and added.name_of(entry) is None:
@@ -229,9 +212,7 @@ def buckets(
             else:
                 stretch.entries.append(entry)
             out[-1].beside += beside
-    for whole in tiles.values():
-        whole.stretches.sort(key=lambda tile: tile.entries[0].part.first)
-    return [b for b in (*out, *tiles.values()) if b.stretches]
+    return [bucket for bucket in out if bucket.stretches]
 
 
 def _stream(
@@ -265,33 +246,22 @@ def _stream(
 
 def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
     """Gather a bucket. Returns its whole tensors with their names."""
-    dtype = bucket.stretches[0].dtype
-    joint = None
-    if bucket.tiled:
-        numel = bucket.stretches[0].entries[0].part.numel
-        joint = _room(numel, dtype, engine.device)
     under_way: list[Pending] = []
     out: list[tuple[str, torch.Tensor]] = []
     masters = MasterParts()
     with disable_torch_function(), torch.no_grad():
         for stretch in bucket.stretches:
             start, end = stretch.span
-            first = stretch.entries[0]
-            if joint is not None:
-                into = joint[first.part.first : first.part.first + first.slot.numel]
-            else:
-                into = _room(end - start, stretch.dtype, engine.device)
+            into = torch.empty(end - start, dtype=stretch.dtype, device=engine.device)
             under_way.append(_start(engine, masters, stretch, into))
             if stretch.flat.in_boxes:
-                out.append((first.part.names[0], _of_boxes(under_way.pop(), first, into)))
+                (entry,) = stretch.entries
+                out.append((entry.name, _of_boxes(under_way.pop(), entry, into)))
                 continue
-            for entry in stretch.entries if joint is None else ():
+            for entry in stretch.entries:
                 at = entry.slot.start - start
                 whole = into[at : at + entry.slot.numel].view(entry.slot.shape)
-                out.append((entry.part.names[0], whole))
-        if joint is not None:
-            part = bucket.stretches[0].entries[0].part
-            out.append((part.names[0], joint.view(part.shape)))
+                out.append((entry.name, whole))
         for pending in under_way:
             pending.wait()
     return out
@@ -302,10 +272,6 @@ def _of_boxes(pending: Pending, entry: Entry, into: torch.Tensor) -> torch.Tenso
     assert entry.box is not None
     pending.wait()
     return entry.box.gather(into.view(entry.slot.shape))
-
-
-def _room(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _start(engine: Engine, masters: MasterParts, stretch: Stretch, into: torch.Tensor) -> Pending:
@@ -321,7 +287,7 @@ def _start(engine: Engine, masters: MasterParts, stretch: Stretch, into: torch.T
     for entry in stretch.entries:
         a, b = entry.owned()
         if a < b:
-            item, at = StateItem((entry,), "", flat.dtypes.master), entry.slot.start - start
+            item, at = StateItem(entry, "", flat.dtypes.master), entry.slot.start - start
             into[at + a : at + b].copy_(masters.read(item, entry, a, b))
     if flat.divided and not flat.unsharded and not group.alone:
         raw, width = into.view(torch.uint8), into.element_size()

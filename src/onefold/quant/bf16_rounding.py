@@ -5,7 +5,7 @@
 
 [Note: chance depends on the place] An element's 16 random bits are a hash of (seed, kind of tensor,
 the parameter's name, the step, the element's index in the parameter). No random generator is used.
-So the result does not depend on ranks, tiers, chunks, tiles or the order of work, and a run resumed
+So the result does not depend on ranks, tiers, chunks or the order of work, and a run resumed
 from a checkpoint continues with the same bits.
 """
 

@@ -13,7 +13,7 @@
 
 [Note: blocks are the parameter's] Blocks are counted from the beginning of the whole parameter, and
 the size of the whole parameter decides whether it is packed. If the recipe packs moments, the
-layout cuts ranks and tiles at block boundaries. So the bits of weights and moments do not depend on
+layout cuts ranks at block boundaries. So the bits of weights and moments do not depend on
 the number of ranks, the stage, the tier or the size of a chunk.
 """
 
@@ -60,7 +60,7 @@ class MomentPolicy:
 
     def of(self, entry: Entry) -> Format:
         """Return the format of one parameter's moments."""
-        return self.format.of(entry.part.numel)
+        return self.format.of(entry.slot.numel)
 
     def small(self, entry: Entry) -> bool:
         """Return whether the policy packs moments, but this parameter is too small for it."""
@@ -153,7 +153,7 @@ def _check_torchao(optimizer: Any, own: Format, recipe: Recipe, flat: Flat) -> N
             f"{name} steps parameters of up to 32 bits, and {flat.unit_name!r} has some in"
             f" {flat.dtypes.master}: use torch.optim.AdamW."
         )
-    if not flat.layout.block and (flat.divided or flat.tiled or flat.storage.on_disk):
+    if not flat.layout.block and (flat.divided or flat.storage.on_disk):
         raise ValueError(
             f"{name} keeps its moments in blocks of {own.block} elements, and this model was"
             " divided without regard to them, so that results would depend on the number of ranks:"
@@ -348,7 +348,7 @@ def _round(
     if how.seed is None or into.dtype != torch.bfloat16:
         into.copy_(value)
         return
-    key = key_of(how.seed, piece.entry.part.names[0], what)
+    key = key_of(how.seed, piece.entry.name, what)
     to_bf16(value, key, step, piece.first, into)
 
 
@@ -414,7 +414,7 @@ def skipped(optimizer: Any) -> bool:
 
 def place(entry: Entry) -> int:
     """Return the index, in the whole parameter, of the first element that this rank holds."""
-    return entry.part.first + entry.owned()[0]
+    return entry.owned()[0]
 
 
 def adopted(

@@ -152,7 +152,6 @@ class Recipe(EngineOptions):
             their transfers overlap with the rest of the backward pass and the next forward pass.
         offload_bytes: the same as a budget, in bytes of each rank (`offload_optimizer="6GB"`).
         offload_activations: bytes of host memory.
-        tile: bytes of one gathered weight.
         prefetch: units gathered ahead, on each level. With groups there are two levels, inter-group
             and intra-group, so that each link can carry a unit. Unless it is 0, small units of up
             to SMALL_TRAFFIC bytes together do not count; the same holds for `in_flight`. Units of
@@ -181,7 +180,6 @@ class Recipe(EngineOptions):
     offload_share: float = 1.0
     offload_bytes: int | None = None
     offload_activations: int | None = None
-    tile: int | None = None
     nvme: tuple[str, ...] = ()
     units: tuple[str | type, ...] | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -339,7 +337,7 @@ class Recipe(EngineOptions):
 
     @property
     def block(self) -> int:
-        """Elements in a block that ranks and tiles must not divide; 0 if there are no blocks."""
+        """Elements in a block that ranks must not divide; 0 if there are no blocks."""
         return BLOCK if self.moments is not None and FORMATS[self.moments].packed else 0
 
     def describe(self) -> str:
@@ -429,8 +427,6 @@ class Recipe(EngineOptions):
         if (room := self.offload_activations) is not None:
             most = "" if room >= UNLIMITED else f" up to {room:,} bytes"
             tail.append(f"activations on the host{most}")
-        if self.tile is not None:
-            tail.append(f"weights above {self.tile:,} bytes computed in tiles")
         for tier in disks():
             if folders := self.folders_of(tier):
                 tail.append(f"{tier.title}: {', '.join(folders)}")

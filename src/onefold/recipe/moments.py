@@ -15,7 +15,7 @@
 
 A parameter of fewer than `SMALLEST` elements keeps fp32 moments where others have packed ones
 (Dettmers et al. 2022, section 2). The size of the whole parameter decides, not that of a rank's
-part or of a tile. Pure arithmetic, no tensors.
+part. Pure arithmetic, no tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: Length, in elements, of blocks that ranks and tiles must not divide if moments are packed. It is
+#: Length, in elements, of blocks that ranks must not divide if moments are packed. It is
 #: a multiple of every format's block.
 BLOCK = 256
 #: The least number of elements of a parameter whose moments are packed.

@@ -289,10 +289,6 @@ def _size(value: Any) -> int:
     return number
 
 
-def _size_or_none(value: Any) -> int | None:
-    return None if value is None else _size(value)
-
-
 def _on_the_host(value: Any) -> int | None:
     if isinstance(value, bool):
         raise ValueError("expected 'cpu' for as much as it takes, a budget such as '8GB', or None.")
@@ -538,8 +534,6 @@ class ZeroOptions(EngineOptions):
     offload_activations: str | int | None = _tiers(None,
         "Host memory for activations between forward and backward: cpu for as much as it takes, or a budget (8GB).", check=_on_the_host)
     nvme: Folders | None = _tiers(None, "Folder on the disk for state on NVMe; data is striped over several.", check=_folders)
-    tile: str | int | None = _tiers(None,
-        "Compute linear and embedding layers whose weight is larger (256MB) in tiles.", check=_size_or_none)
 # fmt: on
 
 

@@ -278,7 +278,7 @@ def refuse_parts(name: str, buffer: torch.Tensor) -> torch.Tensor:
         raise ShardedParameterError(
             f"buffer {name!r} was made of parameter {spec.name!r} after shard(): it holds this"
             " rank's part of it, and buffers are rank 0's everywhere. Make it (a pruning mask, an"
-            " average) before shard() or inside `with onefold.unsharded(model):`, or register a"
+            " average) before shard() or between onefold.unshard(model) and a new shard(), or register a"
             " whole copy, `parameter.onefold.gather()` (on every rank)."
         )
     return buffer
@@ -330,7 +330,7 @@ def check_in_place(units: Iterable[Unit]) -> None:
                 raise RuntimeError(
                     f"parameter {entry.slot.name!r} no longer lies in its flat buffer: the model"
                     " was moved or cast after shard() (.to(), .half(), .cuda(), assigning .data)."
-                    " Do that before shard() or inside `with onefold.unsharded(model):`, or give"
+                    " Do that before shard() or between onefold.unshard(model) and a new shard(), or give"
                     " shard() a device and the recipe a precision."
                 )
 
@@ -383,7 +383,7 @@ class Structure:
             raise RuntimeError(
                 f"the model had {len(self._entries)} parameters when it was sharded and has {now}"
                 f" now: {said}. Change its structure (adapters, heads, ties) before shard(), or"
-                " inside `with onefold.unsharded(model):`."
+                " between onefold.unshard(model) and a new shard()."
             )
         self._remember(root)
         return True
@@ -399,7 +399,7 @@ class Structure:
         if root is not None and (said := changes(root, self._entries)):
             raise RuntimeError(
                 f"{call} of a model that has other parameters than when it was sharded: {said}. "
-                "Change its structure before shard(), or inside `with onefold.unsharded(model):`."
+                "Change its structure before shard(), or between onefold.unshard(model) and a new shard()."
             )
 
 

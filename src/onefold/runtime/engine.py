@@ -147,10 +147,8 @@ class Engine:
         self.buffers = Buffers(recipe, self.group, mesh, specs)
         # What was on the meta device and has no value yet; empty once everything is loaded
         self.uninitialized = Uninitialized(self.group, self.progress)
-        # For onefold.unsharded: the hooks on modules, the other arguments of shard(), and the
-        # finalizer that closes the engine.
+        # For onefold.unshard: the hooks on modules, and the finalizer that closes the engine
         self.handles: list[Any] = []
-        self.given: dict[str, Any] = {}
         self.finalizer: Any = None
         # Waits for background work (a save), so that its failure is known
         self.settle: Callable[[], None] | None = None
@@ -236,9 +234,9 @@ class Engine:
                 ledger.probes[GRADIENTS] = partial(gradient_bytes, self.units, self.resources, tier)
         self.memory.reset_peak()
 
-    def close(self, but_group: bool = False) -> None:
-        """Let go of everything: buffers, communicators (unless `but_group`), and the reference
-        cycles among the engine's own objects.
+    def close(self) -> None:
+        """Let go of everything: buffers, communicators, and the reference cycles among the engine's
+        own objects.
         """
         if self.closed:
             return
@@ -249,8 +247,7 @@ class Engine:
             self.stepper.close()
         if self.across is not None:
             self.across.close()
-        if not but_group:
-            self.group.close()
+        self.group.close()
         self.transfers.close()
         for unit in self.units:
             for flat in unit.flats:

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 
 def declared_dtype(param: torch.Tensor) -> torch.dtype:
-    """Return the dtype that a parameter had when `shard()` got it. (Inside `onefold.unsharded` the
-    parameter is in master precision.)
+    """Return the dtype that a parameter had when `shard()` got it. (`onefold.unshard`
+    leaves it in master precision.)
     """
     handed_out, declared = param.__dict__.get("_onefold_dtypes", (None, param.dtype))
     return declared if param.dtype == handed_out else param.dtype
@@ -81,7 +81,6 @@ class Entry:
         "number",
         "only_place",
         "param",
-        "part",
         "parts",
         "pending_grad",
         "places",
@@ -96,9 +95,6 @@ class Entry:
         self, found: Found, slot: Slot, index: int, flat: Flat, engine: OwningEngine
     ) -> None:
         self.slot, self.index, self.names = slot, index, found.names
-        # The part that it is of the parameter as users and checkpoints know it: all of it, or the
-        # elements of one tile
-        self.part = found.part
         # The modules' own dictionaries rather than the modules: an engine must not keep its model
         # alive.
         self.places = [
@@ -138,9 +134,14 @@ class Entry:
         self.last_write = 0  # the last write to its master, see runtime/parameters/values.py
 
     @property
+    def name(self) -> str:
+        """Its first name."""
+        return self.names[0]
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter as users and checkpoints know it."""
-        return self.part.shape if self.box is None else tuple(self.box.shape)
+        return self.slot.shape if self.box is None else tuple(self.box.shape)
 
     def seen(self) -> torch.Tensor:
         """Return what code in a pass sees of the whole parameter: a DTensor over it, if the
@@ -162,7 +163,7 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter as users know it; of a tile, those of the tile."""
+        """Elements of the parameter as users know it."""
         return self.slot.numel if self.box is None else self.box.shape.numel()
 
     def accounted(self, position: int | None = None) -> tuple[int, int]:
@@ -183,12 +184,12 @@ class Entry:
         return a - self.slot.start, b - self.slot.start
 
     def outside(self, x: int, y: int, key: str = "") -> tuple[tuple[int, ...], int, int]:
-        """Return where elements [x, y) are in the parameter as users know it, of which a tile is
-        only a part: the shape of the whole (or of its state `key`), and the interval.
+        """Return the shape of the parameter (or of its state `key`), and where elements [x, y) are
+        in it.
         """
-        grain, part = grain_of(key), self.part
-        shape = part.shape if packed(key) is None else (-(-part.numel // grain),)
-        return shape, *items_of(part.first + x, part.first + y, grain)
+        grain, slot = grain_of(key), self.slot
+        shape = slot.shape if packed(key) is None else (-(-slot.numel // grain),)
+        return shape, *items_of(x, y, grain)
 
 
 # -- a flat buffer ---------------------------------------------------------------------------------
@@ -280,7 +281,6 @@ class Flat:
         self.entries = [
             Entry(by_name[s.name], s, i, self, engine) for i, s in enumerate(self.layout.slots)
         ]
-        self.tiled = any(f.part.numel != f.local.numel() for f in found)
         self.boxed = any(f.box is not None for f in found)
         #: Whether some gradient is multiplied before the sum (`Entry.parts`)
         self.has_parts = any(entry.parts != 1 for entry in self.entries)

@@ -454,7 +454,7 @@ def _look_at(entry: Entry, others: list[Any]) -> None:
         raise RuntimeError(
             f"parameter {name!r} was replaced after shard() (assigned or removed). Write into it"
             " instead: `with onefold.full_params(model, write=True):` for values; for another"
-            " structure assign inside `with onefold.unsharded(model):`, or before shard()."
+            " structure assign between onefold.unshard(model) and a new shard(), or before shard()."
         )
     if any(recurrent is not None for _, _, recurrent in entry.places):
         raise ValueError(

@@ -164,12 +164,10 @@ class Gatherer:
         self.pool.drain()  # a buffer made under inference_mode is of no use outside
 
     def hold(self) -> None:
-        """Keep all units gathered over passes, from their next gather until `let_go`. Tiles are left
-        out: they are small so that only one is held at a time.
-        """
+        """Keep all units gathered over passes, from their next gather until `let_go`."""
         self.holding = True
         for unit in self.sharded:
-            unit.leases.held = not unit.tile
+            unit.leases.held = True
 
     def gather_held(self) -> None:
         """Launch the gathers of the units that are held and not gathered yet, in the order of use."""
@@ -263,7 +261,7 @@ class Gatherer:
             self.wait(unit)
             return
         schedule, leases = self.schedule, unit.leases
-        walk = schedule.walk_to(unit, backward)
+        walk = schedule.backward_walk if backward else schedule.forward_walk
         passed: list[Unit] = []
         if unit.ungathered or (backward and leases.awaiting_backward):
             passed = [self.units[index] for index in walk.reach(unit.index)] if walk else []

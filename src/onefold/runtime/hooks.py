@@ -34,32 +34,6 @@ def unregister(module: nn.Module) -> None:
     del _engines[module]
 
 
-_spoilt: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-
-
-def spoil(module: nn.Module, why: BaseException) -> None:
-    """Make the model refuse to be called until `shard()` takes it again: it is neither sharded nor
-    as it was before.
-    """
-    said = f"{type(why).__name__}: {why}"
-
-    def refuse(_: nn.Module, *args: Any) -> None:
-        raise RuntimeError(
-            f"this model is not sharded: changing it under onefold.unsharded failed ({said}). Its"
-            " parameters are whole, and it would train on every rank by itself. Mend it and call"
-            " onefold.shard(model, recipe) on every rank, or start from a checkpoint."
-        )
-
-    _spoilt[module] = module.register_forward_pre_hook(refuse, prepend=True)
-
-
-def accept_again(module: nn.Module) -> None:
-    """Undo `spoil`: `shard()` takes the model again."""
-    handle = _spoilt.pop(module, None)
-    if handle is not None:
-        handle.remove()
-
-
 def is_sharded(module: nn.Module) -> bool:
     return module in _engines
 

@@ -3,10 +3,9 @@
 An item is a tensor as users know it: the master weights of a parameter, or one state that an
 optimizer keeps for it. Each rank holds elements [x, y) of an item, on some tier and in some format.
 A `HeldParts` reads them (a source) and writes them (a sink). The moves below do the rest, so their
-callers know no tiers, tiles or formats.
+callers know no tiers or formats.
 
     item            0 ............................ numel      a state dict has it; (name, key, dtype, shape)
-    its entries     [    tile 0    ][    tile 1    ]          one entry, or one for each tile
     accounted       [ rank 0 ][   rank 1  ][ rank 2 ]         exactly one rank accounts for each element
     owned           [ rank 0 ][   rank 1  ][ rank 2 ]         divided: the same
                     [          every rank           ]         replicated (stage 0): more than it accounts for
@@ -34,7 +33,7 @@ their first rank, and these exchange boxes with rank 0:
 | `full_state_dict`, `EMA.state_dict`, `optimizer.state_dict`  | `to_first`                     |
 | `load_full_state_dict`, `EMA.load_state_dict`, `shard`       | `from_first`                   |
 | `optimizer.load_state_dict`                                  | `from_first`, or `from_own`    |
-| `full_params`, `parameter.onefold.gather()`, `unsharded`     | `to_all`                       |
+| `full_params`, `parameter.onefold.gather()`, `unshard`       | `to_all`                       |
 | `save`, `export`                                             | `accounted`                    |
 | `load`                                                       | `place`, for what it reads     |
 
@@ -78,46 +77,34 @@ class StateItem:
     """A tensor as users know it.
 
     Attributes:
-        entries: the parameter's entry, or one for each of its tiles.
         key: "" for the master weights, else the key of the optimizer's state.
         dtype: the dtype of the whole.
-        start: the element of the parameter that the whole begins with: 0, unless the item is a
-            single tile.
     """
 
-    entries: tuple[Entry, ...]
+    entry: Entry
     key: str
     dtype: torch.dtype
-    start: int = 0
 
     @property
     def name(self) -> str:
         """The parameter's first name."""
-        return self.entries[0].part.names[0]
+        return self.entry.name
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole; of a box, that of the global tensor."""
-        return self.entries[0].shape
+        return self.entry.shape
 
     @property
     def box(self) -> Box | None:
         """What this rank's holders hold of it, if they hold a part only."""
-        box = self.entries[0].box
+        box = self.entry.box
         return box if box is not None and box.divided else None
-
-    def tile(self, whole: torch.Tensor, entry: Entry) -> torch.Tensor:
-        """Return the elements of `entry`, [numel], in a whole tensor."""
-        first = entry.part.first - self.start
-        return whole.reshape(-1)[first : first + entry.slot.numel]
 
 
 def master_items(entries: Iterable[Entry]) -> list[StateItem]:
-    """Return the items of the master weights of `entries`. Tiles of a parameter are one item."""
-    by_name: dict[str, list[Entry]] = {}
-    for entry in entries:
-        by_name.setdefault(entry.part.names[0], []).append(entry)
-    return [StateItem(tuple(e), "", e[0].flat.dtypes.master) for e in by_name.values()]
+    """Return the items of the master weights of `entries`."""
+    return [StateItem(entry, "", entry.flat.dtypes.master) for entry in entries]
 
 
 # -- sources and sinks -----------------------------------------------------------------------------
@@ -273,32 +260,32 @@ def to_first(
     Args:
         everywhere: return it on every rank. Only if every rank holds all elements.
     """
-    group, whole = item.entries[0].flat.group, None
+    entry, whole, out = item.entry, None, None
+    group, here = entry.flat.group, parts.held(entry, 0)
     if everywhere or group.rank == 0:
-        whole = torch.zeros(item.entries[0].part.shape, dtype=item.dtype, device="cpu")
-    for entry in item.entries:
-        out, here = item.tile(whole, entry) if whole is not None else None, parts.held(entry, 0)
-        for x, y in _chunks(entry):
-            mine = overlap(here, (x, y))
-            if out is not None and mine[0] < mine[1]:
-                out[slice(*mine)].copy_(parts.read(item, entry, *mine))
-            if mine == (x, y) or group.alone:
+        whole = torch.zeros(entry.slot.shape, dtype=item.dtype, device="cpu")
+        out = whole.view(-1)
+    for x, y in _chunks(entry):
+        mine = overlap(here, (x, y))
+        if out is not None and mine[0] < mine[1]:
+            out[slice(*mine)].copy_(parts.read(item, entry, *mine))
+        if mine == (x, y) or group.alone:
+            continue
+        sends, recvs, landing = [], [], []
+        for peer in parts.accounting(entry, x, y):
+            a, b = overlap(parts.accounted(entry, peer), (x, y))
+            if a == b or peer == 0 or overlap((a, b), here) == (a, b):
                 continue
-            sends, recvs, landing = [], [], []
-            for peer in parts.accounting(entry, x, y):
-                a, b = overlap(parts.accounted(entry, peer), (x, y))
-                if a == b or peer == 0 or overlap((a, b), here) == (a, b):
-                    continue
-                if group.rank == 0:
-                    recvs.append((peer, _room(resources, item, b - a)))
-                    landing.append((a, b))
-                elif group.rank == peer:
-                    part = parts.read(item, entry, a, b)
-                    sends.append((0, part.to(resources.device).contiguous()))
-            _exchange(resources, entry, sends, recvs)
-            for (a, b), (_, part) in zip(landing, recvs, strict=True):
-                assert out is not None
-                out[a:b].copy_(part)
+            if group.rank == 0:
+                recvs.append((peer, _room(resources, item, b - a)))
+                landing.append((a, b))
+            elif group.rank == peer:
+                part = parts.read(item, entry, a, b)
+                sends.append((0, part.to(resources.device).contiguous()))
+        _exchange(resources, entry, sends, recvs)
+        for (a, b), (_, part) in zip(landing, recvs, strict=True):
+            assert out is not None
+            out[a:b].copy_(part)
     if item.box is None:
         return whole
     assert not everywhere, "no rank holds all of it"
@@ -320,43 +307,41 @@ def within_holders(
     resources: Resources, parts: HeldParts, item: StateItem, whole: torch.Tensor | None
 ) -> None:
     """Do the same from the first rank of the holders, whose `whole` is their box of the item."""
-    group = item.entries[0].flat.group
-    for entry in item.entries:
-        mine = item.tile(whole, entry) if group.rank == 0 and whole is not None else None
-        for x, y in _chunks(entry):
-            a, b = overlap(parts.held(entry), (x, y))
-            part = None
-            sends, recvs = [], []
-            if group.rank == 0:
-                assert mine is not None
-                if not group.alone:
-                    chunk = mine[x:y].to(resources.device, item.dtype)
-                    for peer in range(1, group.size):
-                        i, j = overlap(parts.held(entry, peer), (x, y))
-                        if i < j:
-                            sends.append((peer, chunk[i - x : j - x]))
-                part = mine[a:b]
-            elif a < b and not group.alone:
-                part = _room(resources, item, b - a)
-                recvs.append((0, part))
-            _exchange(resources, entry, sends, recvs)
-            if a < b and part is not None:
-                parts.write(item, entry, a, b, part.to(item.dtype))
+    entry, group = item.entry, item.entry.flat.group
+    mine = whole.reshape(-1) if group.rank == 0 and whole is not None else None
+    for x, y in _chunks(entry):
+        a, b = overlap(parts.held(entry), (x, y))
+        part = None
+        sends, recvs = [], []
+        if group.rank == 0:
+            assert mine is not None
+            if not group.alone:
+                chunk = mine[x:y].to(resources.device, item.dtype)
+                for peer in range(1, group.size):
+                    i, j = overlap(parts.held(entry, peer), (x, y))
+                    if i < j:
+                        sends.append((peer, chunk[i - x : j - x]))
+            part = mine[a:b]
+        elif a < b and not group.alone:
+            part = _room(resources, item, b - a)
+            recvs.append((0, part))
+        _exchange(resources, entry, sends, recvs)
+        if a < b and part is not None:
+            parts.write(item, entry, a, b, part.to(item.dtype))
 
 
 def to_all(resources: Resources, parts: HeldParts, items: Sequence[StateItem]) -> torch.Tensor:
     """Return a whole flat buffer, [numel], that holds `items` on every rank. All are entries of one
     flat buffer, with one dtype; other addresses are zero. Collective.
     """
-    flat = items[0].entries[0].flat
+    flat = items[0].entry.flat
     full = torch.zeros(flat.layout.numel, dtype=items[0].dtype, device=resources.device)
     with disable_torch_function(), torch.no_grad():
         for item in items:
-            for entry in item.entries:
-                a, b = parts.held(entry)
-                if a < b:
-                    at = entry.slot.start
-                    full[at + a : at + b].copy_(parts.read(item, entry, a, b))
+            entry, (a, b) = item.entry, parts.held(item.entry)
+            if a < b:
+                at = entry.slot.start
+                full[at + a : at + b].copy_(parts.read(item, entry, a, b))
         if not flat.whole_master:
             context = state_context(resources, flat.unit_name)
             flat.owners_group.all_gather(full, context, flat.index, move="state").wait()
@@ -366,7 +351,7 @@ def to_all(resources: Resources, parts: HeldParts, items: Sequence[StateItem]) -
 def whole_masters(resources: Resources, flat: Flat) -> torch.Tensor:
     """Return a new buffer, [numel], with the masters of all ranks. Collective."""
     dtype = flat.dtypes.master
-    return to_all(resources, MasterParts(), [StateItem((e,), "", dtype) for e in flat.entries])
+    return to_all(resources, MasterParts(), [StateItem(e, "", dtype) for e in flat.entries])
 
 
 def scatter_masters(
@@ -469,7 +454,7 @@ def _boxes_to_first(
     """Return the global tensor in rank 0's host memory, from each box that the first rank of its
     holders has (`local`). None on other ranks. Collective.
     """
-    group, entry = resources.group, item.entries[0]
+    group, entry = resources.group, item.entry
     context = state_context(resources, entry.flat.unit_name)
     if local is None:
         return None
@@ -493,7 +478,7 @@ def boxes_from_first(
     """Return this rank's box of rank 0's global tensor, on the first rank of its holders; None on
     other ranks. Collective.
     """
-    group, entry = resources.group, item.entries[0]
+    group, entry = resources.group, item.entry
     context = state_context(resources, entry.flat.unit_name)
     if group.rank == 0:
         assert whole is not None
@@ -519,9 +504,8 @@ def from_own(parts: HeldParts, item: StateItem, whole: torch.Tensor) -> None:
     """Write the elements of `whole` (any shape and device) that this rank holds. Local."""
     if item.box is not None:
         whole = item.box.cut_here(whole.reshape(item.shape))
-    for entry in item.entries:
-        a, b = parts.held(entry)
-        parts.write(item, entry, a, b, item.tile(whole, entry)[a:b].to(item.dtype))
+    a, b = parts.held(item.entry)
+    parts.write(item, item.entry, a, b, whole.reshape(-1)[a:b].to(item.dtype))
 
 
 class Accounted(NamedTuple):

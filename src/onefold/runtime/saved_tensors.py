@@ -352,18 +352,15 @@ class CastHandle(Handle):
         return cast.as_strided(self.cast_size, self.cast_stride, self.cast_offset)
 
 
-def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_hooks:
+def saving(gather: Gatherer) -> saved_tensors_hooks:
     """Inside this context, autograd saves tensors in gathered buffers as handles, and others as
-    before.
-
-    `recomputed_alike`: whether a recomputation of the code inside enters this context again. If it
-    does not, a checkpoint around this code must see the gathered buffers themselves, see [Note: a
+    before. A checkpoint around this code must see the gathered buffers themselves, see [Note: a
     checkpoint around a pass].
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
     outer_pack, outer_unpack = top if top else (None, None)
     by_storage = gather.by_storage
-    recomputed = is_checkpoint(outer_pack) and not recomputed_alike
+    recomputed = is_checkpoint(outer_pack)
     casts = None if recomputed else gather.casts
     boxed = gather.boxed
 

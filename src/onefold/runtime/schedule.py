@@ -77,9 +77,8 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], recipe: Recipe, two_levels: bool) -> None:
         self.units, self.recipe = units, recipe
         self.sharded = [u for u in units if not u.resident]
-        foreseen = [u for u in self.sharded if not u.revisited]
-        self.forward = [u.index for u in foreseen]
-        self.backward = backwards([u for u in foreseen if not u.forward_only])
+        self.forward = [u.index for u in self.sharded]
+        self.backward = backwards(self.sharded)
         self.reduces = [u.index for u in units][::-1]
         self.gathers_agreed = self.reduces_agreed = False
         self.last: frozenset[int] = frozenset()
@@ -123,14 +122,6 @@ class Schedule:
                 walk.reach(index)
                 walk.use(index)
 
-    def walk_to(self, unit: Unit, backward: bool) -> Walk | None:
-        """Return the walk that tells what comes before and after this use of the unit, if any does."""
-        if backward and unit.tile and unit.leases.in_use and not self.gathers_agreed:
-            # This tile is recomputed. Recomputation uses the order of the forward pass, which the
-            # backward order lacks in the first step, so every rank gathers the tile on demand
-            return None
-        return self.backward_walk if backward else self.forward_walk
-
     def ahead(self, walk: Walk, waiting: Sequence[Unit]) -> Iterator[Unit]:
         """Walk on, and yield the units to gather ahead of their use. `waiting`: the units that are
         gathered and not used yet.
@@ -142,7 +133,7 @@ class Schedule:
                 walk.at += 1
                 continue
             nbytes += unit.gathered_bytes
-            if ahead >= self._ahead and (nbytes > SMALL_TRAFFIC or unit.tile):
+            if ahead >= self._ahead and nbytes > SMALL_TRAFFIC:
                 break
             if ahead and nbytes > LARGE_TRAFFIC:
                 break
@@ -324,15 +315,14 @@ def last_units(forward: Sequence[Unit], backward: Sequence[Unit]) -> list[Unit]:
     """Return the units that a forward pass uses last and its backward pass first, with no other
     unit in between. `forward` and `backward` are units in the order of use.
 
-    These are the last unit of the forward pass and the units that enclose it. Two kinds are left
-    out: tiles, which are small so that only one is held at a time, and units that the forward pass
-    uses several times, since ranks may be at different uses of them.
+    These are the last unit of the forward pass and the units that enclose it, without those that
+    the forward pass uses several times, since ranks may be at different uses of them.
     """
     last, found = forward[-1], []
     for unit in backward:
         if not (unit is last or unit.encloses(last)):
             break
-        if not unit.tile and sum(used is unit for used in forward) == 1:
+        if sum(used is unit for used in forward) == 1:
             found.append(unit)
     return found
 

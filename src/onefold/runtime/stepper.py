@@ -251,7 +251,7 @@ class Steppers:
 
 def is_cut(flat: Flat) -> bool:
     """Whether an optimizer sees parts of the parameters, or steps a few of them at a time."""
-    return flat.divided or flat.tiled or flat.storage.offloaded
+    return flat.divided or flat.storage.offloaded
 
 
 def refuse_cut(optimizer: Optimizer, flat: Flat, verdict: Callable[[], GroupVerdict]) -> None:

@@ -536,7 +536,7 @@ class DeviceStorage(Storage):
             raise ValueError(
                 f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it is stored"
                 f" in {self.flat.dtypes.master} without fp32 master weights, and cannot be trained"
-                " now. Set it free inside `with onefold.unsharded(model):`. Or leave"
+                " now. Set it free between onefold.unshard(model) and a new shard(). Or leave"
                 " requires_grad=True while calling shard() and freeze it afterwards, or use"
                 " precision='fp32'."
             )

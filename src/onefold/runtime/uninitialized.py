@@ -93,9 +93,7 @@ class Uninitialized:
 
     def names(self) -> list[str]:
         """Return the names of everything uninitialized, parameters first."""
-        return list(
-            dict.fromkeys([*(e.part.names[0] for e in self._entries.values()), *self._buffers])
-        )
+        return list(dict.fromkeys([*(e.name for e in self._entries.values()), *self._buffers]))
 
     def notes(self) -> list[str]:
         """Return a sentence for the start of the run, if anything is uninitialized."""
@@ -115,7 +113,7 @@ class Uninitialized:
         those in the model, the same on every rank.
         """
         for number, entry in list(self._entries.items()):
-            if any(name in names for name in entry.part.names):
+            if any(name in names for name in entry.names):
                 del self._entries[number]
         for name in [name for name in self._buffers if name in names]:
             del self._buffers[name]
@@ -173,14 +171,14 @@ class Uninitialized:
 
     def refuse_in(self, unit: Unit) -> None:
         """Raise UninitializedError if the forward pass of a unit would use something uninitialized."""
-        names = [e.part.names[0] for e in self._entries.values() if e.flat in unit.flats]
+        names = [e.name for e in self._entries.values() if e.flat in unit.flats]
         names += [name for name, (_, _, index) in self._buffers.items() if index == unit.index]
         self._refuse(names, f"the forward pass of {unit.name!r} uses")
 
     def refuse_of(self, module: nn.Module) -> None:
         """Raise UninitializedError if a module's own parameters or buffers are uninitialized."""
         names = [
-            e.part.names[0]
+            e.name
             for e in self._entries.values()
             if any(p is module._parameters for p, *_ in e.places)
         ]
@@ -190,7 +188,7 @@ class Uninitialized:
     def refuse_entry(self, entry: Entry) -> None:
         """Raise UninitializedError if a parameter is uninitialized."""
         if entry.number in self._entries:
-            self._refuse([entry.part.names[0]], "a forward pass uses")
+            self._refuse([entry.name], "a forward pass uses")
 
     def refuse(self, doing: str, among: Collection[str] | None = None) -> None:
         """Raise UninitializedError if anything is uninitialized; `among`: any parameter or buffer of these names."""
@@ -224,7 +222,7 @@ def _entry_is_unset(entry: Entry) -> bool:
     if flat.storage.encoded or not flat.dtypes.master.is_floating_point:
         return True  # only a load's names can tell
     a, b = entry.owned()
-    item = StateItem((entry,), "", flat.dtypes.master)
+    item = StateItem(entry, "", flat.dtypes.master)
     return a == b or _all_nan(MasterParts().read(item, entry, a, b))
 
 

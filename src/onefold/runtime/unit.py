@@ -30,7 +30,7 @@ from onefold.device import Ticket
 from onefold.layout import LOW, Dtypes, Tiers
 from onefold.layout.holders import Holders
 from onefold.runtime.flat import Entry, Flat, declared_dtype
-from onefold.runtime.units import Found, UnitSpec, WeightTile, keeps_dtype, rests_encoded
+from onefold.runtime.units import Found, UnitSpec, keeps_dtype, rests_encoded
 
 if TYPE_CHECKING:
     from onefold.runtime.parameters.parameter import OwningEngine
@@ -157,17 +157,8 @@ class Unit:
     def __init__(self, name: str, index: int, module: nn.Module, flats: list[Flat]) -> None:
         self.name, self.path, self.index, self.flats = name or "(root)", name, index, flats
         self.module = weakref.ref(module)
-        # The backward pass does not need its gathered buffer: that of an embedding reads no
-        # parameter, and a tile is gathered for the moment of its use (by its handle).
-        self.looks_up_only = type(module) is nn.Embedding or isinstance(module, WeightTile)
-        # Whether one pass uses it several times (a tile of tied weights). The places are not
-        # foreseen: the first step shows them.
-        self.revisited = isinstance(module, WeightTile) and module.shared
-        self.tile = isinstance(module, WeightTile)
-        # Whether only forward passes use it: a look-up in tiles reads no tile in its backward pass.
-        self.forward_only = (
-            isinstance(module, WeightTile) and module.looked_up and not module.shared
-        )
+        # The backward pass of an embedding reads no parameter
+        self.looks_up_only = type(module) is nn.Embedding
         self.state = State.GATHERED if self.resident else State.SHARDED
         self.leases = Leases()
         self.calls = self.saved_apart = 0

@@ -7,8 +7,8 @@ A unit is a block: one gather and one reduction. Unless the recipe names the uni
    not inside another unit;
 2. of the rest, any module that holds parameters of its own as large as half a block (an embedding,
    a head);
-3. the tiles of weights that are computed in tiles (tiling), wherever they are, also if the recipe
-   names units;
+3. modules that are units of their own (`OwnUnit`: the tiles of onefold.tiling), wherever they are,
+   also if the recipe names units;
 4. the root, which owns whatever is left.
 
 A parameter that several modules share (tied weights) belongs to the unit around their lowest common
@@ -17,17 +17,15 @@ ancestor.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import nn
 
-from onefold.layout import LOW, Part
+from onefold.layout import LOW
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import bytes_an_element
 from onefold.runtime.boxes import Box, local_of
@@ -60,18 +58,6 @@ class Found:
         """Elements of the largest part that any rank holds of it."""
         return self.param.numel() if self.box is None else self.box.largest
 
-    @property
-    def part(self) -> Part:
-        """The part that it is of the parameter as users know it: all of it, or some rows if it is a
-        tile.
-        """
-        module, _ = self.places[0]
-        return (
-            module.part(self.names)
-            if isinstance(module, WeightTile)
-            else Part(tuple(self.names), tuple(self.local.shape))
-        )
-
 
 @dataclass
 class UnitSpec:
@@ -96,7 +82,7 @@ def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[Uni
     names = list(dict.fromkeys(first[id(every[name])] for name in names))
     if wanted is None:
         names = names + _large_rest(modules, names)
-    names = [*names, *(name for name, module in modules.items() if isinstance(module, WeightTile))]
+    names = [*names, *(name for name, module in modules.items() if isinstance(module, OwnUnit))]
     order = [name for name in modules if name in set(names) and name]
     specs = {"": UnitSpec("", root)} | {name: UnitSpec(name, modules[name]) for name in order}
     for found in parameters_of(root):
@@ -144,8 +130,6 @@ def _size(module: nn.Module) -> int:
 
 def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
     """Return the names of the children of every outermost repeated module list in `module`."""
-    if isinstance(module, TiledModule):  # its list of tiles is not a list of blocks
-        return []
     dot = f"{prefix}." if prefix else ""
     if _is_repeated(module):
         return [
@@ -160,7 +144,7 @@ def _is_repeated(module: nn.Module) -> bool:
     if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         return False
     kinds = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
-    if not kinds:
+    if not kinds or any(issubclass(kind, OwnUnit) for kind in kinds):
         return False
     return isinstance(module, nn.ModuleList) or max(kinds.values()) > 1
 
@@ -209,49 +193,8 @@ def _named(modules: dict[str, nn.Module], wanted: Sequence[str | type]) -> list[
     return [n for n in out if n]
 
 
-# -- tiles of a weight -----------------------------------------------------------------------------
-#
-# What the engine knows of weights that are computed in tiles (room `tiling`): a tile is a unit of
-# its own.
-
-
-class WeightTile(nn.Module):
-    """Some rows of a weight. They are gathered for their computation and released after it.
-
-    Attributes:
-        shared: several modules compute with it (tied weights), so a pass uses it more than once.
-        looked_up: its backward pass reads no weight (that of an embedding).
-    """
-
-    looked_up: ClassVar[bool] = False
-    shared: bool
-
-    def part(self, names: Sequence[str]) -> Part:
-        """Return the part that it is of the whole weight; `names` are the tile's own."""
-        raise NotImplementedError
-
-
-class TiledModule(nn.Module):
-    """A module with a list of tiles, which is not taken for a list of blocks.
-
-    Attributes:
-        outlined: while it is above 0, a state dict shows each weight in tiles as its first tile's
-            parameter.
-    """
-
-    outlined: ClassVar[int] = 0
-
-
-@contextlib.contextmanager
-def first_tiles() -> Iterator[None]:
-    """Inside this context, state dicts show each weight in tiles as the parameter of its first
-    tile. For callers that only list what a model has.
-    """
-    TiledModule.outlined += 1
-    try:
-        yield
-    finally:
-        TiledModule.outlined -= 1
+class OwnUnit(nn.Module):
+    """A module that is gathered for its own computation and released after it, wherever it is."""
 
 
 # -- what keeps its dtype ---------------------------------------------------------------------------

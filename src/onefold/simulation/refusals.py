@@ -62,9 +62,9 @@ def check_mesh(recipe: Recipe, degrees: Degrees, replicas: int, micro_batches: i
             f"a simulation of {micro_batches} micro-batches in {degrees.pp} stages: torch's 1F1B takes at"
             " least one for each stage. Give more (--global-batch), or --schedule gpipe."
         )
-    if has_tiers(recipe) or recipe.tile is not None or recipe.step_in_backward:
+    if has_tiers(recipe) or recipe.step_in_backward:
         raise ValueError(
-            "offload, tiles or steps in the backward pass in a simulation of a mesh: it runs state on"
+            "offload or steps in the backward pass in a simulation of a mesh: it runs state on"
             " the device only. Leave them out, or simulate data-parallel ranks alone."
         )
     each = degrees.sizes["dp"]

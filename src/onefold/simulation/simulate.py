@@ -45,7 +45,7 @@ from onefold.plan.replay import Replay
 from onefold.plan.schema import ACTIVATIONS, MOMENTS, Account
 from onefold.plan.shapes import ModelShape, architecture, known
 from onefold.plan.states import UnitPlan, at_rest, decided, units_of
-from onefold.plan.subject import dtype_of, in_tiles, shape_in_tiles, tokens
+from onefold.plan.subject import dtype_of, tokens
 from onefold.plan.wire import wire
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.optimizers import SIMULATED, WHOLE
@@ -119,7 +119,6 @@ def simulate(
         check_untimed(recipe)
     plans = units_of(shape, recipe, ranks, rank, nccl=clock is not None)
     with (
-        in_tiles(module, recipe),
         _world(ranks, rank) as mode,
         clocked(clock) if clock is not None else nullcontext(),
         stores_from(lambda: Disk(clock)),
@@ -245,26 +244,19 @@ def _subject(
         code = code_of(str(model)) if recipe.units is None else None
         if code is not None:
             name = architecture(str(model)).name
-            return code, dataclasses.replace(_shape_of(code, recipe, None), name=name), None, _CODE
+            return code, dataclasses.replace(model_shape(code, None), name=name), None, _CODE
         model = architecture(str(model))
     if isinstance(model, str | Path):
         model = module_of(model, as_it_is=recipe.compute_dtype is None)
     if isinstance(model, ModelShape):
-        shape = shape_in_tiles(model, recipe)
-        module, names = stand_in(shape)
-        return module, shape, tuple(names), _STAND_IN
+        module, names = stand_in(model)
+        return module, model, tuple(names), _STAND_IN
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"a simulation was asked for {type(model).__name__}: expected a module, a name, a"
             " folder or a ModelShape."
         )
-    return model, _shape_of(model, recipe, recipe.units), recipe.units, _MODULE
-
-
-def _shape_of(module: nn.Module, recipe: Recipe, units: Sequence[str | type] | None) -> ModelShape:
-    """Return the shape of a module whose large weights are in tiles, if the recipe says so."""
-    with in_tiles(module, recipe):
-        return model_shape(module, units)
+    return model, model_shape(model, recipe.units), recipe.units, _MODULE
 
 
 def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -> Any:

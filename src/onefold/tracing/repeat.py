@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from onefold.tiling.modules import Tiled
+from onefold.runtime.units import OwnUnit
 from onefold.tracing.lifetimes import Read, Span
 
 Checkpointing = Literal["none", "full", "selective"]
@@ -33,22 +33,16 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the blocks of the largest list (by parameters) whose members are all of one class.
     [] if there is no such list.
     """
-    of_tiles = _lists_of_tiles(module)
     lists = [
         m
         for m in module.modules()
         if isinstance(m, nn.ModuleList | nn.Sequential)
         and len(m) > 1
         and len({type(c) for c in m}) == 1
-        and id(m) not in of_tiles
+        and not isinstance(m[0], OwnUnit)
     ]
     largest = max(lists, key=_size, default=None)
     return list(largest) if largest is not None and _size(largest) else []
-
-
-def _lists_of_tiles(module: nn.Module) -> set[int]:
-    """Return the ids of the lists that hold tiles, which are not lists of blocks."""
-    return {id(m.tiles) for m in module.modules() if isinstance(m, Tiled)}
 
 
 def _size(module: nn.Module) -> int:
@@ -139,12 +133,11 @@ def repetition_in(module: nn.Module) -> Repetition | None:
     """
     best: Repetition | None = None
     layers = getattr(getattr(module, "config", None), "layer_types", None)
-    of_tiles = _lists_of_tiles(module)
     for path, container in module.named_modules():
         if (
             not isinstance(container, nn.ModuleList | nn.Sequential)
             or len(container) < 6
-            or id(container) in of_tiles
+            or isinstance(container[0], OwnUnit)
         ):
             continue
         names = tuple(f"{path}.{n}" if path else n for n, _ in container.named_children())

@@ -29,7 +29,6 @@ from pydantic import (
 )
 
 from onefold.models.names import precision_of
-from onefold.recipe.optimizers import TRAINED
 from onefold.recipe.options import MOST, Precision
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.train import optimizers

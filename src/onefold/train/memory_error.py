@@ -97,8 +97,6 @@ def _colder(run: Run) -> list[str]:
         out.append(
             "--offload-param nvme" if run.choice.stage == 3 else "--stage 3 --offload-param nvme"
         )
-    elif run.recipe.tile is None:
-        out.append("--tile 256MB (if one weight is what does not fit)")
     if run.ranks.device.type != "cpu" and run.recipe.offload_activations is None:
         out.append("--offload-activations cpu")
     return out

@@ -162,7 +162,6 @@ def _check_whole(config: TrainConfig) -> None:
     """Raise TrainError for options with which no rank steps whole matrices."""
     given = (
         (config.offload_optimizer, "nvme", "--offload-optimizer", "keep the states on the device, or on the host (cpu)"),
-        (config.tile, None, "--tile", "leave it out"),
         (config.step_in_backward, None, "--step-in-backward", "leave it out"),
     )  # fmt: skip
     for value, only, flag, instead in given:

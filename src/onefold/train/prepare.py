@@ -457,9 +457,7 @@ def _optimizer(
     kinds: frozenset[tuple[bool, bool]],
     ranks: Ranks,
 ) -> torch.optim.Optimizer:
-    # A tile is decayed like the weight that it is cut from, so it goes by the weight's name.
-    known = {id(entry.param): entry.part.names[0] for entry in onefold.engine_of(model).entries}
-    named = [(known.get(id(p), name), p) for name, p in model.named_parameters()]
+    named = list(model.named_parameters())
     groups = parameter_groups(named, no_decay, config.weight_decay, by_muon, kinds)
     if not groups:
         raise TrainError(

@@ -121,9 +121,7 @@ def whole_in(
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     computed = {
-        name: e.flat.dtypes.compute
-        for e in onefold.engine_of(module).entries
-        for name in e.part.names
+        name: e.flat.dtypes.compute for e in onefold.engine_of(module).entries for name in e.names
     }
     cast: dict[int, Tensor] = {}  # tied names stay one tensor
     out: dict[str, Tensor] = {}

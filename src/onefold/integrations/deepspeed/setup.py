@@ -29,7 +29,7 @@ from onefold.integrations.deepspeed.engine import DeepSpeedEngine
 from onefold.integrations.deepspeed.schedules import build_schedule
 from onefold.recipe import Recipe
 from onefold.runtime.hooks import engine_of, is_sharded
-from onefold.unsharded import unshard
+from onefold.unshard import unshard
 
 logger = logging.getLogger("onefold")
 OptimizerLike = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]

@@ -184,8 +184,8 @@ def refuse_whole_samples(model: Any, loader: str) -> None:
     Args:
         loader: the method that makes it.
     """
-    mesh = onefold.engine_of(model).given["mesh"] if is_sharded(model) else None
-    if mesh is None:
+    mesh = onefold.engine_of(model).mesh if is_sharded(model) else None
+    if mesh is None or mesh.plain:
         return
     sizes = zip(mesh.axes.names, mesh.axes.sizes, strict=True)
     for axis in [name for name, size in sizes if name in _CONTEXT and size > 1]:

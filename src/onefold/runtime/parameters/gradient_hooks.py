@@ -98,13 +98,7 @@ def register(entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
     """Register a hook for a call of `func`, one of REGISTER, on a sharded parameter. Returns the
     handle.
     """
-    param, name = entry.param, entry.slot.name
-    if entry.part.numel != entry.slot.numel:
-        raise ValueError(
-            f"{func.__name__} on {name!r}: this weight is computed in tiles, whose gradients come"
-            " one by one: no hook would see the whole. Put the hook on a module's output, or give"
-            " the recipe a larger tile."
-        )
+    param = entry.param
     if func != _T.register_hook and not _is_called(entry, (*args[1:], *kwargs.values())[0]):
         return RemovableHandle(OrderedDict())
     with disable_torch_function():

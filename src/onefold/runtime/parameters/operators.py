@@ -97,7 +97,7 @@ def refusal(op: Operator, given: Any) -> ShardedParameterError:
     return ShardedParameterError(
         said + "Every rank: read a whole copy with `parameter.onefold.gather()`, or read and write"
         " inside `with onefold.full_params(model, write=True):`. To change the model itself"
-        " (resize_token_embeddings, a new head) use `with onefold.unsharded(model):`."
+        " (resize_token_embeddings, a new head) call onefold.unshard(model) first, and shard() again."
     )
 
 

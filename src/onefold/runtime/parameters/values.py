@@ -303,7 +303,7 @@ def give_whole(entry: Entry, whole: torch.Tensor, value: torch.Tensor) -> None:
         raise ShardedParameterError(
             f"parameter {entry.slot.name!r} was given data of shape {given[0]} in {given[1]} on"
             f" {given[2]} in a forward pass, expected shape {now[0]} in {now[1]} on {now[2]}. To"
-            " change its shape or dtype assign inside `with onefold.unsharded(model):`."
+            " change its shape or dtype assign between onefold.unshard(model) and a new shard()."
         )
     whole.data = value.detach()
 

@@ -25,7 +25,6 @@ from onefold.runtime.parts import (
     tell_all,
     to_first,
 )
-from onefold.runtime.units import first_tiles
 
 # -- contents --------------------------------------------------------------------------------------
 #
@@ -35,17 +34,15 @@ from onefold.runtime.units import first_tiles
 
 def as_parameters(engine: Engine, wholes: Mapping[str, torch.Tensor]) -> dict[Entry, nn.Parameter]:
     """Return a plain parameter over each whole tensor, with the attributes that the user has set on
-    the sharded one. A parameter in tiles has one, under the entry of its first tile.
+    the sharded one.
     """
     out: dict[Entry, nn.Parameter] = {}
     for entry in engine.entries:
-        if entry.part.first == 0:
-            whole = wholes[entry.part.names[0]]
-            # Copy the attributes, except the engine's own
-            own = {k: v for k, v in entry.param.__dict__.items() if not k.startswith("_onefold")}
-            own.pop("onefold", None)
-            out[entry] = nn.Parameter(whole, requires_grad=entry.param.requires_grad)
-            out[entry].__dict__.update(own)
+        # Copy the attributes, except the engine's own
+        own = {k: v for k, v in entry.param.__dict__.items() if not k.startswith("_onefold")}
+        own.pop("onefold", None)
+        out[entry] = nn.Parameter(wholes[entry.name], requires_grad=entry.param.requires_grad)
+        out[entry].__dict__.update(own)
     return out
 
 
@@ -81,11 +78,8 @@ def unguarded(engine: Engine) -> Iterator[None]:
 
 
 def own_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
-    """Return the module's own state dict with the parameters that it holds now. Local.
-
-    A parameter in tiles appears as its first tile's.
-    """
-    with unguarded(engine), disable_torch_function(), first_tiles():
+    """Return the module's own state dict with the parameters that it holds now. Local."""
+    with unguarded(engine), disable_torch_function():
         return module.state_dict(keep_vars=True)
 
 
@@ -112,7 +106,7 @@ def contents_and_changes(engine: Engine, module: nn.Module) -> tuple[Contents, b
     """Return `contents`, and whether a hook turns a parameter into other tensors."""
     entries = {id(e.param): e for e in engine.entries} | {id(e.compute): e for e in engine.entries}
     buffers = {id(buffer) for buffer in module.buffers()}
-    by_name = {name: e for e in engine.entries for name in e.part.names}
+    by_name = {name: e for e in engine.entries for name in e.names}
     out: Contents = {}
     with disable_torch_function():
         try:
@@ -137,12 +131,12 @@ def contents_and_changes(engine: Engine, module: nn.Module) -> tuple[Contents, b
 def _outlined(engine: Engine, module: nn.Module) -> tuple[Contents, bool]:
     """Do the same with whole parameters on the meta device, on which hooks may compute."""
     wholes = {
-        e.part.names[0]: torch.empty(e.shape, dtype=e.flat.dtypes.master, device="meta")
+        e.name: torch.empty(e.shape, dtype=e.flat.dtypes.master, device="meta")
         for e in engine.entries
     }
     shown = as_parameters(engine, wholes)
     of = {id(param): entry for entry, param in shown.items()}
-    by_name = {name: entry for entry in shown for name in entry.part.names}
+    by_name = {name: entry for entry in shown for name in entry.names}
     buffers = {id(buffer) for buffer in module.buffers()}
     try:
         with showing(shown):
@@ -174,7 +168,7 @@ def _outlined(engine: Engine, module: nn.Module) -> tuple[Contents, bool]:
         there = {id(entry) for _, entry in out.values()}
         for entry in shown:
             if id(entry) not in there:
-                out |= dict.fromkeys(entry.part.names, (entry.param, entry))
+                out |= dict.fromkeys(entry.names, (entry.param, entry))
     return out, changed
 
 
@@ -237,7 +231,7 @@ def whole_state_dict(
         return {}
     with disable_torch_function(), torch.no_grad():
         shown = as_parameters(engine, wholes)
-        of = {id(param): wholes[entry.part.names[0]] for entry, param in shown.items()}
+        of = {id(param): wholes[entry.name] for entry, param in shown.items()}
         with showing(shown):
             held = own_state_dict(engine, module)
         return {
@@ -281,10 +275,8 @@ def load_full_state_dict(
     ]
     if complaint:
         raise ValueError(complaint)
-    incoming = {e.part.names[0] for n, e in named.items() if n not in missing}
-    given = {
-        e.part.names[0]: state[n] for n, e in named.items() if state is not None and n in state
-    }
+    incoming = {e.name for n, e in named.items() if n not in missing}
+    given = {e.name: state[n] for n, e in named.items() if state is not None and n in state}
     with disable_torch_function(), torch.no_grad():
         _load_masters(engine, incoming, given)
         given = {n: v for n, v in expected.items() if n not in shapes and n not in missing}
@@ -295,7 +287,7 @@ def load_full_state_dict(
                 name
                 for n in expected
                 if n not in missing
-                for name in (n, *(named[n].part.names if n in named else ()))
+                for name in (n, *(named[n].names if n in named else ()))
             }
         )
         engine.uninitialized.remember()
@@ -335,14 +327,14 @@ def _load_by_module(
     ]
     if complaint:
         raise ValueError(complaint)
-    incoming = {e.part.names[0] for e in engine.entries}
+    incoming = {e.name for e in engine.entries}
     buffers = {n: b for n, b in persistent(module).items() if n not in missing}
     with disable_torch_function(), torch.no_grad():
         _load_masters(engine, incoming, wholes)
         _load_buffers(engine, buffers, {})
         engine.buffers.start(engine.resources)  # others may have been written to on rank 0
         engine.make_stale()
-        names = {name for e in engine.entries for name in e.part.names}
+        names = {name for e in engine.entries for name in e.names}
         names |= {name for name, _ in module.named_buffers()}
         engine.uninitialized.given(names - set(missing))
         engine.uninitialized.remember()
@@ -360,11 +352,6 @@ def _taken_over(
         return [], [], complaint
     with disable_torch_function(), torch.no_grad():
         shown = as_parameters(engine, wholes)
-        for item in master_items(engine.entries):
-            if len(item.entries) > 1:  # a module in tiles writes to every tile
-                for entry in item.entries:
-                    tile = item.tile(wholes[item.name], entry).view(entry.slot.shape)
-                    shown[entry] = nn.Parameter(tile, requires_grad=False)
         engine.full_params_depth += 1
         try:
             with showing(shown):

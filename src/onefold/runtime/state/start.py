@@ -72,9 +72,7 @@ def whole_notes(engine: Engine) -> list[str]:
     patterns = engine.recipe.whole
     if patterns is None or isinstance(patterns, bool):
         return []
-    names = [
-        n for unit in engine.units for f in unit.flats for e in f.entries for n in e.part.names
-    ]
+    names = [n for unit in engine.units for f in unit.flats for e in f.entries for n in e.names]
     return [
         f"whole={pattern!r} matches no parameter of this model, so no group is stepped whole by it."
         f" Its first parameter is {names[0]!r}."
@@ -178,9 +176,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
         return
     if not engine.unsharded:
         engine.refuse_changes("full_params")
-    held: list[tuple[Unit, Flat, torch.Tensor | None]] = []
-    # Whole parameters that are in tiles, by name: one buffer for all tiles of each
-    joint: dict[str, torch.Tensor] = {}
+    held: list[tuple[Unit, Flat, torch.Tensor]] = []
     shown: list[tuple[Entry, nn.Parameter, torch.Tensor]] = []
     wrong = None
     try:
@@ -191,14 +187,12 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                         if flat.unsharded:
                             continue
                         full = whole_masters(engine.resources, flat)
-                        held.append((unit, flat, None if flat.tiled else full))
+                        held.append((unit, flat, full))
                         engine.memory.add(
                             GATHERED, flat.layout.numel * flat.dtypes.master.itemsize, unit.name
                         )
                         for entry in flat.entries:
                             whole = flat.view(full, entry)
-                            if flat.tiled:
-                                whole = _place_in(joint, entry, whole).copy_(whole)
                             shown_as = (
                                 whole
                                 if entry.box is None
@@ -226,8 +220,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                         )
                 if write and entered:
                     try:
-                        for _, flat, kept in held:
-                            full = kept if kept is not None else _apart(joint, flat)
+                        for _, flat, full in held:
                             rewrite_masters(engine.resources, flat, full)
                     finally:
                         engine.make_stale()
@@ -261,28 +254,9 @@ def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | N
                 wrong = wrong or (
                     f"inside full_params(write=True) parameter {entry.slot.name!r} of shape"
                     f" {tuple(whole.shape)} was given data of shape {tuple(param.shape)}. Another"
-                    " shape is given inside `with onefold.unsharded(model):`."
+                    " shape is given between onefold.unshard(model) and a new shard()."
                 )
     return wrong
-
-
-def _place_in(joint: dict[str, torch.Tensor], entry: Entry, like: torch.Tensor) -> torch.Tensor:
-    """Return the view of a tile in its whole parameter, which `joint` has by the parameter's name.
-    A missing one is allocated.
-    """
-    part = entry.part
-    if part.names[0] not in joint:
-        joint[part.names[0]] = torch.empty(part.numel, dtype=like.dtype, device=like.device)
-    return joint[part.names[0]][part.first : part.first + entry.slot.numel].view(entry.slot.shape)
-
-
-def _apart(joint: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
-    """Copy the tiles of `flat` from `joint` into a new whole buffer, [numel]."""
-    like = joint[flat.entries[0].part.names[0]]
-    full = torch.zeros(flat.layout.numel, dtype=like.dtype, device=like.device)
-    for entry in flat.entries:
-        flat.view(full, entry).copy_(_place_in(joint, entry, like))
-    return full
 
 
 def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
@@ -300,7 +274,7 @@ def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
                 parts, dtype = MasterParts((flat, master)), flat.dtypes.master
                 for entry in flat.entries:
                     if entry.slot.name not in incoming:
-                        item = StateItem((entry,), "", dtype, start=entry.part.first)
+                        item = StateItem(entry, "", dtype)
                         source = _source(engine, entry, dtype)
                         within_holders(engine.resources, parts, item, source)
                     elif master.is_floating_point() and not flat.storage.encoded:
@@ -335,7 +309,7 @@ def _source(engine: Engine, entry: Entry, dtype: torch.dtype) -> torch.Tensor | 
     assert source is not None
     if entry.box is None or not entry.box.divided or is_dtensor(source):
         return local_of(source.detach())
-    item = StateItem((entry,), "", dtype)
+    item = StateItem(entry, "", dtype)
     return boxes_from_first(engine.resources, item, entry.box, source.detach())
 
 

@@ -328,8 +328,7 @@ def _put_back(param: nn.Parameter, local: Tensor, writes: bool) -> None:
     if whole.shape != info.shape:
         raise ValueError(
             f"GatheredParameters: parameter {info.name!r} of shape {tuple(info.shape)} was given"
-            f" shape {tuple(whole.shape)}. Change shapes before initialize, or inside `with"
-            " onefold.unsharded(engine.module):`."
+            f" shape {tuple(whole.shape)}. Change shapes before initialize."
         )
     with disable_torch_function():
         held = param.dtype

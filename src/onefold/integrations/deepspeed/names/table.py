@@ -334,7 +334,9 @@ _GENERATION = "generate under onefold.full_params(model) or onefold.keep_gathere
 _ESTIMATE = 'print(onefold.plan(model, gpus=8, gpu="h100-80")) tells what each stage holds'
 _INSIDE = "it is inside DeepSpeed's engine; Onefold's has no such part"
 _LOOP = "monitors and profilers are not part of Onefold; log from your loop"
-_TILES = "Recipe.zero(tile=...) computes large weights in tiles, with the model as it is"
+_TILES = (
+    "onefold.tiling.tile_linears(model, '256MB') puts tiles in the place of large linear layers"
+)
 
 #: Known names that are refused: {name: why}. Every name below one of them is refused as well.
 REFUSED: Mapping[str, str] = {
