@@ -22,7 +22,7 @@ gpu.json and gpu.md.
 | step      | the same at world size 1 beside plain PyTorch: what does sharding cost where there is nothing   | yes                |
 |           | to shard? The goal is 1.02 × its time and memory                                                |                    |
 | host      | optimizer and parameters on the host beside FSDP2's CPUOffloadPolicy and ZeRO-Offload           | yes                |
-| memory    | activations on the host, weights in tiles                                                       | yes                |
+| memory    | activations on the host                                                                        | yes                |
 | codecs    | are codecs as quick as memory, do kernels write what torch writes? See benchmarks/codecs.py     | yes                |
 | fp32      | `ranks` and `step` with the larger model in fp32, which takes longest                           | yes                |
 | offload   | host and NVMe with a profile of the copies, with 1 and 8 micro-batches                          | `--only offload`   |
@@ -154,8 +154,8 @@ def compared(options: Options) -> Iterator[tuple[str, Comparison]]:
     host += ("deepspeed-2-cpu", "deepspeed-3-cpu-param")
     title = f"State on the host: {about}, {several.accumulation} micro-batches"
     yield "host", Comparison(title, several, host, "plain")
-    tight = ("plain", "onefold-3", "onefold-3-activations", "onefold-3-tiles")
-    title = f"Activations on the host, weights in tiles: {about}"
+    tight = ("plain", "onefold-3", "onefold-3-activations")
+    title = f"Activations on the host: {about}"
     yield "memory", Comparison(title, setting(), tight, "plain")
     nvme = (
         "onefold-3",

@@ -30,7 +30,6 @@ from benchmarks.training import Memory, touch
 
 FURTHER: dict[str, tuple[int, dict[str, Any]]] = {
     "onefold-3-activations": (3, {"offload_activations": "cpu"}),
-    "onefold-3-tiles": (3, {"tile": "64MB"}),
     "onefold-2-native": (2, {"reduce": "native"}),
     "onefold-3-native": (3, {"reduce": "native"}),
     "onefold-3-codecs": (3, {"gather_codec": "int8", "reduce_codec": "int4"}),
@@ -125,8 +124,6 @@ def build(side: str, setting: Setting, whole: nn.Module, job: dict[str, Any]) ->
     """The side around `whole`: one of `FURTHER`, or a side of `offload`."""
     if side in FURTHER:
         stage, options = FURTHER[side]
-        if "tile" in options and setting.model == "gpt-tiny":
-            options = {"tile": "32KiB"}  # so that its embedding is cut
         return trainers.Onefold(setting, whole, stage, **options)
     disk = Path(job["disk"], side)
     disk.mkdir(exist_ok=True)

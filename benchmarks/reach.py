@@ -21,7 +21,7 @@ from onefold.plan.job import Job
 from onefold.plan.subject import subject_of
 
 PAGE, MEASURED = ROOT / "docs" / "reach.md", ROOT / "benchmarks" / "results" / "offload.json"
-SEQ, TILE = 2048, "256MB"
+SEQ = 2048
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ MODELS = (
 
 
 def answered(model: str, place: Place) -> Candidate | None:
-    """The plan's recommendation; with weights in tiles where nothing else fits."""
+    """The plan's recommendation; with activations on the host where nothing else fits."""
     precision = "bf16" if "bf16" in builtin().gpu(place.gpu).rates else "fp16"
-    for options in ({}, {"tile": TILE}, {"tile": TILE, "offload_activations": "cpu"}):
+    for options in ({}, {"offload_activations": "cpu"}):
         job = Job.of({"seq": SEQ, "precision": precision, **options}, "the table")
         machine = place.machine()
         subject = subject_of(model, job, None, None, machine)
@@ -90,7 +90,7 @@ def answered(model: str, place: Place) -> Candidate | None:
 
 
 def cell(found: Candidate | None) -> str:
-    """In a few words: what leaves the device, what is recomputed, tiles, seconds of a step."""
+    """In a few words: what leaves the device, what is recomputed, seconds of a step."""
     if found is None:
         return "–"
     scheme = found.scheme
@@ -110,7 +110,7 @@ _WHERE = {
     "none": "device", "optimizer": "optimizer on host", "optimizer-nvme": "optimizer on disk", "parameters": "all on host",
     "parameters-nvme": "parameters on host, rest on disk", "nvme": "all on disk",
 }  # fmt: skip
-_MORE = {"tile": "tiles", "offload_activations": "activations on host"}
+_MORE = {"offload_activations": "activations on host"}
 
 
 def table(large: dict[str, Any]) -> str:
@@ -138,7 +138,7 @@ more. "–": it does not fit.
 Assumed: {"; ".join(f"{p.memory} GB: rates of {builtin().gpu(p.gpu).title}, a disk of {p.rate:g} GB/s" for p in PLACES)}. An update
 on the host moves {HOST_BANDWIDTH / 1e9:g} GB/s; 640 MiB of each device are the process's own, and 10 % of what comes and goes is lost to
 fragmentation. The T4 has no bf16: fp16 there. "optimizer" is masters, moments and gradients; "0.4 of" is the smallest share of the units
-that has to leave. "tiles" gathers weights {TILE} at a time.
+that has to leave.
 
 **Measured.** No GPU has been measured: the table is a prediction. Bytes at rest and moved equal the ledgers of real runs on CPU ranks.
 ● marks a size that has run in that much memory, but on a CPU: {large["parameters"] / 1e9:.2f}B parameters on {large["ranks"]} CPU ranks, \

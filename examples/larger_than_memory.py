@@ -3,14 +3,13 @@ are stored on a disk.
 
     torchrun --nproc-per-node 2 examples/larger_than_memory.py DISK
     OMP_NUM_THREADS=1 python examples/larger_than_memory.py DISK --weights smollm2 --text LICENSE
-    --checkpointing --tile 8MB --chunk 524288
+    --checkpointing --chunk 524288
 
 The first is a Llama of 1.3 billion parameters, in fp32 16 bytes each, 21.5 GB. The second is
 SmolLM2-135M on one process: 2.15 GB of state in less than 300 MiB above the interpreter. The model
 is built on the meta device and never exists whole. A unit (a block) is read from the disk ahead of
 its use, gathered, computed with and dropped; its gradient goes to the disk as it appears; the
-optimizer's step reads, steps and writes chunk after chunk; weights above `--tile` are computed in
-tiles. `--size tiny` does the same with a model of 0.7 million parameters.
+optimizer's step reads, steps and writes chunk after chunk. `--size tiny` does the same with a model of 0.7 million parameters.
 """
 
 import argparse
@@ -64,11 +63,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a rank's micro-batch")
     parser.add_argument("--lr", type=float, default=1e-4, help="AdamW's learning rate")
     parser.add_argument(
-        "--tile",
-        default="32MB",
-        help="a larger weight of a linear or embedding layer is computed in tiles of this size",
-    )
-    parser.add_argument(
         "--chunk", type=int, default=1 << 21, help="elements that are stepped at a time"
     )
     parser.add_argument(
@@ -79,7 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--in-memory",
         action="store_true",
-        help="all of it in memory, in the same tiles, to compare: bit for bit the same",
+        help="all of it in memory, to compare: bit for bit the same",
     )
     return parser.parse_args()
 
@@ -156,7 +150,7 @@ def build(given: argparse.Namespace, weights: str | None) -> torch.nn.Module:
         "nvme": given.disk,
         "chunk": given.chunk,
     }
-    recipe = onefold.Recipe.zero(stage=3, tile=given.tile, **({} if given.in_memory else tiers))
+    recipe = onefold.Recipe.zero(stage=3, **({} if given.in_memory else tiers))
     return onefold.shard(model.train(), recipe, weights=weights)
 
 
