@@ -423,7 +423,7 @@ def described(
         if a == b and entry.numel:
             said.append(None)
             continue
-        found = {}
+        found: dict[Any, Any] = {}
         how = moment_policy(optimizer, entry) if state else None
         for key, value in state.items():
             sort = sort_of(key, value, parts.shape(entry), odd)

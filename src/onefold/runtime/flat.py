@@ -94,7 +94,7 @@ class Entry:
     def __init__(
         self, found: Found, slot: Slot, index: int, flat: Flat, engine: OwningEngine
     ) -> None:
-        self.slot, self.index, self.names = slot, index, found.names
+        self.slot, self.index, self.names = slot, index, tuple(found.names)
         # The modules' own dictionaries rather than the modules: an engine must not keep its model
         # alive.
         self.places = [
