@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from onefold.optim import remove_step_hooks
+from onefold.optim.state_dicts import met
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, declare
 from onefold.runtime.hooks import engine_of, unregister
@@ -31,6 +32,9 @@ def unshard(module: nn.Module) -> nn.Module:
     engine = engine_of(module)
     _refuse_unless_possible(engine)
     engine.transfers.check()
+    for optimizer in list(met):  # what they hold is of this rank's parts
+        for entry in engine.entries:
+            optimizer.state.pop(entry.param, None)
     _make_plain(engine)
     remove_step_hooks(engine)
     if engine.finalizer is not None:

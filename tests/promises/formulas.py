@@ -127,13 +127,12 @@ SIMPLE = ("gpt", "wide gpt", "big gpt", "mlp", "large mlp", "routed")
 #: Options that the closed forms know, or that change no byte of them.
 OF_WIRE = {"precision", "master_dtype", "wire", "reduce_at", "reshard_after_forward", "prefetch", "in_flight",
            "overlap", "group", "shard_group", "optimizer_over", "second_copy", "offload_optimizer", "offload_param",
-           "offload_gradients", "chunk", "step_in_backward", "units", "moments", "tile", "reduce"}  # fmt: skip
+           "offload_gradients", "chunk", "step_in_backward", "units", "moments", "reduce"}  # fmt: skip
 OF_REST = OF_WIRE - {
     "offload_optimizer",
     "offload_param",
     "offload_gradients",
     "moments",
-    "tile",
     "master_dtype",
     "wire",
 }
@@ -173,7 +172,7 @@ def _elements(row: Row, units: Units) -> tuple[int, int, int]:
 
 def sent(row: Row, units: Units) -> dict[str, int] | None:
     """Bytes that a rank sends in a step, by link; None for a row that the table above leaves out."""
-    if not _known(row, OF_WIRE) or ("tile" in row.options and row.stage == 3):
+    if not _known(row, OF_WIRE):
         return None
     options, m = row.options, row.loop.micro_batches
     compute = 4 if options.get("precision", "fp32") == "fp32" else 2

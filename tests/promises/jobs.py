@@ -530,7 +530,7 @@ def _memory(row: Row, seen: Seen, planned: looks.Planned) -> Iterator[str]:
         return
     if known and seen.moved != planned.moved:
         yield f"moved: {seen.moved}, planned {planned.moved}"
-    if "tile" not in row.options and not odd and seen.peak != planned.peak:
+    if not odd and seen.peak != planned.peak:
         yield f"peak: {seen.peak}, planned {planned.peak}"
     if seen.peak > planned.bound:
         yield f"peak: {seen.peak} above its bound of {planned.bound}"

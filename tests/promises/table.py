@@ -11,7 +11,7 @@
 | tiers         | states, gradients and parameters on the host and on NVMe, shares, in backward       |
 | groups        | two levels, nodes, hybrid sharding, hybrid optimizer sharding, second copy          |
 | codecs        | of gathers, reductions, frozen weights; error feedback, rounding                    |
-| tiles, moments| weights computed in tiles; Adam's moments in fewer bits                             |
+| moments       | Adam's moments in fewer bits                                                       |
 
 `ci=True` are the rows of `make test`; each option is in at least one of them.
 """
@@ -76,8 +76,6 @@ def family_of(stage: int, options: Options, mesh: Mesh, loop: Loop) -> str:
     """Sums in the same order, of numbers that are rounded alike, are the same bits: whatever the
     stage, the schedule, the tier, and who holds what.
     """
-    if "tile" in options:
-        return ""
     given = {k: v for k, v in options.items() if (k, v) not in AS_THEY_ARE}
     said = [f"{key}={given[key]}" for key in OF_BITS if key in given]
     size = options.get("shard_group", options.get("group", mesh.per_node or None))
@@ -377,15 +375,6 @@ def codecs() -> Iterator[Row]:
     yield row("codecs", 3, {"frozen": "nf4"}, 1, model="adapted gpt")
 
 
-def tiles() -> Iterator[Row]:
-    tile: Options = {"tile": 12_000}
-    for options in ({}, BF16, ALL_ON_HOST, ALL_ON_DISK):
-        yield row("tiles", 3, options | tile, model="wide gpt", ci=options != BF16)
-        yield row("tiles", 3, options | tile, loop=THREE, model="wide gpt")
-    yield row("tiles", 2, tile, model="wide gpt")
-    yield row("tiles", 3, tile | {"shard_group": 2}, 4, model="wide gpt")
-
-
 def moments() -> Iterator[Row]:
     for kind in ("bf16", "int8", "fp8", "int4"):
         for stage in STAGES:
@@ -406,4 +395,4 @@ def moments() -> Iterator[Row]:
         yield row("moments", stage, {"moments": "fp32"}, model="wide gpt")
 
 
-GROUPS = (stages, accumulation, schedule, optimizers, models, recomputation, tiers, groups, codecs, tiles, moments)  # fmt: skip
+GROUPS = (stages, accumulation, schedule, optimizers, models, recomputation, tiers, groups, codecs, moments)  # fmt: skip

@@ -38,7 +38,6 @@ from onefold.optim.faced_states import loaded_elsewhere
 from onefold.optim.fresh import fresh_state
 from onefold.optim.owned import Owned, owned, put_elsewhere
 from onefold.optim.state_dicts import meet_when_asked, show_states
-from onefold.optim.whole import holds_some
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -288,7 +287,7 @@ class OptimizerState(_State):
                 if owned(optimizer, entry.param) is not None:
                     continue
                 known = entry.param.requires_grad or optimizer.state.get(entry.param)
-                if (known or name in self._frozen) and not holds_some(entry):
+                if (known or name in self._frozen) and not _holds_some(entry, None):
                     loaded_elsewhere(optimizer, entry.param)
 
     def _stored_for_frozen(self) -> set[str]:
@@ -373,7 +372,8 @@ def _holds_some(entry: Entry, whole: Owned | None) -> bool:
     """Whether this rank has the optimizer's state of (some of) a parameter. `whole`: how it is
     stepped whole.
     """
-    return whole.mine if whole is not None else holds_some(entry)
+    a, b = entry.owned()
+    return whole.mine if whole is not None else a < b or not entry.numel
 
 
 def _part(entry: Entry, value: Any, key: str = "", whole: Owned | None = None) -> Any:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from onefold.integrations.deepspeed.names.parameter_facts import entry_of
+from onefold.optim.state_dicts import met
 from onefold.optim.state_parts import OptimizerParts
-from onefold.optim.whole import optimizers_over
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.interval import disable_torch_function, dress, spec_of
@@ -304,7 +304,10 @@ def _has_stepped(param: nn.Parameter, key: str) -> bool:
 def _optimizers_of(engine: Any, param: nn.Parameter) -> list[Any]:
     known = [o for ref in _known.get(engine, ()) if (o := ref()) is not None]
     if not any(p is param for o in known for group in o.param_groups for p in group["params"]):
-        known = optimizers_over(engine)
+        mine = {id(entry.param) for entry in engine.entries}
+        known = [
+            o for o in met if any(id(p) in mine for g in o.param_groups for p in g["params"])
+        ]
         _known[engine] = [weakref.ref(o) for o in known]
     return known
 
