@@ -166,5 +166,3 @@ def without_steps(*counts: int) -> Calibration:
 def elsewhere(found: Calibration) -> Calibration:
     """The same figures from a machine with another processor."""
     return replace(found, identity=replace(found.identity, cpu="Abacus 3000"))
-
-

@@ -129,7 +129,7 @@ def test_where_state_rests_is_said_as_in_training_and_shown_by_tier() -> None:
         assert words in table, (words, table)
     plain = (*asked, "--offload", "none", "--activation-checkpointing", "none")
     whole = said(*plain)["stages"][3]["account"]
-    held = said(*plain, "--tile", "16MB", "--offload-activations", "cpu")["stages"][3]["account"]
+    held = said(*plain, "--offload-activations", "cpu")["stages"][3]["account"]
     assert (
         said(*plain, "--moments", "int8")["stages"][3]["account"]["rest"]["moments"]
         < 0.27 * whole["rest"]["moments"]
@@ -186,7 +186,6 @@ def test_a_machine_file_adds_a_gpu(tmp_path: Path) -> None:
         ("gpt2 --offload-param nvme", "give offload_optimizer='nvme' too"),
         ("gpt2 --offload nvme --offload-optimizer cpu", "both say where states are stored"),
         ("gpt2 --host-memory much", "--host-memory='much': expected a number of bytes"),
-        ("gpt2 --tile 1", "give a tile of"),
         ("--params 7e9 --lora 8", "real shapes"),
         ("gpt2 --here --gpus 4", "leave one of the two out"),
         ("gpt2 --ranks 4", "--here"),

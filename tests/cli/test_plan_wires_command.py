@@ -68,7 +68,6 @@ def test_every_option_is_in_the_recipe_that_comes_out() -> None:
             ("--offload-optimizer", "nvme:2000"),
             "nvme:2000 is 2,000 bytes: give a share of at most 1 such as 0.6, or at least 16,384",
         ),
-        (("--tile", "1B"), "--tile 1B is 1 byte: give a tile of at least 16,384"),
         (("--offload-activations", "8"), "--offload-activations 8 is 8 bytes"),
     ],
 )

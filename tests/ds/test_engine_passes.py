@@ -72,11 +72,6 @@ def with_hooks(model: Any) -> None:
     model.blocks[0].up.weight.register_hook(lambda g: 3 * g)
 
 
-def into_unsharded(model: Any) -> None:
-    with onefold.unsharded(model):
-        pass
-
-
 def half_loss(model: Any, i: int) -> Tensor:
     return loss_of(model(batch(i).half()) if hasattr(model, "global_steps") else model(batch(i)))
 
@@ -99,7 +94,6 @@ ROWS = {
     "without a forward pass": Row("o", loss=lambda m, i: m.leave.weight.square().sum() / (1 + i)),
     "with hooks of the script": Row("bo", after=with_hooks, stages=(0, 1)),
     "thawed later": Row("oo", frozen=True, after=lambda m: m.blocks.requires_grad_(True)),
-    "after onefold.unsharded": Row("oo", after=into_unsharded),
     "summed over ranks": Row("bo", json={"gradient_allreduce_op": "sum"}, times=-1.0),
     "summed, bf16": Row("b", json={"gradient_allreduce_op": "sum", "bf16": {"enabled": True}},
                         loss=lambda m, i: loss_of(m(batch(i).to(next(m.parameters()).dtype))),

@@ -52,9 +52,7 @@ ROWS: dict[int, dict[str, Case]] = {
             options={"offload_optimizer": "nvme", "offload_param": "nvme"}, stages=(3,), ci=True
         ),
         "activations on the host": Case(options={"offload_activations": "cpu"}, stages=(1, 3)),
-        "tiles": Case(options={"tile": 512}, stages=(1, 3)),
-        "borders": Case(options={"borders": True}, stages=ABOVE, plan="sequence", ci=True),
-        "borders, adapters": replace(ADAPTERS, options={"borders": True, **HOST}, stages=ABOVE),
+        "adapters, states on the host": replace(ADAPTERS, options=HOST, stages=ABOVE),
         # Codecs are off by their own step; a factor that is wrong is off by half or more
         "reduced in int8": Case(options={"reduce_codec": "int8"}, stages=(1,), near=0.05, ci=True),
         "gathered in int8": Case(options={"gather_codec": "int8"}, stages=(3,), near=0.05),
@@ -75,12 +73,12 @@ ROWS: dict[int, dict[str, Case]] = {
     },
     6: {
         "uneven and empty parts": Case(plan="parts", tp=3, stages=ABOVE, ci=True),
-        "uneven, bordered": Case(plan="parts", tp=3, stages=ABOVE, options={"borders": True, **HOST}, ci=True),
+        "uneven": Case(plan="parts", tp=3, stages=ABOVE, options=HOST, ci=True),
         "tp 3, uneven": Case(tp=3, hidden=41, plan="layers", ci=True),
     },
     8: {
         "two replicas of dp 2, tp 2": Case(replicate=2, stages=(2, 3)),
-        "replicas, bordered": Case(replicate=2, stages=(3,), micro_batches=2, options={"borders": True}),
+        "replicas": Case(replicate=2, stages=(3,), micro_batches=2),
         "dp 2, ep 2, tp 2": Case(ep=2, hidden=12, stages=ABOVE),
     },
 }  # fmt: skip

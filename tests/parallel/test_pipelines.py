@@ -68,11 +68,10 @@ ROWS: dict[str, Case] = {
     "at the boundary": Case("ScheduleGPipe", options={"reduce_at": "boundary"}),
     "tensor parallel": Case("ScheduleZBVZeroBubble", dp=1, tp=2, **V),
     "loss scaling, unequal stages": Case(scale=2.0**12, depth=5, ci=True),
-    "borders": Case(options={"borders": True}, stages=ABOVE),
     "everything": Case(
         "ScheduleInterleaved1F1B", dp=1, tp=2, depth=6, calls=2, registered=True, checkpointing=True,
         max_norm=0.05, scale=2.0**10, frozen=("tokens", "blocks.1", "blocks.3.mlp"), stages=ABOVE,
-        options={"borders": True, "offload_optimizer": "cpu"}, **LOOPED,
+        options={"offload_optimizer": "cpu"}, **LOOPED,
     ),
     "three axes": Case(tp=2),
 }  # fmt: skip

@@ -40,7 +40,7 @@ class WithBuffers(nn.Module):
 RECIPES: list[dict[str, Any]] = [
     {"stage": 0}, {"stage": 1, "precision": "bf16"}, {"stage": 2}, {"stage": 3}, {"stage": 3, "precision": "bf16"},
     {"stage": 3, "shard_group": 1}, {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
-    {"stage": 3, "tile": 512}, {"stage": 3, "frozen": "int8"},
+    {"stage": 3, "frozen": "int8"},
 ]  # fmt: skip
 IN_GROUPS: list[dict[str, Any]] = [
     {"stage": 3, "shard_group": 2}, {"stage": 3, "shard_group": 2, "optimizer_over": "all"},

@@ -31,7 +31,7 @@ END = "<!-- end of the options -->"
 OTHER: dict[str, Any] = {
     "reduce_at": "boundary",
     "units": ["blocks.0"], "group": 2, "shard_group": 2, "offload_optimizer": "cpu", "offload_activations": "8GB",
-    "nvme": "/disk", "nvme_threads": 8, "chunk": 65536, "tile": "256MB", "rounding_seed": 1, "prefetch": 3, "in_flight": 3,
+    "nvme": "/disk", "nvme_threads": 8, "chunk": 65536, "prefetch": 3, "in_flight": 3,
     "sync_buffers": "norms", "elementwise_optimizer": True, "whole": ["*.weight"], "stall_timeout": 5.0,
 }  # fmt: skip
 
@@ -87,7 +87,6 @@ def test_every_option_reaches_the_recipe_or_is_said_to_change_nothing() -> None:
         "error_feedback": {"reduce_codec": "int8"},
         "wire_rounding": {"reduce_codec": "int8"},
         "stochastic_rounding": {"moments": "bf16"},
-        "rounding_seed": {"moments": "bf16", "stochastic_rounding": True},
     }
     for name in OPTIONS.keys() - {"stage"}:
         beside = needs.get(name, {})

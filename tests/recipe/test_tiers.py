@@ -102,7 +102,7 @@ def test_optimizer_states_leave_whole_in_part_or_up_to_a_budget(
     assert (recipe.offload_share, recipe.offload_bytes) == (share, budget)
 
 
-def test_folders_budgets_and_tiles_are_taken_as_people_write_them() -> None:
+def test_folders_and_budgets_are_taken_as_people_write_them() -> None:
     folders = {"/a": ("/a",), Path("/a"): ("/a",), ("/b", PurePosixPath("/a")): ("/b", "/a")}
     for value, expected in folders.items():
         recipe = Recipe.zero(3, nvme=value, offload_optimizer="nvme")
@@ -110,7 +110,6 @@ def test_folders_budgets_and_tiles_are_taken_as_people_write_them() -> None:
     budgets = {None: None, "cpu": UNLIMITED, "8GB": 8 * 10**9, 1 << 30: 1 << 30}
     for value, number in budgets.items():
         assert Recipe.zero(0, offload_activations=value).offload_activations == number
-    assert Recipe.zero(0, tile="256MB").tile == 256 * 10**6
     rows = [Row(S, torch.float32, torch.float32)] * 3
     assert Recipe.zero(3, units=["a"]).units == Recipe(*rows, units=["a"]).units == ("a",)
 
@@ -118,11 +117,11 @@ def test_folders_budgets_and_tiles_are_taken_as_people_write_them() -> None:
 def test_a_recipe_describes_its_tiers() -> None:
     said = Recipe.zero(
         3, nvme="/nvme", offload_optimizer="nvme:0.5", offload_param="nvme", step_in_backward=True,
-        offload_activations="8GB", tile="256MB", moments="int4",
+        offload_activations="8GB", moments="int4",
     ).describe()  # fmt: skip
     for words in (
         "/nvme", "50% of the states off the device", "in the backward pass", "up to 8,000,000,000 bytes",
-        "above 256,000,000 bytes", "moments in int4",
+        "moments in int4",
     ):  # fmt: skip
         assert words in said
 
@@ -172,8 +171,8 @@ anything = st.one_of(
 @given(anything)
 def test_whatever_is_given_for_bytes_is_a_number_above_0_or_refused(value: Any) -> None:
     try:
-        found = bytes_of("tile", value)
+        found = bytes_of("limit", value)
     except ValueError as error:
-        assert str(error).startswith(f"tile={value!r}: expected") and str(error).endswith(".")
+        assert str(error).startswith(f"limit={value!r}: expected") and str(error).endswith(".")
     else:
         assert isinstance(found, int) and found > 0

@@ -76,6 +76,7 @@ class World:
         return contextlib.nullcontext()
 
     def unsharded(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Unshard the model, and shard it again at the end."""
         return contextlib.nullcontext()
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -137,7 +138,7 @@ class Script:
         return self.world.gathered(self.model, write)
 
     def unsharded(self) -> contextlib.AbstractContextManager[Any]:
-        """`onefold.unsharded(model)`: a script that knows Onefold."""
+        """`onefold.unshard(model)`, and `shard` at the end: a script that knows Onefold."""
         return self.world.unsharded(self.model)
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:

@@ -233,7 +233,7 @@ def test_a_meta_model_is_loaded_after_it_was_sharded(stage: int, way: Any, folde
 @on_ranks(2)
 @pytest.mark.parametrize(
     "options",
-    [{"frozen": "int8"}, {"offload_optimizer": "cpu", "offload_param": "cpu"}, {"tile": 256}],
+    [{"frozen": "int8"}, {"offload_optimizer": "cpu", "offload_param": "cpu"}],
     ids=str,
 )
 def test_what_rests_encoded_off_the_device_or_in_tiles_is_loaded_later_too(options: Any) -> None:

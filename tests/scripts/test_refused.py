@@ -163,13 +163,6 @@ def frozen_hook(m: Any, stage: int) -> None:
     m.leave.bias.requires_grad_(False).register_hook(lambda grad: grad)
 
 
-def in_tiles(m: Any, stage: int) -> None:
-    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 8))
-    onefold.shard(model, onefold.Recipe.zero(stage, tile=1024))
-    weight = next(p for n, p in model.named_parameters() if "tiles" in n)
-    weight.register_hook(lambda grad: grad)
-
-
 def of_a_freed_model(m: Any, stage: int) -> None:
     class Multiplies(nn.Module):
         def __init__(self, other: Any) -> None:
@@ -183,23 +176,10 @@ def of_a_freed_model(m: Any, stage: int) -> None:
     sharded(stage, Multiplies(weight))(torch.ones(2, 4))
 
 
-def in_unsharded(change: Any) -> Any:
-    def call(m: Any, stage: int) -> None:
-        with onefold.unsharded(m):
-            change(m)
-
-    return call
-
-
-def raise_on_1(m: Any) -> None:
-    if dist.get_rank() == 1:
-        raise RuntimeError("raised on rank 1 by the script")
-
-
 def inside(context: Any) -> Any:
     def call(m: Any, stage: int) -> None:
-        with context(m), onefold.unsharded(m):
-            pass
+        with context(m):
+            onefold.unshard(m)
 
     return call
 
@@ -207,16 +187,7 @@ def inside(context: Any) -> Any:
 def waiting(m: Any, stage: int) -> None:
     with onefold.no_sync(m):
         run(m)
-    with onefold.unsharded(m):
-        pass
-
-
-def with_rows(m: Any, stage: int) -> None:
-    optimizer = torch.optim.Adafactor(m.parameters())
-    run(m)
-    optimizer.step()
-    with onefold.unsharded(m):
-        pass
+    onefold.unshard(m)
 
 
 def mixed(m: Any, stage: int) -> None:
@@ -236,7 +207,6 @@ SHAPE = ("'blocks.1.up.weight'", "replaced after shard()")
 CAST = ("moved or cast after shard()", "before shard()", "precision")
 COLLECTIVE = ("was given 'enter.weight'", "parameter.onefold.gather()")
 HOOK = ("step_in_backward", "ordinary order")
-UNSHARDED = ("onefold.unsharded does not work with this recipe", "before shard()")
 
 #: {what is done: (the call, of a sharded model and its stage, the stages, words of the sentence)}
 CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
@@ -332,7 +302,7 @@ CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
     "a parameter taken away": (
         after(lambda m: setattr(m.blocks[1].up, "bias", None)),
         ALL,
-        ("has 15 now", "removed 'blocks.1.up.bias'", "onefold.unsharded(model)"),
+        ("has 15 now", "removed 'blocks.1.up.bias'", "onefold.unshard(model)"),
     ),
     "a module replaced": (
         after(lambda m: setattr(m, "leave", nn.Linear(10, 5))),
@@ -363,7 +333,6 @@ CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
         HOOK,
     ),
     "a hook on a frozen parameter": (frozen_hook, ALL, ("doesn't require gradient",)),
-    "a hook on tiles": (in_tiles, (3,), ("in tiles", "larger tile")),
     "a gradient of another shape": (
         lambda m, s: setattr(m.leave.bias, "grad", torch.ones(3)),
         SHARDED,
@@ -398,13 +367,13 @@ CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
         (1, 3),
         (
             "buffer 'weight_mask' was made of parameter 'enter.weight'",
-            "with onefold.unsharded(model):",
+            "onefold.unshard(model)",
         ),
     ),
     "a transposed part": (
         lambda m, s: torch.no_grad()(m.enter.weight.t)(),
         (1, 3),
-        ("enter.weight", "(10, 7)", "full_params", "onefold.unsharded"),
+        ("enter.weight", "(10, 7)", "full_params", "onefold.unshard"),
     ),
     **{
         f"dist.{name}": (call, (1, 3), (name, *COLLECTIVE))
@@ -414,26 +383,14 @@ CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
             "broadcast": lambda m, s: dist.broadcast(m.enter.weight, 0),
         }.items()
     },
-    # unsharded
-    "unsharded: another error": (in_unsharded(raise_on_1), (3,), ("raised on rank 1",)),
-    "unsharded: ranks differ": (
-        in_unsharded(lambda m: setattr(m.blocks[1], "more", nn.Linear(10, 10 + dist.get_rank()))),
-        (3,),
-        ("parameter shapes", "rank 1"),
-    ),
-    "unsharded: tiles": (
-        lambda m, s: in_unsharded(id)(sharded(s, TinyGPT(), tile=1024), s),
-        (3,),
-        UNSHARDED,
-    ),
-    "unsharded: inside full_params": (inside(onefold.full_params), (3,), ("inside full_params",)),
-    "unsharded: inside keep_gathered": (
+    # unshard
+    "unshard inside full_params": (inside(onefold.full_params), (3,), ("inside full_params",)),
+    "unshard inside keep_gathered": (
         inside(onefold.keep_gathered),
         (3,),
         ("inside keep_gathered",),
     ),
-    "unsharded: gradients wait": (waiting, (1,), ("no_sync", "optimizer.step()")),
-    "unsharded: states by rows": (with_rows, (0,), ("Adafactor keeps", "make it anew")),
+    "unshard while gradients wait": (waiting, (1,), ("no_sync", "optimizer.step()")),
     # arguments
     **{
         f"clip to {args}": (
@@ -523,8 +480,6 @@ def test_it_is_refused_in_a_sentence(name: str) -> None:
         with pytest.raises((ValueError, RuntimeError, TypeError)) as error:
             call(model, stage)
         raised = str(error.value)
-        if "unsharded: another" in name and dist.get_rank() == 1:
-            continue  # its own error
         for word in words:
             assert word in raised, f"stage {stage}: {word!r} is not in: {raised}"
 

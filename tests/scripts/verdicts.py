@@ -15,6 +15,7 @@ start: the rest is run in a new one.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -24,7 +25,7 @@ import re
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,11 @@ class Onefold(World):
     def gathered(self, model: nn.Module, write: bool) -> Any:
         return onefold.full_params(model, write=write)
 
-    def unsharded(self, model: nn.Module) -> Any:
-        return onefold.unsharded(model)
+    @contextlib.contextmanager
+    def unsharded(self, model: nn.Module) -> Iterator[None]:
+        onefold.unshard(model)
+        yield
+        self.wrap(model)
 
     def no_sync(self, model: nn.Module) -> Any:
         return onefold.no_sync(model)

@@ -155,7 +155,6 @@ def test_state_on_the_host_is_counted_apart_and_moves_what_the_closed_forms_say(
     [
         (2, 2, {"offload_optimizer": "nvme"}),
         (3, 1, {"offload_optimizer": "nvme", "offload_param": "nvme"}),
-        (3, 2, {"tile": "16KB"}),
     ],
     ids=str,
 )

@@ -159,8 +159,6 @@ def test_a_model_larger_than_its_memory_trains_from_the_disk_and_leaves_nothing_
         "64",
         "--lr",
         "1e-3",
-        "--tile",
-        "64KB",
     )
     losses = [
         float(line.split("loss ")[1].split(",")[0])
@@ -200,7 +198,6 @@ def test_one_process_trains_a_folder_of_weights_in_less_memory_than_its_state_ta
         "--steps=3",
         "--lr=1e-3",
         "--checkpointing",
-        "--tile=1MB",
         "--chunk=262144",
     ]
     out = forked(

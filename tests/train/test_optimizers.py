@@ -91,7 +91,6 @@ def test_each_gives_on_two_ranks_what_it_gives_on_one_and_all_of_them_differ(
          "adjust_lr_fn=mine: expected original or match_rms_adamw"),
         ({"optimizer": "muon", "optimizer_options": "ns_steps=4.5"},
          "ns_steps=4.5: expected a whole number"),
-        ({"optimizer": "adafactor", "tile": "4"}, "which --tile does not allow: leave it out"),
         ({"optimizer": "muon", "offload_optimizer": "cpu", "step_in_backward": True, "clip": 0},
          "which --step-in-backward does not allow"),
     ],

@@ -45,7 +45,6 @@ NVME = {"nvme": ("/a", "/b")}
         ({"offload_optimizer": True}, "--offload-optimizer True"),
         ({"offload_param": "disk"}, "--offload-param 'disk'"),
         ({"offload_activations": "8XB"}, "--offload-activations '8XB': expected a number of bytes"),
-        ({"tile": "0"}, "--tile '0': expected more than 0 bytes"),
         ({"step_in_backward": True}, "offload_optimizer says where they are"),
         (
             {"step_in_backward": True, "offload_optimizer": "cpu"},

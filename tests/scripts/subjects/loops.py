@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from scripts.loop import Script
 from scripts.registry import EITHER, ROUNDING, habit
 from scripts.subjects.kinds import number, x4
-from zoo import Block, ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
+from zoo import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
 
 
 class Loop:
@@ -440,39 +440,3 @@ for _outer in (False, True):
 
 
 # -- changed structure -----------------------------------------------------------------------------
-
-
-@habit("`with onefold.unsharded(model):` embeddings grow and are tied, a block goes, adapters come", expect=ROUNDING, steps=5,
-       reference="mean", rtol=1e-3, atol=1e-4, units=(Block,), alike=True)  # fmt: skip
-class Grows(Generates):
-    def build(self) -> nn.Module:
-        return TinyGPT()
-
-    def optimizer(self, s: Script) -> Any:
-        return torch.optim.AdamW(s.parameters(), lr=0.01, eps=1e-4, weight_decay=0.1)
-
-    def zero(self, s: Script) -> None:
-        s.optimizer.zero_grad()
-        if s.step != 2:
-            return
-        before = set(s.parameters())
-        with s.unsharded():
-            model = s.module
-            s.note("plain", [type(p) is nn.Parameter for p in model.parameters()])
-            kept = s.optimizer.state[model.blocks[1].mlp[0].weight]
-            s.note("moments", [tuple(kept["exp_avg"].shape), float(kept["step"])])
-            old = model.tokens
-            torch.manual_seed(3)
-            model.tokens, model.head = nn.Embedding(70, 20), nn.Linear(20, 70, bias=False)
-            with torch.no_grad():
-                model.tokens.weight[:61] = old.weight
-            model.head.weight = model.tokens.weight
-            del model.blocks[2]
-            model.blocks[0].extra = nn.Linear(20, 20)
-            model.blocks[0].norm_1 = nn.Sequential(model.blocks[0].norm_1, model.blocks[0].extra)
-            model.norm.to(torch.bfloat16).to(torch.float32)
-        new = [p for p in s.parameters() if p not in before]
-        s.optimizer.add_param_group({"params": new, "lr": 0.02})
-
-    def log(self, s: Script) -> None:
-        pass

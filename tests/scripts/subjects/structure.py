@@ -58,7 +58,12 @@ def resized(s: Script) -> None:
     s.module.tokens = new
 
 
-@habit("`with onefold.unsharded(model):` a new head", "after", reference="plain", composes=False)
+@habit(
+    "`onefold.unshard(model)`, a new head, `shard()` again",
+    "after",
+    reference="plain",
+    composes=False,
+)
 def unsharded_head(s: Script) -> None:
     torch.manual_seed(2)
     with s.unsharded():

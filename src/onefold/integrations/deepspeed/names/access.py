@@ -305,9 +305,7 @@ def _optimizers_of(engine: Any, param: nn.Parameter) -> list[Any]:
     known = [o for ref in _known.get(engine, ()) if (o := ref()) is not None]
     if not any(p is param for o in known for group in o.param_groups for p in group["params"]):
         mine = {id(entry.param) for entry in engine.entries}
-        known = [
-            o for o in met if any(id(p) in mine for g in o.param_groups for p in g["params"])
-        ]
+        known = [o for o in met if any(id(p) in mine for g in o.param_groups for p in g["params"])]
         _known[engine] = [weakref.ref(o) for o in known]
     return known
 
