@@ -646,7 +646,7 @@ FAULTS = [
         "exits",
         "the communicators of a model outlive it",
         "runtime/engine.py",
-        "        if not but_group:\n            self.group.close()\n",
+        "        self.group.close()\n",
         "",
         ["tests/failures/test_exit.py"],
     ),

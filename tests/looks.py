@@ -225,13 +225,11 @@ def planned(
     from onefold.plan.offloaded import offloaded_bytes
     from onefold.plan.replay import Replay
     from onefold.plan.states import at_rest, bound_of, topology_of, units_of
-    from onefold.plan.subject import in_tiles
     from onefold.plan.wire import legs_of, wire
 
-    with in_tiles(module, recipe):
-        units = units_of(
-            model_shape(module, recipe.units), recipe, ranks, rank, per_node or None, native
-        )
+    units = units_of(
+        model_shape(module, recipe.units), recipe, ranks, rank, per_node or None, native
+    )
     window = WINDOW if streams else 0
     replay = Replay(units, recipe, window).run(micro_batches)
     away = offloaded_bytes(units, recipe, micro_batches, optimizer, streams)

@@ -199,8 +199,6 @@ def test_parameters_show_the_precision_and_masters_keep_the_models_bits(kind: st
     for stage in STAGES:
         engine = made(stage, **{kind: {"enabled": True}})
         assert all(map(torch.equal, masters(engine), Plain().weights()))
-        with onefold.unsharded(engine.module):
-            pass
         assert {p.dtype for p in engine.module.parameters()} == {LOW[kind]}
         assert {v.dtype for v in weights(engine.module).values()} == {torch.float32}, "an export"
 

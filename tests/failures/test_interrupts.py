@@ -310,7 +310,7 @@ def test_a_module_that_calls_itself_may_raise_and_is_one_pass(stage: int) -> Non
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_memory_that_runs_out_in_full_params_or_unsharded_leaves_the_model_sharded(
+def test_memory_that_runs_out_in_full_params_or_unshard_leaves_the_model_sharded(
     stage: int,
 ) -> None:
     from onefold.runtime.state import start
@@ -330,11 +330,16 @@ def test_memory_that_runs_out_in_full_params_or_unsharded_leaves_the_model_shard
     plain = {name: p.detach().clone() for name, p in model.named_parameters()}
     model = onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=10.0))
     parameters, engine = list(model.parameters()), onefold.engine_of(model)
+
+    @contextlib.contextmanager
+    def unsharded(model: Any) -> Any:
+        yield onefold.unshard(model)
+
     gathered = engine.memory.now().get("gathered", 0)
     for module, name, enter in (
         (start, "whole_masters", onefold.full_params),
         (start, "rewrite_masters", lambda m: onefold.full_params(m, write=True)),
-        (importlib.import_module("onefold.unsharded"), "whole_masters", onefold.unsharded),
+        (importlib.import_module("onefold.unshard"), "whole_masters", unsharded),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, name, fails(getattr(module, name), 2))

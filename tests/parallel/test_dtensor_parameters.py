@@ -146,7 +146,7 @@ def test_state_dicts_and_contexts_know_the_global_tensors(stage: int) -> None:
         seen.states, again.states
     )
     with pytest.raises(Exception, match="DTensors"):
-        onefold.unsharded(model).__enter__()
+        onefold.unshard(model)
 
 
 # -- packed weights --------------------------------------------------------------------------------

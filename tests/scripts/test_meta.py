@@ -236,7 +236,7 @@ def test_a_meta_model_is_loaded_after_it_was_sharded(stage: int, way: Any, folde
     [{"frozen": "int8"}, {"offload_optimizer": "cpu", "offload_param": "cpu"}],
     ids=str,
 )
-def test_what_rests_encoded_off_the_device_or_in_tiles_is_loaded_later_too(options: Any) -> None:
+def test_what_rests_encoded_or_off_the_device_is_loaded_later_too(options: Any) -> None:
     with torch.device("meta"):
         model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
     for name, p in model.named_parameters():

@@ -249,7 +249,8 @@ def _whole(
 def _whole_groups(optimizer: Optimizer, outline: Outline) -> list[dict[str, Any]]:
     """Return the groups as torch's state dict has them."""
     return [
-        {**group, "params": [param.number for param in params]}
+        {key: group[key] for key in group if key != "params"}
+        | {"params": [param.number for param in params]}  # last, as torch's has it
         for group, params in zip(optimizer.param_groups, outline.groups, strict=True)
     ]
 
