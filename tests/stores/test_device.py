@@ -38,19 +38,6 @@ def on_host(low: Tensor) -> Tensor:
     return low
 
 
-# -- which device ----------------------------------------------------------------------------------
-
-
-def test_what_has_no_streams_copies_at_once() -> None:
-    cpu, into, let_go = torch.device("cpu"), torch.zeros(3), []
-    side = room.CopyStream(cpu)
-    assert side.copy(into, torch.ones(3), done=lambda: let_go.append(1)) is None
-    assert into.tolist() == [1, 1, 1] and let_go == [1] and not side.asynchronous
-    side.wait()
-    assert room.default_device() == room.with_index("cpu") == cpu and not room.has_streams(cpu)
-    assert not room.HostBuffers(cpu).empty(5, torch.float32).is_pinned()
-
-
 @virtual.alone
 def test_a_save_in_the_background_reads_the_device_that_the_model_is_on(tmp_path: Path) -> None:
     torch.accelerator.set_device_index(1)
