@@ -148,13 +148,19 @@ def test_transfers_of_the_same_bytes_keep_their_order_and_others_do_not_wait(
     old, new = numbered(4096, torch.float32), on_pages(torch.zeros(4096))
     region.write(0, old).wait()
     go = threading.Event()
-    store.fault = lambda op, *_: None if op != first else go.wait(60.0) and None
+
+    def fault(op: str, region: str, offset: int, nbytes: int) -> None:
+        if op == first:
+            go.wait(60.0)
+
+    store.fault = fault
     begun = region.write(0, new) if first == "write" else region.read(0, into)
     then = region.read if first == "write" else region.write
     then(4096, blank(1024, torch.float32)).wait()
     second = threading.Thread(target=lambda: then(0, into if first == "write" else new).wait())
     second.start()
     free = threading.Thread(target=store.free, args=(region,))
+    second.join(0.2)  # long enough for one that does not wait
     assert not begun.done() and second.is_alive()
     go.set()
     second.join(300.0)
