@@ -151,7 +151,7 @@ def test_transfers_of_the_same_bytes_keep_their_order_and_others_do_not_wait(
 
     def fault(op: str, region: str, offset: int, nbytes: int) -> None:
         if op == first:
-            go.wait(60.0)
+            go.wait(10.0)
 
     store.fault = fault
     begun = region.write(0, new) if first == "write" else region.read(0, into)
