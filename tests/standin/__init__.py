@@ -570,7 +570,7 @@ def _split(t: Tensor, sizes: list[int], ranks: int) -> list[Tensor]:
 
 def _op(opts: Any) -> str:
     op = opts.reduceOp if opts is not None else ReduceOp.SUM
-    for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT"):
+    for name in ("SUM", "AVG", "MAX", "MIN"):
         if op == getattr(ReduceOp, name):
             return name
     raise RuntimeError(f"NCCL has no {op}")
@@ -590,8 +590,6 @@ def _reduce(parts: list[Tensor], op: str, chunk: int) -> Tensor:
             total.add_(part)
         elif op == "AVG":
             total.add_(part * (1.0 / n))
-        elif op == "PRODUCT":
-            total.mul_(part)
         else:
             total = torch.maximum(total, part) if op == "MAX" else torch.minimum(total, part)
     return total

@@ -84,9 +84,8 @@ def train(
 @pytest.mark.parametrize(
     ("checkpointing", "budget", "ahead"),
     [
-        *(("none", budget, 3000) for budget in (0, 511, 5000, 20_000)),
-        *((kind, 16 * MIB, 0) for kind in ("none", "reentrant", "non-reentrant")),
-        *((kind, 16 * MIB, 3000) for kind in ("none", "non-reentrant")),
+        *(("none", budget, 3000) for budget in (0, 5000, 16 * MIB)),
+        *((kind, 16 * MIB, 0) for kind in ("reentrant", "non-reentrant")),
     ],
 )
 def test_training_gives_the_same_bits_within_any_budget(
@@ -97,20 +96,19 @@ def test_training_gives_the_same_bits_within_any_budget(
     assert differences(train(None, checkpointing), train(store, checkpointing)) == []
     assert sum(on_host(store).values()) <= budget
     assert (store.down > 0) == (budget >= 512)
-    assert (store.refused > 0) == (budget <= 20_000)
+    assert (store.refused > 0) == (budget <= 5000)
     assert_nothing_is_left(store)
 
 
 @virtual.alone
-@pytest.mark.parametrize("window", [0, 2000, MIB])
 @pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
 def test_late_copies_change_no_bit_and_nothing_is_freed_under_them(
-    checkpointing: Checkpointing, window: int
+    checkpointing: Checkpointing,
 ) -> None:
     expected = train(None, checkpointing, "virtual")
-    for seed in range(3):
+    for seed, (window, ahead) in enumerate([(0, MIB), (2000, 0), (2000, 3000), (MIB, 3000)]):
         virtual.start(seed)
-        store = store_of(8 * MIB, "virtual", ahead=(0, 3000, MIB)[seed % 3], window=window)
+        store = store_of(8 * MIB, "virtual", ahead=ahead, window=window)
         assert differences(expected, train(store, checkpointing, "virtual")) == []
         assert [str(v) for v in virtual.violations()] == [] and store.up > 0
         assert_nothing_is_left(store)
@@ -122,14 +120,11 @@ def operate(op: int, a: Tensor, b: Tensor, i: int, j: int) -> Tensor:
         lambda: a.sin(),
         lambda: a * b,
         lambda: torch.tanh(a @ b.t()),
-        lambda: (a.t() + 1).cos().t(),
         lambda: torch.cat([a[: 1 + j % 8], b[1 + j % 8 :]]).sin(),
-        lambda: a[:, ::2].repeat_interleave(2, 1).sigmoid(),
         lambda: a.clone().mul_(0.5).tanh_(),
         lambda: torch.where(a > b, a, b * 0.5),
         lambda: a[j % 8].expand(8, 8) * b,
         lambda: torch.softmax(a, i % 2) * b,
-        lambda: a.chunk(2, 1)[j % 2].sin().repeat(1, 2),
         lambda: nn.functional.layer_norm(a, (8,)).tanh(),
         lambda: checkpoint(lambda x, y: (x * y).sin().cos(), a, b, use_reentrant=bool(i % 2)),
     ]
@@ -189,11 +184,6 @@ def lstm(x: Tensor) -> Tensor:
     return layers(x.view(5, 10, 8))[0].square().sum()
 
 
-def parts_of_one_memory(x: Tensor) -> Tensor:
-    parts = [p.sigmoid_() for p in (x * 2).unsafe_split_with_sizes([25, 15, 5, 5])]
-    return torch.stack([part.square().sum() for part in parts]).sum()
-
-
 def versions(x: Tensor) -> Tensor:
     h = x * 2
     early = h.sin()  # saves what is written to below
@@ -201,11 +191,6 @@ def versions(x: Tensor) -> Tensor:
     out = h.cos().sum()
     out.early = early  # type: ignore[attr-defined]  # its graph lives as long
     return out
-
-
-def complexes(x: Tensor) -> Tensor:
-    y = torch.view_as_complex(x.view(50, 4, 2)) * 2
-    return (y.conj() * y.sin()).real.sum() + (y.imag * y.real).sum()
 
 
 def allowed_writes(x: Tensor) -> Tensor:
@@ -216,26 +201,11 @@ def allowed_writes(x: Tensor) -> Tensor:
     return (z.tanh() * y.detach()).sum()
 
 
-def nested(x: Tensor) -> Tensor:
-    def block(y: Tensor) -> Tensor:
-        return checkpoint(lambda z: z.sin().tanh(), y, use_reentrant=False) * y
-
-    return checkpoint(
-        block, checkpoint(block, x * 1, use_reentrant=True), use_reentrant=False
-    ).sum()
-
-
 GRAPHS: dict[str, Callable[[Tensor], Tensor]] = {
     "a Function": lambda x: Square.apply(x * 1).sum(),  # type: ignore[no-untyped-call]
     "an LSTM": lstm,
-    "parts of one memory": parts_of_one_memory,
     "versions of a tensor": versions,
-    "complex numbers": complexes,
     "writes that autograd allows": allowed_writes,
-    "nested checkpoints": nested,
-    "parts of a large tensor": lambda x: sum(
-        (x[i : i + 2].sin().sum() for i in (1, 9, 1)), x.sum()
-    ),
 }
 
 
@@ -246,14 +216,10 @@ def test_odd_graphs_give_the_same_bits_also_twice_and_twice_differentiated(graph
         x = features_of(1, 50, 8).requires_grad_()
         with saving(used):
             loss = GRAPHS[graph](x)
-        retained = graph not in ("nested checkpoints",)
-        if retained:
-            loss.backward(retain_graph=True)
-            if graph != "a Function":
-                (first,) = torch.autograd.grad(loss, x, create_graph=True)
-                first.square().sum().backward()
-        else:
-            loss.backward()
+        loss.backward(retain_graph=True)
+        if graph != "a Function":
+            (first,) = torch.autograd.grad(loss, x, create_graph=True)
+            first.square().sum().backward()
         found.append({"loss": loss.detach(), "x": x.grad.clone()})
         del loss
         first = None
@@ -307,41 +273,19 @@ def test_what_several_nodes_save_goes_down_once_and_comes_up_once_and_is_freed()
 
 
 @virtual.alone
-@pytest.mark.parametrize("lines", [0, 3, 10])
-def test_the_device_holds_the_window_on_the_way_down_and_what_is_ahead_on_the_way_up(
-    lines: int,
-) -> None:
-    nbytes = 16 * 16 * 4
+def test_the_device_holds_the_window_on_the_way_down_and_what_is_ahead_on_the_way_up() -> None:
+    nbytes, lines = 16 * 16 * 4, 3
     store = store_of(MIB, "virtual", window=lines * nbytes, ahead=lines * nbytes)
     y = features_of(1, 16, 16).to("virtual").requires_grad_() * 1
     with saving(store):
         for _ in range(20):
             y = y.sin()
-    # The one that begins, and two of the largest at least where something may be held
-    assert store.ledger.peak()[MOVING] <= (max(2, lines) * bool(lines) + 1) * nbytes
+    assert store.ledger.peak()[MOVING] <= (lines + 1) * nbytes, "the window, and one that begins"
     loss = y.sum()
     del y
     store.ledger.reset_peak()
     loss.backward()
-    assert store.ledger.peak()[MOVING] <= max(1, lines) * nbytes
-
-
-def test_of_checkpointed_blocks_the_inputs_go_down_and_recomputed_tensors_do_not() -> None:
-    blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
-    for use_reentrant in (False, True):
-        for around_backward in (False, True):
-            store, x = store_of(), features_of(1, 10, 16).requires_grad_() * 1
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(saving(store))
-                for block in blocks:
-                    x = checkpoint(block, x, use_reentrant=use_reentrant)
-                loss = x.sum()
-                if not around_backward:
-                    stack.close()
-                loss.backward()
-            assert store.down == 3 * 10 * 16 * 4
-            del x
-            assert_nothing_is_left(store)
+    assert store.ledger.peak()[MOVING] <= lines * nbytes
 
 
 # -- graphs that end otherwise ---------------------------------------------------------------------
@@ -383,9 +327,7 @@ def test_graphs_that_are_dropped_raise_or_are_read_in_part_give_their_memory_bac
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda h: h.add_(1),
-    "through a view": lambda h: h[0].zero_(),
     "through a detached tensor": lambda h: h.detach().mul_(2),
-    "by out=": lambda h: torch.ones(20, 20, out=h.detach()),
 }
 
 
@@ -413,12 +355,9 @@ class Labelled(Tensor):
 WEIGHT = nn.Parameter(torch.ones(20, 20))
 STAYS: dict[str, Callable[[], Tensor]] = {
     "a parameter": lambda: WEIGHT,
-    "a view of a parameter": lambda: WEIGHT.t(),
     "a subclass": lambda: torch.ones(20, 20).as_subclass(Labelled),  # type: ignore[arg-type]
     "a conjugate": lambda: torch.ones(20, 20, dtype=torch.complex64).conj(),
     "a sparse tensor": lambda: torch.eye(20).to_sparse(),
-    "another device's": lambda: torch.ones(20, 20, device="meta"),
-    "an empty one": lambda: torch.ones(0, 20),
     "a small one": lambda: torch.ones(3),
     "what is skipped": lambda: torch.full((20, 20), 7.0),
 }
@@ -431,36 +370,29 @@ def test_what_cannot_go_or_need_not_go_stays(kind: str) -> None:
     with torch.no_grad():
         again = store.unpack(store.pack(t))
     assert store.down == 0 and again.size() == t.size() and type(again) is type(t)
-    assert t.is_meta or t.is_sparse or torch.equal(again, t)
+    assert t.is_sparse or torch.equal(again, t)
 
 
 # -- in an engine ----------------------------------------------------------------------------------
 
 
-def sharded(
-    stage: int, precision: Any, model: nn.Module | None = None, **options: Any
-) -> tuple[Any, ActivationStore]:
-    torch.manual_seed(0)
-    recipe = onefold.Recipe.zero(stage, precision=precision, **options)
-    model = onefold.shard(TinyGPT() if model is None else model, recipe)
-    return model, looks.activations(model)
-
-
-def top_hooks() -> Any:
-    """The saved-tensor hooks in place here; None without any."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) or None
+def sharded(stage: int, precision: Any) -> tuple[Any, ActivationStore]:
+    """A model and its store, which takes tensors of any size."""
+    recipe = onefold.Recipe.zero(stage, precision=precision, offload_activations=4 * MIB)
+    model = onefold.shard(TinyMLP(), recipe)
+    store = looks.activations(model)
+    store.smallest = 1
+    return model, store
 
 
 def test_a_pass_that_raises_leaves_no_hook_and_a_model_that_goes_leaves_no_memory() -> None:
-    model, store = sharded(3, "bf16", TinyMLP(), offload_activations=4 * MIB)
-    store.smallest = 1
+    model, store = sharded(3, "bf16")
     with pytest.raises(RuntimeError, match="shapes"):
         model(features_of(1, 3, 8))
-    assert top_hooks() is None
+    assert not torch._C._autograd._top_saved_tensors_default_hooks(False)
     gc.collect()
     assert store.held == 0
-    model, store = sharded(0, "fp32", TinyMLP(), offload_activations=4 * MIB)
-    store.smallest = 1
+    model, store = sharded(0, "fp32")
     x = features_of(1, 4, 7).requires_grad_()
     loss = model(x).square().sum()
     (expected,) = torch.autograd.grad(loss, x, retain_graph=True)

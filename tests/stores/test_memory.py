@@ -6,7 +6,7 @@ import gc
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from onefold.memory import GATHERED, IDLE, MemoryLedger, Pool, empty
@@ -23,6 +23,8 @@ MIB = 1 << 20
         max_size=40,
     )
 )
+@example([("take", 16, 0), ("give", 16, 0), ("take", 16, 0), ("take", 16, 0)])
+@example([("take", 16, 0), ("view", 16, 0), ("give", 16, 0), ("take", 16, 0)])
 def test_no_buffer_is_handed_out_while_somebody_reads_it(moves: list[tuple[str, int, int]]) -> None:
     pool = Pool(CPU, ledger := MemoryLedger())
     held: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers, and what was written to them

@@ -8,8 +8,6 @@ import errno
 import itertools
 import logging
 import os
-import random
-import resource
 import secrets
 import shutil
 import subprocess
@@ -25,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.probes import cached_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -53,12 +50,6 @@ SOURCE = str(Path(onefold.__file__).parents[1])
 def store(tmp_path: Path) -> Iterator[Nvme]:
     with Nvme([tmp_path], name="test", block=4 * PAGE) as store:
         yield store
-
-
-def folders(parent: Path, *names: str) -> list[Path]:
-    for name in names:
-        (parent / name).mkdir()
-    return [parent / name for name in names]
 
 
 def on_pages(values: Tensor) -> Tensor:
@@ -96,28 +87,22 @@ def chunks(data: st.DataObject, numel: int, step: int) -> list[tuple[int, int]]:
 def test_what_is_written_is_read_in_any_pieces_also_where_transfers_are_short(
     data: st.DataObject,
 ) -> None:
-    """Over any number of folders, of which each gets its share to a stripe."""
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64]))
     step = PAGE // dtype.itemsize
     sizes = data.draw(st.lists(st.integers(1, 40 * step), min_size=1, max_size=3))
-    stripe, block = (data.draw(st.sampled_from([PAGE, 2 * PAGE, 5 * PAGE, MIB])) for _ in range(2))
-    chance, lock = random.Random(data.draw(st.integers(0, 99))), threading.Lock()
-
-    def fault(op: str, region: str, offset: int, nbytes: int) -> int | None:
-        with lock:
-            given = chance.choice([None, PAGE, 3 * PAGE])
-        return None if given is None else min(given, nbytes)
-
+    shorter = data.draw(st.sampled_from([1, 3, MIB]))
+    options = {
+        "threads": data.draw(st.integers(1, 4)),
+        "block": data.draw(st.sampled_from([PAGE, 5 * PAGE, MIB])),
+    }
     with tempfile.TemporaryDirectory() as parent:
-        paths = folders(Path(parent), *map(str, range(data.draw(st.integers(1, 3)))))
-        options = {"threads": data.draw(st.integers(1, 4)), "stripe": stripe, "block": block}
-        with Nvme(paths, name="drawn", **options) as store:
+        with Nvme([Path(parent)], name="drawn", **options) as store:
             regions = [store.region(f"region {i}", numel, dtype) for i, numel in enumerate(sizes)]
             values = [torch.randint(0, 100, (numel,)).to(dtype) for numel in sizes]
             new = blank(sizes[0], dtype).fill_(7)
             regions[0].read(0, new).wait()
             assert not new.any(), "a new region holds zeros"
-            store.fault = fault
+            store.fault = lambda op, region, offset, nbytes: min(shorter * PAGE, nbytes)
             moved = store.read_bytes
             for region, expected in zip(regions, values, strict=True):
                 pieces = chunks(data, region.numel, step)
@@ -131,47 +116,28 @@ def test_what_is_written_is_read_in_any_pieces_also_where_transfers_are_short(
                     assert torch.equal(into, expected[a:b]), f"{region!r} from element {a} on"
             total = sum(region.capacity for region in regions)
             assert store.nbytes == store.written_bytes == store.read_bytes - moved == total
-            held = [file.stat().st_size for file in data_files(store)]
-            assert sum(held) == total and max(held) - min(held) <= len(sizes) * stripe
             assert sum(file.stat().st_blocks for file in data_files(store)) * 512 >= total, (
                 "the files have holes: a full disk would show in the middle of a step"
             )
-        assert not any(any(path.iterdir()) for path in paths)
+        assert not os.listdir(parent)
 
 
-FLOATS = page_buffer(4 * PAGE).view(torch.float32)
-REFUSED = {
-    "the region torch.float32": (0, FLOATS.view(torch.uint8)[:PAGE]),
-    "side by side": (0, FLOATS[::2][:1024]),
-    "it has 0 to 2,500": (2048, FLOATS[:1024]),
-    "multiple of 1,024 elements": (1, FLOATS[:1024]),
-    "begins on a page": (0, FLOATS[1:1025]),
-    "or with the region": (0, FLOATS[:1000]),
-    "on the host": (0, torch.empty(1024, device="meta")),
-}
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_transfer_of_fewer_bytes_than_asked_is_continued(store: Nvme, op: str) -> None:
+    region, found = store.region("short", 4 * PAGE, torch.uint8), blank(4 * PAGE)
+    asked: list[int] = []
 
+    def short(doing: str, region: str, offset: int, nbytes: int) -> int | None:
+        if doing != op:
+            return None
+        asked.append(nbytes)
+        return min(nbytes, PAGE + 100)  # a part of a page is moved again
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_memory_that_the_disk_cannot_work_on_is_refused_and_never_copied(
-    store: Nvme, words: str
-) -> None:
-    region = store.region("small", 2500, torch.float32)
-    for transfer in (region.read, region.write):
-        with pytest.raises(ValueError, match=words):
-            transfer(*REFUSED[words])
-    assert (store.read_bytes, store.written_bytes) == (0, 0)
-
-
-def blocked(store: Nvme, op: str) -> threading.Event:
-    """Transfers of this kind wait until the event is set."""
-    go = threading.Event()
-
-    def fault(doing: str, region: str, offset: int, nbytes: int) -> None:
-        if doing == op:
-            go.wait(60.0)
-
-    store.fault = fault
-    return go
+    store.fault = short
+    region.write(0, numbered(4 * PAGE)).wait()
+    region.read(0, found).wait()
+    assert torch.equal(found, numbered(4 * PAGE))
+    assert asked == [4 * PAGE, 3 * PAGE, 2 * PAGE, PAGE]
 
 
 @pytest.mark.parametrize("first", ["write", "read"])
@@ -181,13 +147,20 @@ def test_transfers_of_the_same_bytes_keep_their_order_and_others_do_not_wait(
     region, into = store.region("shared", 8192, torch.float32), blank(4096, torch.float32)
     old, new = numbered(4096, torch.float32), on_pages(torch.zeros(4096))
     region.write(0, old).wait()
-    go = blocked(store, first)
+    go = threading.Event()
+
+    def fault(op: str, region: str, offset: int, nbytes: int) -> None:
+        if op == first:
+            go.wait(10.0)
+
+    store.fault = fault
     begun = region.write(0, new) if first == "write" else region.read(0, into)
     then = region.read if first == "write" else region.write
     then(4096, blank(1024, torch.float32)).wait()
     second = threading.Thread(target=lambda: then(0, into if first == "write" else new).wait())
     second.start()
     free = threading.Thread(target=store.free, args=(region,))
+    second.join(0.2)  # long enough for one that does not wait
     assert not begun.done() and second.is_alive()
     go.set()
     second.join(300.0)
@@ -201,35 +174,19 @@ def test_transfers_of_the_same_bytes_keep_their_order_and_others_do_not_wait(
     assert writing.done(), "its space was given to others under it"
 
 
-def resident(kinds: tuple[str, ...] = ("RssAnon", "RssShmem")) -> int:
+def resident() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(kinds))
+    return sum(int(i.split()[1]) * 1024 for i in lines if i.startswith(("RssAnon", "RssShmem")))
 
 
-def lives_in_memory(folder: Path) -> bool:
-    """Whether files here have no other place than the page cache, as on tmpfs."""
-    path = folder / "probe"
-    path.write_bytes(bytes(PAGE))
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    held = cached_bytes([path])
-    path.unlink()
-    return held > 0
-
-
-def test_neither_the_page_cache_nor_the_hosts_memory_grows(store: Nvme, tmp_path: Path) -> None:
+def test_the_hosts_memory_does_not_grow(store: Nvme) -> None:
     region, buffer = store.region("large", 32 * MIB, torch.uint8), store.buffer(2 * MIB).fill_(1)
-    owners = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
     region.write(0, buffer).wait()
     before = resident()
     for start in range(0, 32 * MIB, 2 * MIB):
         region.write(start, buffer).wait()
         region.read(start, buffer).wait()
     assert resident() - before < 2 * MIB
-    assert torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) == owners
-    if not lives_in_memory(tmp_path):
-        assert cached_bytes(data_files(store)) == 0
 
 
 def test_close_waits_ends_the_threads_and_refuses_everything_after(tmp_path: Path) -> None:
@@ -284,116 +241,70 @@ def test_an_error_says_which_file_and_region_and_what_to_do_on_every_wait(
     other.read(0, found).wait()
     assert torch.equal(found, numbered()), "other transfers are none the worse"
 
-    def mistaken(*_: object) -> None:
-        raise ZeroDivisionError("a mistake in here")
 
-    store.fault = mistaken
-    with pytest.raises(TierError, match="ZeroDivisionError: a mistake in here"):
-        getattr(region, op)(0, numbered()).wait()
-
-
-@pytest.mark.parametrize("given", [0, 100])
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_transfer_that_moves_nothing_is_an_error_and_no_endless_loop(
-    store: Nvme, op: str, given: int
-) -> None:
-    region = store.region("stuck", 16 * PAGE, torch.uint8)
-    store.fault = failing(op, given)
+def test_a_transfer_that_ends_early_is_an_error_and_no_endless_loop(store: Nvme, op: str) -> None:
+    """What is missing of a file that somebody cut short would read as zeros."""
+    region = store.region("cut", 16 * PAGE, torch.uint8)
+    store.fault = failing(op, 100)
     with pytest.raises(TierError, match=r"ended after 0 of .* the file was cut short"):
         getattr(region, op)(0, numbered()).wait()
+    store.fault = None
+    [file] = data_files(store)
+    for size in (5 * PAGE + 100, 0):
+        os.truncate(file, size)
+        with pytest.raises(TierError, match=rf"was cut short to {size:,} bytes by somebody else"):
+            getattr(region, op)(0, numbered()).wait()
+        assert file.stat().st_size == size
 
 
-@pytest.mark.parametrize("size", [0, 5 * PAGE + 100])
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_file_that_somebody_cuts_short_is_an_error_and_does_not_grow_again(
-    store: Nvme, op: str, size: int
+def test_a_disk_without_direct_transfers_still_serves_and_is_mentioned_once(
+    store: Nvme, op: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is missing would read as zeros."""
-    region = store.region("cut", 16 * PAGE, torch.uint8)
-    region.write(0, numbered()).wait()
-    [file] = data_files(store)
-    os.truncate(file, size)
-    with pytest.raises(TierError, match=rf"was cut short to {size:,} bytes by somebody else"):
-        getattr(region, op)(0, numbered()).wait()
-    assert file.stat().st_size == size
-
-
-@pytest.mark.parametrize("what", ["removed", "read", "write"])
-def test_a_removed_file_or_one_without_direct_transfers_still_serves_and_is_mentioned_once(
-    store: Nvme, what: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    region, found = store.region("odd", MIB, torch.uint8), blank(MIB)
-    [file] = data_files(store)
-    if what == "removed":
-        file.unlink()
-    elif not store.direct:
+    if not store.direct:
         pytest.skip("this file system takes no direct transfers")
-    else:
-        store.fault = failing(what, broken(errno.EINVAL), times=1)
+    region, found = store.region("odd", MIB, torch.uint8), blank(MIB)
+    store.fault = failing(op, broken(errno.EINVAL), times=1)
     with caplog.at_level(logging.WARNING, "onefold"):
         for _ in range(3):
             region.write(0, numbered(MIB)).wait()
             region.read(0, found).wait()
     assert torch.equal(found, numbered(MIB))
-    said = "nothing is lost" if what == "removed" else "takes no direct transfers"
-    assert sum(said in record.getMessage() for record in caplog.records) == 1
-    assert what == "removed" or lives_in_memory(tmp_path) or cached_bytes([file]) == 0
+    assert sum("takes no direct transfers" in r.getMessage() for r in caplog.records) == 1
 
 
 def test_a_full_disk_shows_when_space_is_asked_for_and_all_of_it_is_given_back(
-    tmp_path: Path,
+    store: Nvme,
 ) -> None:
-    with Nvme(folders(tmp_path, "a", "b"), name="full", stripe=PAGE) as store:
-        store.region("fits", 4 * PAGE, torch.uint8)
-        calls: list[str] = []
-
-        def second_is_full(op: str, region: str, offset: int, nbytes: int) -> OSError | None:
-            calls.append(op)
-            return broken(errno.ENOSPC) if len(calls) == 2 else None
-
-        store.fault = second_is_full
-        with pytest.raises(TierError, match=r"'does not' in .* No space left on device; free"):
-            store.region("does not", 4 * PAGE, torch.uint8)
-        store.fault = None
-        assert store.nbytes == 4 * PAGE
-        assert [file.stat().st_size for file in data_files(store)] == [2 * PAGE, 2 * PAGE]
-        region, found = store.region("fits too", 4 * PAGE, torch.uint8), blank(4 * PAGE)
-        region.write(0, numbered(4 * PAGE)).wait()
-        region.read(0, found).wait()
-        assert torch.equal(found, numbered(4 * PAGE))
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * MIB, hard))
-        try:
-            with pytest.raises(TierError, match="File too large; files may not grow that large"):
-                store.region("too large", 256 * MIB, torch.uint8)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert store.nbytes == 8 * PAGE
+    store.region("fits", 4 * PAGE, torch.uint8)
+    store.fault = lambda *_: broken(errno.ENOSPC)
+    with pytest.raises(TierError, match=r"'does not' in .* No space left on device; free"):
+        store.region("does not", 4 * PAGE, torch.uint8)
+    store.fault = None
+    assert store.nbytes == sum(file.stat().st_size for file in data_files(store)) == 4 * PAGE
+    region, found = store.region("fits too", 4 * PAGE, torch.uint8), blank(4 * PAGE)
+    region.write(0, numbered(4 * PAGE)).wait()
+    region.read(0, found).wait()
+    assert torch.equal(found, numbered(4 * PAGE)) and store.nbytes == 8 * PAGE
 
 
 # -- before a run ----------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused_also_by_folders_that_share_a_disk(tmp_path: Path) -> None:
-    free, paths = shutil.disk_usage(tmp_path).free, folders(tmp_path, "a", "b")
+def test_what_does_not_fit_or_has_no_folder_is_refused(tmp_path: Path) -> None:
+    free, missing = shutil.disk_usage(tmp_path).free, tmp_path / "missing"
     dead = left_behind(tmp_path)
     refuse_unless_fits([tmp_path], free // 2, "the states")
     assert not dead.exists(), "what the dead have left does not count as full"
-    for where, need, said in (
-        ([tmp_path], 4 * free, rf"the states: {4 * free:,} bytes are needed at {tmp_path}"),
-        (paths, int(1.5 * free), f"{paths[0]} and {paths[1]}"),  # each half would fit
-        ([tmp_path / "missing"], 1, "is not there"),
+    with pytest.raises(
+        TierError, match=rf"the states: {4 * free:,} bytes are needed at {tmp_path}"
     ):
-        with pytest.raises(TierError, match=said):
-            refuse_unless_fits(where, need, "the states")
-    (tmp_path / "file").touch()
-    for path, said in (
-        (tmp_path / "missing", "is not there. Create it"),
-        (tmp_path / "file", "is a file"),
-    ):
-        with pytest.raises(TierError, match=said):
-            Nvme([paths[0], path], name="refused")
-    assert not any(paths[0].iterdir())
+        refuse_unless_fits([tmp_path], 4 * free, "the states")
+    with pytest.raises(TierError, match="is not there"):
+        refuse_unless_fits([missing], 1, "the states")
+    with pytest.raises(TierError, match=r"is not there. Create it"):
+        Nvme([missing], name="refused")
 
 
 # -- folders of runs -------------------------------------------------------------------------------
@@ -460,7 +371,7 @@ def test_after_a_kill_or_an_error_the_next_start_removes_what_was_left_and_only_
 
 
 def test_nothing_is_removed_that_is_not_ours_or_is_being_made(tmp_path: Path) -> None:
-    [elsewhere] = folders(tmp_path, "elsewhere")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
     other_mark = left_behind(tmp_path, mark=b"somebody else's lock", age=2 * YOUNG)
     no_lock, unmarked = left_behind(tmp_path), left_behind(tmp_path, mark=b"")
     (no_lock / LOCK).unlink()
@@ -509,7 +420,6 @@ class Run:
     [
         ("write", "exp_avg", errno.ENOSPC),
         ("read", "exp_avg", errno.EIO),
-        ("write", "master", errno.EIO),
     ],
 )
 def test_a_disk_that_fails_in_the_middle_of_a_step_stops_every_rank_for_good(
@@ -529,13 +439,10 @@ def test_a_disk_that_fails_in_the_middle_of_a_step_stops_every_rank_for_good(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("op", "kind"), [("read", "master"), ("write", "gradient")])
-def test_a_disk_that_fails_before_the_step_leaves_every_rank_as_it_was(
-    op: str, kind: str, folder: Path
-) -> None:
+def test_a_disk_that_fails_before_the_step_leaves_every_rank_as_it_was(folder: Path) -> None:
     plain, run = Run(folder), Run(folder)
     assert plain.step(0) == run.step(0)
-    run.break_disk(op, kind)
+    run.break_disk("write", "gradient")
     with pytest.raises(
         onefold.TierError, match=r"(?s)rank 1, before the step.*nothing has been ste"
     ):
@@ -546,36 +453,10 @@ def test_a_disk_that_fails_before_the_step_leaves_every_rank_as_it_was(
 
 
 @on_ranks(2, fresh=True)
-@pytest.mark.parametrize("free", [1000, 20 * MIB])
-def test_a_run_that_will_not_fit_is_refused_on_every_rank_before_it_begins(
-    free: int, folder: Path
-) -> None:
-    """A state that fits is taken, though there is no room to measure the disk."""
+def test_a_run_that_will_not_fit_is_refused_on_every_rank_before_it_begins(folder: Path) -> None:
     if dist.get_rank() == 1:  # the disk of one host only
-        shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 30, (1 << 30) - free, free)
-    if free > 1000:
-        Run(folder).step(0)
-        return
+        shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 30, (1 << 30) - 1000, 1000)
     with pytest.raises(onefold.TierError, match=r"(?s)^rank 1, before the run: .* 1,000 are free"):
         Run(folder)
     dist.barrier()
     assert list(folder.iterdir()) == []
-
-
-@on_ranks(2)
-def test_code_that_computes_with_a_parameter_on_nvme_is_told_so(folder: Path) -> None:
-    run = Run(folder)
-    run.model(tokens_of(0)).backward()
-    p: Any = next(p for p in run.model.parameters() if p.numel())
-    for compute in (
-        lambda: p.sum(),
-        lambda: p.data.mul_(2),
-        lambda: p.grad.norm(),
-        lambda: p.grad.zero_(),
-        lambda: torch.add(p, 1),
-    ):
-        with pytest.raises(RuntimeError, match="stored on NVMe"):
-            compute()
-    assert p.shape == p.grad.shape and "NVMe" in repr(p) and "NVMe" in repr(p.grad)
-    with onefold.full_params(run.model):
-        assert all(bool(p.isfinite().all()) for p in run.model.parameters())

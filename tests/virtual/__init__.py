@@ -173,12 +173,7 @@ _failure: str | None = None
 
 
 def _compiler() -> str | None:
-    return (
-        os.environ.get("CXX")
-        or shutil.which("g++")
-        or shutil.which("clang++")
-        or shutil.which("c++")
-    )
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
 def _flags() -> list[str]:
@@ -379,32 +374,27 @@ def start(
     seed: int | None = 0,
     *,
     check: bool = True,
-    poison: bool = True,
-    stacks: bool = True,
     timeout: float = 120,
-    stop_on_error: bool = True,
 ) -> None:
     """Loads the device if it isn't there, and begins anew with these settings.
 
     Args:
         seed: of the order in which operations run; None runs each at once.
         check: record who touches which bytes (`violations`).
-        poison: fill new memory with bytes of 255 (NaN in every floating dtype).
-        stacks: record Python stacks with operations and synchronizations.
         timeout: seconds after which a wait raises if nothing ran at all.
-        stop_on_error: raise if an operation of before failed.
 
     Raises:
-        RuntimeError: the device isn't `available`, or it does not compile.
+        RuntimeError: the device isn't `available`, it does not compile, or an operation of before
+            failed.
     """
     if not available():
         raise RuntimeError(why_not())
     library = _load()
-    library.virtual_configure(0, int(check), int(poison), int(stacks), timeout)
+    library.virtual_configure(0, int(check), 1, 1, timeout)
     error = library.virtual_drain().decode()
-    library.virtual_configure(int(seed is None), int(check), int(poison), int(stacks), timeout)
+    library.virtual_configure(int(seed is None), int(check), 1, 1, timeout)
     library.virtual_reset(seed or 0)
-    if error and stop_on_error:
+    if error:
         _fail(error)
 
 
