@@ -88,14 +88,10 @@ def masters(engine: Any) -> list[Tensor]:
 def whole_gradients(engine: Any) -> list[Tensor]:
     """In the order of the parameters; zeros where there is none."""
     found = []
-    for p, shape in zip(engine.module.parameters(), shapes(engine.module), strict=True):
+    for p in engine.module.parameters():
         grad = served().utils.safe_get_full_grad(p)
-        found.append(torch.zeros(shape) if grad is None else grad.clone())
+        found.append(torch.zeros(p.shape) if grad is None else grad.clone())
     return found
-
-
-def shapes(model: nn.Module) -> list[tuple[int, ...]]:
-    return [tuple(p.shape) for p in model.parameters()]
 
 
 def apart(mine: list[Tensor], theirs: list[Tensor]) -> float:
@@ -132,6 +128,11 @@ class Plain:
                 p -= RATE * factor * grad
         self.model.zero_grad()
         return norm
+
+    def train(self, count: int) -> None:
+        for index in range(count):
+            loss_of(self.model(batch(index))).backward()
+            self.step()
 
     def weights(self) -> list[Tensor]:
         return [p.detach() for p in self.model.parameters() if p.requires_grad]

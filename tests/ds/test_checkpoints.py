@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import shutil
-import stat
 import subprocess
 import sys
 import zipfile
@@ -25,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import onefold
-from ds.engines import adam, made, masters, served, some, train
+from ds.engines import adam, made, served, some, train
 from on_ranks import on_ranks, slow
 from reference import built, differences, weights
 from zoo import TinyMLP
@@ -98,13 +97,14 @@ def test_parts_of_a_checkpoint_load_at_other_stages_and_tiers(
         saved, states = weights(first.module), moments(first)
         after = train(first, range(3, 5), dtype_of(first))
         for name, (options, steps, has_states, has_rate) in PARTS.items():
+            if name != "all" and precision != "fp32" and not every:
+                continue
             again = engine_of(other, 1, there, **more)
             path, client = again.load_checkpoint(place, **options)
             assert Path(path).name == "global_step3" and client == {"epoch": 7}
             assert not differences(saved, weights(again.module)), name
-            assert again.global_steps == steps and same(
-                moments(again), states if has_states else []
-            )
+            assert again.global_steps == steps
+            assert same(moments(again), states if has_states else [])
             if precision == "fp16":
                 assert again.loss_scaler.cur_iter == (3 if has_states else 0)
             losses = train(again, range(3, 5), dtype_of(again))
@@ -122,91 +122,63 @@ def test_parts_of_a_checkpoint_load_at_other_stages_and_tiers(
     assert first.load_checkpoint(place / "nowhere") == (None, None)
     with pytest.raises(onefold.CheckpointError, match="no checkpoint 'missing'"):
         first.load_checkpoint(place, "missing")
-    with pytest.raises(NotImplementedError, match="load by names"):
-        first.load_checkpoint(place, custom_load_fn=print)
-    with pytest.raises(ValueError, match="a name for one in it"):
-        first.save_checkpoint(place, "a/b")
-    assert os.stat(place / "zero_to_fp32.py").st_mode & stat.S_IXUSR
 
 
 @on_ranks(2)
-def test_frozen_parameters_may_stay_out_and_what_is_loaded_leaves_them(folder: Path) -> None:
-    for stage, other in ((3, 1), (2, 3), (0, 2)):
+def test_frozen_parameters_may_stay_out_and_other_models_are_refused(folder: Path) -> None:
+    for stage, other in ((3, 1), (0, 2)):
         place = folder / f"{stage}"
         engine = engine_of(stage)
         train(engine, range(1))
         engine.save_checkpoint(place, exclude_frozen_parameters=True)
         after = train(engine, range(1, 3))
-        for strict in (True, False):
-            again = engine_of(other, 1)
-            again.load_checkpoint(place, load_module_strict=strict)
-            assert again.global_steps == 1 and torch.equal(again.module.seen, engine.module.seen)
-            assert train(again, range(1, 3)) == pytest.approx(after, rel=1e-6)
-            state = again.module_state_dict(exclude_frozen_parameters=True)
-            assert not FROZEN & set(state)
+        again = engine_of(other, 1)
+        again.load_checkpoint(place, load_module_strict=False)
+        assert again.global_steps == 1 and torch.equal(again.module.seen, engine.module.seen)
+        assert train(again, range(1, 3)) == pytest.approx(after, rel=1e-6)
         found = served().utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(place))
         assert found.keys() == weights(engine.module).keys() - FROZEN
-        for make, words in (
-            (partial(mixed, width=7), "shape"),
-            (partial(mixed, depth=4), "lacks, and are trained here"),
-            (partial(mixed, depth=2), "has, and this model has not"),
-        ):
-            with pytest.raises(onefold.CheckpointError, match=words):
-                engine_of(other, make=make).load_checkpoint(place)
+    for make, words in (
+        (partial(mixed, width=7), "shape"),
+        (partial(mixed, depth=4), "lacks, and are trained here"),
+        (partial(mixed, depth=2), "has, and this model has not"),
+    ):
+        with pytest.raises(onefold.CheckpointError, match=words):
+            engine_of(other, make=make).load_checkpoint(place)
 
 
 # -- the whole model in fp32 -----------------------------------------------------------------------
 
 
+def in_fp32(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters."""
+    return {name: value.float() for name, value in state.items() if name != "seen"}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_engines_module_takes_the_whole_model_of_a_folder(precision: str, folder: Path) -> None:
-    more = {} if precision == "fp32" else {precision: {"enabled": True}}
-    read = served().utils.zero_to_fp32
-    for stage in (0, 2, 3):
+def test_an_engines_module_takes_the_whole_model_of_a_folder(folder: Path) -> None:
+    load = served().utils.zero_to_fp32.load_state_dict_from_zero_checkpoint
+    for stage, more in ((0, {}), (3, {"bf16": {"enabled": True}})):
         place = folder / f"{stage}"
         engine = engine_of(stage, **more)
         train(engine, range(3), dtype_of(engine))
         engine.save_checkpoint(place)
         dist.barrier()
         saved = weights(engine.module)
-        named = {n: v for n, v in saved.items() if n != "seen"}
-
-        def check(state: Any, named: Any = named) -> None:
-            found = {n: state[n].float() for n in named}
-            assert not differences({n: v.float() for n, v in named.items()}, found)
-
-        check(read.get_fp32_state_dict_from_zero_checkpoint(str(place)))
+        named = in_fp32(saved)
         plain = built(mixed, 2)
-        assert read.load_state_dict_from_zero_checkpoint(plain, str(place)) is plain
-        check(plain.state_dict())
+        assert load(plain, str(place)) is plain
+        assert not differences(named, in_fp32(plain.state_dict()))
         # Into the engine's own module, after more steps, and into another stage's
         train(engine, range(3, 5), dtype_of(engine))
         for target in (engine, engine_of(3 - stage, 2, **more)):
             assert differences(saved, weights(target.module))
-            read.load_state_dict_from_zero_checkpoint(target.module, str(place))
-            check(weights(target.module))
+            load(target.module, str(place))
+            assert not differences(named, in_fp32(weights(target.module)))
             train(target, range(5, 9), dtype_of(target))
             assert differences(saved, weights(target.module)), "it trains on"
-        # Inside GatheredParameters: whole and in fp32 there, and gone afterwards
-        before, gathered = masters(engine), served().zero.GatheredParameters
-        with gathered(engine.module.parameters()):
-            check(
-                dict(
-                    read.load_state_dict_from_zero_checkpoint(
-                        engine.module, str(place)
-                    ).state_dict()
-                )
-            )
-            if stage:
-                assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
-        assert same(masters(engine), before)
-        if stage == 3:
-            first = next(engine.module.parameters())
-            with gathered(first), pytest.raises(RuntimeError, match="1 of 15"):
-                read.load_state_dict_from_zero_checkpoint(engine.module, str(place))
         with pytest.raises(onefold.CheckpointError):
-            read.load_state_dict_from_zero_checkpoint(engine.module, f"{place}/none")
+            load(engine.module, f"{place}/none")
 
 
 def saved_twice(folder: Path) -> dict[str, Tensor]:
@@ -216,7 +188,6 @@ def saved_twice(folder: Path) -> dict[str, Tensor]:
         train(engine, range(3), torch.bfloat16)
         engine.save_checkpoint(folder / "whole", tag, {"epoch": 3}, save_latest=tag is None)
     onefold.save(folder / "plain/step-2", model=engine.module, optimizer=engine.optimizer, step=2)
-    onefold.save(folder / "weights/step-2", model=engine.module, step=2)
     dist.barrier()
     return {name: value.float() for name, value in weights(engine.module).items()}
 
@@ -230,37 +201,23 @@ def test_zero_to_fp32_reads_tags_leaves_frozen_out_and_writes_files_of_a_size(fo
         assert not differences(model, of(folder / name, tag)), name
         found = of(folder / name, tag, True)
         assert not differences({n: v for n, v in model.items() if n not in FROZEN}, found)
-        assert found["blocks.0.up.weight"] is found["blocks.2.up.weight"]
     assert differences(model, of(folder / "whole")), "latest names the first tag"
-    with pytest.raises(onefold.CheckpointError, match="does not say which parameters were frozen"):
-        of(folder / "weights", None, True)
-    for safe, stem, suffix in ((True, "model", ".safetensors"), (False, "pytorch_model", ".bin")):
-        for size in (300, "5GB"):
-            out = folder / f"{dist.get_rank()}{suffix}{size}"
-            read.convert_zero_checkpoint_to_fp32_state_dict(
-                folder / "whole", out, size, safe, "other"
-            )
-            files = sorted(out.glob(f"*{suffix}"))
-            parts = {f.name: load_file(f) if safe else torch.load(f) for f in files}
-            found = {n: v for part in parts.values() for n, v in part.items()}
-            assert not differences(model, found)
-            if size == "5GB":
-                assert [f.name for f in files] == [f"{stem}{suffix}"]
-                continue
-            assert files[0].name == f"{stem}-00001-of-{len(files):05d}{suffix}"
-            index = json.loads((out / f"{stem}{suffix}.index.json").read_text())["weight_map"]
-            assert index == {n: name for name, part in parts.items() for n in part}
-            largest = [
-                sum({v.data_ptr(): v.nbytes for v in p.values()}.values()) for p in parts.values()
-            ]
-            assert len(files) > 1 and max(largest) <= 2 * 300
+    for safe, suffix, size in ((True, ".safetensors", 300), (False, ".bin", "5GB")):
+        out = folder / f"{dist.get_rank()}-{size}"
+        read.convert_zero_checkpoint_to_fp32_state_dict(folder / "whole", out, size, safe, "other")
+        files = sorted(out.glob(f"*{suffix}"))
+        parts = {f.name: load_file(f) if safe else torch.load(f) for f in files}
+        assert not differences(model, {n: v for p in parts.values() for n, v in p.items()})
+        if size == "5GB":
+            assert [f.name for f in files] == ["pytorch_model.bin"]
+            continue
+        assert files[0].name == f"model-00001-of-{len(files):05d}{suffix}"
+        index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+        assert index == {n: name for name, part in parts.items() for n in part}
+        assert len(files) > 1 and max(f.stat().st_size for f in files) < 2000
     # What Lightning asks for
-    (file,) = read.get_optim_files(str(folder / "whole/global_step3"))
-    assert torch.load(file, weights_only=False)["optimizer_state_dict"]["zero_stage"] == 3
     state = torch.load(read.get_model_state_file(str(folder / "whole/global_step3"), 3))
     assert state["epoch"] == 3 and state["global_steps"] == 3
-    with pytest.raises(onefold.CheckpointError, match="was not saved by an engine"):
-        read.get_model_state_file(str(folder / "plain"), 3)
 
 
 @slow
@@ -326,24 +283,17 @@ def check_contents(engine: Any, said: dict[str, Any], path: Path) -> None:
     assert engine.global_samples == BEFORE * SAMPLES
 
 
-def go_on(
-    name: str, stage: int, folder: Path, path: Path, said: dict[str, Any], **options: Any
-) -> list[float]:
+def go_on(name: str, stage: int, folder: Path, path: Path, said: dict[str, Any]) -> list[float]:
     """How far each loss after DeepSpeed's save is from DeepSpeed's; then save anew."""
     case, rank, ranks = CASES[name], dist.get_rank(), dist.get_world_size()
     model, share = Tiny(), SAMPLES // ranks  # nothing of its own initialization may matter
     config = Case(stage, ranks, case.precision, more=case.more).config()
     engine, *_ = served().initialize(model=model, model_parameters=model.groups(), config=config)
-    found, client = engine.load_checkpoint(path / "saved", **options)
+    found, client = engine.load_checkpoint(path / "saved")
     assert found == str(path / "saved" / TAG)
-    assert {**client, "seen": client["seen"].tolist()} == {
-        "note": "by hand",
-        "epoch": 2,
-        "seen": [0, 1, 2],
-    }
-    if not options:
-        check_contents(engine, said, path)
-        assert engine.cur_scale == (said["scale"] if case.precision == "fp16" else 1.0)
+    assert client["seen"].tolist() == [0, 1, 2] and client["epoch"] == 2
+    check_contents(engine, said, path)
+    assert engine.cur_scale == (said["scale"] if case.precision == "fp16" else 1.0)
     far = []
     for tokens, expected in zip(torch.tensor(said["batches"]), said["losses"], strict=True):
         loss = engine(tokens[rank * share : (rank + 1) * share])
@@ -356,7 +306,11 @@ def go_on(
     return far
 
 
-def continue_at_stages(name: str, folder: Path, every: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_of_deepspeed_goes_on_with_the_losses_it_had(
+    name: str, folder: Path, every: bool
+) -> None:
     path, said = unpacked(name, folder)
     for stage in (1, 2, 3) if every else (1 + list(CASES).index(name) % 3,):
         far = go_on(name, stage, folder, path, said)
@@ -368,29 +322,15 @@ def continue_at_stages(name: str, folder: Path, every: bool) -> None:
     assert client == {"far": far} and engine.global_steps == BEFORE + len(far)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("name", CASES)
-def test_a_run_of_deepspeed_goes_on_with_the_losses_it_had(
-    name: str, folder: Path, every: bool
-) -> None:
-    continue_at_stages(name, folder, every)
-
-
 @on_ranks(1)
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_plain_loop_goes_on_from_deepspeeds_folder(ahead: bool, folder: Path) -> None:
+def test_a_plain_loop_goes_on_from_deepspeeds_folder(folder: Path) -> None:
     path, said = unpacked("stage-3-fp32-2", folder)
     model = onefold.shard(Tiny(), onefold.Recipe.zero(2))
     optimizer = torch.optim.AdamW(model.groups(), lr=9.0)
-    if ahead:
-        onefold.load_async(path / "saved", model=model, optimizer=optimizer).wait(300.0)
-    else:
-        onefold.load(path / "saved", model=model, optimizer=optimizer)
+    onefold.load(path / "saved", model=model, optimizer=optimizer)
     assert [g["lr"] for g in optimizer.param_groups] == said["rates"], "with DeepSpeed's options"
-    for tokens, expected in list(zip(torch.tensor(said["batches"]), said["losses"], strict=True))[
-        :2
-    ]:
-        loss = model(tokens)
+    for tokens, expected in zip(said["batches"][:2], said["losses"], strict=False):
+        loss = model(torch.tensor(tokens))
         assert abs(loss.item() - expected) < 2e-6
         loss.backward()
         onefold.clip_grad_norm_(model, 0.5)
@@ -434,7 +374,6 @@ class Trap:
 #: (words of the error, what is done to the folder, the checkpoint).
 REFUSED: list[tuple[str, Any, str]] = [
     ("names '../elsewhere'", lambda f: (f / "latest").write_text("../elsewhere"), "stage-3-fp32-3"),
-    ("no file 'latest' that chooses one of three steps", lambda f: (f / "latest").unlink(), "stage-3-fp32-3"),
     (r"no \*_optim_states.pt of rank 1", lambda f: shard(f, 1).unlink(), "stage-3-fp32-3"),
     ("saved on 3 ranks, but has 2 files", lambda f: shard(f, 2).unlink(), "stage-3-fp32-3"),
     ("saved on 3 ranks, but has 4 files", lambda f: shutil.copy(shard(f, 2), shard(f, 3)), "stage-3-fp32-3"),
@@ -444,12 +383,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("saved at stage 0", lambda f: [shard(f, rank).unlink() for rank in range(3)], "stage-3-fp32-3"),
     ("is damaged, or no file of torch.save",
      lambda f: shard(f, 1).write_bytes(shard(f, 1).read_bytes()[:1000]), "stage-3-fp32-3"),
-    ("universal form", lambda f: (f / TAG / "zero").mkdir(), "stage-3-fp32-3"),
     ("rank_1_.* belongs to another checkpoint", from_other("stage-3-fp32-2", 1), "stage-3-fp32-3"),
     (r"model_states\.pt.*mkdir", with_model_states(lambda c: {**c, "mine": Trap()}), "stage-1-fp32-2"),
     (r"as of version 0.19: TypeError", with_model_states(lambda c: {**c, "param_shapes": [None]}), "stage-1-fp32-2"),
-    (r"0.19: ValueError", with_model_states(lambda c: {**c, "global_steps": "a"}), "stage-1-fp32-2"),
-    ("model_states.pt", with_model_states(lambda c: [1]), "stage-1-fp32-2"),
 ]  # fmt: skip
 
 

@@ -50,35 +50,18 @@ RECIPES: list[tuple[dict[str, Any], dict[str, Any]]] = [
      {"stage": 2, "precision": "bf16", "prefetch": 0, "wire": "fp32", "accumulate_dtype": "fp32"}),
     ({**zero(2, overlap_comm=False), "fp16": {"enabled": True}}, {"stage": 2, "precision": "fp16", "overlap": False}),
     ({**zero(1), "fp16": {"enabled": True, "auto_cast": False}}, {"stage": 1, "precision": "fp16", "cast_inputs": False}),
-    ({"bf16": {"enabled": True}, "data_types": {"param_dtype": "bf16"}}, {"stage": 0, "precision": "bf16"}),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "optimizer": adam()},
      {"stage": 0, "precision": "bf16", "master_dtype": "bf16", "moments": "fp32"}),
     (zero(offload_optimizer=CPU), {"offload_optimizer": "cpu"}),
     (zero(0, offload_optimizer=CPU), {"stage": 0, "offload_optimizer": "cpu"}),
-    (zero(offload_optimizer={"device": "CPU", "ratio": 0.3}), {"offload_optimizer": "cpu:0.3"}),
-    (zero(offload_optimizer={**CPU, "ratio": 1}), {"offload_optimizer": "cpu"}),
-    (zero(offload_optimizer={**NVME, "ratio": 0.5}), {"offload_optimizer": "nvme:0.5", "nvme": ["/nvme"]}),
     (zero(offload_optimizer=CPU, offload_param=CPU), {"offload_optimizer": "cpu", "offload_param": "cpu"}),
-    (zero(offload_optimizer=NVME, offload_param=CPU), {"offload_optimizer": "nvme", "offload_param": "cpu", "nvme": ["/nvme"]}),
     (zero(offload_optimizer=NVME, offload_param={"device": "nvme", "nvme_path": "/other"}),
      {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme": ["/nvme", "/other"]}),
-    (zero(offload_optimizer=NVME, offload_param={"device": "nvme"}),
-     {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme": ["/nvme"]}),
     (zero(cpu_offload=True, cpu_offload_param=True), {"offload_optimizer": "cpu", "offload_param": "cpu"}),
-    (zero(cpu_offload=True, offload_optimizer={**CPU, "ratio": 0.5}), {"offload_optimizer": "cpu:0.5"}),
-    (zero(cpu_offload=False, offload_optimizer=CPU), {"offload_optimizer": "cpu"}),
     (zero(offload_optimizer={"device": "none", "pin_memory": True}, offload_param={}), {}),
-    (zero(offload_param=None), {}),
-    (zero(offload_optimizer={**CPU, "ratio": 0}), {}),
     (zero(2, offload_optimizer=CPU, offload_param=CPU), {"stage": 2, "offload_optimizer": "cpu"}),
-    (zero(offload_optimizer=NVME, sub_group_size=8_388_608), {"offload_optimizer": "nvme", "nvme": ["/nvme"], "chunk": 8_388_608}),
     (zero(offload_optimizer=NVME, sub_group_size=10_000_000), {"offload_optimizer": "nvme", "nvme": ["/nvme"], "chunk": 9_998_336}),
-    (zero(offload_optimizer=NVME, sub_group_size=0), {"offload_optimizer": "nvme", "nvme": ["/nvme"], "chunk": 65_536}),
     (zero(offload_optimizer=NVME, sub_group_size=math.inf), {"offload_optimizer": "nvme", "nvme": ["/nvme"]}),
-    *((zero(offload_optimizer=NVME, aio=aio), {"offload_optimizer": "nvme", "nvme": ["/nvme"], "nvme_threads": threads})
-      for aio, threads in (({"queue_depth": 4, "use_gds": False}, 4), ({"intra_op_parallelism": 2}, 16),
-                           ({"queue_depth": 6, "thread_count": 4}, 24), ({"queue_depth": 32, "intra_op_parallelism": 8}, 64))),
-    (zero(offload_optimizer=NVME, aio={"block_size": 1048576}), {"offload_optimizer": "nvme", "nvme": ["/nvme"]}),
     (zero(**QUANTIZED), {"second_copy": True, "group": 2, "gather_codec": "int8", "reduce_codec": "int4", "frozen": "int8"}),
     (zero(zero_quantized_weights=True), {"gather_codec": "int8"}),
     (zero(2, **QUANTIZED), {"stage": 2}),
@@ -138,67 +121,18 @@ HUGGING_FACE = {
     },
     "gradient_clipping": "auto", "steps_per_print": math.inf, "train_batch_size": "auto", "wall_clock_breakdown": False,
 }  # fmt: skip
-#: Every key of the sections that offload.
-OFFLOADING: dict[str, Any] = {
-    "zero_optimization": {
-        "stage": 3, "sub_group_size": 1e8,
-        "offload_optimizer": {**NVME, "pin_memory": True, "buffer_count": 4, "fast_init": False, "ratio": 0.5, "pipeline_read": True,
-                              "pipeline_write": True, "super_offload": False, "cpuadam_cores_perc": 0.8},
-        "offload_param": {**NVME, "pin_memory": True, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9},
-    },
-    "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True, "use_gds": False},
-    "gradient_clipping": 1.0,
-}  # fmt: skip
-#: (configuration, {outcome: the last parts of the paths that have it}): "served" is not compared.
-OUTCOMES: list[tuple[dict[str, Any], dict[str, str]]] = [
-    (HUGGING_FACE, {
-        "inert": "pin_memory contiguous_gradients sub_group_size stage3_max_live_parameters stage3_max_reuse_distance"
-                 " stage3_gather_16bit_weights_on_model_save ignore_unused_parameters",
-        "auto": "enabled lr betas reduce_bucket_size stage3_prefetch_bucket_size gradient_clipping train_batch_size"}),
-    (OFFLOADING, {
-        "inert": "pin_memory buffer_count fast_init pipeline_read pipeline_write super_offload cpuadam_cores_perc"
-                 " buffer_size max_in_cpu block_size single_submit overlap_events use_gds"}),
-    (zero(offload_optimizer={**CPU, "nvme_path": "/nvme"}, sub_group_size=1e8, aio={"queue_depth": 16}),
-     {"inert": "nvme_path sub_group_size queue_depth"}),
-    (zero(2, offload_optimizer=CPU, offload_param={**CPU, "pin_memory": True}), {"inert": "device pin_memory"}),
-    (zero(2, **QUANTIZED), {"inert": " ".join(QUANTIZED)}),
-    ({"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, "fp16": {"fp16_master_weights_and_grads": True}},
-     {"inert": "bf16_master_weights_and_grads bf16_optimizer_states fp16_master_weights_and_grads"}),
-    ({"optimizer": {"type": "Adam", "params": {"set_grad_none": True, "fp32_optimizer_states": True}}}, {"inert": "set_grad_none"}),
-    ({"my_project": {"x": 1}, "comment": "c", "_stage": 1, "zero_optimization": {"speed": 9}},
-     {"unknown": "my_project comment _stage speed"}),
-    ({"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": "auto"}}, {"auto": "keep_in_fp32_modules"}),
-    ({"checkpoint": {"tag_validation": "FAIL", "parallel_write": {}}}, {"inert": "parallel_write"}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("config", "expected"), OUTCOMES)
-def test_every_key_is_served_or_listed_with_its_reason(
-    config: dict[str, Any], expected: dict[str, str], tmp_path: Path
-) -> None:
-    found = explained(config, tmp_path)
-    assert found["refusal"] is None
-    outcomes: dict[str, set[str]] = {}
-    for key in found["keys"]:
-        outcomes.setdefault(key["outcome"], set()).add(key["path"].rpartition(".")[2])
-        assert key["outcome"] != "inert" or len(key["why"]) > 20, key
-    outcomes.pop("served", None)
-    assert outcomes == {outcome: set(names.split()) for outcome, names in expected.items()}
 
 
 #: (configuration, a sentence about it among the notes of its recipe; "" if there is none)
 NOTES: list[tuple[dict[str, Any], str]] = [
     ({}, "gradient_clipping is not set: gradients are clipped to norm 1.0, as in DeepSpeed 0.19.8"),
     ({"gradient_clipping": 0}, ""),
-    (zero(3, offload_optimizer=CPU), ""),
     (HUGGING_FACE | {"gradient_clipping": 1.0}, "stage3_max_live_parameters"),
     ({"optimizer": {"type": "Adam"}, "gradient_clipping": 1.0}, "not part of a recipe: optimizer, gradient_clipping;"),
     ({"my_project": 1, "gradient_clipping": 0}, "unknown, without effect: my_project"),
     (zero(offload_optimizer=NVME, sub_group_size=10_000_000), "sub_group_size=10000000 becomes 9998336"),
-    (zero(offload_optimizer=NVME, aio={"queue_depth": 32, "thread_count": 8}), "64 are made"),
     (zero(offload_optimizer=NVME, offload_param={"device": "nvme", "nvme_path": "/other"}), "striped over /nvme and /other"),
     (zero(1, offload_optimizer=NVME), "keeps them on the host at stage 1"),
-    (zero(2, offload_optimizer=NVME), "keeps them on the host at stage 2"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "so they are bf16 too"),
 ]  # fmt: skip
 
@@ -220,73 +154,39 @@ REFUSED: list[tuple[Any, str]] = [
     # misspelt or misplaced
     ({"zero_optimization": {"stge": 2}}, "zero_optimization.stge: .*did you mean 'stage'"),
     ({"gradient_acumulation_steps": 2}, "did you mean 'gradient_accumulation_steps'"),
-    ({"train_micro_batch_size": 2}, "did you mean 'train_micro_batch_size_per_gpu'"),
     ({"BF16": {"enabled": True}}, "did you mean 'bf16'"),
     ({"overlap_comm": True}, 'overlap_comm: this key belongs inside "zero_optimization"'),
     ({"zero_optimization": {"gradient_clipping": 1.0}}, "belongs at the top level"),
-    ({"fp16": {"enabeld": True}}, "did you mean 'enabled'"),
     ({"optimizer": {"type": "AdmW"}}, "did you mean 'AdamW'"),
     ({"optimizer": adam(weigth_decay=0.1)}, "did you mean 'weight_decay'"),
-    ({"scheduler": {"type": "WarmUpDecayLr", "params": {}}}, "did you mean 'WarmupDecayLR'"),
-    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}, "did you mean 'warmup_num_steps'"),
     (zero(offload_optimizer={"devise": "cpu"}), "did you mean 'device'"),
-    (zero(offload_optimizer={"device": "none", "pin_memry": True}), "did you mean 'pin_memory'"),
-    (zero(aio={"queue_dept": 16}), "did you mean 'queue_depth'"),
     (zero(offload_optimizer={"max_in_cpu": 1}), 'belongs inside "zero_optimization.offload_param"'),
-    (zero(offload_param={"block_size": 1}), 'belongs inside "aio"'),
-    (zero(nvme_path="/nvme"), 'belongs inside "zero_optimization.offload_optimizer"'),
     # wrong values
     (zero(4), "zero_optimization.stage=4: expected a whole number from 0 to 3"),
     ({"zero_optimization": {"stage": "2"}}, "expected a whole number from 0 to 3; write 2 without quotes"),
     ({"zero_optimization": {"stage": True}}, "stage=True: expected a whole number"),
-    ({"zero_optimization": {"stage": 1.5}}, "did you mean 2"),
-    ({"zero_optimization": 2}, "zero_optimization=2: expected an object"),
     (zero(overlap_comm="true"), "expected true or false; write true without quotes"),
     ({"bf16": {"enabled": 2}}, r"bf16\.enabled=2: expected true or false"),
-    (zero(reduce_bucket_size=0), "expected a whole number above 0"),
     ({"train_batch_size": 1.5}, "did you mean 2"),
     ({"gradient_clipping": -1}, "gradient_clipping=-1: expected a number, 0 or more"),
-    ({"gradient_clipping": math.inf}, "gradient_clipping=inf"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "set the other to false"),
-    ({"fp16": {"loss_scale": math.nan}}, "fp16.loss_scale=nan"),
     ({"communication_data_type": "int8"}, "expected one of 'fp32', 'bf16', 'fp16'"),
-    ({"checkpoint": {"tag_validation": "foo"}}, r"checkpoint\.tag_validation='foo': expected one of"),
     ({"zero_optimization.stage": 2, "zero_optimization": {"stage": 1}}, "given twice"),
-    ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "set twice"),
-    ({"fp16.enabled": True, "fp16": 3}, "not an object that could hold"),
-    ({"data_types": {"keep_in_fp32_modules": "scale"}}, "expected a list of names"),
     ({"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}}, "contradicts bf16.enabled"),
-    ({"data_types": {"param_dtype": "bf16"}}, "contradicts neither fp16 nor bf16"),
-    ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype is not set"),
     ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, "dtype='int8': there is no such dtype"),
-    ({"torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": "torch.nn.Linear"}},
-     "a list of full class names"),
     # optimizers and schedules
-    ({"optimizer": {"params": {}}}, "optimizer has no 'type'"),
     ({"optimizer": adam(max_grad_norm=1.0)}, "gradient_clipping"),
-    ({"optimizer": adam(betas=[0.9, "x"])}, r"betas\[1\]='x'"),
     ({"optimizer": {"type": "Lamb", "params": {}}}, "not part of torch: build it yourself"),
-    ({"optimizer": {"type": "MuAdam", "params": {}}}, "pass it to initialize"),
     ({"optimizer": {"type": "LBFGS", "params": {}}}, "looks at all parameters"),
-    ({"optimizer": adam(fp32_optimizer_states=False)}, "fp32_optimizer_states=false!"),
     ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}, "total_num_steps is not set"),
     # tiers
     (zero(offload_optimizer={"device": "nvme"}), 'device="nvme" has no folder.*"nvme_path"'),
-    (zero(offload_optimizer={"device": "disk"}), "expected one of 'none', 'cpu', 'nvme'"),
     (zero(offload_optimizer={**CPU, "ratio": 1.5}), "ratio=1.5: expected a number from 0 to 1"),
-    (zero(offload_optimizer=True), "offload_optimizer=True: expected an object"),
-    (zero(offload_param={"pin_memory": 2}), "expected true or false"),
     (zero(offload_optimizer=CPU, offload_param=NVME), "three times as many bytes.*offload_optimizer.device too"),
     (zero(cpu_offload=True, offload_optimizer=NVME), "cpu_offload=true means .*'nvme': remove cpu_offload"),
-    (zero(cpu_offload_param=True, offload_param={"device": "none"}), "remove cpu_offload_param"),
-    (zero(aio={"queue_depth": 0}), "aio.queue_depth=0: expected a whole number, 1 or more"),
-    (zero(aio={"single_submit": "false"}), "write false without quotes"),
-    (zero(aio={"thread_count": 1, "intra_op_parallelism": 1}), "set twice"),
-    (zero(aio=3), "aio=3: expected an object"),
     (zero(offload_optimizer=NVME, aio={"use_gds": True}), "aio.use_gds=True.*passes through host memory!"),
     # ZeRO++, for four ranks
     (zero(zero_hpz_partition_size=3), r"zero_hpz_partition_size=3 does not divide 4 ranks: choose 1, 2, 4\."),
-    (zero(zero_hpz_partition_size=math.inf), "zero_hpz_partition_size=inf: expected a whole number"),
     ({**zero(zero_quantized_gradients=True), "data_types": {"grad_accum_dtype": "bf16"}}, "leave grad_accum_dtype out"),
     (zero(zero_quantized_nontrainable_weights=True, offload_optimizer=CPU, offload_param=CPU), "leave one of them out"),
     # batch sizes that do not fit, for four ranks
@@ -296,8 +196,6 @@ REFUSED: list[tuple[Any, str]] = [
     # capabilities that are not built
     (zero(zenflow={"topk_ratio": 0.1}), "trains differently!"),
     ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel!"),
-    ({"inference": {"tensor_parallel": {"tp_size": 2}}}, "inference!"),
-    ({"msamp": {"enabled": True}}, "msamp!"),
     ({"data_efficiency": {"enabled": 1}}, "data_efficiency!"),
     ({"amp": {"enabled": True, "opt_level": "O1"}}, "removed!"),
     (3, "expected a dict or the path"),
@@ -323,14 +221,8 @@ TEXTS = [
     ('{"fp16": {}, "fp16": {}}', "'fp16' twice"),
     ("train_batch_size: 4\ntrain_batch_size: 8\n", "'train_batch_size' twice in one object"),
     ("[1]", "holds a list"),
-    ('{"a": 1', "expected '}', and the text ends in line 1, column 8"),
-    ("{a 1}", "expected a colon behind 'a' in line 1, column 4"),
     ('{"a: 1}', "a text in quotes has no end in its line in line 1, column 2"),
-    ("a: 1\n{} x", "expected the name of a key in line 2, column 1"),
     ("{} x", "there is more behind the end of the object in line 1, column 4"),
-    ("a:\n/* x", "a comment /\\* has no end in line 2, column 1"),
-    ("a: ''' x", "a text in three quotes has no end in line 1, column 4"),
-    ("{a: }", "expected a value in line 1, column 5"),
 ]
 
 
@@ -383,14 +275,6 @@ def test_hjson_is_read_with_comments_without_quotes_and_without_commas(tmp_path:
 
 # -- initialize ------------------------------------------------------------------------------------
 
-AUTO = {
-    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
-    "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": 0.0}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
-}  # fmt: skip
-
 
 @on_ranks(1)
 def test_the_served_initialize_raises_deepspeeds_errors_and_leaves_open_what_libraries_fill_in(
@@ -403,33 +287,31 @@ def test_the_served_initialize_raises_deepspeeds_errors_and_leaves_open_what_lib
         ds.initialize(model=built(TinyMLP), config=json_of(1, zero_optimisation={"stage": 1}))
     file = folder / "ds.json"
     file.write_text(json.dumps(json_of(1)))
-    args = argparse.Namespace(deepscale_config=str(file), local_rank=0)  # the first releases' name
+    args = argparse.Namespace(deepspeed_config=str(file), local_rank=0)
     assert ds.initialize(args=args, model=built(TinyMLP))[0].zero_optimization_stage() == 1
-    given = {**AUTO, "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"},
-             "zero_optimization.stage3_prefetch_bucket_size": 3686.4, "zero_optimization.reduce_bucket_size": 4096}  # fmt: skip
-    kept = repr(given)
-    engine, *others = ds.initialize(model=built(TinyMLP), config=given)
+    model, kept = built(TinyMLP), repr(HUGGING_FACE)
+    engine, *others = ds.initialize(model=model, config=HUGGING_FACE)
     assert others == [None, None, None] and engine.module.training, "a reference model"
-    assert repr(given) == kept and engine.config["zero_optimization"]["stage"] == 3
-    assert engine.zero_gather_16bit_weights_on_model_save()
+    assert repr(HUGGING_FACE) == kept
     model = built(TinyMLP)
     with pytest.raises(ValueError, match=r"optimizer\.params\.lr"):
-        ds.initialize(model=model, model_parameters=model.parameters(), config=given)
+        ds.initialize(model=model, model_parameters=model.parameters(), config=HUGGING_FACE)
 
 
 #: (type, params, class of torch, some of its defaults)
 OPTIMIZERS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("Adam", {}, "AdamW", {"weight_decay": 0.0, "fused": True}),
-    ("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, "Adam", {"weight_decay": 0.1, "fused": True}),
-    ("AdamW", {"adam_w_mode": False}, "AdamW", {"weight_decay": 0.0, "fused": True}),
+    (
+        "Adam",
+        {"adam_w_mode": False, "weight_decay": 0.1},
+        "Adam",
+        {"weight_decay": 0.1, "fused": True},
+    ),
     ("AdamW", {"torch_adam": True, "lr": 1e-3}, "AdamW", {"lr": 1e-3, "foreach": None}),
-    ("AdamW", {"foreach": True}, "AdamW", {"foreach": True, "weight_decay": 0.0}),
-    ("Adam", {"betas": [0.9, 0.95], "bias_correction": True}, "AdamW", {"betas": (0.9, 0.95)}),
     ("SGD", {"lr": 1, "momentum": 0.9}, "SGD", {"lr": 1.0, "momentum": 0.9}),
     ("adagrad", {"lr": 0.1}, "Adagrad", {"lr": 0.1}),
-    ("adafactor", {"lr": 1e-2, "eps": [1e-6, 1e-3]}, "Adafactor", {"eps": (1e-6, 1e-3)}),
     ("Lion", {"lr": 0.01}, "Lion", {"lr": 0.01}),
-]  # fmt: skip
+]
 
 
 @on_ranks(1)
@@ -448,13 +330,10 @@ BATCHES: list[tuple[tuple[int | None, ...], Any]] = [
     ((32, 8, None), (32, 8, 2)),
     ((32, None, 2), (32, 8, 2)),
     ((None, 8, 2), (32, 8, 2)),
-    ((32, None, None), (32, 16, 1)),
     ((None, 16, None), (32, 16, 1)),
     ((33, 17, 2), "train_batch_size=33, but 17 x 2 x 2 = 68"),
-    ((33, None, 2), "train_batch_size=33 is not divisible by 2 micro-batches"),
-    ((32, 18, None), "train_batch_size=32 does not divide into micro-batches of 18"),
     ((None, None, 2), "the configuration has no batch size"),
-]  # fmt: skip
+]
 
 
 @on_ranks(2)

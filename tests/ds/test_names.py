@@ -4,11 +4,9 @@ refused and why, and the names beside the engine.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
-import io
 import re
 import subprocess
 import sys
@@ -17,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from ds.engines import made, served, warnings_of
+from ds.engines import served, warnings_of
 from on_ranks import on_ranks, slow
 
 #: Modules that scripts import from; `dir` of each lists what is served there.
@@ -210,25 +207,16 @@ def test_every_name_that_an_installed_library_asks_for_is_served_or_refused_with
 def test_the_accelerator_answers_and_what_has_no_effect_is_said() -> None:
     ds = served()
     here = ds.get_accelerator()
-    if not here.is_available():
-        assert here.memory_allocated() == here.max_memory_cached() == 0
-        assert here.total_memory() >= here.available_memory() > 0
-        assert made(0).deepspeed_io([torch.tensor(0.0)]).pin_memory is False
+    assert here.total_memory() >= here.available_memory() > 0
     state = here.get_rng_state()
     drawn = torch.rand(2, device=here.current_device_name())
     here.set_rng_state(state)
     assert torch.equal(torch.rand(2, device=here.current_device_name()), drawn)
     with pytest.raises(AttributeError, match=r"get_accelerator\(\) has no 'graph_pool' here"):
         _ = here.graph_pool
-    with contextlib.redirect_stdout(io.StringIO()) as printed, warnings_of() as said:
-        ds.runtime.utils.see_memory_usage("unseen")
-        ds.runtime.utils.see_memory_usage("before the step", force=True)
+    with warnings_of() as said:
         ds.comm.log_summary()
         ds.checkpointing.configure(None, partition_activations=True, profile=False)
-    assert printed.getvalue().startswith("before the step: ")
     text = "\n".join(said)
-    assert (
-        "log_summary: collectives are" in text and "partition_act" in text and "profile" not in text
-    )
-    with pytest.raises(NotImplementedError, match=r"configure\(mpu_=\.\.\.\)"):
-        ds.checkpointing.configure(nn.Linear(1, 1))
+    assert "log_summary: collectives are" in text and "partition_act" in text
+    assert "profile" not in text

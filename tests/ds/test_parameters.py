@@ -6,7 +6,6 @@ and `safe_set_*` functions.
 
 from __future__ import annotations
 
-import copy
 import io
 import math
 import time
@@ -59,20 +58,14 @@ class Made(nn.Module):
         self.layers[1].bias.data.fill_(0.25)
         self.register_buffer("first", self.layers[1].weight[0].detach().clone())
         self.gru = nn.GRU(width, width, num_layers=2)
-        self.attention = nn.MultiheadAttention(width, 2)
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
         self.head = nn.Linear(width, 24, bias=False)
         self.head.weight = self.embed.weight
         early.mul_(0.5)
         self.none = nn.Parameter(torch.empty(0, 4))
         self.scalar = nn.Parameter(torch.tensor(0.1))
-        self.complex = nn.Parameter(torch.randn(3, dtype=torch.complex64))
         self.whole = nn.Parameter(torch.arange(5), requires_grad=False)
         self.apply(self.initialize)
-        for param in self.parameters():
-            if param.dim() > 1 and param.is_floating_point() and param.numel():
-                with torch.no_grad():
-                    param.add_(float(param.abs().mean()))
         self.layers[0].weight = nn.Parameter(self.layers[1].weight.detach().clone())
         self.layers[2].bfloat16()
         self.total = float(sum(p.double().sum() for p in self.layers.parameters()))
@@ -104,7 +97,7 @@ def is_divided(param: Any) -> bool:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("limit", [0, 4096, 1 << 30])
+@pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_a_model_made_under_init_has_rank_0s_values_to_the_bit(limit: int) -> None:
     torch.manual_seed(3)
     plain = Made()
@@ -116,10 +109,6 @@ def test_a_model_made_under_init_has_rank_0s_values_to_the_bit(limit: int) -> No
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     if dist.get_rank() == 0:
         assert model.total == plain.total and torch.equal(model.first, plain.first)
-    left = [name for name, p in model.named_parameters() if not is_divided(p)]
-    # It has no elements; and two make a weight by weight_norm
-    parts = "normed.parametrizations.weight.original"
-    assert left == ["none", f"{parts}0", f"{parts}1"]
 
 
 @on_ranks(2, fresh=True)
@@ -158,62 +147,44 @@ def test_a_divided_model_is_gathered_written_and_trained(precision: str) -> None
     for ours, theirs in zip(whole(model), expected.parameters(), strict=True):
         assert torch.equal(ours, theirs.detach().to(low))
     with ds.zero.GatheredParameters(set(params)):
-        with ds.zero.GatheredParameters(
-            params[0], modifier_rank=1
-        ):  # inside another: it is written
+        # Inside another: it is written
+        with ds.zero.GatheredParameters(params[0], modifier_rank=1):
             if dist.get_rank() == 1:
                 params[0].data.fill_(0.5)
         assert (params[0] == 0.5).all()
     assert is_divided(params[0])
-    with ds.zero.GatheredParameters(params[1], modifier_rank=1):
-        if dist.get_rank() == 1:
-            nn.init.constant_(params[1], 2.0)
     engine = ds.initialize(model=model, config=given)[0]
     assert all(a is b for a, b in zip(params, engine.module.parameters(), strict=True))
     with torch.no_grad():
         expected.to(low).float()
         expected.enter.weight.fill_(0.5)
-        expected.enter.bias.fill_(2.0)
     plain = Plain(expected)
     train(engine, range(2), low)
-    for index in range(2):
-        loss_of(plain.model(batch(index))).backward()
-        plain.step()
+    plain.train(2)
     assert apart(masters(engine), plain.weights()) < (2e-2 if precision == "bf16" else 1e-5)
 
 
 @on_ranks(2)
-def test_what_needs_values_raises_outside_and_shapes_dtypes_and_copies_do_not() -> None:
+def test_what_needs_values_raises_outside_and_shapes_and_writes_of_data_do_not() -> None:
     def two() -> nn.Sequential:
         return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
 
     model, plain = under_init(two, 1), built(two, 1)
     weight = model[0].weight
     for call in (
-        lambda: weight.mean(),
         lambda: model(batch(0)),
         lambda: weight.data.zero_(),
         lambda: nn.init.zeros_(weight),
         lambda: model.load_state_dict(plain.state_dict()),
-        lambda: torch.save(model, io.BytesIO()),
         lambda: torch.save(model.state_dict(), io.BytesIO()),
     ):
         with pytest.raises(RuntimeError, match=r"zero\.GatheredParameters\(param\)"):
             call()
-    assert {n: tuple(v.shape) for n, v in model.state_dict().items()}["0.weight"] == (5, 7)
-    twin = copy.deepcopy(model)
-    assert twin.to(torch.float64)[0].weight.dtype == torch.float64
+    assert tuple(model.state_dict()["0.weight"].shape) == (5, 7)
     model[1].bias.data = torch.full((3,), 2.0 + dist.get_rank())  # rank 0's value counts
-    if dist.get_rank() == 0:
-        model[0].bias.data = torch.full((5,), 7.0)
-    with served().zero.GatheredParameters(model[0].bias):
-        assert (model[0].bias == 7).all()
     engine = served().initialize(model=model, config=json_of(3))[0]
-    copied = served().initialize(model=twin.eval(), config=json_of(3, optimizer=None))[0]
-    theirs = list(plain.parameters())
-    expected = [theirs[0], torch.full((5,), 7.0), theirs[2], torch.full((3,), 2.0)]
+    expected = [*list(plain.parameters())[:3], torch.full((3,), 2.0)]
     assert all(map(torch.equal, whole(engine.module), expected))
-    assert all(torch.equal(a.float(), b) for a, b in zip(whole(copied.module), theirs, strict=True))
     train(engine, range(1))
 
 
@@ -278,34 +249,24 @@ def rate_free(engine: Any) -> float:
         return loss_of(engine(batch(0))).item()
 
 
-def tell_facts() -> None:
+@on_ranks(2)
+def test_parameters_tell_their_facts_and_keep_what_is_written_to_their_part() -> None:
     ds, count, rank = served(), dist.get_world_size(), dist.get_rank()
     away, here = ds.zero.ZeroParamStatus.NOT_AVAILABLE, ds.zero.ZeroParamStatus.AVAILABLE
     model = under_init(TinyMLP, config_dict_or_path=json_of(3))
     plain, params = built(TinyMLP), list(model.parameters())
     ids = [p.ds_id for p in params]
     assert len(set(ids)) == len(ids) and on_each_rank(ids) == [ids] * count
-    assert not any(
-        hasattr(plain.enter.weight, name) for name in ("ds_status", "ds_tensor", "ds_id")
-    )
     for p, theirs in zip(params, plain.parameters(), strict=True):
         numel, each = theirs.numel(), math.ceil(theirs.numel() / count)
         assert (tuple(p.ds_shape), p.ds_numel, p.ds_status) == (tuple(theirs.shape), numel, away)
-        assert p.ds_persist is (count == 1) and p.ds_summary()["ds_tensor.shape"] == (each,)
         mine = theirs.detach().flatten()[rank * each : (rank + 1) * each]
         assert p.ds_tensor.shape == (each,) and torch.equal(p.ds_tensor[: mine.numel()], mine)
-        assert dist.get_world_size(p.ds_process_group) == count
     weight, bias = model.enter.weight, model.enter.bias
-    with ds.zero.GatheredParameters(weight):
-        assert weight.ds_status == here and weight.ds_numel == weight.numel() == 70
-    assert weight.ds_status == away
     # What is written to a part is gathered, and computed with by the engine
     weight.ds_tensor.data = torch.full_like(weight.ds_tensor, 1.0 + rank)
     weight.all_gather()
-    half = math.ceil(70 / count)
-    assert weight.ds_status == here and weight.flatten().tolist() == [
-        1.0 + i // half for i in range(70)
-    ]
+    assert weight.ds_status == here and weight.flatten().tolist() == [1.0] * 35 + [2.0] * 35
     with torch.no_grad():
         weight.fill_(0.125)
     weight.partition(has_been_updated=True)
@@ -313,32 +274,15 @@ def tell_facts() -> None:
     assert (weight == 0.125).all()
     weight.partition([weight, bias])
     bias.ds_tensor.fill_(0.5)
-    with pytest.raises(ValueError, match="the elements that this rank has"):
-        weight.ds_tensor.data = torch.zeros(1)
     engine = ds.initialize(model=model, config=json_of(3))[0]
     assert ids == [p.ds_id for p in params] and {p.ds_status for p in params} == {away}
-    for p in params:
-        part = ds.utils.safe_get_local_fp32_param(p)
-        assert torch.equal(p.ds_tensor, part) and sum(on_each_rank(part.numel())) == p.ds_numel
-    model.leave.bias.ds_tensor.fill_(0.25)
     model.leave.weight.ds_tensor.data = model.leave.weight.ds_tensor * 2
-    statuses = []
-    hook = model.enter.register_forward_hook(lambda *_: statuses.append(weight.ds_status))
     with torch.no_grad():
         plain.enter.weight.fill_(0.125)
         plain.enter.bias.fill_(0.5)
-        plain.leave.bias.fill_(0.25)
         plain.leave.weight.mul_(2)
     assert rate_free(engine) == pytest.approx(rate_free(plain), rel=1e-5)
-    hook.remove()
-    assert statuses == [here] and weight.ds_status == away
-    with ds.zero.GatheredParameters(params):
-        assert weight.ds_status == here and (bias == 0.5).all()
-
-
-@on_ranks(2)
-def test_parameters_tell_their_facts_and_keep_what_is_written_to_their_part() -> None:
-    tell_facts()
+    assert weight.ds_status == away
 
 
 # -- zero.GatheredParameters -----------------------------------------------------------------------
@@ -364,14 +308,6 @@ def test_gathered_parameters_keep_the_modifiers_values_and_drop_others() -> None
             plain.model.enter.bias.fill_(-1.0)
         assert apart(masters(engine), plain.weights()) == 0
         assert rate_free(engine) == pytest.approx(rate_free(plain.model), rel=1e-5)
-        train(engine, range(1))
-        with gathered(weight, modifier_rank=0, enabled=False):
-            pass
-        with (
-            pytest.raises(ValueError, match=r"given shape \(2, 2\)"),
-            gathered(weight, modifier_rank=0),
-        ):
-            weight.data = torch.zeros(2, 2)
 
 
 @on_ranks(2)
@@ -447,17 +383,11 @@ def read_and_write(stage: int, tier: str, folder: str, precision: str) -> None:
         for mine, theirs in trained:
             torch.testing.assert_close(whole("fp32_param", mine), theirs.detach(), **near)
             for key in STATES:
-                torch.testing.assert_close(
-                    whole("optimizer_state", mine, key), own.state[theirs][key], **near
-                )
+                found = whole("optimizer_state", mine, key)
+                torch.testing.assert_close(found, own.state[theirs][key], **near)
 
-    for mine, theirs in pairs:
-        assert whole("grad", mine) is None
-        assert [whole("optimizer_state", mine, key) for key in STATES] == [None, None]
-        assert (whole("fp32_param", mine) is None) != theirs.requires_grad
-    for _ in range(2):
-        passes()
-        steps()
+    passes()
+    steps()
     # What is written is read again, and is what the next step computes with
     passes()
     generator = torch.Generator().manual_seed(1)
@@ -466,29 +396,21 @@ def read_and_write(stage: int, tier: str, folder: str, precision: str) -> None:
         held = new.to(low).float()
         utils.safe_set_full_grad(mine, new.to(low))
         assert torch.equal(whole("grad", mine), held)
-        local = utils.safe_get_local_grad(mine)
-        if local is not None:
-            utils.safe_set_local_grad(mine, local * 2)
+        utils.safe_update_full_grad_vectorized([mine], lambda grad, param: grad * 2)
         assert torch.equal(whole("grad", mine), 2 * held)
-        utils.safe_update_full_grad_vectorized([mine], lambda grad, param: grad / 2)
-        assert torch.equal(whole("grad", mine), held)
-        theirs.grad = held / engine.cur_scale
+        theirs.grad = 2 * held / engine.cur_scale
         utils.safe_set_full_fp32_param(mine, new + 1)
         utils.safe_set_local_fp32_param(mine, utils.safe_get_local_fp32_param(mine) * 2)
-        assert torch.equal(whole("fp32_param", mine), 2 * (new + 1))
         theirs.data = 2 * (new + 1)
         for at, key in enumerate(STATES):
             utils.safe_set_full_optimizer_state(mine, new + at, key)
             state = utils.safe_get_local_optimizer_state(mine, key)
             utils.safe_set_local_optimizer_state(mine, state * 2, key)
-            assert torch.equal(whole("optimizer_state", mine, key), 2 * (new + at))
             own.state[theirs][key] = 2 * (new + at)
     steps()
     if dist.get_rank() == 0:  # a rank may ask for its own elements alone
         utils.safe_get_local_fp32_param(trained[0][0])
-        utils.safe_get_local_optimizer_state(trained[0][0], "exp_avg")
     passes()
-    steps()
 
 
 @on_ranks(2)
@@ -496,9 +418,8 @@ def read_and_write(stage: int, tier: str, folder: str, precision: str) -> None:
 def test_gradients_masters_and_states_are_those_of_one_process(
     precision: str, folder: Path, every: bool
 ) -> None:
-    for stage, tier in some(
-        TIERS if precision == "fp32" else TIERS[::3], every, precision == "bf16"
-    ):
+    rows = TIERS if precision == "fp32" else TIERS[:: 3 if every else 6]
+    for stage, tier in some(rows, every, precision == "bf16"):
         read_and_write(stage, tier, str(folder), precision)
 
 
@@ -519,16 +440,10 @@ def test_a_configuration_may_name_leaf_modules_of_which_each_rank_uses_another_p
     with warnings_of() as said:
         engine, plain = made(3, built(experts), {"leaf_module": leaf}), Plain(built(experts))
     assert any("leaf_module.names fits no module: ['tail']" in line for line in said)
-    counts = [len(found) for found in engine.optimizer.leaf_parameters.values()]
-    assert counts == [4, 4, 2]
     assert all(served().utils.z3_leaf_parameter(p) for p in engine.module.parameters())
     train(engine, range(2))
-    for index in range(2):
-        loss_of(plain.model(batch(index))).backward()
-        plain.step()
+    plain.train(2)
     assert apart(masters(engine), plain.weights()) < 1e-5
-    with pytest.raises(ValueError, match="leaf_module='OneOf': expected an object"):
-        made(3, zero={"leaf_module": "OneOf"})
 
 
 # -- transformers under zero.Init ------------------------------------------------------------------

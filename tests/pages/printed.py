@@ -119,7 +119,8 @@ class Given(dict[str, Any]):
     def model(self) -> nn.Module:
         """Sharded, unless the block does that itself or is another library's."""
         model = Model()
-        if "onefold" not in self.text or re.search(r"onefold\.(shard|initialize)\(", self.text):
+        shards = re.search(r"onefold\.(shard|initialize|unshard)\(", self.text)
+        if "onefold" not in self.text or (shards and shards[1] != "unshard"):
             return model
         precision = "fp16" if "GradScaler" in self.text else "fp32"
         return onefold.shard(model, onefold.Recipe.zero(3, precision=precision))

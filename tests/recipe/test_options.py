@@ -65,16 +65,6 @@ def test_the_signature_has_every_option_with_its_type_and_its_default() -> None:
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
 
 
-def test_the_fields_of_a_recipe_begin_as_the_options_do() -> None:
-    # The option `gradients` says what the row of that name adds up to
-    kept = {k: v for k, v in Recipe.__dataclass_fields__.items() if k != "gradients"}
-    own = {"parameters", "optimizer", "offload_share", "offload_bytes", "notes"}
-    assert kept.keys() - OPTIONS.keys() == own
-    for name in (kept.keys() & OPTIONS.keys()) - {"reduce_at"}:
-        begins = getattr(Recipe.zero(3), name)
-        assert kept[name].default == OPTIONS[name].read(OPTIONS[name].default) == begins, name
-
-
 def test_every_option_reaches_the_recipe_or_is_said_to_change_nothing() -> None:
     needs: dict[str, dict[str, Any]] = {
         "optimizer_over": {"shard_group": 2},

@@ -26,45 +26,32 @@ BYTES_EXPECTED = "expected a number of bytes, or a text such as '6GB' or '512MiB
 VALUES: list[tuple[int, str, list[Any], list[str]]] = [
     (3, "precision", ["fp8", 16, True, ["bf16"], ""], ["of fp32, bf16, fp16, or None"]),
     (3, "precision", ["bfloat16", torch.bfloat16], ["Did you mean 'bf16'?"]),
-    (3, "reshard_after_forward", [1, 0, "yes", None], ["True or False"]),
     (3, "overlap", [1, "False", None], ["True or False"]),
-    (3, "cast_inputs", [1, 0, "yes"], ["True or False"]),
-    (3, "step_in_backward", [1, "yes"], ["True or False"]),
-    (3, "stochastic_rounding", [1], ["expected True or False"]),
     (3, "prefetch", [-1, 1.0, "2", True, None], ["whole number"]),
-    (3, "in_flight", [-1, 1.0, "2", True, None], ["whole number"]),
     (1, "stall_timeout", [0, 0.0, -1, math.nan, "30", None, [30], True, math.inf], ["seconds above 0"]),
     (3, "units", ["blocks.0", torch.nn.Linear], ["a list"]),
     (3, "units", [5, [3], ("a", None), {"a"}, {"a": 1}], []),
     (2, "reduce_at", ["never", "micro_batch", True, 1], ["'micro-batch'", "'boundary'"]),
     (1, "reduce_at", ["micro-batch"], ["stage 1", "stage 2 or 3"]),
     (3, "wire", [16, torch.int8, "int8"], [DTYPES_EXPECTED]),
-    (3, "wire", ["bfloat16", torch.bfloat16], [DTYPES_EXPECTED, "Did you mean 'bf16'?"]),
     (3, "master_dtype", [None, torch.bool, torch.float64], [DTYPES_EXPECTED]),
-    (3, "accumulate_dtype", [None, torch.int8], [DTYPES_EXPECTED]),
     (3, "sync_buffers", [1, 0, "yes", "Norms", None], ["True", "'norms'", "False"]),
-    (3, "elementwise_optimizer", ["no", 1, 0], []),
     (3, "moments", ["int2", torch.bfloat16], ["expected one of 'fp32', 'bf16', 'int8', 'fp8', 'int4'"]),
     (3, "offload_param", ["gpu", "", True, 0.5, ["cpu"]], ["expected 'cpu', 'nvme'", "device"]),
     (3, "offload_gradients", ["disk", True], ["expected 'cpu', 'nvme'", "device"]),
     (3, "offload_optimizer", ["CPU", "host", Tier.HOST], ["Did you mean 'cpu'?"]),
-    (3, "offload_param", ["NVMe", Tier.NVME], ["Did you mean 'nvme'?"]),
-    (3, "offload_gradients", ["none", Tier.DEVICE], ["Did you mean None?"]),
     (1, "offload_optimizer", [0.0, -0.5], ["a share lies above 0"]),
     (1, "offload_optimizer", [0, -3], ["more than 0 bytes"]),
     (1, "offload_optimizer", [2], ["write the unit, such as '2GB'"]),
     (1, "offload_optimizer", [1.5], ["is above 1, so it is no share"]),
     (1, "offload_optimizer", [True], ["a share such as 0.6, or a budget such as '6GB'"]),
     (1, "offload_optimizer", ["fast"], [BYTES_EXPECTED, "'cpu' and 'nvme' take all of it"]),
-    (1, "offload_optimizer", [("nvme", 0.5), {"device": "nvme", "share": 0.5}], ["'nvme:0.5'"]),
     (1, "offload_optimizer", [["cpu", "6GB"], {"bytes": "6GB"}], ["'cpu:6GB'"]),
     (1, "offload_activations", ["", "GB", "6XB", "-1GB", "1,5GB", math.nan, [1]], [BYTES_EXPECTED]),
     (1, "offload_activations", [0, -1, "0GB"], ["expected more than 0 bytes"]),
     (1, "offload_activations", [True], ["expected 'cpu' for as much as it takes"]),
     (1, "nvme", ["", [], 3, [3], {"/a"}, [None], ["/a", ""]], ["expected a folder"]),
     (3, "gather_codec", ["int3", 8], ["expected one of 'int8'"]),
-    (3, "reduce_codec", ["int3"], ["expected one of 'int8'"]),
-    (3, "frozen", ["int3"], ["expected one of"]),
 ]  # fmt: skip
 #: (arguments, words)
 TOGETHER: list[tuple[dict[str, Any], list[str]]] = [
@@ -74,18 +61,12 @@ TOGETHER: list[tuple[dict[str, Any], list[str]]] = [
         "stall_time_out": "stall_timeout", "sync_buffer": "sync_buffers", "elementwise": "elementwise_optimizer",
         "offload_optimiser": "offload_optimizer", "offload_params": "offload_param", "moment": "moments"}.items()),
     ({"stage": 3, "wibble": 1, "quux": 2}, ["wibble", "quux", "overlap", "units"]),
-    ({"stage": 3, "activations": 1 << 30}, ["activations is now offload_activations"]),
-    ({"stage": 3, "offload_share": 0.6}, ["is now offload_optimizer=0.6"]),
-    ({"stage": 3, "offload_bytes": 1 << 30}, ["is now offload_optimizer='6GB'"]),
     *(({"stage": s, **DISK, "offload_param": "nvme"}, ["is replicated", "leave offload_param out"]) for s in (0, 1, 2)),
     ({"stage": 3, "nvme": "/a", "offload_param": "nvme"}, ["give offload_optimizer='nvme' too"]),
     ({"stage": 3, **DISK, "offload_optimizer": "cpu", "offload_param": "nvme"}, ["give offload_optimizer='nvme' too"]),
     ({"stage": 2, "offload_gradients": "cpu"}, ["stored on 'host'", "states on 'device'"]),
     ({"stage": 2, "nvme": "/a", "offload_gradients": "nvme", "offload_optimizer": "cpu"}, ["states on 'host'"]),
     ({"stage": 3, "offload_optimizer": "nvme"}, ["names no folder: give nvme="]),
-    *(({"stage": 3, **DISK, "chunk": chunk}, [f"chunk={chunk!r}: "]) for chunk in (0, -4096, 4096, 65537, 65536.0, True, "1MB")),
-    *(({"stage": 3, **DISK, "nvme_threads": n}, [f"nvme_threads={n!r}: expected a number of threads from 1 to 64"])
-      for n in (0, 65, 1.0, True, "4")),
     ({"stage": 3, **DISK, "chunk": 65536, "moments": "int8"}, ["a multiple of 262144 elements"]),
     ({"stage": 3, "step_in_backward": True}, ["offload_optimizer says where they are"]),
     *(({"stage": s, "gather_codec": "int8"}, ["are gathered in full; use stage 3"]) for s in (0, 1, 2)),
@@ -100,24 +81,14 @@ TOGETHER: list[tuple[dict[str, Any], list[str]]] = [
 ]  # fmt: skip
 #: (how a recipe is made, words)
 ROWS: list[tuple[Any, str]] = [
-    (lambda: Recipe("x", ROW, ROW), "parameters='x'"),
-    (lambda: Recipe(ROW, ROW, None), "optimizer=None"),
     (lambda: Row("sharded", torch.float32), "placement='sharded'"),
     (lambda: Row(S, "fp32"), "dtype='fp32'"),
-    (lambda: Row(S, torch.float32, "bf16"), "wire='bf16'"),
-    (lambda: Row(S, torch.float32, tier="host"), "tier='host'"),
-    (lambda: Recipe(ROW, Row(S, None), ROW), "gradients.dtype=None"),
-    (lambda: Recipe(ROW, ROW, Row(S, None)), "optimizer.dtype=None"),
     (lambda: Recipe(ROW, ROW, Row(R, torch.float32)), "replicates the optimizer states"),
     (lambda: Recipe(ROW, Row(R, torch.float32), ROW), "keeps gradients replicated"),
     (lambda: onefold.shard(TinyMLP(), Recipe.zero(3), units="blocks.0"), "units='blocks.0'"),
     *((lambda option=option, value=value: Recipe.zero(3).replace(**{option: value}), f"{option}={value!r}")
       for option, value in [("prefetch", -1), ("overlap", "no"), ("stall_timeout", 0), ("units", "blocks"), ("reduce_at", "never"),
                             ("offload_activations", "much")]),
-    *((lambda value=value: Recipe.zero(3, offload_optimizer="cpu").replace(offload_share=value), "expected a share above 0")
-      for value in (0, -0.1, 1.1, "0.5", True, None)),
-    *((lambda value=value: Recipe.zero(3, offload_optimizer="cpu").replace(offload_bytes=value), "expected a number of bytes")
-      for value in (0, -1, 1.5, "6GB", True)),
     (lambda: Recipe.zero(3).replace(prefech=1), "Did you mean 'prefetch'"),
     (lambda: Recipe.zero(1).replace(reduce_at="micro-batch"), "reduce_at='micro-batch' cannot apply"),
 ]  # fmt: skip
@@ -129,20 +100,12 @@ NOTES: list[tuple[Recipe, list[str]]] = [
     *((Recipe.zero(s, prefetch=2), ["prefetch=2"]) for s in (0, 1, 2)),
     *((Recipe.zero(s, reshard_after_forward=False), ["reshard_after_forward=False"]) for s in (0, 1, 2)),
     (Recipe.zero(3, overlap=False, prefetch=4), ["prefetch=4"]),
-    (Recipe.zero(2, overlap=False, in_flight=4), ["in_flight=4"]),
-    (Recipe.zero(3).replace(overlap=False, prefetch=4), ["prefetch=4"]),
-    (Recipe(Row(R, torch.float32), ROW, ROW, prefetch=3), ["prefetch=3"]),
     (Recipe.zero(3, precision="fp32", cast_inputs=False), ["cast_inputs=False"]),
-    (Recipe.zero(3, cast_inputs=True), ["cast_inputs=True"]),
     (Recipe.zero(0, elementwise_optimizer=True), ["elementwise_optimizer=True"]),
     (Recipe.zero(2, nvme="/a"), ["nvme="]),
     (Recipe.zero(2, nvme="/a", offload_optimizer="cpu", chunk=65536), ["nvme=", "chunk=65536"]),
-    (Recipe.zero(2, nvme_threads=8), ["nvme_threads=8"]),
     (Recipe.zero(2, **DISK, chunk=65536, nvme_threads=8), []),
     (Recipe.zero(2).replace(offload_share=0.5), ["offload_share=0.5"]),
-    (Recipe.zero(3, stochastic_rounding=True), ["stochastic_rounding=True"]),
-    (Recipe.zero(3, stochastic_rounding=True, moments="bf16"), []),
-    (Recipe.zero(3, error_feedback=True, wire_rounding="nearest"), ["error_feedback=True", "wire_rounding="]),
     (Recipe.zero(3, offload_param="cpu", offload_optimizer="cpu"), []),
 ]  # fmt: skip
 
@@ -193,7 +156,4 @@ def test_notes_are_logged_once_shown_and_go_with_their_cause(
     assert len(recipe.notes) == 2 and logged == list(recipe.notes)
     assert all(note in recipe.describe() for note in recipe.notes)
     assert recipe.replace(prefetch=1, reshard_after_forward=True).replace(in_flight=1).notes == ()
-    assert recipe.replace(notes=("mine",)).notes[0] == "mine"
     assert Recipe.zero(1, prefetch=1) == Recipe.zero(1), "notes make no difference"
-    (note,) = Recipe.zero(3, offload_param="cpu").notes
-    assert "moves frozen parameters only" in note and "without offload_optimizer" in note
