@@ -5,7 +5,6 @@ dies or stands still, a row does.
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,7 +30,6 @@ from onefold.doctor.checks import (
     merge,
 )
 from onefold.doctor.coordinator import check_here, report_of
-from onefold.doctor.ranks import Stopped
 from ranks import absolute_path, run_ranks
 
 pytestmark = pytest.mark.one_in(9)
@@ -205,18 +203,3 @@ def test_a_rank_that_dies_stands_still_or_raises_is_a_row_and_the_next_checks_go
     assert found["kernels"].status == LEFT_OUT, found["kernels"]
     assert all(row.advice for row in found.values() if row.status == WRONG)
     assert report_of(CPU, list(found.values()), "onefold doctor --check", 1.0)["ok"] is False
-
-
-# -- the command's ranks ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_signal_ends_it_with_every_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def say(name: str) -> None:
-        if name == "collectives":
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(Stopped, match="SIGTERM"):
-        check_here(CPU, None, say)
-    assert not children() and not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from onefold.plan.hardware import Machine, builtin, machine
 from onefold.plan.schema import SECONDS
 from onefold.plan.times import Work, step_times
-from onefold.plan.traffic import Software, Traffic, links_of, traffic_of
+from onefold.plan.traffic import Software, Traffic
 
 gpus = st.sampled_from(sorted(builtin().gpus))
 links = st.sampled_from(["100g", "8x200g", "ib-ndr"])
@@ -61,20 +61,3 @@ def test_the_host_and_the_disk_are_hidden_as_far_as_compute_leaves_room() -> Non
     assert busy == 0
     slow = step_times(Work(0.0, host_bytes=1e9, nvme_bytes=100e9), there, soft).seconds["io"]
     assert slow == pytest.approx(100e9 / (there.host.nvme_bandwidth / 8))
-
-
-@given(
-    st.sampled_from([8, 64, 512]),
-    st.booleans(),
-    st.floats(1e6, 1e12),
-    st.floats(1e6, 1e12),
-    st.floats(1e6, 1e12),
-)
-def test_the_links_of_onefolds_moves_carry_the_ledgers_bytes(
-    n: int, nccl: bool, gathered: float, reduced: float, both: float
-) -> None:
-    wire = {"all-gather": gathered, "reduce-scatter": reduced, "all-reduce": both}
-    moves = traffic_of(wire, dict.fromkeys(wire, 10), plain(n), nccl=nccl)
-    links = links_of(moves)
-    assert sum(links.values()) == pytest.approx(sum(wire.values()), abs=2)
-    assert (links["between"] == 0) == (n == 8)
