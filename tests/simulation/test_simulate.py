@@ -96,7 +96,7 @@ def test_the_engine_and_the_closed_forms_agree_to_the_byte(
         )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 64])
+@pytest.mark.parametrize("ranks", [2, pytest.param(64, marks=pytest.mark.slow)])
 def test_owners_of_whole_matrices_hold_and_send_what_the_closed_forms_say(ranks: int) -> None:
     in_groups = {"shard_group": 2}
     settings = (
@@ -106,10 +106,8 @@ def test_owners_of_whole_matrices_hold_and_send_what_the_closed_forms_say(ranks:
         (3, "bf16", 2, in_groups),
     )
     for stage, precision, micro_batches, options in settings:
-        if ranks == 1 and (stage == 1 or options):
-            continue
         recipe = onefold.Recipe.zero(stage, precision=precision, **options)
-        for rank in sorted({0, ranks - 1}):
+        for rank in (0, ranks - 1):
             found = simulate(
                 model_of("gpt"),
                 recipe,
@@ -121,8 +119,7 @@ def test_owners_of_whole_matrices_hold_and_send_what_the_closed_forms_say(ranks:
                 optimizer="muon",
             )
             check(found)
-            sends = ranks > 1 and stage > 0
-            assert ("owners" in found.account.wire) == sends or rank, found.account
+            assert ("owners" in found.account.wire) == (stage > 0) or rank, found.account
             held, told = (sum(a.ledger.values()) for a in (found.account, found.predicted))
             # With fewer elements than room, the last rank may peak a little lower than the plan says
             exact = held == told if rank == 0 else told - 10_000 < held <= told
