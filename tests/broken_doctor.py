@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,22 +36,6 @@ def _wrong_element(name: str) -> Callable[[], None]:
         setattr(dist, names[0], wrong)
 
     return breaking
-
-
-def message_is_wrong() -> None:
-    real = dist.irecv
-
-    def wrong(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        work = real(tensor, *arguments, **named)
-
-        class Late:
-            def wait(self) -> None:
-                work.wait()
-                tensor.view(torch.uint8)[0] ^= 1
-
-        return Late()
-
-    dist.irecv = wrong
 
 
 def sums(change: Callable[[Any, torch.Tensor, Any], None]) -> Callable[[], None]:
@@ -88,18 +71,6 @@ def one_bit_at_stage_3(r: Any, total: torch.Tensor, engine: Any) -> None:
 def a_hundredth_more(r: Any, total: torch.Tensor, engine: Any) -> None:
     """Every stage alike: only DDP can tell."""
     total.mul_(1.01)
-
-
-def one_bit_over_groups(r: Any, total: torch.Tensor, engine: Any) -> None:
-    if engine.recipe.stage == 2 and engine.group.topology.outer > 1:
-        one_bit(r, total, engine)
-
-
-def bytes_between_are_miscounted() -> None:
-    from onefold.comm.ledger import TrafficLedger
-
-    real = TrafficLedger.by_link
-    TrafficLedger.by_link = lambda self: {**real(self), "between": real(self)["between"] + 4}
 
 
 def a_gather_is_not_waited_for() -> None:
@@ -159,23 +130,6 @@ def activations_come_back_changed() -> None:
     ActivationStore.unpack = unpack
 
 
-def a_copy_is_torn() -> None:
-    """What `save_async` copies is not waited for by the optimizer's step, and the check that would
-    notice is gone too.
-    """
-    from onefold.checkpoint import copying
-
-    real = copying.Copying.run
-
-    def run(self: Any) -> Any:
-        time.sleep(1.5)  # the steps have long been taken
-        return real(self)
-
-    copying.Copying.run = run
-    copying.Copying.wait = lambda self: None
-    copying._version = lambda tensor: 0
-
-
 def a_load_is_wrong() -> None:
     """One number of the moments."""
     import onefold
@@ -216,28 +170,6 @@ def a_kernel_writes_a_wrong_bit() -> None:
     check_numbers.kernels_run_here = lambda device: ""
 
 
-def a_summing_kernel_leaves_a_part_out() -> None:
-    """The kernel is torch's addition without the last rank's part in its last element."""
-    from onefold.comm import launching, sums
-    from onefold.doctor import check_numbers
-    from onefold.quant import kernels
-
-    def sum_parts(
-        parts: torch.Tensor, out: torch.Tensor, scale: float, own: Any, rank: int, round_to: Any
-    ) -> None:
-        with launching.by_torch():
-            sums.sum_parts(parts, out, scale, own=own, rank=rank, round_to=round_to)
-        if len(parts):
-            out[-1] -= parts[-1, -1] * scale
-
-    sys.modules["onefold.comm.triton_sums"] = sys.modules["onefold.comm"].triton_sums = (
-        SimpleNamespace(sum_parts=sum_parts)
-    )
-    sums.serve = lambda *_: launching._allowed.get()
-    kernels.encode = kernels.decode = lambda *_: 0
-    check_numbers.kernels_run_here = lambda device: ""
-
-
 def a_buffer_stays() -> None:
     """Every engine keeps 2 MiB that no formula knows."""
     from onefold.runtime.engine import Engine
@@ -247,18 +179,6 @@ def a_buffer_stays() -> None:
     def start(self: Any, steps: Any) -> None:
         real(self, steps)
         self.forgotten = torch.ones(1 << 19)
-
-    Engine.start = start
-
-
-def a_ledger_is_wrong() -> None:
-    from onefold.runtime.engine import Engine
-
-    real = Engine.start
-
-    def start(self: Any, steps: Any) -> None:
-        real(self, steps)
-        self.memory.add("parameters", 2 << 20)
 
     Engine.start = start
 
@@ -294,30 +214,18 @@ def raises(*_: Any) -> str:
     return ""
 
 
-def cannot_start() -> None:
-    print("ImportError: libnccl.so.2 is not here", file=sys.stderr)
-    sys.exit(1)
-
-
 BREAKINGS: dict[str, Callable[[], None]] = {
     "all-gather": _wrong_element("all_gather_single all_gather_into_tensor"),
-    "all-to-all": _wrong_element("all_to_all_single"),
     "reduce-scatter": _wrong_element("reduce_scatter_single reduce_scatter_tensor"),
-    "message": message_is_wrong,
     "one bit of a sum": sums(one_bit),
     "one bit of a sum at stage 3": sums(one_bit_at_stage_3),
     "sums a hundredth too large": sums(a_hundredth_more),
-    "one bit of a sum over groups": sums(one_bit_over_groups),
-    "bytes between groups": bytes_between_are_miscounted,
     "a gather is not waited for": a_gather_is_not_waited_for,
     "an offloaded step": offloaded_step_does_not_wait,
     "activations": activations_come_back_changed,
-    "a torn copy": a_copy_is_torn,
     "a wrong load": a_load_is_wrong,
     "a kernel": a_kernel_writes_a_wrong_bit,
-    "a sum's kernel": a_summing_kernel_leaves_a_part_out,
     "a buffer stays": a_buffer_stays,
-    "a ledger": a_ledger_is_wrong,
     "no prefetch": nothing_is_prefetched,
 }
 ENDS: dict[str, Callable[..., str]] = {"dies": dies, "stands still": stands_still, "raises": raises}
@@ -328,8 +236,6 @@ def main() -> None:
     from onefold.doctor import checks
 
     broken = dict(part.split("=") for part in os.environ["BROKEN"].split(","))
-    if broken.get("start"):
-        cannot_start()
     real = checks.Check.function
     checks.Check.function = property(
         lambda self: ENDS[broken[self.name]] if self.name in broken else real.fget(self)

@@ -18,9 +18,6 @@ from onefold.machine.measured import (
     PassPoint,
     StepPoint,
 )
-from onefold.plan.efficiency import COPIED, PARTS, work_of
-from onefold.plan.hardware import calibrated
-from onefold.plan.times import step_times
 
 LATENCY, BANDWIDTH = 1e-4, 2e9
 SIZES = (1e5, 1e6, 1e7)
@@ -59,7 +56,15 @@ def at_ranks(ranks: int, speed: float = 1.0) -> AtRanks:
             Overlap(compute=1.0, gather=0.8, together=1.4, compute_beside=1.2) if several else None
         ),
         passes=passes(speed),
+        steps=(a_step(several),),
     )
+
+
+def a_step(several: bool) -> StepPoint:
+    """A reference step at stage 0."""
+    sent, calls = ({"all-reduce": 8e6}, {"all-reduce": 4}) if several else ({}, {})
+    ran = Kernels(10**9, 60, 10**6, 200, 10**6)
+    return StepPoint("float32", 0, 64, 64, 2, 1e9, ran, 10**6, 10**6, sent, calls, 1.0)
 
 
 #: What one FLOP, product, product's byte, other operation and its byte cost on one rank.
@@ -78,76 +83,8 @@ def passes(speed: float = 1.0) -> tuple[PassPoint, ...]:
     return tuple(PassPoint("float32", k, COSTS.seconds(k) / speed) for k in ran)
 
 
-def reference_steps(ranks: int) -> tuple[StepPoint, ...]:
-    """Stages 0 and 3 (0 alone on one rank) at few and many tokens, whose seconds are still to be
-    said.
-    """
-    calls = {"all-reduce": 4, "all-gather": 16, "reduce-scatter": 8}
-    out = []
-    for stage in (0, 3) if ranks > 1 else (0,):
-        for tokens, numel in ((64, 8 * 10**6), (512, 10**6)):
-            payload = {
-                0: {"all-reduce": 8.0 * numel},
-                3: {"all-gather": 16.0 * numel, "reduce-scatter": 8.0 * numel},
-            }
-            sent = payload[stage] if ranks > 1 else {}
-            kernels = Kernels(6 * numel * tokens, 60, 10**6, 200, 10**6)
-            out.append(
-                StepPoint(
-                    "float32",
-                    stage,
-                    64,
-                    tokens,
-                    2,
-                    kernels.flops,
-                    kernels,
-                    numel,
-                    numel,
-                    sent,
-                    {m: calls[m] for m in sent},
-                    1.0,
-                )
-            )
-    return tuple(out)
-
-
-def with_steps(
-    found: Calibration, step_share: float = 1.0, move_share: float = 1.0, copies: float = 1.0
-) -> Calibration:
-    """The calibration with reference steps that reached these shares of its rates exactly, and
-    copied each gradient so many times.
-
-    Their blocks' rate says of their passes what their operations' costs say.
-    """
-    at = []
-    for a in found.at:
-        machine = calibrated(found, a.ranks)
-        software = replace(
-            PARTS,
-            step_share=step_share,
-            move_share=move_share,
-            handed_s=copies * COPIED / machine.gpu.memory_bandwidth,
-        )
-        steps = []
-        for s in reference_steps(a.ranks):
-            rate = found.block_rate(s.hidden, s.tokens, ranks=a.ranks)
-            s = replace(s, flops=rate * found.pass_seconds(s.kernels, ranks=a.ranks))
-            steps.append(
-                replace(s, seconds=step_times(work_of(s, machine), machine, software).step)
-            )
-        at.append(replace(a, steps=tuple(steps)))
-    return replace(found, at=tuple(at))
-
-
 def calibration(*counts: int) -> Calibration:
-    """This machine, as if measured now with these numbers of ranks: N are each 1/N as fast as one,
-    and a step is the sum of its parts.
-    """
-    return with_steps(without_steps(*counts))
-
-
-def without_steps(*counts: int) -> Calibration:
-    """The same as it was before reference steps were taken."""
+    """This machine, as if measured now with these numbers of ranks: N are each 1/N as fast as one."""
     return Calibration(
         identity=this_machine(),
         device="cpu",

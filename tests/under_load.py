@@ -39,7 +39,6 @@ FILES = [
     "tests/checkpoints/test_whole_or_absent.py",
     "tests/checkpoints/test_asynchronous.py",
     "tests/stores/test_nvme.py",
-    "tests/observe/test_measured.py",
     "tests/observe/test_ranks_observed.py",
     "tests/observe/test_what_a_run_leaves.py",
     "tests/doctor/test_measure.py",

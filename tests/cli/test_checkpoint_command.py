@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from onefold.checkpoint.manifest import MANIFEST
 from onefold.cli.app import app
 from saved import Run, copied
 
@@ -74,208 +73,115 @@ def refused(*arguments: Any) -> str:
     return str(event["message"])
 
 
-def injured(folder: Path, to: Path) -> Path:
-    """A byte of the last tensor's data is another."""
+def damaged(folder: Path, to: Path) -> Path:
+    """The first byte of the tensors' data is another."""
     copied(folder, to)
     data = bytearray((to / "rank-00000.safetensors").read_bytes())
-    data[-1] ^= 1
+    data[int.from_bytes(data[:8], "little") + 8] ^= 1
     (to / "rank-00000.safetensors").write_bytes(data)
     return to
 
 
-# -- inspect ---------------------------------------------------------------------------------------
-
-
 def test_inspect_says_what_a_checkpoint_holds(first: Path) -> None:
     found = said("inspect", first)
-    assert (found["event"], found["form"], found["step"], found["path"]) == (
-        "inspect",
-        "Onefold",
-        2,
-        str(first),
-    )
-    assert (
-        found["saved_by"]["world_size"] == 1
-        and found["saved_by"]["stage"] == 1
-        and found["saved_by"]["torch"] == torch.__version__
-    )
+    assert (found["form"], found["step"], found["path"]) == ("Onefold", 2, str(first))
+    assert (found["saved_by"]["world_size"], found["saved_by"]["stage"]) == (1, 1)
     count = sum(p.numel() for p in Run(steps=0).model.parameters())
-    assert found["parameters"] == count
     by = {(s["kind"], s["state"]): s for s in found["sorts"]}
     assert by["parameter", ""]["nbytes"] == 4 * count == by["state", "exp_avg"]["nbytes"]
     assert [(g["optimizer"], g["index"]) for g in found["groups"]] == [("AdamW", 0), ("AdamW", 1)]
-    assert (
-        sum(g["elements"] for g in found["groups"]) == count
-        and found["groups"][1]["options"]["weight_decay"] == 0.0
-    )
+    assert found["parameters"] == count == sum(g["elements"] for g in found["groups"])
     assert set(found["resumes"]) == {"optimizer", "scheduler", "data", "random states", "extra"}
-    assert (
-        found["files"]["rank-00000.safetensors"]
-        == (first / "rank-00000.safetensors").stat().st_size
-    )
-    assert found["model_files"] == ["config.json"] and "tensors" not in found
     text = command("inspect", first).stdout
     for words in (
-        "step 2", "on 1 rank at stage 1", "exp_avg_sq", "parameter groups", "weight_decay 0.01", "last_epoch 2", "position 16",
+        "step 2",
+        "on 1 rank at stage 1",
+        "exp_avg_sq",
+        "weight_decay 0.01",
         "config.json",
-    ):  # fmt: skip
+    ):
         assert words in text, (words, text)
-    assert "blocks.0.mlp.0.weight" not in text
 
 
-def test_inspect_of_a_folder_of_checkpoints_lists_them_the_newest_first(
+def test_inspect_of_a_folder_lists_its_checkpoints_and_says_which_are_not_whole(
     root: Path, first: Path, tmp_path: Path
 ) -> None:
     found = said("inspect", root)
-    assert found["event"] == "list" and [(c["step"], c["wrong"]) for c in found["checkpoints"]] == [
-        (3, ""),
-        (2, ""),
-    ]
+    assert [(c["step"], c["wrong"]) for c in found["checkpoints"]] == [(3, ""), (2, "")]
     folder = tmp_path / "run"
     shutil.copytree(root, folder)
     (folder / "step-00000003" / "state.json").unlink()
     shutil.copytree(first, folder / ".step-00000004.0123abcd.unfinished")
-    (folder / "step-00000009").mkdir()
-    (folder / "step-00000009" / MANIFEST).write_text("{}")
     text = command("inspect", folder, status=1).stdout
-    for words in (
-        "state.json is missing",
-        "a killed one has left it",
-        "step-00000009",
-        "not whole",
-    ):
-        assert words in text, (words, text)
+    assert "state.json is missing" in text and "a killed one has left it" in text, text
 
 
 def test_inspect_and_diff_read_what_deepspeed_saved(tmp_path: Path) -> None:
     with zipfile.ZipFile(DEEPSPEED / "stage-1-fp32-2.zip") as packed:
         packed.extractall(tmp_path)
     found = said("inspect", tmp_path / "saved")
-    assert (
-        found["form"] == "DeepSpeed"
-        and found["step"] == 3
-        and found["groups"][0]["options"]["lr"] > 0
-    )
-    assert "DeepSpeed" in command("inspect", tmp_path / "saved").stdout
+    assert (found["form"], found["step"]) == ("DeepSpeed", 3)
     assert said("diff", tmp_path / "saved", tmp_path / "saved")["equal"]
-    assert "not a checkpoint of Onefold" in refused(
-        "reshard", tmp_path / "saved", tmp_path / "b", "--ranks", 2
-    )
 
 
-# -- verify ----------------------------------------------------------------------------------------
-
-
-def test_verify_ends_with_0_for_a_whole_checkpoint_and_with_1_naming_what_is_not(
-    root: Path, first: Path, tmp_path: Path
+def test_what_is_damaged_is_named_with_status_1_and_neither_exported_nor_resharded(
+    first: Path, tmp_path: Path
 ) -> None:
     assert "whole" in command("verify", first).stdout
     found = said("verify", first)
-    assert (
-        found["whole"]
-        and found["checkpoints"][0]["files"] == 5
-        and found["checkpoints"][0]["problems"] == []
-    )
-    bad = injured(first, tmp_path / "a")
-    (bad / "mine.txt").write_text("x")
-    result = command("verify", bad, status=1)
-    assert (
-        "1 problem" in result.stdout
-        and "rank-00000.safetensors: " in result.stdout
-        and "note: mine.txt" in result.stdout
-    )
+    assert found["whole"] and found["checkpoints"][0]["problems"] == []
+    bad = damaged(first, tmp_path / "a")
+    assert "rank-00000.safetensors: " in command("verify", bad, status=1).stdout
     (problem,) = said("verify", bad, status=1)["checkpoints"][0]["problems"]
-    assert (
-        problem["file"] == "rank-00000.safetensors"
-        and problem["tensor"]
-        and "CRC-32" in problem["what"]
-    )
-
-
-# -- reshard and export ----------------------------------------------------------------------------
+    assert problem["file"] == "rank-00000.safetensors" and problem["tensor"]
+    assert "CRC-32" in problem["what"]
+    assert "changed" in refused("export", bad, tmp_path / "b")
+    assert "changed" in refused("reshard", bad, tmp_path / "b", "--ranks", 2)
+    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_reshard_writes_the_same_checkpoint_for_other_ranks(
     root: Path, first: Path, tmp_path: Path
 ) -> None:
     found = said("reshard", first, tmp_path / "b", "--ranks", 3)
-    assert found["event"] == "reshard" and sum(f.startswith("rank-") for f in found["files"]) == 3
+    assert sum(f.startswith("rank-") for f in found["files"]) == 3
     command("verify", tmp_path / "b")
     assert "the same" in command("diff", first, tmp_path / "b").stdout
-    assert "resharded for 3 ranks" in command("inspect", tmp_path / "b").stdout
     assert "overwrite" in refused("reshard", first, tmp_path / "b", "--ranks", 2)
-    assert "wrote" in command("reshard", root, tmp_path / "b", "--ranks", 1, "--overwrite").stdout
-    assert said("inspect", tmp_path / "b")["step"] == 3, (
-        "of a folder of checkpoints the newest is taken"
-    )
-    command("reshard", first, tmp_path / "c", status=2)
+    command("reshard", root, tmp_path / "b", "--ranks", 1, "--overwrite")
+    assert said("inspect", tmp_path / "b")["step"] == 3, "of a folder of them the newest is taken"
 
 
 def test_export_writes_what_others_open(bare: Path, tmp_path: Path) -> None:
     found = said("export", bare, tmp_path / "hf", "--dtype", "bf16")
-    assert (
-        found["event"] == "export"
-        and found["files"] == ["model.safetensors"]
-        and found["bytes"] > 0
-    )
+    assert found["files"] == ["model.safetensors"] and found["bytes"] > 0
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     expected = dict(Run().model.state_dict())
     for name in ("blocks.1.mlp.0.weight", "tokens.weight"):
-        assert weights[name].dtype == torch.bfloat16 and torch.equal(
-            weights[name], expected[name].detach().bfloat16()
-        ), name
-    assert "wrote" in command("export", bare, tmp_path / "small", "--max-shard", "20KB").stdout
+        assert torch.equal(weights[name], expected[name].detach().bfloat16()), name
+    command("export", bare, tmp_path / "small", "--max-shard", "20KB")
     assert (tmp_path / "small" / "model.safetensors.index.json").exists()
-    for size in ("many", "-3GB", "3XB", ""):
+    for size in ("many", "-3GB", ""):
         assert "--max-shard" in refused("export", bare, tmp_path / "more", "--max-shard", size)
     assert not (tmp_path / "more").exists()
-
-
-def test_what_is_damaged_is_neither_exported_nor_resharded(bare: Path, tmp_path: Path) -> None:
-    folder = copied(bare, tmp_path / "a")
-    data = bytearray((folder / "rank-00000.safetensors").read_bytes())
-    data[int.from_bytes(data[:8], "little") + 40] ^= 1
-    (folder / "rank-00000.safetensors").write_bytes(data)
-    for name in ("export", "reshard"):
-        more = ["--ranks", 2] if name == "reshard" else []
-        assert "changed" in refused(name, folder, tmp_path / name, *more)
-    assert os.listdir(tmp_path) == ["a"]
-
-
-# -- diff ------------------------------------------------------------------------------------------
 
 
 def test_diff_ends_with_1_and_says_what_differs(root: Path, first: Path) -> None:
     second = root / "step-00000003"
     found = said("diff", first, second, status=1)
     assert not found["equal"] and (found["first"]["step"], found["second"]["step"]) == (2, 3)
-    assert {"item", "what", "differing", "of", "largest", "relative", "at"} <= set(
-        found["tensors"][0]
-    )
     assert {"part": "rest", "where": "step", "first": 2, "second": 3} in found["values"]
     text = command("diff", first, second, status=1).stdout
-    for words in (
-        "they differ",
-        "weights: ",
-        "optimizer: ",
-        "tokens.weight",
-        "exp_avg_sq",
-        "scheduler, last_epoch",
-    ):
+    for words in ("they differ", "weights: ", "optimizer: ", "tokens.weight", "exp_avg_sq"):
         assert words in text, (words, text)
     said("diff", first, second, "--only", "weights", "--only", "optimizer", "--atol", 1e9)
-    assert {
-        t["item"]["kind"]
-        for t in said("diff", first, second, "--only", "weights", status=1)["tensors"]
-    } == {"parameter"}
-    names = {
-        t["item"]["name"]
-        for t in said("diff", first, second, "--filter", "*.norm_1.*", status=1)["tensors"]
-    }
-    assert names and all(".norm_1." in n for n in names)
-
-
-# -- what cannot be done ---------------------------------------------------------------------------
+    items = [
+        t["item"]
+        for t in said(
+            "diff", first, second, "--only", "weights", "--filter", "*.norm_1.*", status=1
+        )["tensors"]
+    ]
+    assert items and all(i["kind"] == "parameter" and ".norm_1." in i["name"] for i in items)
 
 
 @pytest.mark.parametrize(
@@ -293,8 +199,7 @@ def test_a_path_without_a_checkpoint_ends_with_2_and_a_sentence(
 ) -> None:
     name, *more = arguments
     (tmp_path / "file").write_text("x")
-    (tmp_path / "empty").mkdir()
     more = [str(tmp_path / m) if m in ("out", "other") else m for m in more]
-    for path in ("nothing", "file", "empty"):
+    for path in ("nothing", "file"):
         assert str(tmp_path / path) in refused(name, tmp_path / path, *more)
-    assert sorted(os.listdir(tmp_path)) == ["empty", "file"]
+    assert os.listdir(tmp_path) == ["file"]

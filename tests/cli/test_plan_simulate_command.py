@@ -47,31 +47,6 @@ def test_a_mesh_is_simulated_as_a_rank_of_each_stage_that_differs() -> None:
     assert shown.exit_code == 2 and "rank 16 of 16" in shown.stdout
 
 
-def test_json_has_every_event_of_the_asked_rank() -> None:
-    shown = CliRunner().invoke(app, [*ASK, "--rank", "63", "--json"])
-    assert shown.exit_code == 0, shown.output
-    found = json.loads(shown.stdout)["simulation"]
-    assert found["exact"] is True and found["rank"] == 63 and found["ranks"] == 64
-    assert found["account"]["wire"] == found["predicted"]["wire"]
-    assert sum(nbytes for _, _, nbytes, moved in found["events"] if moved) == sum(
-        found["account"]["wire"].values()
-    )
-    held = sum(nbytes for _, _, nbytes, moved in found["events"] if not moved)
-    assert held == 0  # a step ends as it began
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--rank", "64"], "rank 64 of 64"),
-        (["--optimizer", "lion"], "expected one of"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_simulated_gets_a_sentence(options: list[str], says: str) -> None:
-    shown = CliRunner().invoke(app, [*ASK, *options])
-    assert shown.exit_code == 2
-    assert says in shown.output
-    assert "at rest" in shown.output, "the plan stands all the same"
-    found = json.loads(CliRunner().invoke(app, [*ASK, *options, "--json"]).stdout)
-    assert found["event"] == "error" and says in found["message"] and len(found["stages"]) == 4
+def test_what_cannot_be_simulated_gets_a_sentence_below_the_plan() -> None:
+    shown = CliRunner().invoke(app, [*ASK, "--rank", "64"])
+    assert shown.exit_code == 2 and "rank 64 of 64" in shown.output and "at rest" in shown.output

@@ -16,9 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
-
-from onefold.cli.app import app
 
 pytestmark = pytest.mark.one_in(2)
 
@@ -54,18 +51,14 @@ class Place:
             "OMP_NUM_THREADS": "1",
         }
 
-    def start(
-        self, *arguments: str, launcher: tuple[str, ...] = ("-m", "onefold.cli")
-    ) -> subprocess.Popen[str]:
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, *launcher, "train", *arguments],
+            [sys.executable, "-m", "onefold.cli", "train", *arguments],
             cwd=self.folder, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
-    def run(
-        self, *arguments: str, launcher: tuple[str, ...] = ("-m", "onefold.cli")
-    ) -> tuple[int, str, str]:
-        process = self.start(*arguments, launcher=launcher)
+    def run(self, *arguments: str) -> tuple[int, str, str]:
+        process = self.start(*arguments)
         out, err = process.communicate(timeout=600)
         return process.returncode, out, err
 
@@ -120,20 +113,13 @@ def test_a_run_ends_with_a_model_that_transformers_opens_and_leaves_nothing_behi
         and said["plan"][0]["ranks"] == 2
         and said["plan"][0]["reason"]
     )
-    assert said["plan"][0]["predicted"]["nvme"] == said["plan"][0]["predicted"]["host"] == 0
     assert [row["step"] for row in said["step"]] == [1, 2, 3, 4]
-    assert [row["when"] for row in said["sample"]] == ["before", "after"]
 
     rows = metrics(place.folder / "run")
     assert len(rows) == 5 and rows[-1]["done"] and not rows[-1]["stopped"]
     for row in rows[:4]:
-        assert (
-            row["loss"] > 0
-            and row["grad_norm"] > 0
-            and row["lr"] > 0
-            and row["tokens_per_s"] > 0
-            and row["memory"] > 0
-        )
+        names = ("loss", "grad_norm", "lr", "tokens_per_s", "memory")
+        assert min(row[name] for name in names) > 0, row
     assert [row["step"] for row in rows[:4] if "eval_loss" in row] == [2, 4]
     # fp32, two ranks, stage 1: 2 Psi (N - 1) / N, and the small padding of a unit's last interval.
     # After a measurement of the held-out loss the parameters are there already: it has gathered
@@ -210,42 +196,6 @@ def test_a_rank_that_fails_is_told_once_and_ends_the_others(place: Place) -> Non
     assert place.left_behind() == []
 
 
-def test_what_cannot_be_is_told_in_a_sentence_before_anything_starts(place: Place) -> None:
-    code, out, err = place.run("--model", "gpt:huge", "--json")
-    assert code == 2 and "'huge' is no size" in err and "Traceback" not in err
-    assert events(out)["error"][0]["message"].startswith("--model gpt:huge")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--offload-optimizer", "nvme"], "names no folder: give nvme="),
-        (
-            ["--offload-optimizer", "nvme", "--nvme", "absent"],
-            "--nvme absent: there is no such folder",
-        ),
-        (
-            ["--offload-optimizer", "cpu", "--offload-param", "cpu", "--stage", "2"],
-            "Shard the parameters (stage 3)",
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_tiers_that_cannot_be_are_told_in_the_recipes_sentence_before_anything_starts(
-    place: Place, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
-) -> None:
-    monkeypatch.chdir(place.folder)
-    done = CliRunner().invoke(app, ["train", *TINY, *options, "--nproc", "2", "--output", "run"])
-    assert (
-        done.exit_code == 2
-        and said in done.stderr
-        and "Traceback" not in done.stderr
-        and "starting" not in done.stdout
-    )
-    assert not (place.folder / "run").exists() and place.left_behind() == []
-
-
-@pytest.mark.slow
 @pytest.mark.slow
 def test_smollm2_is_fine_tuned_and_opens_again_with_its_tokenizer(place: Place) -> None:
     code, out, err = place.run(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.machine.fit import Curve, Fit, nearest_mean
+from onefold.machine.fit import Curve, Fit
 
 SIZE = st.floats(1, 1e10)
 SECONDS = st.floats(1e-7, 1e3)
@@ -35,18 +35,3 @@ def test_more_bytes_never_take_less_time(
 ) -> None:
     curve = Curve(tuple(points))
     assert curve.seconds(min(a, b)) <= curve.seconds(max(a, b)) * (1 + 1e-9)
-
-
-KNOWN = st.lists(
-    st.tuples(st.tuples(st.floats(1, 1e5), st.floats(1, 1e5)), st.floats(1e6, 1e15)),
-    min_size=1,
-    max_size=6,
-)
-
-
-@given(KNOWN, st.tuples(st.floats(1, 1e5), st.floats(1, 1e5)))
-def test_a_rate_between_places_stays_between_their_rates(
-    known: list[tuple[tuple[float, ...], float]], at: tuple[float, float]
-) -> None:
-    found = nearest_mean(known, at)
-    assert min(v for _, v in known) <= found <= max(v for _, v in known)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from onefold.observe.runfile import write_observed
-from onefold.observe.trace import Held, Move, Recording, Work, covered
+from onefold.observe.trace import Move, Recording, Work, covered
 from onefold.plan import schema
 from onefold.plan.schema import Account
 from onefold.recipe import Recipe
@@ -183,22 +183,3 @@ def write_run(folder: Path, ranks: int = RANKS) -> Path:
             facts=facts,
         )
     return folder
-
-
-def beyond(step: Recording) -> Recording:
-    """The step with its optimizer states on the host and gradients read from and written to
-    NVMe.
-    """
-    states = step.held.pop(schema.MOMENTS)
-    host, nvme = Held({schema.MOMENTS: states}), Held({schema.MASTERS: BLOCKS * BLOCK // RANKS})
-    for number, unit in enumerate(units()[:0:-1]):
-        at = step.start + (0.4 + 0.02 * number) * step.seconds
-        for delta, moment in ((BLOCK // RANKS, at), (-BLOCK // RANKS, at + 0.01)):
-            host.changes.append((moment, "staging buffers", unit, delta))
-        for kind, move_at in (("down", at), ("written", at + 0.005)):
-            step.moves.append(
-                Move(kind, unit, BLOCK // RANKS, "", "backward", move_at, move_at, 0.0)
-            )
-    step.tiers, step.io = {"host": host, "nvme": nvme}, 0.012
-    step.moves.sort(key=lambda move: move.launched)
-    return step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -49,29 +48,13 @@ def test_bytes_and_waits_are_those_of_the_step() -> None:
     assert first["exposed_ms"] >= 250 and second["exposed_ms"] == third["exposed_ms"] == 0
 
 
-class Scaler:
-    """Of a scaler a meter reads the scale alone."""
-
-    def __init__(self) -> None:
-        self.scale = 1024.0
-
-    def get_scale(self) -> float:
-        return self.scale
-
-
-@pytest.mark.parametrize("kind", ["plain", "torch"])
-def test_a_step_after_which_the_scale_fell_was_skipped(kind: str) -> None:
+def test_a_step_after_which_the_scale_fell_was_skipped() -> None:
     model, optimizer = sharded()
-    meter = Meter(model, optimizer)
-    scaler: Any = Scaler() if kind == "plain" else onefold.GradScaler(model, init_scale=1024.0)
-    if kind == "torch":
-        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    meter, scaler = Meter(model, optimizer), onefold.GradScaler(model, init_scale=1024.0)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
     rows = [meter.step(scaler=scaler)]
     for scale in (512.0, 512.0, 1024.0, 256.0):
-        if kind == "plain":
-            scaler.scale = scale
-        else:
-            scaler._scale.fill_(scale)
+        scaler._scale.fill_(scale)
         rows.append(meter.step(scaler=scaler))
     assert [row["scale"] for row in rows] == [1024, 512, 512, 1024, 256]
     assert [row["skipped"] for row in rows] == [0, 1, 1, 1, 2]

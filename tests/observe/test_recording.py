@@ -45,14 +45,9 @@ def test_outside_of_a_window_nothing_is_kept() -> None:
     engine = onefold.engine_of(model)
     one_step(model, optimizer)
     assert not engine.memory.record and len(engine.memory.timeline) == len(engine.timeline) == 0
-    hooks = len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
     with pytest.raises(ZeroDivisionError), record(model, optimizer, activations=True):
         raise ZeroDivisionError
     assert not engine.memory.record
-    assert (
-        len(optimizer._optimizer_step_pre_hooks),
-        len(optimizer._optimizer_step_post_hooks),
-    ) == hooks
     with record(model, optimizer) as second:
         one_step(model, optimizer)
     assert second.steps == 1
@@ -74,7 +69,3 @@ def test_the_chrome_trace_names_every_gather_reduction_and_unit(tmp_path: Path, 
     assert sum(e["args"]["bytes"] for e in gathers + reductions) == sum(step.wire().values())
     assert len(rows["compute"]) == 2 * (BLOCKS + 1) + 1 and len(rows["optimizer"]) == 1
     assert sum(e["dur"] for e in rows["waiting"]) == pytest.approx(step.exposed * 1e6)
-    assert (
-        next(e for e in trace["traceEvents"] if e["name"] == "process_name")["args"]["name"]
-        == f"Onefold rank {rank} of 4"
-    )

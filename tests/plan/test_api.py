@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -40,17 +42,27 @@ def test_the_recipe_of_a_plan_for_this_machine_shards_the_module() -> None:
     [
         ({"stage": 4}, "expected 0, 1, 2 or 3"),
         ({"sequence": 3}, "does not know sequence"),
-        ({"gpus": 8, "gpu": "h100"}, "Did you mean"),
+        ({"reduce_at": "later"}, "reduce_at='later'"),
+        ({"units": ["h"]}, "planned from its dimensions"),
+        ({"gpu": "h100"}, "Did you mean"),
+        ({"gpu": None}, "gpu=None: expected a name such as h100-80"),
+        ({"gpus": "8"}, "gpus='8': expected a whole number"),
         ({"gpus": 12}, "do not fill nodes of 8"),
+        ({"per_node": 0}, "per_node=0"),
         ({"precision": "fp8"}, "expected one of fp32, bf16, fp16"),
-        ({"gpus": 8, "global_batch": 9}, "does not divide"),
+        ({"micro_batch": -1}, "from 0 to"),
+        ({"global_batch": 9}, "does not divide"),
+        ({"global_batch": 15, "micro_batch": 2}, "use 16"),
+        ({"optimizer": "adamm"}, "adamw"),
+        ({"checkpointing": "half"}, "none, selective, full"),
+        ({"offload": "tape"}, "nvme"),
+        ({"model": "gtp2"}, "Did you mean 'gpt2'"),
+        ({"model": ""}, "name is empty"),
+        ({"model": 0}, "positive"),
+        ({"model": math.nan}, "positive"),
+        ({"model": []}, "expected"),
     ],
 )
-def test_what_cannot_be_gets_a_sentence(options: dict[str, object], words: str) -> None:
+def test_what_cannot_be_gets_a_sentence(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        onefold.plan("gpt2", **options)
-
-
-def test_a_name_that_nobody_knows_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="llama-3-8b"):
-        onefold.plan("llama-3-8bb", gpus=8)
+        onefold.plan(**{"model": "gpt2", "gpus": 8, **options})

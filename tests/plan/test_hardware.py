@@ -60,18 +60,12 @@ def test_a_users_file_adds_and_changes(tmp_path: Path) -> None:
     [
         ("[gpu.mine]\ncapacty = 1", "gpu.mine has no key 'capacty'. Did you mean 'capacity'"),
         ("[gpu.mine]\ncapacity = 1e9", "gpu.mine lacks memory_bandwidth"),
-        ("[gpu.mine]\ncapacity = 1e9\nmemory_bandwidth = 1e9", "matrix rate"),
-        ("[gpu.mine]\ncapacity = 'big'", "gpu.mine"),
         ("[gpu.h100-80]\ncapacity = -1", "gpu.h100-80.capacity is -1: expected a number above 0"),
         ("[gpu.h100-80]\nattainable = 80", "at most 1"),
         ("[link.mine]\ntitle = 'x'", "link.mine lacks bandwidth"),
         ("[gpus.mine]", "no key 'gpus'. Did you mean 'gpu'"),
-        ("gpu = 3", "gpu is 3"),
-        ("[host.default]\nnvm = 1", "Did you mean 'nvme'"),
         ("not toml", "not a TOML file"),
         ("a = " + "[" * 5000, "nested too deeply"),
-        ("a = " + "9" * 5000, "Exceeds the limit (4300 digits)"),
-        ("[gpu.h100-80]\ncapacity = true", "gpu.h100-80.capacity is True: expected a number"),
         ("[gpu.h100-80]\ncapacity = inf", "gpu.h100-80.capacity is inf: expected a number"),
     ],
 )

@@ -11,14 +11,17 @@ from torch import nn
 
 import onefold
 from onefold.memory import GATHERED, GRADIENTS, MASTERS, PARAMETERS
+from onefold.offload.activations import NEAR
 from onefold.plan import api
+from onefold.plan.activity import Activity
 from onefold.plan.choose import shares_of
 from onefold.plan.evaluate import evaluate
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job, Scheme
+from onefold.plan.offloaded import on_host
 from onefold.plan.planner import plan
 from onefold.plan.schema import MOMENTS, Account
-from onefold.plan.shapes import ModelShape
+from onefold.plan.shapes import ModelShape, architecture
 from onefold.recipe import Tier
 from zoo import TinyGPT
 
@@ -60,9 +63,6 @@ def test_offload_moves_every_state_once_and_none_is_lost() -> None:
         optimizer.host / 2, rel=0.1
     )
     assert part.moved["down"] == pytest.approx(optimizer.moved["down"] / 2, rel=0.1)
-
-
-# -- as little as need be --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("capacity", [7.0, 6.2, 5.6, 5.0])
@@ -166,3 +166,17 @@ def test_lora_holds_states_of_its_adapters_only() -> None:
     # over the ranks and copies of gradients.
     ratio = found.stages[1].account.seconds["compute"] / full.stages[1].account.seconds["compute"]
     assert 0.5 < ratio < 0.68
+
+
+def test_activations_on_the_host_leave_the_device_what_runs_and_what_is_on_its_way() -> None:
+    shape = architecture("llama-3-8b")
+    assert shape.transformer is not None
+    whole = Activity.from_dims(shape, shape.transformer, 1, 2048, 2, "none", "llama")
+    peaks = {
+        budget: max(s.peak for s in on_host(whole, budget, shared=False).activity.slots)
+        for budget in (1 << 32, 1 << 62)
+    }
+    kept = max(s.peak for s in whole.slots)
+    assert kept - (1 << 32) <= peaks[1 << 32] <= kept - (1 << 32) + 2 * NEAR, (kept, peaks)
+    one = whole.saved // shape.transformer.layers
+    assert peaks[1 << 62] < kept / 2 and peaks[1 << 62] >= one

@@ -1,11 +1,10 @@
-"""Each kind of model that a plan takes, what it refuses, and what comes out: JSON, a recipe, the
-convention.
+"""Each kind of model that a plan takes, odd ones that it refuses, and the convention by which it
+counts.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 import onefold
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
-from onefold.plan.planner import Plan, plan
+from onefold.plan.planner import plan
 from zoo import TinyGPT
 
 pytestmark = pytest.mark.one_in(3)
@@ -35,7 +34,7 @@ class TokenModel(nn.Module):
         super().__init__()
         self.inner = TinyGPT(width=32, depth=4, length=64)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         return self.inner(input_ids)
 
 
@@ -74,62 +73,6 @@ def test_a_number_a_name_a_folder_a_factory_and_a_module_are_all_planned(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("gtp2", "Did you mean 'gpt2'"),
-        (0, "positive"),
-        (math.inf, "positive"),
-        (math.nan, "positive"),
-        (True, "positive"),
-        ([], "expected"),
-    ],
-)
-def test_what_is_no_model_is_refused_in_a_sentence(model: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        plan(model, machine(8))
-
-
-@pytest.mark.parametrize(
-    ("job", "words"),
-    [
-        ({"seq": 0}, "seq=0"),
-        ({"micro_batch": -1}, "0 or more"),
-        ({"precision": "int8"}, "expected one of"),
-        ({"optimizer": "adamm"}, "adamw"),
-        ({"checkpointing": "half"}, "none, selective, full"),
-        ({"offload": "tape"}, "nvme"),
-    ],
-)
-def test_a_job_that_cannot_be_is_refused_in_a_sentence(job: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Job(**job)
-
-
-def test_a_global_batch_that_does_not_divide_names_one_that_does() -> None:
-    with pytest.raises(ValueError, match="use 16"):
-        plan("gpt2", gpus(8), Job(global_batch=15, micro_batch=2))
-    with pytest.raises(ValueError, match="use 16"):
-        plan("gpt2", gpus(8), Job(global_batch=15, micro_batch=0))
-
-
-# -- what comes out --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def small() -> Plan:
-    return plan(TokenModel(), gpus(2), Job(seq=12, global_batch=16))
-
-
-def test_the_recipe_that_comes_out_shards_the_model(small: Plan) -> None:
-    recipe = small.recipe
-    assert recipe.stage == 1 and recipe.compute_dtype is torch.bfloat16
-    model = onefold.shard(TokenModel(), recipe)
-    ids = torch.zeros((1, 12), dtype=torch.long)
-    model(input_ids=ids, labels=ids).float().backward()
-    assert onefold.engine_of(model).memory.now()
-
-
-@pytest.mark.parametrize(
     ("job", "total"),
     [
         (Job(), 18), (Job(precision="fp32"), 16), (Job(precision="fp16", accumulate_dtype="fp16"), 16), (Job(optimizer="sgd"), 10),
@@ -142,3 +85,70 @@ def test_the_convention_is_that_of_the_recipe(job: Job, total: int) -> None:
     assert found.stages[0].account.rest_bytes == pytest.approx(
         (total - gradients) * found.model.numel, rel=0.01
     )
+
+
+def test_recipe_auto_plans_with_the_options_it_hands_on_and_says_the_micro_batch() -> None:
+    recipe = onefold.plan.recipe_for(
+        TokenModel(), seq=16, micro_batch=0, global_batch=8, units=["inner.blocks.1"], prefetch=0
+    )
+    assert recipe.units == ("inner.blocks.1",) and recipe.prefetch == 0
+    assert "micro-batch 8 on 1 ranks" in recipe.notes[-1], recipe.notes
+    assert onefold.plan.recipe_for("gpt2", seq=16).stage == 0
+    with pytest.raises(ValueError, match=r"chooses the stage; for stage 1 write Recipe\.zero\(1"):
+        onefold.plan.recipe_for(TokenModel(), stage=1)
+    with pytest.raises(
+        ValueError, match=r"recipe_for does not know prefetsch. Did you mean 'prefetch'"
+    ):
+        onefold.plan.recipe_for(TokenModel(), prefetsch=1)
+
+
+def test_each_optimizer_moves_its_own_bytes_in_its_own_time() -> None:
+    seconds = {
+        name: (
+            plan("llama-3-8b", machine(8, 8, "h100-80"), Job(optimizer=name), largest=False)
+            .stages[1]
+            .account.seconds["optimizer"]
+        )
+        for name in ("adamw", "lion", "sgd")
+    }
+    assert seconds["lion"] / seconds["adamw"] == pytest.approx(20 / 28)
+    assert seconds["sgd"] / seconds["adamw"] == pytest.approx(12 / 28)
+
+
+class Raising(TokenModel):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        raise RuntimeError("broken at x=3")
+
+
+class Needing(TokenModel):
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.inner(input_ids)
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 8), nn.LazyLinear(10)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.table(input_ids))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            Raising,
+            (
+                "Raising failed in the trace of its forward and backward pass: RuntimeError: broken"
+                " at x=3"
+            ),
+        ),
+        (Needing, "attention_mask.*batch=function"),
+        (Lazy, "lazy parameters .head.weight.*run one batch"),
+    ],
+)
+def test_whatever_a_module_raises_is_a_sentence(kind: type[nn.Module], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(kind(), gpus(2), Job(seq=16), largest=False)

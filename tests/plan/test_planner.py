@@ -81,20 +81,3 @@ def test_a_peak_never_exceeds_the_bound_that_is_printed(
         )
         assert found.peak_bytes <= found.bound, (scheme, found)
         assert min(found.peak.values()) > 0 and min((*found.rest.values(), 1)) > 0
-
-
-@given(st.integers(1, 5), st.sampled_from((0, 1, 2, 3)), st.sampled_from(CHECKPOINTING))
-@examples(40)
-def test_a_larger_micro_batch_never_needs_less(micro: int, stage: int, checkpointing: str) -> None:
-    shape, job = ModelShape.of_size(5_000_000), Job(seq=128)
-    one, more = (
-        evaluate(
-            shape,
-            activity(shape, job, m, checkpointing),
-            gpus(4),
-            job,
-            Scheme(stage, checkpointing, "none", m),
-        ).account.peak_bytes
-        for m in (micro, micro + 1)
-    )
-    assert one <= more

@@ -40,14 +40,11 @@ def reserved(there: Machine, **options: Any) -> Reserve:
     [
         (on(1), {}, 0, 0),
         (on(8), {}, 2, 7 * H100),
-        (on(8), {"reduce": "native"}, 2, 0),
         # Two levels: to seven peers in the node, and to one rank of the other
         (on(16), {}, 5, 7 * H100 + NETWORK),
-        (on(16), {"reduce": "native"}, 5, 0),
         # Over two nodes at once sums are native by themselves
         (on(16), {"group": "flat"}, 2, 0),
         (on(16), {"group": "flat", "reduce": "ordered"}, 2, 7 * H100 + NETWORK),
-        (on(16), {"group": "flat", "reduce_codec": "int4"}, 2, 7 * H100 + NETWORK),
         (on(4, 1), {}, 2, NETWORK),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from benchmarks.validation.systems import work
 from hypothesis import given
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from onefold.plan.hardware import Machine, builtin, machine
 from onefold.plan.schema import SECONDS
 from onefold.plan.times import Work, step_times
-from onefold.plan.traffic import Software, Traffic, links_of, traffic_of
+from onefold.plan.traffic import Software, Traffic
 
 gpus = st.sampled_from(sorted(builtin().gpus))
 links = st.sampled_from(["100g", "8x200g", "ib-ndr"])
@@ -43,13 +41,6 @@ def test_a_step_is_the_sum_of_its_parts(
     assert 0 < times.mfu < 1
 
 
-def test_pairwise_messages_send_a_rings_bytes_between_nodes_once_a_rank_of_a_node() -> None:
-    there, soft = plain(64), Software(link_share=1, hop_seconds=0)
-    ring, pairwise = (way("all-gather", 63e9, 1, there) for way in (Traffic.ring, Traffic.pairwise))
-    assert pairwise.nbytes == pytest.approx(ring.nbytes)
-    assert pairwise.seconds(there, soft) / ring.seconds(there, soft) == pytest.approx(8 * 56 / 63)
-
-
 def test_the_first_gather_and_the_last_reduction_stay_exposed() -> None:
     there, soft = plain(8), Software(overlap=1, straggler=0)
     moves = [
@@ -58,24 +49,6 @@ def test_the_first_gather_and_the_last_reduction_stay_exposed() -> None:
     ]
     times = step_times(Work(1e18, moves), there, soft)
     assert times.seconds["exposed communication"] == pytest.approx(times.communication * 2 / 40)
-
-
-def test_a_gather_hides_behind_its_own_phase_only() -> None:
-    """All the room of the backward pass does not help a forward gather; "both" may use what every
-    phase leaves.
-    """
-    there, soft = plain(16, "1g"), Software(overlap=1, straggler=0)
-    gather = Traffic.ring("all-gather", 1e9, 1000, there, "forward")
-    compute = 2 * gather.seconds(there, soft)
-    flops = compute * there.matrix_rate("bf16") * soft.kernel_share
-    forward, both, boundary = (
-        step_times(Work(flops, [replace(gather, phase=p)]), there, soft).seconds[
-            "exposed communication"
-        ]  # type: ignore[arg-type]
-        for p in ("forward", "both", "boundary")
-    )
-    assert both < forward < boundary
-    assert boundary == pytest.approx(gather.seconds(there, soft))
 
 
 def test_the_host_and_the_disk_are_hidden_as_far_as_compute_leaves_room() -> None:
@@ -88,20 +61,3 @@ def test_the_host_and_the_disk_are_hidden_as_far_as_compute_leaves_room() -> Non
     assert busy == 0
     slow = step_times(Work(0.0, host_bytes=1e9, nvme_bytes=100e9), there, soft).seconds["io"]
     assert slow == pytest.approx(100e9 / (there.host.nvme_bandwidth / 8))
-
-
-@given(
-    st.sampled_from([8, 64, 512]),
-    st.booleans(),
-    st.floats(1e6, 1e12),
-    st.floats(1e6, 1e12),
-    st.floats(1e6, 1e12),
-)
-def test_the_links_of_onefolds_moves_carry_the_ledgers_bytes(
-    n: int, nccl: bool, gathered: float, reduced: float, both: float
-) -> None:
-    wire = {"all-gather": gathered, "reduce-scatter": reduced, "all-reduce": both}
-    moves = traffic_of(wire, dict.fromkeys(wire, 10), plain(n), nccl=nccl)
-    links = links_of(moves)
-    assert sum(links.values()) == pytest.approx(sum(wire.values()), abs=2)
-    assert (links["between"] == 0) == (n == 8)

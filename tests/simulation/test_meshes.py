@@ -93,6 +93,7 @@ def real(zero: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 3])
 def test_real_ranks_of_a_mesh_do_what_the_simulation_says(zero: int) -> None:
     recipe = onefold.Recipe.zero(zero, precision="bf16")

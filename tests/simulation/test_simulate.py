@@ -96,7 +96,7 @@ def test_the_engine_and_the_closed_forms_agree_to_the_byte(
         )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 64])
+@pytest.mark.parametrize("ranks", [2, pytest.param(64, marks=pytest.mark.slow)])
 def test_owners_of_whole_matrices_hold_and_send_what_the_closed_forms_say(ranks: int) -> None:
     in_groups = {"shard_group": 2}
     settings = (
@@ -106,10 +106,8 @@ def test_owners_of_whole_matrices_hold_and_send_what_the_closed_forms_say(ranks:
         (3, "bf16", 2, in_groups),
     )
     for stage, precision, micro_batches, options in settings:
-        if ranks == 1 and (stage == 1 or options):
-            continue
         recipe = onefold.Recipe.zero(stage, precision=precision, **options)
-        for rank in sorted({0, ranks - 1}):
+        for rank in (0, ranks - 1):
             found = simulate(
                 model_of("gpt"),
                 recipe,
@@ -121,23 +119,23 @@ def test_owners_of_whole_matrices_hold_and_send_what_the_closed_forms_say(ranks:
                 optimizer="muon",
             )
             check(found)
-            sends = ranks > 1 and stage > 0
-            assert ("owners" in found.account.wire) == sends or rank, found.account
+            assert ("owners" in found.account.wire) == (stage > 0) or rank, found.account
             held, told = (sum(a.ledger.values()) for a in (found.account, found.predicted))
             # With fewer elements than room, the last rank may peak a little lower than the plan says
             exact = held == told if rank == 0 else told - 10_000 < held <= told
             assert exact, (stage, precision, rank, held, told)
 
 
-def test_state_on_the_host_is_counted_apart_and_moves_what_the_closed_forms_say() -> None:
+def test_state_beyond_the_device_is_counted_apart_and_moves_what_the_closed_forms_say() -> None:
+    disk = {"offload_optimizer": "nvme", "nvme": "/nowhere"}
     for stage, micro_batches, places in (
-        (1, 2, {}),
+        (1, 2, {"offload_optimizer": "cpu"}),
         (2, 1, {"offload_optimizer": "cpu:0.5"}),
-        (3, 1, {"offload_param": "cpu"}),
+        (3, 1, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
+        (2, 2, disk),
+        (3, 1, disk | {"offload_param": "nvme"}),
     ):
-        recipe = onefold.Recipe.zero(
-            stage, precision="bf16", **{"offload_optimizer": "cpu"} | places
-        )
+        recipe = onefold.Recipe.zero(stage, precision="bf16", **places)
         found = simulate(
             model_of("gpt"),
             recipe,
@@ -148,30 +146,7 @@ def test_state_on_the_host_is_counted_apart_and_moves_what_the_closed_forms_say(
         )
         check(found)
         assert found.account.moved and found.account.moved == found.predicted.moved
-
-
-@pytest.mark.parametrize(
-    ("stage", "micro_batches", "options"),
-    [
-        (2, 2, {"offload_optimizer": "nvme"}),
-        (3, 1, {"offload_optimizer": "nvme", "offload_param": "nvme"}),
-    ],
-    ids=str,
-)
-def test_state_on_nvme_and_tiles_are_counted_as_the_closed_forms_say(
-    stage: int, micro_batches: int, options: dict[str, Any]
-) -> None:
-    nvme = {"nvme": "/nowhere"} if "offload_optimizer" in options else {}
-    recipe = onefold.Recipe.zero(stage, precision="bf16", **options, **nvme)
-    model = TinyGPT(width=64, depth=2)
-    batch = torch.zeros(2, 12, dtype=torch.long)
-    found = simulate(model, recipe, 4, micro_batches=micro_batches, batch=batch, loss=loss)
-    check(found)
-    assert not any("tiles" in name for name, _ in model.named_modules()), "it is whole again"
-    if nvme:
-        assert found.account.moved["written"] == found.predicted.moved["written"] > 0
-    else:
-        assert any(".tiles." in name for name in found.units)
+        assert "nvme" not in places or found.account.moved["written"] > 0
 
 
 @with_transformers

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from measured_memory import RealStep, seeded
 from test_trace import batch_of, build, needs_transformers
 from torch import Tensor, nn
@@ -29,8 +28,9 @@ def whole_trace(
         return trace(module, batch, **options)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-@pytest.mark.parametrize("depth", [12, 13])
+@pytest.mark.parametrize(
+    ("depth", "checkpointing"), [(12, "none"), (13, "selective"), (12, "full")]
+)
 def test_equal_blocks_left_out_of_a_trace_change_nothing_in_it(
     depth: int, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,21 +94,12 @@ def test_larger_micro_batches_follow_from_small_ones(checkpointing: Any) -> None
 # -- sentences -------------------------------------------------------------------------------------
 
 
-class Picky(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear, self.how = nn.Linear(4, 4), how
-
+class Picky(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if self.how == "select":
-            return y[y > 0]
-        if self.how == "count":
-            return y * int((y > 0).sum())
-        return y / 2 if torch.isinf(y).any() else y * float(y.detach().norm())
+        y = super().forward(x)
+        return y[y > 0]
 
 
 def test_sizes_that_depend_on_computed_values_are_refused_with_a_sentence() -> None:
-    for how in ("select", "count"):
-        with pytest.raises(ValueError, match="computed floating-point values"):
-            trace(Picky(how), (features_of(0, 3, 4),))
+    with pytest.raises(ValueError, match="computed floating-point values"):
+        trace(Picky(4, 4), (features_of(0, 3, 4),))

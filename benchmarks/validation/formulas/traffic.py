@@ -97,63 +97,6 @@ def zeropp_bytes(
     return {"inside": inside * unit, "between": (forward + backward + gradients) * unit}
 
 
-#: By way of stage 3: what a node sends to others in a step of m micro-batches, in Ψ elements, with
-#: e and r what codecs leave of a gathered and of a reduced byte, and g ranks on a node.
-_BORDER: Mapping[str, Callable[[int, int, float, float], float]] = {
-    "pairwise": lambda m, g, e, r: m * g * (2 * e + r),
-    "groups": lambda m, g, e, r: m * (2 * e + r),
-    "second copy": lambda m, g, e, r: e + m * r,
-    "shard group": lambda m, g, e, r: r + 1,
-    "optimizer over all": lambda m, g, e, r: e + r,
-}
-BORDERS = tuple(_BORDER)
-
-
-def border_bytes(
-    numel: float,
-    way: str,
-    node: int,
-    nodes: int,
-    element_bytes: float = 2,
-    micro_batches: int = 1,
-    *,
-    gathered: float = 1.0,
-    reduced: float = 1.0,
-) -> float:
-    """Bytes that all ranks of a node together send to other nodes in a step of stage 3: volume · Ψ
-    · bytes · (H−1)/H, with H nodes.
-
-    | way                                                            | volume in Ψ       |
-    |----------------------------------------------------------------|-------------------|
-    | "pairwise": every rank to every other, no groups               | m·g·(2e + r)      |
-    | "groups": across nodes once, then inside                       | m·(2e + r)        |
-    | "second copy" (ZeRO++ hpZ), renewed once a step                | e + m·r           |
-    | "shard group" (HSDP, MiCS): sums exchanged once a step         | r + 1             |
-    | "optimizer over all", the rest in the node                     | e + r             |
-
-    ZeRO++ prints e + r with m = 1 as 0.75Ψ in 16-bit equivalents: int8 gathers (e = 1/2), int4
-    reductions (r = 1/4). Each codec adds its
-    scales to that. Sources: Wang et al. 2023 (ZeRO++, arXiv:2306.10209), section 4; Zhang et al.
-    2022 (MiCS, arXiv:2205.00119), section 3.4 (two-hop gradient synchronization); Zhao et al. 2023
-    (FSDP), section 3.2.2.
-
-    Args:
-        node: ranks of a node. gathered, reduced: e and r.
-
-    Raises:
-        ValueError: an unknown way.
-    """
-    if way not in _BORDER:
-        raise ValueError(f"way {way!r}: expected one of {', '.join(map(repr, BORDERS))}.")
-    return (
-        _BORDER[way](micro_batches, node, gathered, reduced)
-        * numel
-        * element_bytes
-        * (nodes - 1)
-        / nodes
-    )
-
-
 def secondary_copy_bytes(numel: float, node: int, element_bytes: float = 2) -> float:
     """Memory of ZeRO++'s second copy on `node` ranks: 2Ψ/Z bytes a rank (DeepSpeed's tutorial)."""
     return numel * element_bytes / node

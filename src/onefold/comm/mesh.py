@@ -95,6 +95,8 @@ def mesh_of(mesh: Any, data: Sequence[str] | str | None) -> Mesh:
         ValueError: `mesh` is no DeviceMesh with names, this rank is not in it, or `data` does not
             name axes of it.
     """
+    if isinstance(mesh, Mesh):  # of a simulation, which reads it before tensors are fake
+        return mesh
     if not hasattr(mesh, "mesh_dim_names"):
         raise ValueError(
             f"mesh={mesh!r}: expected a DeviceMesh, such as"
