@@ -10,7 +10,6 @@ from scripts.subjects import SUBJECTS
 from scripts.verdicts import Verdict, sentence
 
 PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "habits.md"
-UNKNOWN = "not run"
 Found = Mapping[tuple[str, str], Verdict]
 
 HEAD = """# Habits of scripts, and what they mean after `shard()`
@@ -55,8 +54,6 @@ def section(subject: str, habits: list[Habit], found: Found) -> str:
     letters: dict[str, str] = {}
 
     def said(habit: Habit, column: str) -> str:
-        if (habit.title, column) not in found:
-            return UNKNOWN
         whole = told(habit, column, found[habit.title, column])
         kind, colon, why = whole.partition(": ")
         return f"{kind} ({letters.setdefault(why, _letter(len(letters)))})" if colon else kind
@@ -82,11 +79,7 @@ def section(subject: str, habits: list[Habit], found: Found) -> str:
 def text(habits: Mapping[str, Habit], found: Found) -> str:
     """The whole page."""
     sections = [section(s, [h for h in habits.values() if h.subject == s], found) for s in SUBJECTS]
-    kinds = [
-        cell(h, c, found[h.title, c]) if (h.title, c) in found else UNKNOWN
-        for h in habits.values()
-        for c in ("0", "1", "2", "3")
-    ]
+    kinds = [cell(h, c, found[h.title, c]) for h in habits.values() for c in ("0", "1", "2", "3")]
     parts = ", ".join(
         f"{kinds.count(kind)} {kind}"
         for kind in sorted(set(kinds), key=lambda k: (k not in (BITS, ROUNDING), k))

@@ -49,27 +49,16 @@ def test_the_full_state_dict_is_the_models_on_rank_0(stage: int, tied: bool) -> 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("stage", "other"), [(0, 3), (3, 0), (1, 2), (3, 3), (2, 1)])
-def test_a_full_state_dict_loads_at_any_stage(stage: int, other: int, tied: bool) -> None:
-    model, _ = gpt(stage, tied)
+@pytest.mark.parametrize(("stage", "other"), [(0, 3), (1, 2), (3, 1)])
+def test_a_full_state_dict_loads_at_any_stage(stage: int, other: int) -> None:
+    model, _ = gpt(stage)
     model(tokens_of(dist.get_rank())).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     trained = onefold.full_state_dict(model)
-    again, _ = gpt(other, tied)
+    again, _ = gpt(other)
     onefold.load_full_state_dict(again, first(trained))
     assert not differences(trained, onefold.full_state_dict(again))
     assert model(tokens_of(5)).item() == again(tokens_of(5)).item()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_without_strict_names_that_do_not_match_are_returned(stage: int) -> None:
-    model, state = gpt(stage)
-    del state["head.weight"]
-    state["no.such"] = torch.zeros(3)
-    missing, unexpected = onefold.load_full_state_dict(model, first(state), strict=False)
-    assert (list(missing), list(unexpected)) == (["head.weight"], ["no.such"])
 
 
 @on_ranks(2)
@@ -244,27 +233,6 @@ def test_state_dicts_and_checkpoints_of_modules_with_hooks_are_those_without_sha
     assert same(fourth, onefold.full_state_dict(model)) and not first(same(fourth, expected))
 
 
-@on_ranks(2)
-def test_a_hook_that_asks_for_values_is_named_where_there_are_none(folder: Path) -> None:
-    module = nn.Sequential(nn.Linear(4, 4))
-    module.register_state_dict_post_hook(
-        lambda _, state, prefix, __: state.update(largest=state["0.weight"].abs().max().tolist())
-    )
-    model = onefold.shard(module, onefold.Recipe.zero(3))
-    with pytest.raises(Exception, match="a state dict hook of the model failed on parameters"):
-        onefold.save(folder / "at", model=model)
-
-
-class Renamed(nn.Linear):
-    """Reads the name that its weight had in earlier versions."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.register_load_state_dict_pre_hook(
-            lambda _, state, prefix, *__: state.update(weight=state.pop("kernel"))
-        )
-
-
 class Doubled(nn.Linear):
     """Stores half of its weight."""
 
@@ -273,28 +241,15 @@ class Doubled(nn.Linear):
         super()._load_from_state_dict(state, prefix, *rest)
 
 
-class Raising(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.register_load_state_dict_pre_hook(self.refuse)
-
-    def refuse(self, *_: Any) -> None:
-        raise KeyError("of another version")
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_models_own_code_of_loading_runs(stage: int) -> None:
     weight, bias = torch.arange(16.0).view(4, 4), torch.ones(4)
-    for module, name, factor in ((Renamed(), "kernel", 1), (Doubled(4, 4), "weight", 2)):
-        model = onefold.shard(module, onefold.Recipe.zero(stage))
-        given = first({name: weight.clone(), "bias": bias})
-        assert onefold.load_full_state_dict(model, given) == ([], [])
-        expected = {"weight": weight * factor, "bias": bias}
-        assert not first(differences(expected, onefold.full_state_dict(model)))
-    model = onefold.shard(Raising(), onefold.Recipe.zero(stage))
-    with pytest.raises(ValueError, match=r"(?s)own load_state_dict failed.*another version"):
-        onefold.load_full_state_dict(model, first({"weight": weight, "bias": bias}))
+    model = onefold.shard(Doubled(4, 4), onefold.Recipe.zero(stage))
+    given = first({"weight": weight.clone(), "bias": bias})
+    assert onefold.load_full_state_dict(model, given) == ([], [])
+    expected = {"weight": weight * 2, "bias": bias}
+    assert not first(differences(expected, onefold.full_state_dict(model)))
 
 
 # -- weights that rest encoded ---------------------------------------------------------------------

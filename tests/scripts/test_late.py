@@ -4,14 +4,11 @@ is as in plain PyTorch.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
@@ -114,50 +111,3 @@ def test_copies_in_sixteen_bits_serve_a_late_backward_until_they_are_refreshed(s
         loss_of(model, 2)
     with pytest.raises(RuntimeError, match=REFUSED):
         loss.backward()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_accumulation_several_forwards_and_recomputation_are_told_nothing(stage: int) -> None:
-    model = sharded(stage)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def forwards_then_backwards() -> None:
-        for loss in [loss_of(model, seed) for seed in (0, 1)]:
-            loss.backward()
-
-    def accumulation() -> None:
-        with onefold.no_sync(model):
-            loss_of(model, 0).backward()
-        with torch.no_grad():
-            loss_of(model, 5)
-        loss_of(model, 1).backward()
-
-    def dropped_loss() -> None:
-        loss_of(model, 0)
-        loss_of(model, 1).backward()
-
-    for loop in (forwards_then_backwards, accumulation, dropped_loss) * 2:
-        loop()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            loss_of(model, 9)
-
-
-@on_ranks(2, fresh=True)
-def test_ranks_that_differentiate_otherwise_are_told_and_do_not_hang(folder: Path) -> None:
-    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(3, stall_timeout=2.0))
-    loss, said = loss_of(model, 0), "nothing"
-    try:
-        if dist.get_rank() == 0:
-            torch.autograd.grad(loss, list(model.parameters()))
-        else:
-            loss.backward()
-    except onefold.StallError as error:
-        said = str(error)
-    (folder / str(dist.get_rank())).write_text(said)
-    other, until = folder / str(1 - dist.get_rank()), time.monotonic() + 60
-    while not (other.exists() and other.read_text()) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert {said, other.read_text()} != {"nothing"}

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import looks
 import onefold
 from on_ranks import on_ranks, slow
 from reference import built, differences, sgd, train
@@ -180,15 +179,6 @@ def from_checkpoint(model: Any, state: dict[str, Tensor], folder: Path) -> None:
     onefold.load(folder / "saved", model=model)
 
 
-def from_safetensors(model: Any, state: dict[str, Tensor], folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    if dist.get_rank() == 0:
-        save_file({n: t.contiguous() for n, t in state.items()}, folder / "model.safetensors")
-    dist.barrier()
-    onefold.load_pretrained(model, str(folder))
-
-
 def directly(model: Any, state: dict[str, Tensor], folder: Path) -> None:
     """Every rank writes into what it has, as initializing loops do."""
     with torch.no_grad():
@@ -200,7 +190,7 @@ def directly(model: Any, state: dict[str, Tensor], folder: Path) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("way", [in_part, in_full_params, from_checkpoint, from_safetensors, directly])  # fmt: skip
+@pytest.mark.parametrize("way", [in_part, in_full_params, from_checkpoint, directly])  # fmt: skip
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_meta_model_is_loaded_after_it_was_sharded(stage: int, way: Any, folder: Path) -> None:
     with torch.device("meta"):
@@ -265,19 +255,3 @@ def test_an_initializer_that_leaves_something_out_is_noticed(stage: int) -> None
     onefold.shard(model, recipe(stage), init=forgets)
     said = said_by(lambda: model(X))
     assert "'gain'" in said and "weight'" not in said
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_gather_of_small_copies_is_no_write_on_ranks_that_began_on_meta(stage: int) -> None:
-    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
-        model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)))  # fmt: skip
-    for block in model:
-        block[0].requires_grad_(False)
-    onefold.shard(model, recipe(stage), units=["0", "1", "2"], device="cpu")
-    train(model, sgd(model), [torch.arange(16.0).view(2, 8) / 16] * 2)
-    with torch.no_grad():
-        found = [float(model(X).sum()) for _ in range(2)]
-        looks.watch(model)
-        model(X)
-    assert found[0] == found[1] and not looks.sent(model)

@@ -22,7 +22,6 @@ from looks import engine, part_of_two, part_within, tensors_among
 from on_ranks import on_ranks
 from zoo import TinyMLP
 
-SAMPLES, PARTS = 1, 8  # samples of each operator; `--all`: 5
 #: Samples that compare what is not defined: memory without values.
 NOT_COMPARED = {
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
@@ -98,21 +97,22 @@ def outcome(call: Any, want: Any, several: bool) -> str:
 
 
 @on_ranks(2, seconds=600)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_operator_of_torch_is_right_on_a_part_or_refused(part: int, every: bool) -> None:
+def test_every_operator_of_torch_is_right_on_a_part_or_refused(every: bool) -> None:
+    """A sample of every third operator; `--all`: five of each."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     warnings.simplefilter("ignore")
     of = engine(onefold.shard(TinyMLP(), onefold.Recipe.zero(3, stall_timeout=20.0)))
     counts: Counter[str] = Counter()
     wrong, refused = [], set()
-    for op in op_db[part::PARTS]:
+    operators = op_db[:: 1 if every else 3]
+    for op in operators:
         dense = op.name not in NOT_COMPARED and not op.name.startswith("sparse.")
         if not dense or not op.supports_dtype(torch.float32, "cpu"):
             continue
         torch.manual_seed(0)
         for number, sample in enumerate(op.sample_inputs("cpu", torch.float32)):
-            if number == (5 if every else SAMPLES):
+            if number == (5 if every else 1):
                 break
             given = ((sample.input, *sample.args), sample.kwargs)
             tensors = sum(1 for _ in tensors_among(given))
@@ -140,7 +140,7 @@ def test_every_operator_of_torch_is_right_on_a_part_or_refused(part: int, every:
                     elif not known:
                         wrong.append(f"{op.name}{'_' * inplace}, {number}, tensor {at}: {became}")
     assert not wrong, "\n".join(wrong)
-    assert counts["part"] > 30 and counts["whole"] > 30, counts
+    assert min(counts["part"], counts["whole"]) > len(operators) // 2, counts
     assert refused <= REFUSED, sorted(refused - REFUSED)
     seen: list[Any] = [None] * 2
     dist.all_gather_object(seen, (counts, sorted(refused)))
@@ -155,12 +155,9 @@ THEIRS: dict[str, tuple[tuple[torch.Tag, ...], Any]] = {
     "halve_(Tensor(a!) x) -> ()": ((torch.Tag.pointwise,), lambda x: (x.mul_(0.5), None)[1]),
     "centered(Tensor x) -> Tensor": ((), lambda x: x - x.mean()),
     "center_(Tensor(a!) x) -> ()": ((), lambda x: (x.sub_(x.mean()), None)[1]),
-    "upper(Tensor(a) x) -> Tensor(a)": ((), lambda x: x[:2]),
-    "mul(Tensor x, Tensor y) -> Tensor": ((), lambda x, y: x @ y),
     "normal_(Tensor(a!) x, *, Generator? generator=None) -> ()": (
         (torch.Tag.nondeterministic_seeded,), lambda x, generator=None: (x.cumsum_(0), None)[1],
     ),
-    "both_(Tensor(a!) x, Tensor(b!) y) -> ()": ((torch.Tag.pointwise,), lambda x, y: (y.copy_(x), None)[1]),
 }  # fmt: skip
 
 
@@ -182,29 +179,10 @@ def test_another_librarys_operator_runs_on_the_part_if_it_is_pointwise_and_is_re
     assert within and torch.equal(found, mine * 0.5)
     theirs.halve_(written := part_of_two(x, of))
     assert torch.equal(part_within(written)[1], mine * 0.5)
-    for name in ("centered", "center_", "upper", "mul", "normal_", "both_"):
-        part, other = part_of_two(x, of), torch.ones(4, 4)
-        given = (part, other) if name in ("mul", "both_") else (part,)
-        for function in (getattr(theirs, name), getattr(theirs, name).default):
-            with pytest.raises(onefold.ShardedParameterError, match=rf"{name} of 'x' .* on a part"):
-                function(*given)
-        assert torch.equal(part_within(part)[1], mine) and other.sum() == 16
+    for name in ("centered", "center_", "normal_"):
+        part = part_of_two(x, of)
+        with pytest.raises(onefold.ShardedParameterError, match=rf"{name} of 'x' .* on a part"):
+            getattr(theirs, name)(part)
+        assert torch.equal(part_within(part)[1], mine)
     with pytest.raises(onefold.ShardedParameterError, match="add of 'x'"):
         add(part_of_two(x, of))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_read_that_writes_or_returns_its_argument_is_noticed_by_its_result(stage: int) -> None:
-    model: Any = onefold.shard(torch.nn.BatchNorm1d(6), onefold.Recipe.zero(stage))
-    before = model.weight.onefold.gather()
-    for call in (
-        # It writes to the statistics, which its schema does not show
-        lambda: torch.nn.functional.instance_norm(torch.randn(2, 6, 4), model.weight.data, model.bias.data),
-        lambda: model.weight.data.__dlpack__(),
-    ):  # fmt: skip
-        with pytest.raises(onefold.ShardedParameterError, match="cannot be done on a part"):
-            call()
-    assert torch.equal(model.weight.onefold.gather(), before)
-    torch.atleast_1d(model.weight.data).zero_()
-    assert not model.weight.onefold.gather().any()

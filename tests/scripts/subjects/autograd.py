@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 
 from scripts.loop import Script
 from scripts.registry import EITHER, ROUNDING, habit
 from scripts.subjects.kinds import number, x4
 from scripts.subjects.loops import Loop
-from zoo import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
+from zoo import ResidualBlock, TinyGPT, features_of, tokens_of
 
 #: Of rows whose gradients are this rank's own.
 LOCAL: dict[str, Any] = {"expect": ROUNDING, "reference": "mean", "rtol": 1e-4, "atol": 1e-6}
@@ -45,19 +44,6 @@ class LocalGradients(Loop):
         s.note("of inputs", s.batch.grad)
 
 
-@on_blocks("`loss.backward(inputs=[weight, x], retain_graph=True)`, then all of it")
-class SomeInputs(LocalGradients):
-    def forward(self, s: Script) -> Tensor:
-        loss = number(s.model(s.batch))
-        loss.backward(inputs=[s.module.leave.weight, s.batch], retain_graph=True)
-        s.world.reduce(s.model)
-        s.note("reached", [n for n, p in s.named() if p.grad is not None])
-        s.note("norm", s.module.leave.weight.grad.norm())
-        s.optimizer.zero_grad()
-        s.batch.grad = None
-        return loss
-
-
 class Penalty(Loop):
     """The square of the gradient's norm in the loss, and a pass in between whose gathers use
     buffers again.
@@ -75,31 +61,9 @@ class Penalty(Loop):
 
 
 for _by in ("inputs", "parameters"):
-    for _options in ({}, {"offload_activations": 10**9}, {"reshard_after_forward": False}):
-        on_blocks(f"a penalty on the gradient by {_by}, {_options}", options=_options, slow=bool(_options), one=EITHER,
-                  **({"zero": EITHER, "sharded": EITHER} if "reshard_after_forward" in _options else {}))(
-            type("Penalty", (Penalty,), {"by": _by, "__module__": __name__})
-        )  # fmt: skip
-
-
-class Forces(nn.Module):
-    """An energy and its gradient by positions, taken inside the forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = TinyMLP(classes=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        energy = self.energy(x).sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        return torch.cat([force.flatten(), energy[None]])
-
-
-@on_blocks("a gradient taken inside the forward pass")
-class Fits(Loop):
-    def build(self) -> nn.Module:
-        return Forces()
+    on_blocks(f"a penalty on the gradient by {_by}", one=EITHER)(
+        type("Penalty", (Penalty,), {"by": _by, "__module__": __name__})
+    )
 
 
 @habit("`autograd.grad` through checkpoints and tied weights", **LOCAL)
@@ -115,16 +79,6 @@ class OfCheckpoints(Loop):
         grads = torch.autograd.grad(loss, s.parameters(), retain_graph=True)
         s.note("grads", copied(grads))
         return loss
-
-
-@habit("checkpoints outside the model, of its weights, its parts and itself", **LOCAL)
-class CheckpointsOutside(Loop):
-    def forward(self, s: Script) -> Tensor:
-        x, leave = torch.ones(2, 10, requires_grad=True), s.module.leave
-        again = partial(checkpoint, use_reentrant=False)
-        by_weight = again(lambda y, w: nn.functional.linear(y, w).relu(), x, leave.weight)
-        by_closure = again(lambda y: nn.functional.linear(y, leave.weight).tanh(), x)
-        return (by_weight * by_closure * again(leave, x)).mean() + number(again(s.model, s.batch))
 
 
 # -- functional_call -------------------------------------------------------------------------------
@@ -166,16 +120,6 @@ for _second in (True, False):
     on_blocks(f"MAML of {'second' if _second else 'first'} order by `functional_call`", one=ROUNDING)(
         type("Maml", (Maml,), {"second_order": _second, "__module__": __name__})
     )  # fmt: skip
-
-
-@habit("`torch.func.grad` over whole copies, inside `onefold.full_params`", **LOCAL)
-class FuncGradWhole(Loop):
-    def zero(self, s: Script) -> None:
-        s.optimizer.zero_grad()
-        with s.gathered():
-            wholes = {n: p.detach().clone() for n, p in s.named()}
-            loss = lambda params: number(functional_call(s.module, params, (s.batch,)))  # noqa: E731
-            s.note("grads", copied(torch.func.grad(loss)(wholes).values()))
 
 
 # -- modules that return their weights -------------------------------------------------------------
@@ -281,16 +225,6 @@ for _title, _given in HOOKS.items():
           rtol=1e-4, atol=1e-5, alike=True)(type("Hooks", (Hooks,), {**_given, "__module__": __name__}))  # fmt: skip
 habit("gradient hooks under no_sync see what has accumulated", ddp={"find_unused_parameters": False}, expect=ROUNDING, sharded=EITHER,
       one=ROUNDING, rtol=1e-4, atol=1e-5)(type("Hooks", (Hooks,), {"micro": 3, "__module__": __name__}))  # fmt: skip
-
-
-@habit("a gradient that a post-accumulate hook drops stays away", expect=ROUNDING, reference="plain")  # fmt: skip
-class Dropped(Loop):
-    def after(self, s: Script) -> None:
-        up = s.module.blocks[0].up.weight
-        up.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-
-    def gradients(self, s: Script) -> None:
-        s.note("gone", s.module.blocks[0].up.weight.grad is None)
 
 
 class HookedInForward(nn.Module):

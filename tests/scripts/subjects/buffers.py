@@ -78,27 +78,6 @@ for _title, _part in PARTS.items():
     )(type("Part", (FeaturesHabit,), {"part": staticmethod(_part), "__module__": __name__}))
 
 
-@habit("buffers averaged over ranks by hand: `dist.all_reduce(buffer)`")
-class AveragedBuffers(FeaturesHabit):
-    part = RunningMean
-
-    def weights(self, s: Script) -> None:
-        import torch.distributed as dist
-
-        for b in s.module.buffers():
-            if b.is_floating_point():
-                dist.all_reduce(b)
-                b /= dist.get_world_size()
-
-
-@habit("a buffer assigned anew: `module.mean = module.mean * 0.9`")
-class AssignedBuffer(FeaturesHabit):
-    part = RunningMean
-
-    def weights(self, s: Script) -> None:
-        s.module.part.mean = s.module.part.mean * 0.9
-
-
 @habit("a buffer registered after shard() and counted in a hook")
 class LateBuffer:
     def after(self, s: Script) -> None:

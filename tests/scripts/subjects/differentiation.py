@@ -39,33 +39,6 @@ class FirstOrder:
             p.data.copy_(k)
 
 
-@habit("Reptile: inner SGD on `p.data`, then `p.data = start + 0.5 * (p.data - start)`")
-class Reptile:
-    def weights(self, s: Script) -> None:
-        start = {n: p.data.clone() for n, p in s.named()}
-        s.optimizer.zero_grad()
-        s.cross_entropy(s.next_batch(1)).backward()
-        for n, p in s.named():
-            p.data.add_(p.grad, alpha=-0.1)
-            p.data = start[n] + 0.5 * (p.data - start[n])
-
-
-@habit(
-    "a Hessian-vector product: grad of `(g * v).sum()`",
-    "log",
-    expect=ROUNDING,
-    one=ROUNDING,
-    three=EITHER,
-    **PLAIN,
-)
-def hvp(s: Script) -> None:
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        params = s.parameters()
-        grads = torch.autograd.grad(s.cross_entropy(), params, create_graph=True)
-        products = torch.autograd.grad(sum((g * torch.ones_like(g)).sum() for g in grads), params)
-    s.note("trace", sum(h.sum().item() for h in products))
-
-
 @habit(
     "a gradient with respect to the embedding's output, `h.retain_grad()`",
     "forward",
@@ -91,40 +64,6 @@ def hook_clamp(s: Script) -> None:
         p.register_hook(lambda g: torch.clamp(g, -0.01, 0.01))
 
 
-@habit("`p.register_hook` that masks rows of an embedding (frozen rows)", "after")
-def hook_rows(s: Script) -> None:
-    mask = torch.ones(17, 1)
-    mask[:5] = 0
-    s.module.tokens.weight.register_hook(lambda g: g * mask)
-
-
-@habit("gradient reversal and scaling in a layer (`torch.autograd.Function`)")
-class Reversal:
-    def after(self, s: Script) -> None:
-        class Reverse(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Any) -> Any:
-                return x.view_as(x)
-
-            @staticmethod
-            def backward(ctx: Any, *g: Any) -> Any:
-                return -0.5 * g[0]
-
-        s.module.tokens.register_forward_hook(lambda m, a, out: Reverse.apply(out))
-
-
-@habit("forward hooks that read the weight: `m.weight.norm()`", expect=ROUNDING)
-class WeightInHook:
-    def after(self, s: Script) -> None:
-        for n, m in s.module.named_modules():
-            if isinstance(m, torch.nn.Linear):
-                m.register_forward_hook(
-                    lambda m, a, out, n=n: s.note(
-                        f"norm of {n}", (m.weight.detach().norm().item(), tuple(m.weight.shape))
-                    )
-                )
-
-
 @habit("`register_full_backward_hook` that logs gradients of blocks", expect=ROUNDING)
 class BackwardHooks:
     def after(self, s: Script) -> None:
@@ -132,12 +71,6 @@ class BackwardHooks:
             block.register_full_backward_hook(
                 lambda m, gi, go, i=i: s.note(f"grad of block {i}", go[0].norm().item())
             )
-
-
-@habit("`torch.autograd.set_detect_anomaly(True)` around a step", "backward")
-def anomaly(s: Script, loss: Any) -> None:
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        loss.backward()
 
 
 @habit(

@@ -51,13 +51,9 @@ class Sixteen:
         s.note("computed in", seen)
 
 
-NETS: dict[str, Any] = {
-    "norms in fp32, the rest in bf16": MixedNorms,
-}
-for _title, _net in NETS.items():
-    habit(f"dtypes: {_title}", expect=ROUNDING, one=ROUNDING, steps=1, **LOOSE)(
-        type("Dtype", (Sixteen,), {"net": staticmethod(_net), "__module__": __name__})
-    )
+habit("dtypes: norms in fp32, the rest in bf16", expect=ROUNDING, one=ROUNDING, steps=1, **LOOSE)(
+    type("Dtype", (Sixteen,), {"net": staticmethod(MixedNorms), "__module__": __name__})
+)
 
 
 @habit("dtypes: `model.double()` before shard()")
@@ -88,46 +84,3 @@ class Bfloat(Sixteen):
 )
 def to_after(s: Script) -> None:
     s.module.to(torch.bfloat16)
-
-
-@habit("dtypes: `model.float()` after shard() (nothing to do)", "after")
-def float_after(s: Script) -> None:
-    s.module.float()
-
-
-@habit("dtypes: `model.to('cpu')`, `model.cpu()` after shard() (nothing to do)", "after")
-def cpu_after(s: Script) -> None:
-    s.module.to("cpu")
-    s.module.cpu()
-
-
-@habit("dtypes: `x.to(model.head.weight.dtype)` in forward (HF)")
-class LikeWeight:
-    def build(self) -> nn.Module:
-        class Like(Net):
-            def forward(self, tokens: Tensor) -> Tensor:
-                x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
-                for block in self.blocks:
-                    x = block(x.to(block.mlp[0].weight.dtype))
-                return self.head(self.norm(x).to(self.head.weight.dtype))
-
-        return Like()
-
-
-@habit(
-    "dtypes: weights cast by hand, `p.data = p.data.half()`",
-    "after",
-    sharded=EITHER,
-    zero=EITHER,
-    steps=1,
-    expect=ROUNDING,
-    reference="plain",
-    composes=False,
-    **LOOSE,
-)
-def data_half(s: Script) -> None:
-    (
-        s.module.bfloat16()
-        if s.world.__class__.__name__ == "World"
-        else [setattr(p, "data", p.data.bfloat16()) for p in s.model.parameters()]
-    )

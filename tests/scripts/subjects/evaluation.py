@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from scripts.loop import Script
-from scripts.registry import EITHER, ROUNDING, STALLED, habit
+from scripts.registry import STALLED, habit
 
 
 @habit("`model.eval()`, `torch.no_grad()`, a loss, `model.train()`", "log")
@@ -47,18 +46,3 @@ def unequal(s: Script) -> None:
     with torch.no_grad():
         for i in range(2):
             s.note("loss", s.cross_entropy(s.next_batch(i)[: 1 + s.rank]).item())
-
-
-@habit("one block by itself: `block = model.blocks[0]; block(x)`", "log")
-def one_block(s: Script) -> None:
-    with torch.no_grad():
-        s.note("mean", s.module.blocks[0](torch.ones(1, 3, 10)).mean().item())
-
-
-@habit(
-    "nearest tokens: `F.normalize(model.tokens.weight) @ v`", "log", expect=ROUNDING, sharded=EITHER
-)
-def nearest(s: Script) -> None:
-    with torch.no_grad():
-        scores = F.normalize(s.module.tokens.weight, dim=1) @ torch.linspace(-1, 1, 10)
-    s.note("best", scores.argmax().item())

@@ -49,81 +49,11 @@ class MupMarks:
         return adamw([{"params": [p], "lr": 0.1 / max(p.infshape)} for _, p in s.named()])  # type: ignore[attr-defined]
 
 
-@habit("`p._optim = {...}` put on after shard() (S4), read when groups are made")
-class MarkAfter:
-    def after(self, s: Script) -> None:
-        for n, p in s.named():
-            if "positions" in n:
-                p._optim = {"lr": 0.005, "weight_decay": 0.0}  # type: ignore[attr-defined]
-
-    def optimizer(self, s: Script) -> Any:
-        marked = [p for p in s.model.parameters() if hasattr(p, "_optim")]
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in s.model.parameters() if not hasattr(p, "_optim")]}
-        ]
-        groups += [{"params": [p], **p._optim} for p in marked]
-        s.note("marked", len(marked))
-        return adamw(groups, weight_decay=1.0)
-
-
-@habit("tensor-parallel marks (`p.tensor_model_parallel`) survive shard()")
-class Megatron:
-    def before(self, s: Script) -> None:
-        for p in s.module.blocks.parameters():
-            p.tensor_model_parallel, p.partition_dim = True, 0
-
-    def log(self, s: Script) -> None:
-        s.note(
-            "marks",
-            [
-                (getattr(p, "tensor_model_parallel", False), getattr(p, "partition_dim", -1))
-                for p in s.model.parameters()
-            ],
-        )
-
-
-@habit("`optimizer.add_param_group` for the head", "optimizer")
-def add_group(s: Script) -> Any:
-    head = set(map(id, s.module.head.parameters()))
-    optimizer = adamw([{"params": [p for p in s.model.parameters() if id(p) not in head]}])
-    optimizer.add_param_group({"params": s.module.head.parameters(), "lr": 0.1})
-    return optimizer
-
-
-@habit("parameters told apart by `id(p)` of lists made before shard()")
-class ById:
-    def before(self, s: Script) -> None:
-        self.head = set(map(id, s.module.head.parameters()))
-
-    def optimizer(self, s: Script) -> Any:
-        fast = [p for p in s.model.parameters() if id(p) in self.head]
-        s.note("fast", len(fast))
-        return adamw(
-            [
-                {"params": fast, "lr": 0.1},
-                {"params": [p for p in s.model.parameters() if id(p) not in self.head]},
-            ]
-        )
-
-
 @habit("named parameters given to the optimizer (`model.named_parameters()`)", "optimizer")
 def named(s: Script) -> Any:
     optimizer = torch.optim.AdamW(s.module.named_parameters(), lr=0.02, eps=1e-4)
     s.note("names", optimizer.param_groups[0]["param_names"])
     return optimizer
-
-
-@habit("frozen from the start: `requires_grad_(False)` before shard()")
-class FrozenBefore:
-    def before(self, s: Script) -> None:
-        s.module.tokens.requires_grad_(False)
-        for p in s.module.blocks[0].parameters():
-            p.requires_grad = False
-
-    def optimizer(self, s: Script) -> Any:
-        return torch.optim.SGD(
-            filter(lambda p: p.requires_grad, s.model.parameters()), lr=0.1, momentum=0.9
-        )
 
 
 @habit(

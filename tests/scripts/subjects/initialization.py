@@ -13,17 +13,13 @@ from scripts.registry import EITHER, habit
 
 INITS = {
     "`nn.init.normal_(w, std=0.1)`": lambda w: nn.init.normal_(w, std=0.1),
-    "`nn.init.trunc_normal_(w, std=0.1)`": lambda w: nn.init.trunc_normal_(w, std=0.1),
     "`nn.init.kaiming_uniform_(w, a=math.sqrt(5))`": lambda w: nn.init.kaiming_uniform_(w, a=math.sqrt(5)),
     "`nn.init.orthogonal_(w)`": nn.init.orthogonal_,
-    "`nn.init.eye_(w)`": nn.init.eye_,
-    "`nn.init.sparse_(w, 0.5)`": lambda w: nn.init.sparse_(w, 0.5),
     "`w.data.normal_(mean=0.0, std=0.02)` (HF `_init_weights`)": lambda w: w.data.normal_(mean=0.0, std=0.02),
-    "`w.data[0].normal_()` a row": lambda w: w.data[0].normal_(),
     "`w.copy_(torch.randn(w.shape) * 0.1)`": torch.no_grad()(lambda w: w.copy_(torch.randn(w.shape) * 0.1)),
     "`w.normal_(generator=g)` with a generator": torch.no_grad()(lambda w: w.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(3))),
 }  # fmt: skip
-_EITHER = ("orthogonal", "eye", "sparse", "torch.randn(w.shape)")
+_EITHER = ("orthogonal", "torch.randn(w.shape)")
 for _title, _init in INITS.items():
 
     def _after(s: Script, f: Any = _init) -> None:
@@ -67,23 +63,3 @@ def reset_all(s: Script) -> None:
     for m in s.module.modules():
         if hasattr(m, "reset_parameters"):
             m.reset_parameters()
-
-
-@habit("`nn.init._calculate_fan_in_and_fan_out(w)`", "after")
-def fans(s: Script) -> None:
-    s.note(
-        "fans",
-        [nn.init._calculate_fan_in_and_fan_out(p) for p in s.module.parameters() if p.ndim == 2],
-    )
-
-
-@habit(
-    "a head started at the log of the class frequencies: `head.bias.data.copy_(torch.log(freq))`",
-    sharded=EITHER,
-)
-class LogPrior:
-    def before(self, s: Script) -> None:
-        s.module.head.bias = nn.Parameter(torch.zeros(17))
-
-    def after(self, s: Script) -> None:
-        s.module.head.bias.data.copy_(torch.log(torch.arange(1, 18) / 200))

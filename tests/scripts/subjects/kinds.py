@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -92,27 +91,6 @@ class Shared(nn.Module):
         return self.alias(x)
 
 
-class Borrower(nn.Module):
-    def __init__(self, lender: nn.Linear) -> None:
-        super().__init__()
-        self.lender = [lender]  # a list hides it from nn.Module: the borrower does not own it
-        self.bias = nn.Parameter(torch.zeros(7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x) @ self.lender[0].weight + self.bias
-
-
-class Borrowed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lender = nn.Linear(7, 9)
-        self.borrower = Borrower(self.lender)
-
-    def forward(self, x: Tensor) -> Tensor:
-        w = self.lender.weight
-        return self.borrower(self.lender(x)) + F.linear(x, w.t() @ w)
-
-
 class Viewed(nn.Module):
     """Weights used through a transpose, an index, an einsum, a chunk and a view: each may be saved
     for backward as an alias.
@@ -131,14 +109,6 @@ class Viewed(nn.Module):
         return x + F.linear(x, v[0].T.contiguous().T) + self.table[1] * self.weight.diagonal()
 
 
-class CalledSeveralTimes(TinyMLP):
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.enter(x))
-        for _ in range(4):
-            y = self.blocks[0](y)
-        return self.leave(self.blocks[2](self.blocks[1](y)) + self.blocks[0](self.enter(-x)))
-
-
 class Nested(nn.Module):
     """A unit inside a unit, the outer one using its own weights before, between and after."""
 
@@ -152,13 +122,10 @@ class Nested(nn.Module):
 
 
 gpt("blocks and a loss", TinyGPT)
-gpt("units by name", TinyGPT, units=(Block, "tokens", "head"))
 gpt("an embedding tied to the head", lambda: TinyGPT(tied=True))
 gpt("tied, in two units", lambda: TinyGPT(tied=True), units=(Block, "tokens", "head"))
 of("one block at several places", Shared)
-of("a weight that another module reads", Borrowed, units=("lender", "borrower"))
 of("views of parameters", stack(Viewed, 3))
-of("blocks called several times", CalledSeveralTimes)
 of("a unit inside a unit", stack(Nested), units=(Nested, ResidualBlock))
 
 # -- shapes and dtypes -----------------------------------------------------------------------------
@@ -181,19 +148,8 @@ class OddShapes(nn.Module):
         return (x.double() * self.wide).float() + self.empty.sum()
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.complex(torch.ones(4) * 0.5, torch.ones(4) * 0.1))
-        self.leave = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.leave(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=7))
-
-
 of("parameters of odd shapes, of none and of one element, and in float64", stack(OddShapes))  # fmt: skip
 of("float64", lambda: TinyMLP().double(), lambda s: x4(s).double())
-of("complex parameters", Complex)
 
 # -- what is used, and what is not -----------------------------------------------------------------
 
@@ -228,14 +184,6 @@ class OneOfTwo(nn.Module):
         return x + torch.tanh(self.left(x) if x[0, 0] > 0 else self.right(x))
 
 
-class SkipsByStep(TinyMLP):
-    def forward(self, x: Tensor) -> Tensor:
-        step, x = int(x[0, 1]), torch.tanh(self.enter(x))
-        for index, block in enumerate(self.blocks):
-            x = block(x) if index != step % 3 else x
-        return self.leave(x)
-
-
 class Experts(nn.Module):
     """An expert may get no token on this rank, or on any."""
 
@@ -265,7 +213,6 @@ def frozen_in_part() -> nn.Module:
 of("a parameter and a block that nobody uses", NeverUsed, places={"optimizer": adamw})
 of("a branch that one rank takes", Branches, with_rank)
 of("a weight that one rank uses", stack(OneOfTwo), with_rank)
-of("a block skipped in each step", SkipsByStep, with_rank, steps=5)
 of("experts", stack(Experts), units=(Experts,))
 of("experts that are units", stack(Experts), units=(ResidualBlock,))
 gpt("frozen parts, weight decay", frozen_in_part, places={"optimizer": adamw})
@@ -318,35 +265,8 @@ class OddOutputs(nn.Module):
         return {"logits": box[0], "hidden": x, "nothing": None}
 
 
-class Maker(nn.Module):
-    """A module without a tensor among its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(4, 7))
-
-    def forward(self, scale: float, *, rows: int) -> Tensor:
-        return torch.tanh(self.table[:rows]) * scale
-
-
-class Adder(ResidualBlock):
-    def forward(self, pair: Any, mask: Any = None, *, extra: Any) -> Tensor:  # type: ignore[override]
-        return super().forward(pair[0] + pair[1] + extra["bias"][0])
-
-
-class OddInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maker, self.adder = Maker(), Adder(7)
-
-    def forward(self, batch: Any) -> Tensor:
-        made = self.maker(0.5, rows=4)
-        return self.adder((made, batch["x"]), extra={"bias": [made.mean(0)]})
-
-
 of("outputs of any type", OddOutputs, loss=lambda m, x: number((o := m(x))["logits"]) + o["hidden"].hidden.abs().mean(),
    units=tuple(f"layers.{i}" for i in range(4)), reference="mean")  # fmt: skip
-of("inputs of any type", OddInputs, lambda s: {"x": x4(s), "ids": [1, 2], "none": None}, units=("maker", "adder"))  # fmt: skip
 
 # -- layers of torch -------------------------------------------------------------------------------
 
@@ -381,65 +301,14 @@ class Recurrent(nn.Module):
         return self.leave(self.gru(torch.cat([y, z], 1))[0])
 
 
-class WeightStandardized(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        w = self.weight - self.weight.mean(1, keepdim=True)
-        return F.linear(x, w / (self.weight.std(1, keepdim=True) + 1e-5), self.bias)
-
-
-class Cubed(torch.autograd.Function):
-    """Keeps the weight itself on `ctx`, out of sight of every saved-tensor hook."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, indices: Tensor) -> Tensor:
-        ctx.weight, ctx.indices = weight, indices
-        return weight[indices] ** 3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        out, rows = torch.zeros_like(ctx.weight), ctx.weight.detach()[ctx.indices]
-        return out.index_put_((ctx.indices,), 3 * rows**2 * grad, accumulate=True), None
-
-
-class CubedEmbedding(nn.Embedding):
-    def forward(self, indices: Tensor) -> Tensor:
-        return Cubed.apply(self.weight, indices)
-
-
-class SquaredEmbedding(nn.Embedding):
-    def forward(self, indices: Tensor) -> Tensor:
-        return F.embedding(indices, self.weight * self.weight)
-
-
-class ReadsEmbeddings(TinyGPT):
-    """Embeddings of a subclass, whose backward pass reads their weight."""
-
-    def __init__(self, kind: Any, vocabulary: int = 61) -> None:
-        super().__init__(vocabulary)
-        self.tokens, self.positions = kind(vocabulary, 20), kind(12, 20)
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-EMBEDDINGS = (Block, "tokens", "positions")
 of("LSTM and GRU", Recurrent, series, units=("lstm", "gru"))
 of("channels_last", lambda: Conv().to(memory_format=torch.channels_last), lambda s: images(s).to(memory_format=torch.channels_last))  # fmt: skip
 of("weight_norm (parametrized)", stack(lambda: parametrizations.weight_norm(nn.Linear(7, 7))))
 of("weight_norm (old)", stack(lambda: nn.utils.weight_norm(nn.Linear(7, 7))), sharded=EITHER)
-of("orthogonal (parametrized)", stack(lambda: parametrizations.orthogonal(nn.Linear(7, 7))), rtol=1e-4, atol=1e-5)  # fmt: skip
-of("weights standardized in forward", stack(lambda: WeightStandardized(7, 7)))
-of("`nn.TransformerEncoder`", lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(7, 1, 12, 0.0, batch_first=True), 2), series)  # fmt: skip
 of("`nn.MultiheadAttention`", lambda: nn.TransformerDecoderLayer(7, 1, 12, 0.0, batch_first=True), series, lambda m, x: number(m(x, x)))  # fmt: skip
 of("`nn.EmbeddingBag`", lambda: nn.Sequential(nn.EmbeddingBag(17, 6), nn.Linear(6, 3)), words)
 of("an embedding with `padding_idx`", lambda: nn.Sequential(nn.Embedding(17, 6, padding_idx=0), nn.Linear(6, 3)), words)  # fmt: skip
 of("an embedding with `max_norm` (renormalized in forward)", lambda: nn.Sequential(nn.Embedding(17, 6, max_norm=1.0), nn.Linear(6, 3)), words, reference="plain", sharded=EITHER, zero=EITHER)  # fmt: skip
-gpt("an embedding that its Function keeps", lambda: ReadsEmbeddings(CubedEmbedding), units=EMBEDDINGS)  # fmt: skip
-gpt("an embedding whose square is looked up", lambda: ReadsEmbeddings(SquaredEmbedding), units=EMBEDDINGS)  # fmt: skip
-gpt("a large embedding that its Function keeps", lambda: ReadsEmbeddings(CubedEmbedding, 600))
 gpt("dropout", lambda: TinyGPT(dropout=0.5), steps=4)
 of("a lazy layer made real before shard()", lambda: (m := nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(3)), m(torch.ones(1, 7)))[0])  # fmt: skip
 
@@ -495,11 +364,11 @@ class LowRank(nn.Module):
 
 
 class Adapters(nn.Module):
-    """Four blocks, the third without an adapter; `span` blocks are recomputed together, or (0) each
-    inside its own forward pass, as transformers has it, where hooks do not see it.
+    """Four blocks, the third without an adapter, recomputed two by two; or each `inside` its own
+    forward pass, as transformers has it, where hooks do not see it.
     """
 
-    def __init__(self, reentrant: bool, span: int) -> None:
+    def __init__(self, reentrant: bool, inside: bool) -> None:
         super().__init__()
         self.first, self.last = (nn.Linear(7, 7).requires_grad_(False) for _ in range(2))
         self.blocks = nn.ModuleList(
@@ -508,15 +377,15 @@ class Adapters(nn.Module):
         )  # fmt: skip
         for i in (0, 1, 3):
             self.blocks[i][1] = LowRank()
-        self.reentrant, self.span = reentrant, span
-        for block in self.blocks if span == 0 else ():
+        self.reentrant, self.inside = reentrant, inside
+        for block in self.blocks if inside else ():
             block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).detach().requires_grad_(True)
-        for i in range(0, 4, self.span or 1):
-            some = nn.Sequential(*self.blocks[i : i + self.span]) if self.span else self.blocks[i]
-            x = checkpoint(some, x, use_reentrant=self.reentrant) if self.span else some(x)
+        for i in (0, 2):
+            two = nn.Sequential(*self.blocks[i : i + 2])
+            x = two(x) if self.inside else checkpoint(two, x, use_reentrant=self.reentrant)
         return self.last(x)
 
 
@@ -532,9 +401,9 @@ gpt("recomputed, re-entrant", lambda: TinyGPT(checkpointing="reentrant", dropout
 gpt("recomputed", lambda: TinyGPT(checkpointing="non-reentrant", dropout=0.2))
 of("recomputed in parts and in pairs", RecomputesPairs)
 of("all in one re-entrant checkpoint", RecomputedWhole, reference="mean")
-for _span, _where in enumerate(("inside each block", "each block", "two blocks together")):
+for _inside, _where in ((True, "inside each block"), (False, "two blocks together")):
     for _kind in (False, True):
-        _make = partial(Adapters, _kind, _span)
+        _make = partial(Adapters, _kind, _inside)
         _title = f"adapters, recomputed {_where}{', re-entrant' if _kind else ''}"
         of(_title, _make, reference="mean")
         of(f"{_title}, in bf16", lambda make=_make: in_bf16(make()), lambda s: x4(s).bfloat16(), lambda m, x: number(m(x).float()),
@@ -558,35 +427,16 @@ class CastViews(nn.Module):
 
 
 class Mixture(nn.Module):
-    """With `hooks`, hooks of the model's own keep what is saved."""
-
-    def __init__(self, hooks: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.enter, self.image = nn.Linear(7, 24), nn.Conv1d(4, 24, 5, padding=2)
-        self.blocks, self.hooks = nn.ModuleList(CastViews() for _ in range(3)), hooks
+        self.blocks = nn.ModuleList(CastViews() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
         for block in self.blocks:
-            if self.hooks:
-                with saved_tensors_hooks(lambda t: t, lambda t: t):
-                    x = block(x)
-            else:
-                x = block(x)
+            x = block(x)
         return self.image(x.expand(4, 4, *x.shape[-1:])).float()
-
-
-class CalledAgain(nn.Module):
-    """Units whose weights are used in turns: DDP adds the gradients of the uses in bf16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = TinyMLP(width=24, classes=7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = x + self.inner(x)
-        return x
 
 
 def under_autocast(model: nn.Module, batch: Any) -> Tensor:
@@ -595,22 +445,11 @@ def under_autocast(model: nn.Module, batch: Any) -> Tensor:
     return number(out)
 
 
-def only_mlps() -> nn.Module:
-    model = TinyGPT()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = "mlp" not in name
-    return model
-
-
 AUTOCAST: dict[str, Any] = {"loss": under_autocast, "expect": BITS, "one": ROUNDING}
 gpt("autocast", TinyGPT, **AUTOCAST)
 gpt("autocast, tied", lambda: TinyGPT(tied=True), **AUTOCAST)
-gpt("autocast, recomputed", lambda: TinyGPT(checkpointing="non-reentrant"), **AUTOCAST)
 gpt("autocast, recomputed, re-entrant", lambda: TinyGPT(checkpointing="reentrant"), ddp={"static_graph": True, "find_unused_parameters": False}, **AUTOCAST)  # fmt: skip
-gpt("autocast, frozen parts", only_mlps, **AUTOCAST)
-of("autocast, weights used in turns", CalledAgain, **AUTOCAST)
 of("autocast of views", Mixture, units=(CastViews,), **AUTOCAST)
-of("autocast of views, with hooks of the model's own", lambda: Mixture(True), units=(CastViews,), **AUTOCAST)  # fmt: skip
 
 # -- compiled --------------------------------------------------------------------------------------
 

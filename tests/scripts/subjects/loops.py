@@ -42,20 +42,6 @@ class TwoForwards(Loop):
         return number(first - other) + number(first)
 
 
-@habit("two forward passes, backward in the opposite order", expect=ROUNDING, reference="mean")
-class OppositeOrder(Loop):
-    def backward(self, s: Script, loss: Tensor) -> None:
-        second(s).backward()
-        loss.backward()
-
-
-@habit("backward twice through one graph", expect=ROUNDING, reference="mean")
-class Twice(Loop):
-    def backward(self, s: Script, loss: Tensor) -> None:
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-
 @habit("the inputs' own gradients", expect=ROUNDING, reference="mean")
 class Inputs(Loop):
     def batch(self, seed: int) -> Tensor:
@@ -197,19 +183,6 @@ class Adversaries:
             s.note("make", loss)
 
 
-@habit("a student learns from a teacher, both sharded", expect=ROUNDING)
-class Student(Loop):
-    def after(self, s: Script) -> None:
-        torch.manual_seed(1)
-        teacher = TinyMLP().requires_grad_(False).eval()
-        self.teacher = teacher if type(s.world).__name__ == "DDP" else s.wrap(teacher)
-
-    def forward(self, s: Script) -> Tensor:
-        with torch.no_grad():
-            wanted = self.teacher(s.batch)
-        return F.mse_loss(s.model(s.batch), wanted)
-
-
 class TwoNetworks(nn.Module):
     """Their heads are too small for units of their own."""
 
@@ -222,10 +195,9 @@ class TwoNetworks(nn.Module):
         return fake, self.judge(real), self.judge(fake.detach())
 
 
+@habit("a GAN in one model", expect=ROUNDING, reference="mean")
 class OfParts:
     """A second optimizer over other parameters steps between forward and backward."""
-
-    by_parts = False
 
     def build(self) -> nn.Module:
         return TwoNetworks()
@@ -235,11 +207,7 @@ class OfParts:
         of_make, of_judge = (torch.optim.SGD(list(m.parameters()), lr=0.1) for m in (make, judge))
         for step in range(3):
             z, real = x4(100 + 10 * step + s.rank), x4(200 + 10 * step + s.rank)
-            if self.by_parts:
-                fake = make(z)
-                on_real, on_fake = judge(real), judge(fake.detach())
-            else:
-                fake, on_real, on_fake = s.model(z, real)
+            fake, on_real, on_fake = s.model(z, real)
             of_judge.zero_grad()
             loss = (on_real - 1).square().mean() + on_fake.square().mean()
             s.update(loss, of_judge)
@@ -247,12 +215,6 @@ class OfParts:
             of_make.zero_grad()
             s.update(judged, of_make)
             s.note("losses", [loss.item(), judged.item()])
-
-
-for _parts in (True, False):
-    habit(f"a GAN in one model, called {'by parts' if _parts else 'as a whole'}", expect=ROUNDING, reference="mean")(
-        type("OfParts", (OfParts,), {"by_parts": _parts, "__module__": __name__})
-    )  # fmt: skip
 
 
 # -- frozen and thawed -----------------------------------------------------------------------------
@@ -311,15 +273,11 @@ class Between(Loop):
 
 
 BETWEEN: dict[str, Any] = {
-    "frozen one after the other": {
-        "frozen": ((), ("blocks.0.up.weight", "blocks.1", "enter.bias", "leave"), ("blocks.0.up.bias", "blocks.1"))
-    },
     "left out by one rank, then by all": {"short": ((1, 0), (0, 2), (1, 2))},
     "thawed one after the other": {"frozen": (("blocks.0.down", "blocks.2.up.weight", "leave"), ("blocks.1.up",), ())},
-    "frozen at the boundary": {"frozen": ((), (), ("blocks", "leave"))},
 }  # fmt: skip
 for _title, _given in BETWEEN.items():
-    for _options in ({}, {"reduce_at": "boundary"}, {"offload_optimizer": "cpu"}):
+    for _options in ({}, {"offload_optimizer": "cpu"}):
         habit(f"between micro-batches {_title}, {_options}", expect=ROUNDING, reference="mean", options=_options,
               units=(ResidualBlock, "leave"), slow=bool(_options))(
             type("Between", (Between,), {**_given, "__module__": __name__})
@@ -373,70 +331,20 @@ for _title, _write in WRITES.items():
 
 
 class Momentum(nn.Module):
-    """MoCo: the outer module writes to weights of units of their own, before their forward pass or
-    behind it.
-    """
+    """MoCo: the outer module writes to weights of units of their own, behind their forward pass."""
 
-    def __init__(self, blend: Any, behind: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.online, self.slow = (
             nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 3)) for _ in range(2)
         )
         self.slow.requires_grad_(False)
-        self.blend, self.behind = blend, behind
-
-    @torch.no_grad()
-    def follow(self) -> None:
-        for theirs, ours in zip(self.online.parameters(), self.slow.parameters(), strict=True):
-            self.blend(ours, theirs)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.behind:
-            self.follow()
-        with torch.no_grad():
-            target = self.slow(x)
-        out = self.online(x) - target
-        if self.behind:
-            self.follow()
+        out = self.online(x) - self.slow(x)
+        for ours, theirs in zip(self.slow.parameters(), self.online.parameters(), strict=True):
+            ours.data = ours.data * 0.9 + theirs.data * 0.1
         return out
 
 
-BLENDS: dict[str, Any] = {
-    "`slow.data = ...`": lambda a, b: setattr(a, "data", a.data * 0.9 + b.data * 0.1),
-    "`slow.data.mul_().add_()`": lambda a, b: a.data.mul_(0.9).add_(b.data, alpha=0.1),
-}
-for _title, _blend in BLENDS.items():
-    for _behind in (False, True):
-        writing(
-            f"{_title} of other units, {'behind' if _behind else 'before'} their pass",
-            lambda blend=_blend, behind=_behind: Momentum(blend, behind),
-            units=("online", "slow.0", "slow.2"),
-        )
-
-
-class Later(nn.Module):
-    """Weights that are clamped from the fourth pass on, by the layer or by the module around it."""
-
-    def __init__(self, outer: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(12, 40) if outer else Constrained(self.limit)])
-        self.first, self.last = nn.Linear(7, 12), nn.Linear(40, 3)
-        self.outer, self.passes = outer, 0
-
-    def limit(self, weight: Any) -> None:
-        if self.passes >= 4:
-            weight.data.clamp_(-0.1, 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.passes += 1
-        if self.outer:
-            self.limit(self.layers[0].weight)
-        return self.last(self.layers[0](self.first(x)))
-
-
-for _outer in (False, True):
-    writing(f"`w.data.clamp_()` from the fourth pass on, {'outside' if _outer else 'in'} its layer",
-            lambda outer=_outer: Later(outer), units=("first", "layers.0", "last"), steps=6)  # fmt: skip
-
-
-# -- changed structure -----------------------------------------------------------------------------
+writing("`slow.data = ...` of other units, behind their pass", Momentum, units=("online", "slow.0", "slow.2"))  # fmt: skip

@@ -18,9 +18,7 @@ from scripts.registry import ROUNDING, habit
 # is averaged with it: where all ranks compute the same term both are the same.
 TERMS = {
     "L2: `sum(p.pow(2).sum() for p in model.parameters())`": lambda s: 1e-2 * sum(p.pow(2).sum() for p in s.model.parameters()),
-    "orthogonality: `(W @ W.T - I).pow(2).sum()`": lambda s: 1e-2 * sum(((w := b.mlp[0].weight).T @ w - torch.eye(w.shape[1])).pow(2).sum() for b in s.module.blocks),
     "a tie between two matrices: `F.mse_loss(head.weight, tokens.weight)`": lambda s: F.mse_loss(s.module.head.weight, s.module.tokens.weight),
-    "nuclear norm: `torch.linalg.svdvals(w).sum()`": lambda s: 1e-3 * torch.linalg.svdvals(s.module.head.weight).sum(),
     "a second use of the head: `F.linear(h, model.head.weight)`": lambda s: F.linear(torch.linspace(-1, 1, 10).view(1, 10), s.module.head.weight).pow(2).mean(),
     "a submodule called in the loss: `model.head(x).pow(2).mean()`": lambda s: s.module.head(torch.linspace(-1, 1, 10).view(1, 10)).pow(2).mean(),
 }  # fmt: skip
@@ -28,39 +26,6 @@ for _title, _term in TERMS.items():
     habit(f"a term of the loss, {_title}", "loss", expect=ROUNDING, one=ROUNDING)(
         lambda s, loss, f=_term: loss + f(s)
     )
-
-
-@habit(
-    "a term of the loss, L2-SP: distance to weights kept after shard()",
-    expect=ROUNDING,
-    one=ROUNDING,
-)
-class Start:
-    def after(self, s: Script) -> None:
-        self.start = {n: p.detach().clone() for n, p in s.named()}
-
-    def loss(self, s: Script, loss: Any) -> Any:
-        return loss + 0.1 * sum((p - self.start[n]).pow(2).sum() for n, p in s.named())
-
-
-@habit(
-    "a term of the loss, EWC: Fisher times squared distance, both kept",
-    expect=ROUNDING,
-    one=ROUNDING,
-)
-class EWC:
-    def gradients(self, s: Script) -> None:
-        if s.step == 0:
-            self.fisher = {n: p.grad.detach().pow(2) for n, p in s.named()}
-            self.old = {n: p.detach().clone() for n, p in s.named()}
-
-    def loss(self, s: Script, loss: Any) -> Any:
-        return (
-            loss
-            if s.step == 0
-            else loss
-            + 10.0 * sum((self.fisher[n] * (p - self.old[n]) ** 2).sum() for n, p in s.named())
-        )
 
 
 class Contrastive(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -34,13 +33,6 @@ def reduce_grads(s: Script) -> None:
 def broadcast_weights(s: Script) -> None:
     for p in s.model.parameters():
         dist.broadcast(p.data, src=0)
-
-
-@habit("weights broadcast before shard(): `dist.broadcast(p, 0)`", "before")
-def broadcast_before(s: Script) -> None:
-    with torch.no_grad():
-        for p in s.module.parameters():
-            dist.broadcast(p, 0)
 
 
 @habit(
@@ -75,17 +67,6 @@ def checksums(s: Script) -> None:
     s.note("equal", len({round(v, 9) for v in sums}) == 1)
 
 
-@habit(
-    "the gradient's norm over ranks by hand: `all_reduce` of the local square",
-    "gradients",
-    expect=ROUNDING,
-)
-def norm_over_ranks(s: Script) -> None:
-    total = sum((p.grad.norm() ** 2 for p in s.model.parameters()), torch.zeros(()))
-    dist.all_reduce(total)
-    s.note("norm", (total / dist.get_world_size()).sqrt().item())
-
-
 @habit("a loss that one rank's batch does not have: `loss * 0` there", "forward")
 def masked(s: Script) -> Any:
     return s.cross_entropy() * (0.0 if s.rank == 1 and s.step == 1 else 1.0)
@@ -99,12 +80,3 @@ class Dropout:
 
     def after(self, s: Script) -> None:
         torch.manual_seed(10 + s.rank)
-
-
-@habit("`contextlib.nullcontext()` or `model.no_sync()` chosen by the micro-batch", expect=ROUNDING)
-class Micro:
-    def backward(self, s: Script, loss: Any) -> None:
-        s.optimizer.zero_grad()
-        for i in range(2):
-            with s.no_sync() if i == 0 else contextlib.nullcontext():
-                (s.cross_entropy(s.next_batch(i)) / 2).backward()

@@ -64,11 +64,6 @@ def copy_each(s: Script) -> None:
         p.data.copy_(state[n])
 
 
-@habit("`model.state_dict()[name].copy_(tensor)`", "after", sharded=REFUSED)
-def into_state(s: Script) -> None:
-    s.module.state_dict()["norm.weight"].copy_(torch.full((10,), 2.0))
-
-
 @habit("`onefold.full_state_dict(model)` through a file into a fresh model", "end")
 def full(s: Script) -> None:
     state = from_rank_0(
@@ -78,14 +73,6 @@ def full(s: Script) -> None:
     fresh.load_state_dict(through_file(dict(state)))
     with torch.no_grad():
         s.note("logits", fresh(s.batch[:, :-1]).tolist())
-
-
-@habit("`onefold.load_full_state_dict(model, state, strict=False)`", "after")
-def load_full(s: Script) -> None:
-    s.load_whole(
-        {"norm.weight": torch.full((10,), 2.0), "head.weight": torch.full((17, 10), 0.1)},
-        strict=False,
-    )
 
 
 @habit(
@@ -119,74 +106,10 @@ class Moments:
         )
 
 
-@habit("moments' shapes by hand: `optimizer.state[p]['exp_avg'].shape == p.shape`", sharded=EITHER)
-class MomentShapes:
-    def optimizer(self, s: Script) -> Any:
-        return adamw(s)
-
-    def weights(self, s: Script) -> None:
-        s.note(
-            "same", [s.optimizer.state[p]["exp_avg"].shape == p.shape for p in s.model.parameters()]
-        )
-
-
-@habit("moments reset: `optimizer.state[p]['exp_avg'].zero_()`")
-class MomentsReset:
-    def optimizer(self, s: Script) -> Any:
-        return adamw(s)
-
-    def weights(self, s: Script) -> None:
-        if s.step == 0:
-            for p in s.model.parameters():
-                s.optimizer.state[p]["exp_avg"].zero_()
-
-
-@habit("a new optimizer mid-run over the same parameters")
-class NewOptimizer:
-    def weights(self, s: Script) -> None:
-        if s.step == 0:
-            s.optimizers = [adamw(s)]
-            s.optimizer = s.optimizers[0]
-
-
 @habit("`copy.deepcopy(model)`", "end", sharded=REFUSED, zero=EITHER)
 def deepcopy(s: Script) -> None:
     with torch.no_grad():
         s.note("logits", copy.deepcopy(s.module)(s.batch[:, :-1]).tolist())
-
-
-@habit("`copy.deepcopy(optimizer)`", "end", sharded=EITHER, zero=EITHER)
-def deepcopy_optimizer(s: Script) -> None:
-    s.note("groups", len(copy.deepcopy(s.optimizer).param_groups))
-
-
-@habit("`torch.save([p.data for p in model.parameters()])`", "end", sharded=EITHER, zero=EITHER)
-def save_data(s: Script) -> None:
-    s.note(
-        "sums",
-        [p.double().sum().item() for p in through_file([p.data for p in s.model.parameters()])],
-    )
-
-
-@habit(
-    "`{n: p.cpu() for n, p in model.named_parameters()}` saved by torch.save",
-    "end",
-    sharded=EITHER,
-    zero=EITHER,
-)
-def save_dict(s: Script) -> None:
-    state = {n: p.detach().cpu() for n, p in s.named()}
-    s.note("sums", [v.double().sum().item() for v in through_file(state).values()])
-
-
-@habit("`torch.save(p.grad)`", "gradients", sharded=EITHER, zero=EITHER)
-def save_grad(s: Script) -> None:
-    s.note("sum", through_file(s.module.head.weight.grad).double().sum().item())
-
-
-@habit("`safetensors`-like: `p.detach().contiguous().numpy().tobytes()`", "end", sharded=EITHER)
-def to_bytes(s: Script) -> None:
-    s.note("bytes", [len(p.detach().contiguous().numpy().tobytes()) for p in s.model.parameters()])
 
 
 @habit("resume: a new model, weights and optimizer state loaded, trained on")

@@ -34,12 +34,6 @@ class Scaled:
         s.note("scale", self.scaler.get_scale())
 
 
-@habit("`torch.amp.GradScaler` with AdamW, `fused=True`")
-class Fused(Scaled):
-    def optimizer(self, s: Script) -> Any:
-        return torch.optim.AdamW(s.model.parameters(), lr=0.02, eps=1e-4, fused=True)
-
-
 @habit("`torch.amp.GradScaler`, two optimizers")
 class Two(Scaled):
     def optimizer(self, s: Script) -> Any:
@@ -53,24 +47,6 @@ class Two(Scaled):
             self.scaler.step(optimizer)
         self.scaler.update()
         s.note("scale", self.scaler.get_scale())
-
-
-class OverflowInWeight(Scaled):
-    """The loss of one rank is made infinite through one layer: only that layer's gradient
-    overflows.
-    """
-
-    def gradients(self, s: Script) -> None:
-        if s.step == 1:
-            grad = s.module.head.weight.grad
-            grad.data.view(-1)[:1].fill_(float("inf"))
-
-
-@habit("`torch.amp.GradScaler`, an infinity in one element, `unscale_` first")
-class OverflowLayerUnscaled(OverflowInWeight):
-    def gradients(self, s: Script) -> None:
-        super().gradients(s)
-        self.scaler.unscale_(s.optimizer)
 
 
 @habit("`torch.amp.GradScaler`, one layer overflows on one rank only")

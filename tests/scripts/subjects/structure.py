@@ -8,20 +8,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from scripts.loop import Net, Script
+from scripts.loop import Script
 from scripts.registry import EITHER, ROUNDING, habit
 
 LATE = {"sharded": EITHER, "zero": EITHER, "reference": "plain"}
-
-
-@habit(
-    "blocks cut off: `model.blocks = model.blocks[:1]` after shard()",
-    "after",
-    composes=False,
-    **LATE,
-)
-def cut(s: Script) -> None:
-    s.module.blocks = s.module.blocks[:1]
 
 
 @habit(
@@ -33,16 +23,6 @@ def cut(s: Script) -> None:
 )
 def tied(s: Script) -> None:
     s.module.head.weight = s.module.tokens.weight
-
-
-@habit(
-    "a parameter replaced by one made of itself: `nn.Parameter(layer.weight.data * 0.5)`",
-    "after",
-    composes=False,
-    **LATE,
-)
-def from_itself(s: Script) -> None:
-    s.module.head.weight = nn.Parameter(s.module.head.weight.data * 0.5)
 
 
 @habit(
@@ -95,14 +75,6 @@ class Adapted(nn.Module):
         return self.base(x) + x @ self.a.T @ self.b.T
 
 
-@habit("LoRA merged after training: `base.weight.data += b @ a`", expect=ROUNDING, sharded=EITHER)
-class Merged(Lora):
-    def end(self, s: Script) -> None:
-        with torch.no_grad():
-            for block in s.module.blocks:
-                block.mlp[0].base.weight.data += block.mlp[0].b.data @ block.mlp[0].a.data
-
-
 @habit("LoRA merged inside `onefold.full_params(model, write=True)`", expect=ROUNDING)
 class MergedWhole(Lora):
     def end(self, s: Script) -> None:
@@ -116,38 +88,3 @@ def checkpointed(s: Script) -> None:
     for block in s.module.blocks:
         forward = block.forward
         block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
-
-
-@habit(
-    "a forward pass patched after shard(): `model.forward = types.MethodType(...)`",
-    "after",
-    sharded=EITHER,
-)
-def patched(s: Script) -> None:
-    plain = s.module.forward
-    s.module.forward = lambda tokens: plain(tokens) * 2.0
-
-
-@habit("stochastic depth: blocks skipped by a number all ranks draw")
-class Depth:
-    def build(self) -> nn.Module:
-        class Stochastic(Net):
-            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-                x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
-                for block in self.blocks:
-                    if not self.training or torch.rand(()) > 0.3:
-                        x = block(x)
-                return self.head(self.norm(x))
-
-        return Stochastic()
-
-
-@habit("`model.get_parameter('head.weight')`, `model.get_submodule('blocks.0')`", "log")
-def by_name(s: Script) -> None:
-    s.note(
-        "shapes",
-        [
-            tuple(s.module.get_parameter("head.weight").shape),
-            len(list(s.module.get_submodule("blocks.0").parameters())),
-        ],
-    )
