@@ -150,6 +150,7 @@ class EMA:
             self._inside, copying, engine.masters.copying = False, engine.masters.copying, None
             if copying is not None and copying != self._refuse_writes:
                 copying()  # wait for a background save, which copies the averages
+            engine.masters.about_to_write()  # wait for the gathers that read the averages
             self._put(engine, before)
 
     def _put(self, engine: Engine, values: Mapping[Entry, torch.Tensor]) -> None:
