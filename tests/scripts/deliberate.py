@@ -35,13 +35,13 @@ def crashes(s: Script) -> None:
         raise ValueError("use something else instead")
 
 
-@habit("a refusal on one rank only", "log")
+@habit("a refusal on one rank only", "log", options={"stall_timeout": 2.0})
 def uneven(s: Script) -> None:
     if sharded(s) and s.rank == 0:
         s.module.state_dict()
 
 
-@habit("a rank that dies", "log")
+@habit("a rank that dies", "log", options={"stall_timeout": 2.0})
 def dies(s: Script) -> None:
     if sharded(s) and s.rank == 1:
         os._exit(3)
