@@ -126,9 +126,7 @@ FAULTS = [
         "runtime/backward.py",
         "late = {u.index for u in units if u.late}",
         "late: set[int] = set()",
-        [
-            "tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[differentiation]"
-        ],
+        ["tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[loops]"],
     ),
     Fault(
         "numbers",
@@ -505,7 +503,7 @@ FAULTS = [
         "runtime/refresh.py",
         "    elif flat.storage.keep_written(full[slice(*flat.owned)], written):",
         "    elif not written:",
-        ["tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[kinds]"],
+        ["tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[loops]"],
     ),
     Fault(
         "scripts",

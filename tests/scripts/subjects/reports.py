@@ -49,12 +49,3 @@ for _expect, _reports in ((BITS, EXACT), (ROUNDING, STATISTICS)):
 )
 def with_gradients(s: Script) -> None:
     s.note("mean", [p.mean().item() for p in s.model.parameters()])
-
-
-@habit("parameters stored in a dict and looked up: `{p: name}[p]`, `p in dict`")
-class ByParameter:
-    def before(self, s: Script) -> None:
-        self.names = {p: n for n, p in s.module.named_parameters()}
-
-    def log(self, s: Script) -> None:
-        s.note("names", [self.names[p] for p in s.model.parameters()])

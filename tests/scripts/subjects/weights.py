@@ -4,7 +4,6 @@ models, snapshots.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -56,23 +55,6 @@ for _title, _change in CHANGES.items():
         sharded=EITHER if any(w in _title for w in _EITHER) else None,
         composes="abs()" not in _title,
     )(each(_change))
-
-
-@habit(
-    "a target network: `t.data.lerp_(p.data, 0.1)` from a deepcopy made before shard()",
-    sharded=EITHER,
-    zero=EITHER,
-)
-class TargetBefore:
-    def before(self, s: Script) -> None:
-        self.target = copy.deepcopy(s.module)
-
-    def weights(self, s: Script) -> None:
-        for t, p in zip(self.target.parameters(), s.module.parameters(), strict=True):
-            t.data.lerp_(p.data, 0.1)
-
-    def end(self, s: Script) -> None:
-        s.note("target", [t.detach().tolist() for t in self.target.parameters()])
 
 
 @habit(
