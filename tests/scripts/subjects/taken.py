@@ -172,7 +172,7 @@ class Taken:
 
 def taken(title: str, make: Any, micro: int = 1, **more: Any) -> None:
     kind = type("Taken", (Taken,), {"make": staticmethod(make), "micro": micro, "__module__": __name__})  # fmt: skip
-    habit(f"a weight taken: {title}", **{"expect": ROUNDING, "reference": "mean", "alike": True, **more})(kind)  # fmt: skip
+    habit(f"a weight taken: {title}", **{"expect": ROUNDING, "one": ROUNDING, "reference": "mean", **more})(kind)  # fmt: skip
 
 
 for _title, _take in CONSUMERS.items():
