@@ -398,7 +398,7 @@ FAULTS = [
         "optim/owned.py",
         "return self.group.rank == self.owner",
         "return self.group.rank in (self.owner, (self.owner + 1) % self.group.size)",
-        ["tests/optim/test_muon.py"],
+        ["tests/optim/test_whole.py"],
     ),
     Fault(
         "exactly once",
@@ -487,7 +487,7 @@ FAULTS = [
         "optim/verdict.py",
         "elif _ORDER.index(verdict.update) > _ORDER.index(found.update):",
         "elif verdict.update == REFUSED:",
-        ["tests/optim/test_whole_step.py"],
+        ["tests/optim/test_whole.py"],
     ),
     Fault(
         "scripts",
@@ -495,7 +495,7 @@ FAULTS = [
         "optim/verdict.py",
         "_MATRICES = ((16, 24), (160, 144))",
         "_MATRICES = ((16, 24),)",
-        ["tests/optim/test_large_matrices.py"],
+        ["tests/optim/test_whole.py"],
     ),
     Fault(
         "scripts",

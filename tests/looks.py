@@ -382,3 +382,23 @@ def flats(model: nn.Module) -> list[Flat]:
         for unit in engine(model).units
         for flat in unit.flats
     ]
+
+
+def step_in_pieces_of(model: nn.Module, elements: int) -> None:
+    """Tiers move and step so many elements at a time, as they do with a large parameter's."""
+    engine(model).transfers.chunk = elements
+
+
+def stepped_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    """The parameters that owners step."""
+    from onefold.optim.owned import owned_by
+
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[key] for key in owned_by(optimizer)}
+
+
+def move_states_in_pieces_of(elements: int) -> None:
+    """To and from rank 0, as those of large parameters."""
+    from onefold.runtime import parts
+
+    parts.CHUNK = elements

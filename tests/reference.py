@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -104,4 +105,13 @@ def on_each_rank(value: Any) -> list[Any]:
     """What each rank gave, in the order of ranks. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
+    return found
+
+
+def leaves(value: Any) -> dict[str, Tensor]:
+    """{where: tensor} of everything in nested dicts, lists and tuples, for `differences`."""
+    found = {}
+    for path, leaf in torch.utils._pytree.tree_leaves_with_path(value):
+        tensor = leaf if isinstance(leaf, Tensor) else torch.tensor(list(repr(leaf).encode()))
+        found[torch.utils._pytree.keystr(path)] = tensor
     return found

@@ -576,12 +576,13 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the constructor's arguments, as far as `optimizer.defaults` has them. The learning
-    rate is replaced by one far from 0, with which the update shows.
+    """Return the constructor's arguments, as far as `optimizer.defaults` has them, or attributes of
+    their names. The learning rate is replaced by one far from 0, with which the update shows.
     """
     known = inspect.signature(type(optimizer).__init__).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    arguments = {k: v for k, v in optimizer.defaults.items() if anything or k in known}
+    arguments = {k: v for k, v in vars(optimizer).items() if k in known and _is_plain(v)}
+    arguments |= {k: v for k, v in optimizer.defaults.items() if anything or k in known}
     if "lr" in arguments:
         arguments["lr"] = _RATE
     if arguments.get("capturable"):
