@@ -106,16 +106,17 @@ def gathered(model: nn.Module) -> list[str]:
 
 
 def living() -> int:
-    """The memory behind every tensor that Python can reach on the CPU, each storage once: it is
-    counted without Onefold's own ledgers.
+    """The memory behind every tensor that Python can reach, each storage once: it is counted without
+    Onefold's own ledgers.
     """
     storages: dict[int, int] = {}
+    places = {"cpu", torch.get_default_device().type}
     for thing in gc.get_objects():
         try:
             is_tensor = issubclass(type(thing), torch.Tensor)
         except Exception:  # a proxy whose class raises
             continue
-        if is_tensor and thing.device.type == "cpu":
+        if is_tensor and thing.device.type in places:
             with torch._C.DisableTorchFunctionSubclass():
                 storage = thing.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()

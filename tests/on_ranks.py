@@ -231,10 +231,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     name = pyfuncitem.nodeid
     if name not in _told:
         group = _group(pyfuncitem)
-        same = [
-            i for i in pyfuncitem.session.items if i is pyfuncitem or (group and _group(i) == group)
-        ]
-        _start(asked, [i for i in same if i.nodeid not in _told])
+        same = [i for i in pyfuncitem.session.items if group and _group(i) == group]
+        waiting = [i for i in same if i.nodeid not in _told and i is not pyfuncitem]
+        _start(asked, [pyfuncitem, *waiting])
     said = _told[name]
     pyfuncitem.user_properties.append(("seconds", max(s.seconds for s in said)))
     if all(s.error == "Skipped" for s in said):

@@ -57,6 +57,9 @@ SERVERS: dict[str, tuple[str, ...]] = {
 }
 #: The folder of the sockets of fork servers that are shared, in the environment.
 SHARED = "ONEFOLD_TEST_FORK_SERVERS"
+#: The device on which models and batches of ranks are made, in the environment: "cuda", where the
+#: ranks share one GPU and gloo carries its tensors through the host. The CPU if it is not set.
+DEVICE = "ONEFOLD_TEST_DEVICE"
 #: Seconds that ranks may take; more than any test needs on a busy machine, since it only bounds a
 #: hang.
 TIMEOUT = 300.0
@@ -248,8 +251,11 @@ def outcomes_of(
 
 @contextlib.contextmanager
 def taking_turns() -> Iterator[None]:
-    """Inside, no other process of this user is."""
-    with open(os.path.join(tempfile.gettempdir(), f"onefold-ranks-{os.getuid()}"), "w") as file:
+    """Inside, no other process of this user is; on more than two cores, one of each two cores."""
+    slots = max(1, (os.cpu_count() or 1) // 2)
+    slot = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % slots
+    name = f"onefold-ranks-{os.getuid()}-{slot}"
+    with open(os.path.join(tempfile.gettempdir(), name), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -324,6 +330,8 @@ def _rank_main(
 
     install()
     torch.set_num_threads(1)
+    if DEVICE in os.environ:
+        torch.set_default_device(os.environ[DEVICE])
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     begin = time.monotonic()
     try:
@@ -394,7 +402,7 @@ def _importable_path() -> Iterator[None]:
         "GLOO_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_VISIBLE_DEVICES": "0" if os.environ.get(DEVICE, "").startswith("cuda") else "",
         # DDP, the reference, warns at each search for unused parameters
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }

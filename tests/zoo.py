@@ -129,12 +129,16 @@ class TinyMLP(nn.Module):
 
 def tokens_of(seed: int, batch: int = 2, length: int = 12, vocabulary: int = 61) -> Tensor:
     """Random tokens (batch, length) that depend on `seed` only."""
-    return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+    source = torch.Generator("cpu").manual_seed(seed)
+    made = torch.randint(vocabulary, (batch, length), generator=source, device="cpu")
+    return made.to(torch.get_default_device())
 
 
 def features_of(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal random numbers that depend on `seed` only."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    source = torch.Generator("cpu").manual_seed(seed)
+    made = torch.randn(*shape, generator=source, dtype=dtype, device="cpu")
+    return made.to(torch.get_default_device())
 
 
 class OddPart(nn.Module):

@@ -225,7 +225,7 @@ class Job:
 
     def loss(self, number: int, rank: int) -> Tensor:
         subject = SUBJECTS[self.row.model]
-        torch.default_generator.manual_seed(100 * number + rank)  # of dropout
+        torch.manual_seed(100 * number + rank)  # of dropout
         return subject.loss(self.called or self.model, subject.batch(100 * number + rank))
 
     def step(self, number: int) -> list[float]:
@@ -281,7 +281,7 @@ def whole_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """{"parameter: state": the whole of it} on rank 0. Collective for a sharded model."""
     states = optimizer.state_dict()["state"]
     return {
-        f"{number}: {name}": torch.as_tensor(value).clone()
+        f"{number}: {name}": torch.as_tensor(value, device="cpu").clone()
         for number, state in (states.items() if dist.get_rank() == 0 else ())
         for name, value in state.items()
     }
@@ -372,7 +372,7 @@ def in_one_process(row: Row) -> Seen:
         return functional_call(module, weights, cast, named)
 
     of = list(range(row.mesh.ranks))
-    scaler = torch.amp.GradScaler("cpu", init_scale=row.loop.scaler) if row.loop.scaler else None
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=row.loop.scaler) if row.loop.scaler else None
     called = None if dtype == torch.float32 else rounded
     optimizer = _optimizer(row, module)
     job = Job(row, module, optimizer, of, scaler, called, sharded=False)
@@ -388,7 +388,7 @@ def in_one_process(row: Row) -> Seen:
         seen.losses.append(job.loss(70, mine).item())
     if row.loop.then:
         AFTERWARDS[row.loop.then](job)
-    seen.weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+    seen.weights = {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
     seen.states = whole_states(optimizer)
     seen.next = of_this_rank(job.step(STEPS))
     return seen
@@ -591,7 +591,7 @@ def planned_of(row: Row, folder: Path) -> looks.Planned:
         row.loop.micro_batches,
         PLANNED.get(row.loop.optimizer, "adamw"),
         formulas.node_of(row),
-        row.mesh.backend != "gloo",
+        row.mesh.backend != "gloo" or torch.get_default_device().type != "cpu",
     )
 
 
