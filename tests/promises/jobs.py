@@ -591,7 +591,8 @@ def planned_of(row: Row, folder: Path) -> looks.Planned:
         row.loop.micro_batches,
         PLANNED.get(row.loop.optimizer, "adamw"),
         formulas.node_of(row),
-        row.mesh.backend != "gloo" or torch.get_default_device().type != "cpu",
+        row.mesh.backend != "gloo",
+        torch.get_default_device().type != "cpu",
     )
 
 
