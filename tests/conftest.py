@@ -119,6 +119,7 @@ def every(request: pytest.FixtureRequest) -> bool:
     return _takes_all(request.config)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own reads the groups that are marked here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not _takes_all(config) and (left_out := _left_out(items)):
         config.hook.pytest_deselected(items=left_out)
@@ -129,10 +130,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     on_ranks.form_groups(items)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What is loaded by now stays: a collection in a test (a simulation ends with one) need not go
     over all of torch, some 0.5 s.
     """
+    in_groups = [i for i in session.items if i.get_closest_marker("xdist_group")]
+    if getattr(session.config.option, "loadgroup", False) and in_groups:
+        # Each worker would otherwise start the ranks of the whole group, for the few tests it has
+        assert "@" in in_groups[0].nodeid, "pytest-xdist reads no groups with this pytest"
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -64,7 +64,6 @@ def on_ranks(
     fresh: bool = False,
     server: str = "",
     seconds: float = TIME,
-    waits: bool = False,
 ) -> Callable[[Test], Test]:
     """The body of the test runs on each of `count` ranks.
 
@@ -73,9 +72,8 @@ def on_ranks(
         server: what the ranks have imported, one of `ranks.SERVERS`; the module's `SERVER` or
             "core" if not given.
         seconds: that the test may take, which bound a hang only.
-        waits: it waits rather than computes, see ranks.py.
     """
-    return pytest.mark.on_ranks(count, fresh=fresh, server=server, seconds=seconds, waits=waits)
+    return pytest.mark.on_ranks(count, fresh=fresh, server=server, seconds=seconds)
 
 
 class Uneven(BaseException):
@@ -197,8 +195,8 @@ def _agree(folder: str, at: int, world: int, said: Said, seconds: float) -> None
 # -- in pytest -------------------------------------------------------------------------------------
 
 
-def _asked(item: pytest.Item) -> tuple[int, bool, str, float, bool] | None:
-    """(ranks, fresh, server, seconds, waits), None of a test that runs here."""
+def _asked(item: pytest.Item) -> tuple[int, bool, str, float] | None:
+    """(ranks, fresh, server, seconds), None of a test that runs here."""
     mark = item.get_closest_marker("on_ranks")
     return mark and (mark.args[0], *mark.kwargs.values())
 
@@ -244,11 +242,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _start(asked: tuple[int, bool, str, float, bool], items: list[Any]) -> None:
+def _start(asked: tuple[int, bool, str, float], items: list[Any]) -> None:
     """One start for these tests; afterwards `_told` has the first of them, and as many more as it
     came to.
     """
-    count, _, server, seconds, waits = asked
+    count, _, server, seconds = asked
     told = [
         (
             item.module.__name__,
@@ -261,7 +259,7 @@ def _start(asked: tuple[int, bool, str, float, bool], items: list[Any]) -> None:
     with tempfile.TemporaryDirectory(prefix="onefold-tests-") as folder:
         outcomes = ranks.outcomes_of(
             count, serve, told, folder, seconds,
-            timeout=60 + seconds * len(items), grace=5.0, server=server, waits=waits,
+            timeout=60 + seconds * len(items), grace=5.0, server=server,
         )  # fmt: skip
         for at, item in enumerate(items):
             files = [Path(folder, f"{at}-{rank}") for rank in range(count)]

@@ -16,17 +16,12 @@ needed; pytest-xdist's workers share those of the process that has started them 
 
 A function to run must be importable (defined at the top of its module) and so must be what it
 returns.
-
-Ranks take turns: one start of several ranks computes at a time on a machine, whoever asks for it
-(`taking_turns`). Two at once take three times the processor time of one after the other, since each
-message then waits for a core. A start that mostly waits (for a rank that hangs) says `waits=True`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import multiprocessing
 import os
 import pickle
@@ -164,7 +159,6 @@ def run_ranks(
     timeout: float = TIMEOUT,
     fresh: bool = False,
     server: str = "",
-    waits: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Return [function(*args, **kwargs) on rank 0, on rank 1, ...].
@@ -172,7 +166,6 @@ def run_ranks(
     Args:
         fresh: in processes that have imported nothing before, also nothing of what tests preload.
         server: one of `SERVERS`, if it is not to be the one of the test's module.
-        waits: they wait rather than compute, and need no turn.
 
     Raises:
         RankFailure: A rank raised, died or took longer than `timeout` seconds.
@@ -185,7 +178,6 @@ def run_ranks(
         grace=GRACE,
         fresh=fresh,
         server=server,
-        waits=waits,
         **kwargs,
     )
     failed = [o for o in outcomes if o.error]
@@ -209,7 +201,6 @@ def outcomes_of(
     process_group: bool = True,
     fresh: bool = False,
     server: str = "",
-    waits: bool = False,
     **kwargs: Any,
 ) -> list[Outcome]:
     """What became of each rank, failures included. With `grace`, ranks are killed that long after
@@ -218,8 +209,7 @@ def outcomes_of(
     context: Any = (
         multiprocessing.get_context("spawn") if fresh else _context(server or server_of_test)
     )
-    turn = taking_turns() if world_size > 1 and not waits else contextlib.nullcontext()
-    with turn, tempfile.TemporaryDirectory(prefix="onefold-ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="onefold-ranks-") as folder:
         readers, processes = [], []
         for rank in range(world_size):
             reader, writer = context.Pipe(duplex=False)
@@ -247,17 +237,6 @@ def outcomes_of(
             _reap(processes)
             for reader in readers:
                 reader.close()
-
-
-@contextlib.contextmanager
-def taking_turns() -> Iterator[None]:
-    """Inside, no other process of this user is; on more than two cores, one of each two cores."""
-    slots = max(1, (os.cpu_count() or 1) // 2)
-    slot = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % slots
-    name = f"onefold-ranks-{os.getuid()}-{slot}"
-    with open(os.path.join(tempfile.gettempdir(), name), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _collect(

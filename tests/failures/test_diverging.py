@@ -344,7 +344,6 @@ def test_a_rank_that_stops_is_an_error_on_every_other(row: Event) -> None:
         row.name,
         row.victim,
         timeout=HANG,
-        waits=True,
         **row.options,
     )
     said = told(outcomes)
@@ -373,7 +372,7 @@ def test_another_number_of_passes_is_an_error(stage: int, event: str) -> None:
     """Either rank may meet the wall first; a rank whose every pass found its match may end well,
     the other one may not.
     """
-    outcomes = outcomes_of(2, happens, over_data, stage, event, 1, timeout=HANG, waits=True)
+    outcomes = outcomes_of(2, happens, over_data, stage, event, 1, timeout=HANG)
     said = told(outcomes)
     assert "StallError" in {o.error for o in outcomes} <= {"", "StallError"}, said
     assert outcomes[1].error or event == "skips the backward", said
@@ -394,7 +393,7 @@ def test_blocks_in_another_order_on_one_rank_train_right_or_are_told(
     """A backend without tags takes a unit's bytes for another's where they have one size: the ranks
     say so before anything is stepped.
     """
-    outcomes = outcomes_of(2, in_another_order, make, stage, native, timeout=HANG, waits=True)
+    outcomes = outcomes_of(2, in_another_order, make, stage, native, timeout=HANG)
     said = told(outcomes)
     if any(o.error for o in outcomes):
         assert {o.error for o in outcomes} == {"StallError"}, said
@@ -414,7 +413,7 @@ def shard_alone(alone: int) -> None:
 
 @pytest.mark.parametrize("alone", [0, 1])
 def test_a_rank_that_shards_alone_is_told_for_whom_it_waited(alone: int) -> None:
-    outcomes = outcomes_of(2, shard_alone, alone, timeout=HANG, waits=True)
+    outcomes = outcomes_of(2, shard_alone, alone, timeout=HANG)
     own, said = outcomes[alone], told(outcomes)
     assert own.error == "StallError" and STALL_TIMEOUT <= own.seconds < PATIENCE, said
     for word in (f"rank {alone} waited", "shard()", "[0, 1]"):
@@ -430,7 +429,7 @@ DIFFERENT: dict[str, Callable[[int], tuple[nn.Module, int]]] = {
 }
 
 
-@on_ranks(2, fresh=True, waits=True)
+@on_ranks(2, fresh=True)
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_ranks_that_shard_different_things_are_told_so(what: str) -> None:
     model, stage = DIFFERENT[what](dist.get_rank())

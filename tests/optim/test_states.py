@@ -151,7 +151,7 @@ def test_few_bits_and_16_come_out_as_torchs_states_and_go_back_bit_by_bit(
     assert goes_on(mlp, recipe, make, weights, state, folder) == losses
 
 
-@on_ranks(2, fresh=True, waits=True)
+@on_ranks(2, fresh=True)
 @pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
 def test_a_state_dict_on_rank_0_alone_is_an_error_that_names_the_call(call: str) -> None:
     model = onefold.shard(built(mlp), onefold.Recipe.zero(3, stall_timeout=2.0))

@@ -372,7 +372,11 @@ def in_one_process(row: Row) -> Seen:
         return functional_call(module, weights, cast, named)
 
     of = list(range(row.mesh.ranks))
-    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=row.loop.scaler) if row.loop.scaler else None
+    scaler = (
+        torch.amp.GradScaler(torch.get_default_device().type, init_scale=row.loop.scaler)
+        if row.loop.scaler
+        else None
+    )
     called = None if dtype == torch.float32 else rounded
     optimizer = _optimizer(row, module)
     job = Job(row, module, optimizer, of, scaler, called, sharded=False)

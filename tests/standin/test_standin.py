@@ -88,7 +88,7 @@ def test_reading_early_and_overwriting_early_show() -> None:
     first.wait()
 
 
-@on_ranks(2, fresh=True, waits=True)
+@on_ranks(2, fresh=True)
 def test_another_order_on_one_rank_is_an_error_that_names_both_operations() -> None:
     group = standin.new_group()
     acts = [
@@ -116,5 +116,5 @@ def gone_or_late(late: bool) -> None:
     ("late", "said"), [(False, "is gone"), (True, "Timed out after 1.0 s in all_reduce of 3")]
 )
 def test_a_rank_that_ends_or_does_not_come_is_an_error_on_the_others(late: bool, said: str) -> None:
-    waiting, _ = outcomes_of(2, gone_or_late, late, timeout=60, waits=True)
+    waiting, _ = outcomes_of(2, gone_or_late, late, timeout=60)
     assert waiting.error == "RuntimeError" and said in waiting.message and waiting.seconds < 30

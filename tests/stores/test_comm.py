@@ -231,7 +231,7 @@ def test_the_hosts_work_in_a_step_does_not_grow_with_the_ranks() -> None:
 
 
 @pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
-@on_ranks(2, fresh=True, waits=True)
+@on_ranks(2, fresh=True)
 def test_a_peer_that_hangs_is_named_in_the_middle_of_the_pass() -> None:
     """The host runs two units ahead of the device, and notices there. Each unit's messages are large
     enough to be waited for.
