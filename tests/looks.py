@@ -105,6 +105,13 @@ def gathered(model: nn.Module) -> list[str]:
     return [unit.name for unit in engine(model).gather.gathered.values()]
 
 
+def known_as_weights(model: nn.Module) -> tuple[set[int], set[int]]:
+    """(addresses that are taken for weights, addresses of the weights that are whole now)."""
+    flats = [flat for unit in engine(model).units for flat in unit.flats]
+    whole = {f.full.untyped_storage()._cdata for f in flats if f.full is not None}
+    return set(engine(model).gather.by_storage), whole
+
+
 def living() -> int:
     """The memory behind every tensor that Python can reach, each storage once: it is counted without
     Onefold's own ledgers.

@@ -219,6 +219,8 @@ def test_an_interrupt_inside_onefold_leaves_no_trace_in_the_numbers(
             reached = Nth(at, guarded).during(use)
             values = step(0), step(1)
             assert values[0] == values[1], f"{name}, {at}"
+            taken, whole = looks.known_as_weights(models[0])
+            assert taken <= whole, f"{name}, {at}: an activation may be taken for a weight"
             at += 1 if lines else stride
     # A step may be half done; the next one is whole
     group, at, reached = optimizers[0].param_groups[0], 1, True

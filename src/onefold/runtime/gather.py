@@ -398,7 +398,7 @@ class Gatherer:
         """Return the buffer for the whole of `flat`; take one from the pool if it has none."""
         if flat.full is None:
             flat.full = self.pool.take(flat.layout.numel, flat.dtypes.compute, GATHERED, unit.name)
-            self.by_storage[storage_of(flat.full)] = (unit, flat)
+        self.by_storage[storage_of(flat.full)] = (unit, flat)
         return flat.full
 
     def fetch(self, unit: Unit) -> None:
@@ -451,10 +451,11 @@ class Gatherer:
             # On one rank, a unit may have frozen parameters, which stay, and others that are cast
             if flat.resident:
                 continue
-            full, flat.full = flat.full, None
-            if full is not None:
+            if (full := flat.full) is not None:
+                # First: an interrupt may come, and what gets this address next is no weight
                 self.by_storage.pop(storage_of(full), None)
                 flat.point_at(None)
+                flat.full = None
                 self.pool.give(full)
 
     def after_forward(self, unit: Unit, output: Any) -> None:
