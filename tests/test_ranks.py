@@ -129,6 +129,7 @@ def test_last():
 """
 
 
+@pytest.mark.slow
 def test_neighbours_on_ranks_share_a_start_and_have_results_of_their_own(tmp_path: Path) -> None:
     """Whatever happens in one test, those behind it are run."""
     tests = Path(__file__).parent

@@ -96,6 +96,7 @@ def test_ranks_that_take_other_branches_train_as_in_ddp(kind: str) -> None:
 
 
 @on_ranks(4)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_of_groups_that_take_other_branches_train_as_in_ddp(kind: str) -> None:
     first = trained(KINDS[kind], 3, shard_group=2)

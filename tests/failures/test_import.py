@@ -88,6 +88,7 @@ def run_program(program: str, folder: Path) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_import_takes_little_over_torchs_own(tmp_path: Path) -> None:
     share = min(run_program(TIMED, tmp_path) for _ in range(2))  # the first writes the bytecode
     assert share < 0.1, (

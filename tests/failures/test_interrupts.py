@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import looks
 import onefold
-from on_ranks import on_ranks
+from on_ranks import on_ranks, slow
 from ranks import outcomes_of
 from reference import NEAR, built, differences, weights
 from zoo import ResidualBlock, TinyMLP, features_of
@@ -185,8 +185,14 @@ RECIPES: list[tuple[int, dict[str, Any], int]] = [
 
 
 @on_ranks(1)
-@pytest.mark.parametrize(("stage", "options", "stride"), RECIPES)
-@pytest.mark.parametrize("lines", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "options", "stride", "lines"),
+    [
+        pytest.param(*row, lines, marks=slow if lines and row != RECIPES[2] else ())
+        for row in RECIPES
+        for lines in (False, True)
+    ],
+)
 def test_an_interrupt_inside_onefold_leaves_no_trace_in_the_numbers(
     stage: int, options: dict[str, Any], stride: int, lines: bool
 ) -> None:

@@ -84,6 +84,7 @@ def goes_on(
 
 
 @on_ranks(4)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [

@@ -34,8 +34,8 @@ ROWS: dict[int, dict[str, Case]] = {
         "frozen": Case(frozen=("tok_embeddings", "layers.0.feed_forward", "layers.1.ffn_norm")),
         "frozen, sequence": Case(plan="sequence", frozen=("layers.0", "norm")),
         "adapters": replace(ADAPTERS, ci=True),
-        "tied": Case(tied=True, ci=True),
-        "meta": Case(meta=True, ci=True),
+        "tied": Case(tied=True),
+        "meta": Case(meta=True),
         "scaler": Case(scaler=True),
         "at the boundary": Case(micro_batches=2, options={"reduce_at": "boundary"}),
         "kept for backward": Case(options={"reshard_after_forward": False}),
@@ -54,7 +54,7 @@ ROWS: dict[int, dict[str, Case]] = {
         "activations on the host": Case(options={"offload_activations": "cpu"}, stages=(1, 3)),
         "adapters, states on the host": replace(ADAPTERS, options=HOST, stages=ABOVE),
         # Codecs are off by their own step; a factor that is wrong is off by half or more
-        "reduced in int8": Case(options={"reduce_codec": "int8"}, stages=(1,), near=0.05, ci=True),
+        "reduced in int8": Case(options={"reduce_codec": "int8"}, stages=(1,), near=0.05),
         "gathered in int8": Case(options={"gather_codec": "int8"}, stages=(3,), near=0.05),
         "both in int8": Case(
             ep=2, dp=2, tp=1, stages=(3,), near=0.1, ci=True,

@@ -25,7 +25,7 @@ ROWS = table()
 #: Groups of the table without another backend: their bits are near only, or no move is in them.
 NOT_HERE = ("moments", "optimizers", "recomputation")
 #: Of other groups one row in so many; `make test` takes a few of them.
-EACH, OF_CI = 5, 25
+EACH, OF_CI = 5, 40
 
 
 def again(ranks: int) -> Any:

@@ -224,6 +224,7 @@ def clipped(
 
 
 @virtual.alone
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("p", "micro_batches", "touch"),
     [(2.0, 1, None), (2.0, 3, None), (3.0, 1, None), (2.0, 1, _through_data), (2.0, 1, _assigned)],

@@ -126,6 +126,7 @@ def test_owners_of_whole_matrices_hold_and_send_what_the_closed_forms_say(ranks:
             assert exact, (stage, precision, rank, held, told)
 
 
+@pytest.mark.slow
 def test_state_beyond_the_device_is_counted_apart_and_moves_what_the_closed_forms_say() -> None:
     disk = {"offload_optimizer": "nvme", "nvme": "/nowhere"}
     for stage, micro_batches, places in (
