@@ -384,11 +384,11 @@ def capabilities() -> Capabilities:
         return LocalGather(flat) if flat.whole_master else FlatGather(flat)
 
     def reduce(flat: Flat, at: int, shared: Resources) -> Reduce:
-        group, codec = flat.hops[at].group, shared.residuals.codec
-        if codec is not None and flat.spec.encodes(flat.spec.hops[at]) and not group.alone:
+        group = flat.hops[at].group
+        if flat.spec.encodes(flat.spec.hops[at]) and not group.alone:
             from onefold.quant.reduce_paths import EncodedReduce
 
-            return EncodedReduce(flat, at, shared, codec)
+            return EncodedReduce(flat, at, shared, named(shared.recipe.gradients.codec or ""))
         if shared.recipe.reduce == NATIVE and group.size > 1:
             return (BackendAllReduce if flat.whole_master else BackendReduce)(flat, at, shared)
         if group.native:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,45 +15,6 @@ CPU_SLAB, GPU_SLAB = 1 << 18, 1 << 20
 #: A call uses at most this many bytes of scratch memory for each element of a slab, however long
 #: the interval is.
 SCRATCH_BYTES = 24
-
-
-@dataclass(frozen=True)
-class Stochastic:
-    """Stochastic rounding: to one of the two neighbouring values, with probabilities that make the
-    expected value exact.
-
-    Args:
-        seed: any integer from 0 on. Ranks that encode different values for the same address need
-            different seeds, or their errors are correlated.
-        step: the training step; each step draws new numbers.
-        address: global address (elements) of the first element that is encoded.
-    """
-
-    seed: int
-    step: int = 0
-    address: int = 0
-
-    def __post_init__(self) -> None:
-        for name, value in (("seed", self.seed), ("step", self.step), ("address", self.address)):
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-                raise ValueError(
-                    f"stochastic rounding was given {name} {value!r}, expected an integer from 0 to"
-                    " 2**63 - 1"
-                )
-
-    def at(self, address: int) -> Stochastic:
-        """Return the same draws from another address on."""
-        return Stochastic(self.seed, self.step, address)
-
-    @property
-    def keys(self) -> tuple[int, int]:
-        """Two keys of 32 bits, signed, made of seed and step."""
-        digest = hashlib.blake2b(
-            self.seed.to_bytes(8, "little") + self.step.to_bytes(8, "little"), digest_size=8
-        ).digest()
-        return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(
-            digest[4:], "little", signed=True
-        )
 
 
 @dataclass(frozen=True)
@@ -72,7 +32,6 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
-    stochastic: ClassVar[bool] = False
 
     slab: int | None = None
 
@@ -93,26 +52,15 @@ class Codec(ABC):
         """Bytes of `numel` encoded elements: payload, scales and padding, to the byte."""
 
     @torch.no_grad()
-    def encode(
-        self, source: torch.Tensor, into: torch.Tensor, *, rounding: Stochastic | None = None
-    ) -> None:
-        """Write `source` (fp32, bf16 or fp16) as bytes over all of `into` (uint8,
-        `encoded_bytes(source.numel())` long).
-
-        Args:
-            rounding: None rounds to the nearest.
+    def encode(self, source: torch.Tensor, into: torch.Tensor) -> None:
+        """Write `source` (fp32, bf16 or fp16), rounded to the nearest, as bytes over all of `into`
+        (uint8, `encoded_bytes(source.numel())` long).
 
         Raises:
-            ValueError: a tensor has the wrong dtype, length, layout or device, or the codec cannot
-                round stochastically.
+            ValueError: a tensor has the wrong dtype, length, layout or device.
         """
-        if rounding is not None and not self.stochastic:
-            raise ValueError(
-                f"codec {self.name!r} rounds to the nearest value only: leave out rounding, or"
-                " choose 'int8', 'int4' or 'fp8'"
-            )
         self._check(source, into, "the tensor to encode")
-        self._encode(source, into, rounding)
+        self._encode(source, into)
 
     @torch.no_grad()
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
@@ -137,36 +85,16 @@ class Codec(ABC):
             )
         self._decode(encoded, into, 1)
 
-    @torch.no_grad()
-    def keep_residual(self, encoded: torch.Tensor, source: torch.Tensor) -> None:
-        """Replace `source` by its encoding error, `source - decoded`, in place, for error feedback.
-
-        The error is added to the next values before they are encoded. Where the source or the
-        decoded value is not finite, the error is 0: that step is skipped, and the next one must not
-        inherit the infinity.
-        """
-        self._check(source, encoded, "the tensor that was encoded")
-        self._decode(encoded, source, -1)
-        source.nan_to_num_(0.0, 0.0, 0.0)
-
     # -- rows: intervals of one length -------------------------------------------------------------
     #
-    # The same bytes and values as one call for each row. On a device with kernels, one kernel does
-    # all rows: at 64 ranks, one launch instead of 64.
+    # The same bytes and values as one call for each row.
 
-    @torch.no_grad()
-    def encode_rows(
-        self, source: torch.Tensor, into: torch.Tensor, *, rounding: Stochastic | None = None
-    ) -> None:
+    def encode_rows(self, source: torch.Tensor, into: torch.Tensor) -> None:
         """Encode each row of `source`, [rows, numel], into a row of `into`, [rows,
         encoded_bytes(numel)].
-
-        `rounding`: of the first row. The addresses of each further row follow those of the one
-        before.
         """
-        for i, (floats, coded) in enumerate(zip(source, into, strict=True)):
-            there = rounding and rounding.at(rounding.address + i * floats.numel())
-            self.encode(floats, coded, rounding=there)
+        for floats, coded in zip(source, into, strict=True):
+            self.encode(floats, coded)
 
     @torch.no_grad()
     def decode_rows(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
@@ -175,12 +103,6 @@ class Codec(ABC):
         """
         for coded, floats in zip(encoded, into, strict=True):
             self.decode(coded, floats)
-
-    @torch.no_grad()
-    def keep_residual_rows(self, encoded: torch.Tensor, source: torch.Tensor) -> None:
-        """Do what `keep_residual` does, for each row."""
-        for coded, floats in zip(encoded, source, strict=True):
-            self.keep_residual(coded, floats)
 
     @torch.no_grad()
     def decode_sum(
@@ -197,26 +119,23 @@ class Codec(ABC):
                 self.decode_add(coded, into)
 
     @abstractmethod
-    def bound(self, magnitudes: torch.Tensor, *, stochastic: bool = False) -> torch.Tensor:
+    def bound(self, magnitudes: torch.Tensor) -> torch.Tensor:
         """Return an upper bound on the error of each element after encoding and decoding into fp32,
         for any interval whose elements have at most these magnitudes.
 
         Args:
             magnitudes: [numel], finite, not negative. Blocks are counted from the first element.
-            stochastic: the bound for stochastic rounding, else for rounding to the nearest.
 
         Returns:
             fp64, [numel].
         """
 
     @abstractmethod
-    def _encode(
-        self, source: torch.Tensor, into: torch.Tensor, rounding: Stochastic | None
-    ) -> None: ...
+    def _encode(self, source: torch.Tensor, into: torch.Tensor) -> None: ...
 
     @abstractmethod
     def _decode(self, encoded: torch.Tensor, into: torch.Tensor, sign: int) -> None:
-        """`into = decoded` if `sign` is 0, else `into += sign * decoded`."""
+        """`into = decoded` if `sign` is 0, else `into += decoded`."""
 
     def _slab(self, device: torch.device) -> int:
         return self.slab or (CPU_SLAB if device.type == "cpu" else GPU_SLAB)

@@ -18,7 +18,6 @@ Six ranks in groups of three, the buffer of one unit, seen by the rank at positi
 | resident parameters            | whole                                              | `resident`                |
 | offloaded                      | `own` in the dtypes of the tiers                   | `offloaded`               |
 | moments                        | by their format, for each slot's part              | `moment_bytes`            |
-| error feedback                 | the span of each encoded hop, fp32                 | `residual_bytes`          |
 | gathered                       | whole, and N·e·interval while it arrives encoded   | `gathered_bytes`          |
 | buffers of a reduction         | sent, received, and the sum if it is apart         | `exchange`                |
 
@@ -201,7 +200,6 @@ class ShardSpec:
         gather_codec: the codec of gathers; None sends parameters as they are.
         stored: the parameters are also stored encoded, and have no masters.
         reduce_codec: the codec of reductions; None sends gradients as they are.
-        error_feedback: the errors of `reduce_codec` are kept in fp32, and added to later gradients.
         adds: who adds the gradients up.
         tiers: the tiers of a buffer with state off the device; else None.
         moments: the format of Adam's moments; None for the masters' dtype.
@@ -220,7 +218,6 @@ class ShardSpec:
     gather_codec: Encoding | None = None
     stored: bool = False
     reduce_codec: Encoding | None = None
-    error_feedback: bool = False
     adds: Adds = "pairwise"
     tiers: Tiers | None = None
     moments: str | None = None
@@ -287,7 +284,6 @@ class ShardSpec:
             gather_codec=codec(gathered) if gathered is not None else None,
             stored=stored,
             reduce_codec=codec(reduced) if reduced is not None else None,
-            error_feedback=recipe.error_feedback,
             adds=adds_of(recipe, native) if ranks > 1 else "pairwise",
             tiers=tiers,
             moments=recipe.moments,
@@ -425,13 +421,6 @@ class ShardSpec:
         if self.tiers is not None or self.unsharded or self.stored or self.shares_memory:
             return 0
         return self.own * self.dtypes.master.itemsize
-
-    @property
-    def residual_bytes(self) -> int:
-        """Bytes of the encoding errors kept for error feedback, over all encoded hops."""
-        if not (self.trainable and self.error_feedback):
-            return 0
-        return sum(hop.span * torch.float32.itemsize for hop in self.hops if self.encodes(hop))
 
     @property
     def offloaded(self) -> tuple[tuple[Tier, str, int], ...]:

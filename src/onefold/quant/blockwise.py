@@ -7,9 +7,8 @@ An interval of 5 blocks, the last one shorter, and its bytes:
     bytes      |p0       |p1        |p2       |p3       |p4 ..|.|m0 m1 m2 m3 m4|
                 payload: 8 or 4 bits an element               ^ a byte to even  one bf16 a block, its largest magnitude
 
-1. The bytes of a block depend only on its own elements (and their global addresses, if rounding is
-   stochastic). If an interval is cut at a block boundary, the parts have the same payload and
-   magnitudes as the whole.
+1. The bytes of a block depend only on its own elements. If an interval is cut at a block boundary,
+   the parts have the same payload and magnitudes as the whole.
 2. Each rank's interval is encoded separately, so a block never straddles two ranks, whatever the
    interval's length.
 3. decoded = number * scale in fp32, rounded once if the target is narrower. The scale is the
@@ -30,9 +29,7 @@ from typing import ClassVar
 
 import torch
 
-from onefold.comm.codec import Codec, Stochastic
-from onefold.quant import kernels
-from onefold.quant.rounding import Draws
+from onefold.comm.codec import Codec
 from onefold.quant.scales import Scales, reach
 
 _KEPT_BYTES = 2
@@ -54,8 +51,6 @@ class Blockwise(Codec):
     #: (elements, bytes): so many neighbours are packed into so many bytes. `elements` divides 16, so
     #: that they are of one block.
     packed: ClassVar[tuple[int, int]] = (1, 1)
-    #: Whether triton_kernels.py has kernels for it. Else torch's operations do it all.
-    has_kernel: ClassVar[bool] = False
 
     block: int = 256
 
@@ -96,35 +91,22 @@ class Blockwise(Codec):
             torch.bfloat16
         )
 
-    def bound(self, magnitudes: torch.Tensor, *, stochastic: bool = False) -> torch.Tensor:
+    def bound(self, magnitudes: torch.Tensor) -> torch.Tensor:
         sizes = magnitudes.double()
         rows = torch.nn.functional.pad(sizes, (0, -sizes.numel() % self.block)).view(-1, self.block)
         largest = rows.amax(1).repeat_interleave(self.block)[: sizes.numel()]
-        return (
-            self._off(sizes, self.scales.at_most(largest, stochastic), 1.0 if stochastic else 0.5)
-            + largest * ARITHMETIC
-        )
+        return self._off(sizes, self.scales.at_most(largest)) + largest * ARITHMETIC
 
     def _even(self, numel: int) -> int:
         return -(-self.payload_bytes(numel) // _KEPT_BYTES) * _KEPT_BYTES
 
-    def _encode(
-        self, source: torch.Tensor, into: torch.Tensor, rounding: Stochastic | None
-    ) -> None:
+    def _encode(self, source: torch.Tensor, into: torch.Tensor) -> None:
         payload, kept = self.split(into, source.numel())
         into[payload.numel() : self._even(source.numel())] = 0
-        done = (
-            kernels.encode(self, source, payload, kept, rounding)
-            if kernels.serve(self, source)
-            else 0
-        )
-        scratch, draws = None, None
-        for start, stop, width in self._pieces(done, source.numel(), source.device):
+        scratch = None
+        for start, stop, width in self._pieces(source.numel(), source.device):
             if scratch is None:
                 scratch = self._scratch(stop - start, source.device)
-                draws = (
-                    Draws(rounding, stop - start, source.device) if rounding is not None else None
-                )
             rows, given = (
                 self._rows(scratch, stop - start, width),
                 source[start:stop].view(-1, width),
@@ -132,22 +114,19 @@ class Blockwise(Codec):
             numbers = rows[:, :width]
             rows[:, width:] = 0
             inverse, mask = self.scales.of(
-                _largest(given, scratch), self._kept_of(kept, start, stop), rounding is not None
+                _largest(given, scratch), self._kept_of(kept, start, stop)
             )
             if source.dtype != torch.float32:
                 given = numbers.copy_(given)
             torch.mul(given, inverse[:, None], out=numbers)
-            if draws is not None:
-                self._dither(numbers, draws.of(start, stop - start).view(-1, width))
             packed = self._bytes_of(payload, start, stop).view(rows.shape[0], -1)
             self._pack(rows, packed)
             packed.bitwise_and_(mask[:, None])
 
     def _decode(self, encoded: torch.Tensor, into: torch.Tensor, sign: int) -> None:
         payload, kept = self.split(encoded, into.numel())
-        done = kernels.decode(self, payload, kept, into, sign) if kernels.serve(self, into) else 0
         scratch = None
-        for start, stop, width in self._pieces(done, into.numel(), into.device):
+        for start, stop, width in self._pieces(into.numel(), into.device):
             if scratch is None:
                 scratch = self._scratch(stop - start, into.device)
             rows, target = (
@@ -167,61 +146,6 @@ class Blockwise(Codec):
                 self._saturate(numbers, largest.float(), into.dtype)
                 target.copy_(numbers)
 
-    # -- rows, by one kernel -----------------------------------------------------------------------
-
-    @torch.no_grad()
-    def encode_rows(
-        self, source: torch.Tensor, into: torch.Tensor, *, rounding: Stochastic | None = None
-    ) -> None:
-        if not self._at_once(source, into):
-            super().encode_rows(source, into, rounding=rounding)
-            return
-        kernels.encode(self, source, *self._split_rows(into, source.shape[1]), rounding)
-
-    @torch.no_grad()
-    def decode_rows(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
-        if not self._at_once(into, encoded):
-            super().decode_rows(encoded, into)
-            return
-        kernels.decode(self, *self._split_rows(encoded, into.shape[1]), into, 0)
-
-    @torch.no_grad()
-    def keep_residual_rows(self, encoded: torch.Tensor, source: torch.Tensor) -> None:
-        if not self._at_once(source, encoded):
-            super().keep_residual_rows(encoded, source)
-            return
-        kernels.decode(self, *self._split_rows(encoded, source.shape[1]), source, -1)
-        source.nan_to_num_(0.0, 0.0, 0.0)
-
-    @torch.no_grad()
-    def decode_sum(
-        self, encoded: torch.Tensor, own: torch.Tensor, rank: int, into: torch.Tensor
-    ) -> None:
-        if into.dtype != torch.float32 or not self._at_once(into[None], encoded[:1]):
-            super().decode_sum(encoded, own, rank, into)
-            return
-        kernels.decode_sum(self, *self._split_rows(encoded, into.numel()), own, rank, into)
-
-    def _at_once(self, floats: torch.Tensor, coded: torch.Tensor) -> bool:
-        """Check the first rows; return whether a kernel processes all rows. It processes whole
-        blocks.
-        """
-        if not floats.shape[0] or not kernels.serve(self, floats[0]):
-            return False
-        if floats.shape[1] % self.block or floats.stride(1) != 1:
-            return False
-        if coded.shape[0] != floats.shape[0] or coded.stride(1) != 1:
-            return False
-        self._check(floats[0], coded[0], "the rows")
-        return True
-
-    def _split_rows(self, coded: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the payloads and the magnitudes of rows of whole blocks: views, [rows, ...]."""
-        self.split(coded[0], numel)  # it checks the address
-        return coded[:, : self.payload_bytes(numel)], coded[:, self._even(numel) :].view(
-            torch.bfloat16
-        )
-
     def _saturate(self, numbers: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype) -> None:
         """Clamp blocks whose values fitted `dtype` to its range. Rounding may have raised their
         largest element above it.
@@ -235,15 +159,13 @@ class Blockwise(Codec):
         limit = torch.where(kept <= reach(dtype), largest, torch.inf)
         torch.clamp(numbers, -limit, limit, out=numbers)
 
-    def _pieces(
-        self, done: int, numel: int, device: torch.device
-    ) -> Iterator[tuple[int, int, int]]:
-        """Yield `(start, stop, width)` from element `done` on: rows of `width` elements. Whole
-        blocks come first, then a shorter last block by itself.
+    def _pieces(self, numel: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
+        """Yield `(start, stop, width)`: rows of `width` elements. Whole blocks come first, then a
+        shorter last block by itself.
         """
         slab = max(self._slab(device) // self.block, 1) * self.block
         whole = numel // self.block * self.block
-        for start in range(done, whole, slab):
+        for start in range(0, whole, slab):
             yield start, min(start + slab, whole), self.block
         if whole < numel:
             yield whole, numel, numel - whole
@@ -281,14 +203,10 @@ class Blockwise(Codec):
         """Write the numbers of rows of bytes to rows of fp32."""
 
     @abstractmethod
-    def _off(self, sizes: torch.Tensor, scales: torch.Tensor, part: float) -> torch.Tensor:
-        """Return the largest error of numbers of these sizes and scales (fp64): `part` times the
-        gap between the two nearest numbers.
+    def _off(self, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Return the largest error of numbers of these sizes and scales (fp64): half the gap between
+        the two nearest numbers.
         """
-
-    def _dither(self, numbers: torch.Tensor, draws: torch.Tensor) -> None:
-        """Move `numbers` by `draws`. Rounding to the nearest afterwards is then stochastic."""
-        raise NotImplementedError(f"{self.name} rounds to the nearest value only")
 
 
 def _largest(rows: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:

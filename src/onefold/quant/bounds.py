@@ -1,7 +1,7 @@
 """The largest error of a reduction of encoded gradients: the proof, and the number.
 
 Let e(m) be the codec's largest error on an interval of magnitudes m (`Codec.bound`: half a step of
-each block's scale for integers, a whole step if rounding is stochastic). Blocks are counted from
+each block's scale for integers). Blocks are counted from
 the begin of a rank's interval, so no block spans two ranks. g(r) is the gradient of rank r, S the
 exact sum, S' the computed sum. A rank adds its own part unencoded; sums are fp32.
 
@@ -18,7 +18,6 @@ that of the sum divided by the number of ranks.
 Not included:
 - Rounding before the transfer: to 16 bits, if the recipe's gradients have them, and of the mean's
   factor, if the number of ranks is no power of two.
-- Error feedback: with it the bound holds for the gradient plus the residual of the last step.
 """
 
 from __future__ import annotations
@@ -31,15 +30,12 @@ from onefold.layout import Topology
 _ADDITION = 2.0**-24
 
 
-def reduction_bound(
-    codec: Codec, parts: torch.Tensor, topology: Topology, *, stochastic: bool = False
-) -> torch.Tensor:
+def reduction_bound(codec: Codec, parts: torch.Tensor, topology: Topology) -> torch.Tensor:
     """Return the largest error of the sum of `parts`, reduced over `topology` with `codec`.
 
     Args:
         parts: the ranks' values, finite, [ranks, numel], by position in the topology; numel is a
             multiple of the number of ranks.
-        stochastic: whether rounding is stochastic.
 
     Returns:
         fp64, [numel]: the largest possible error of each element.
@@ -69,7 +65,7 @@ def reduction_bound(
         sizes = torch.stack([parts[group, span].abs().sum(0) for group in groups])
         inside = torch.stack(
             [
-                _hop(codec, parts[group, span].abs(), group.index(owner + k), sizes[k], stochastic)
+                _hop(codec, parts[group, span].abs(), group.index(owner + k), sizes[k])
                 for k, group in enumerate(groups)
             ]
         )
@@ -77,20 +73,16 @@ def reduction_bound(
         for k in range(topology.outer) if two else ():
             own = slice(k * each, (k + 1) * each)
             sent = sums[:, own].abs() + inside[:, own]
-            bound[span][own] = inside[:, own].sum(0) + _hop(codec, sent, k, sent.sum(0), stochastic)
+            bound[span][own] = inside[:, own].sum(0) + _hop(codec, sent, k, sent.sum(0))
     return bound
 
 
-def _hop(
-    codec: Codec, magnitudes: torch.Tensor, own: int, sizes: torch.Tensor, stochastic: bool
-) -> torch.Tensor:
+def _hop(codec: Codec, magnitudes: torch.Tensor, own: int, sizes: torch.Tensor) -> torch.Tensor:
     """Return the error that one hop adds.
 
     `magnitudes`: of each rank's part of one interval, [ranks, numel]; the part `own` is not
     encoded. `sizes`: their sums over the ranks.
     """
-    off = [
-        codec.bound(part, stochastic=stochastic) for r, part in enumerate(magnitudes) if r != own
-    ]
+    off = [codec.bound(part) for r, part in enumerate(magnitudes) if r != own]
     lost = torch.stack(off).sum(0) if off else torch.zeros_like(sizes)
     return lost + (sizes + lost) * (_ADDITION * len(off))

@@ -1,8 +1,7 @@
 """Floats of 8 bits: e4m3 (4 bits of exponent, 3 of fraction, no infinity), with a scale per block.
 
 The largest error of an element is 1/16 of itself, or 2**-10 of its block's scale if that is more.
-Compared with int8, small elements of a block are more precise and large ones less. Stochastic
-rounding doubles both figures.
+Compared with int8, small elements of a block are more precise and large ones less.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from typing import ClassVar
 import torch
 
 from onefold.quant.blockwise import Blockwise
-from onefold.quant.numbers import SMALLEST_NORMAL, SMALLEST_STEP
-
-_DROPPED = 20  # bits of fraction that fp32 has and e4m3 has not
+from onefold.quant.numbers import SMALLEST_STEP
 
 
 @cache
@@ -32,9 +29,7 @@ class Fp8(Blockwise):
     """
 
     name: ClassVar[str] = "fp8"
-    stochastic: ClassVar[bool] = True
     top: ClassVar[float] = 448.0
-    has_kernel: ClassVar[bool] = True
 
     def numbers(self) -> torch.Tensor:
         return numbers_of_bytes().nan_to_num()
@@ -51,20 +46,5 @@ class Fp8(Blockwise):
         else:
             numbers.copy_(payload.view(torch.float8_e4m3fn))
 
-    def _off(self, sizes: torch.Tensor, scales: torch.Tensor, part: float) -> torch.Tensor:
-        return torch.maximum(sizes / 8, scales * SMALLEST_STEP) * part
-
-    def _dither(self, numbers: torch.Tensor, draws: torch.Tensor) -> None:
-        """Round to one of the two neighbours in e4m3, which the later conversion leaves unchanged.
-
-        - Normal numbers: add the draw to the bits that e4m3 drops, then clear them. The sign does
-          not change, and a carry goes into the exponent, as it must.
-        - Smaller numbers: e4m3 has equal steps there, so they round like integers.
-        """
-        below = numbers.abs() < SMALLEST_NORMAL
-        steps = torch.mul(numbers, 1.0 / SMALLEST_STEP).add_(draws).round_().mul_(SMALLEST_STEP)
-        bits = numbers.view(torch.int32)
-        bits.add_(draws.add_(0.5).mul_(2.0**_DROPPED).to(torch.int32)).bitwise_and_(-1 << _DROPPED)
-        torch.where(below, steps, numbers, out=numbers)
-        # Above `top` the conversion gives NaN or 448, depending on version and device
-        numbers.clamp_(-self.top, self.top)
+    def _off(self, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(sizes / 8, scales * SMALLEST_STEP) * 0.5

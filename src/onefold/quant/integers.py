@@ -1,7 +1,7 @@
 """Signed integers of 8 and 4 bits: a block's step is its largest magnitude divided by 127 or 7.
 
-The largest error of a number is half a step, or less than one step if rounding is stochastic. -128
-and -8 are not used: with a symmetric range, rounding stays unbiased under a change of sign.
+The largest error of a number is half a step. -128 and -8 are not used: with a symmetric range,
+rounding stays unbiased under a change of sign.
 """
 
 from __future__ import annotations
@@ -17,13 +17,8 @@ from onefold.quant.numbers import MAGIC
 
 @dataclass(frozen=True)
 class _Integers(Blockwise):
-    stochastic: ClassVar[bool] = True
-
-    def _off(self, sizes: torch.Tensor, scales: torch.Tensor, part: float) -> torch.Tensor:
-        return scales * part
-
-    def _dither(self, numbers: torch.Tensor, draws: torch.Tensor) -> None:
-        numbers.add_(draws).clamp_(-self.top, self.top)
+    def _off(self, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return scales * 0.5
 
 
 @dataclass(frozen=True)
@@ -34,7 +29,6 @@ class Int8(_Integers):
 
     name: ClassVar[str] = "int8"
     top: ClassVar[float] = 127.0
-    has_kernel: ClassVar[bool] = True
 
     def _pack(self, numbers: torch.Tensor, payload: torch.Tensor) -> None:
         payload.view(torch.int8).copy_(numbers.add_(MAGIC).view(torch.int32))
@@ -56,7 +50,6 @@ class Int4(_Integers):
     name: ClassVar[str] = "int4"
     top: ClassVar[float] = 7.0
     packed: ClassVar[tuple[int, int]] = (2, 1)
-    has_kernel: ClassVar[bool] = True
 
     block: int = 64
 

@@ -48,7 +48,6 @@ class Nf4(Blockwise):
     name: ClassVar[str] = "nf4"
     top: ClassVar[float] = 1.0
     packed: ClassVar[tuple[int, int]] = (2, 1)
-    has_kernel: ClassVar[bool] = True
 
     block: int = 64
 
@@ -69,8 +68,8 @@ class Nf4(Blockwise):
         level = torch.index_select(lower, 0, cell).sub_(beyond).view(-1, 2)
         payload.copy_(level[:, 0].add(level[:, 1], alpha=16).view(payload.shape))
 
-    def _off(self, sizes: torch.Tensor, scales: torch.Tensor, part: float) -> torch.Tensor:
-        return scales * (part * max(b - a for a, b in pairwise(levels())))
+    def _off(self, sizes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return scales * (0.5 * max(b - a for a, b in pairwise(levels())))
 
     def _unpack(self, payload: torch.Tensor, numbers: torch.Tensor) -> None:
         torch.index_select(

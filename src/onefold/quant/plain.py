@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from onefold.comm.codec import DTYPES, Codec
-from onefold.quant.rounding import Stochastic
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,11 @@ class Plain(Codec):
     def encoded_bytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize
 
-    def bound(self, magnitudes: torch.Tensor, *, stochastic: bool = False) -> torch.Tensor:
+    def bound(self, magnitudes: torch.Tensor) -> torch.Tensor:
         info = torch.finfo(self.dtype)
         return magnitudes.double().clamp(min=info.smallest_normal) * (info.eps / 2)
 
-    def _encode(
-        self, source: torch.Tensor, into: torch.Tensor, rounding: Stochastic | None
-    ) -> None:
+    def _encode(self, source: torch.Tensor, into: torch.Tensor) -> None:
         self._values(into).copy_(source)
 
     def _decode(self, encoded: torch.Tensor, into: torch.Tensor, sign: int) -> None:

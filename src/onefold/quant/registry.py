@@ -19,17 +19,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from onefold.comm.codec import Codec
-from onefold.quant.blockwise import Blockwise
 from onefold.quant.fp8 import Fp8
 from onefold.quant.integers import Int4, Int8
 from onefold.quant.nf4 import Nf4
 from onefold.quant.plain import Plain
 
 CODECS: dict[str, type[Codec]] = {kind.name: kind for kind in (Plain, Int8, Int4, Fp8, Nf4)}
-#: The names of those that have kernels.
-WITH_KERNELS = tuple(
-    name for name, kind in CODECS.items() if issubclass(kind, Blockwise) and kind.has_kernel
-)
 
 
 def codec(name: str, **fields: Any) -> Codec:

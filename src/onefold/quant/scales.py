@@ -10,8 +10,7 @@ stored magnitude.
 overflow or underflow. (docs/decisions.md, "Codecs", compares the bytes of block sizes and
 magnitudes.) Rounding the magnitude to the nearest bf16 changes it by at most one part in 256. Even
 for the largest number of a codec this is less than half a step (127 * (1 + 2**-8) = 127.496), so an
-element above the stored magnitude has an error of less than half a step. With stochastic rounding
-the magnitude is rounded up instead: clipping an element to it would be biased.
+element above the stored magnitude has an error of less than half a step.
 
     largest magnitude     stored magnitude         the block decodes to
     0                     top * 2**-125            zeros
@@ -32,7 +31,7 @@ payload is zero bytes. All elements of the block decode to NaN, in every dtype, 
 is NaN. Other blocks are not affected.
 
 [Note: the same on every device]  The arithmetic is a few exact or correctly rounded fp32 operations
-in a fixed order. No subnormal number affects the result. The kernels repeat it bit for bit.
+in a fixed order. No subnormal number affects the result.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ import torch
 SMALLEST = 2.0**-125
 #: The largest bf16, and the largest stored magnitude.
 MOST = torch.finfo(torch.bfloat16).max
-#: Added to a positive fp32's bits before the lower half is cleared: rounds to the nearest, or up.
-NEAREST, UP = 0x8000, 0xFFFF
+#: Added to a positive fp32's bits before the lower half is cleared: rounds to the nearest.
+NEAREST = 0x8000
 #: Mask that leaves 16 of fp32's 24 bits of significand.
 CUT = -0x100
 
@@ -64,14 +63,11 @@ class Scales:
         """1 / top as fp32."""
         return struct.unpack("<f", struct.pack("<f", 1.0 / self.top))[0]
 
-    def of(
-        self, largest: torch.Tensor, into: torch.Tensor, up: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, largest: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the stored magnitudes of blocks to `into` (bf16).
 
         Args:
             largest: the largest magnitudes, fp32, one per block; overwritten.
-            up: round up, see [Note: the largest in bf16].
 
         Returns:
             fp32: 1 / scale, NaN for a block that is not finite. uint8: the mask for the payload
@@ -79,7 +75,7 @@ class Scales:
         """
         finite = largest < torch.inf
         raw = largest.clamp_(SMALLEST * self.top, MOST)
-        raw.view(torch.int32).add_(UP if up else NEAREST).bitwise_and_(-0x10000)
+        raw.view(torch.int32).add_(NEAREST).bitwise_and_(-0x10000)
         raw.masked_fill_(finite.logical_not(), torch.nan)
         # Not by torch's conversion, which gives more than one NaN
         into.view(torch.int16).copy_(raw.view(torch.int32) >> 16)
@@ -95,11 +91,9 @@ class Scales:
         scales.view(torch.int32).bitwise_and_(CUT)
         return scales
 
-    def at_most(self, largest: torch.Tensor, up: bool) -> torch.Tensor:
+    def at_most(self, largest: torch.Tensor) -> torch.Tensor:
         """Return the largest possible scale, fp64, of a block with magnitudes up to `largest`."""
-        return largest.double().clamp(min=SMALLEST * self.top) * (
-            (1.0 + (2.0**-7 if up else 2.0**-8)) * self.portion
-        )
+        return largest.double().clamp(min=SMALLEST * self.top) * ((1.0 + 2.0**-8) * self.portion)
 
 
 def reach(dtype: torch.dtype) -> float:

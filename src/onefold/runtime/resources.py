@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
     from onefold.runtime.gather_paths import Gather
     from onefold.runtime.reduce_paths import Reduce
-    from onefold.runtime.residuals import Residuals
     from onefold.runtime.storage import Storage, Transfers
     from onefold.runtime.unit import Unit
 
@@ -304,7 +303,6 @@ class Resources:
     pool: Pool
     transfers: Transfers
     capabilities: Capabilities
-    residuals: Residuals
     masters: MasterAccess
     progress: Progress = field(repr=False)
 
