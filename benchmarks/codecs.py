@@ -19,10 +19,9 @@ import torch
 
 from benchmarks import harness, launch, pages
 from onefold.comm.sums import sum_parts
-from onefold.quant import codec
+from onefold.quant.codecs import CODECS
 
 SCHEMA = "onefold-codecs/1"
-NAMES = ("int8", "int4", "nf4")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RANKS = 8  # whose parts are added up
 GOAL = 0.8  # of the rate of a copy, on CUDA
@@ -53,17 +52,19 @@ def seconds_of(act: Callable[[], object], device: str, rounds: int) -> float:
 
 def acts(name: str, source: torch.Tensor) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """What a codec does with these floats: the act, the bytes that it must touch, and the call."""
-    by = codec(name)
-    payload = torch.empty(by.encoded_bytes(source.numel()), dtype=torch.uint8, device=source.device)
+    by, source = CODECS[name], source[None]
+    payload = torch.empty(
+        1, by.encoded_bytes(source.numel()), dtype=torch.uint8, device=source.device
+    )
     by.encode(source, payload)
-    both, total = source.nbytes + payload.nbytes, torch.zeros(source.numel(), device=source.device)
+    both, total = source.nbytes + payload.nbytes, torch.zeros(source.shape, device=source.device)
     yield "encode", both, partial(by.encode, source, payload)
     yield "decode", both, partial(by.decode, payload, torch.empty_like(source))
     if source.dtype == torch.float32:
         yield (
             "decode and add",
             payload.nbytes + 2 * total.nbytes,
-            partial(by.decode_add, payload, total),
+            partial(by.decode, payload, total, add=True),
         )
 
 
@@ -78,7 +79,7 @@ def measured(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
         copied, added = torch.empty_like(source), parts.nbytes + total.nbytes
         tasks: list[tuple[str, str, int, Callable[[], object]]] = [
             ("copy", "copy", 2 * source.nbytes, partial(copied.copy_, source)),
-            *((name, *act) for name in NAMES for act in acts(name, source)),
+            *((name, *act) for name in CODECS for act in acts(name, source)),
             ("sum", f"of {RANKS} parts", added, partial(sum_parts, parts, total, 1 / RANKS)),
         ]
         copy = 0.0

@@ -71,7 +71,7 @@ communication = st.sampled_from(
         {"group": 2, "gather_codec": "int8", "frozen": "nf4"},
         {"group": 2, "reduce_codec": "int4"},
         {"shard_group": 2, "reduce_codec": "int8"},
-        {"group": 2, "second_copy": True, "gather_codec": "int4", "reduce_codec": "fp8"},
+        {"group": 2, "second_copy": True, "gather_codec": "int4", "reduce_codec": "int8"},
     )
 )
 

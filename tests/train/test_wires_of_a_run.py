@@ -49,7 +49,7 @@ OTHERS = {"second_copy": True, **CODECS, "gather_codec": "int4"}
         ),
         (
             {"gather_codec": "int9"},
-            "--gather-codec 'int9': expected one of 'int8', 'fp8', 'int4', or none",
+            "--gather-codec 'int9': expected one of 'int8', 'int4', or none",
         ),
         (
             {"stage": "2", "gather_codec": "int8"},

@@ -9,7 +9,6 @@ optimizers.
 | How does a rank wait, and give up waiting?   | `pending`, `peers`                     |
 | How is the ranks' store asked?               | `store`                                |
 | How are the parts of a reduction added up?   | `sums`                                 |
-| What does a codec promise?                   | `codec`                                |
 | What was sent?                               | `ledger`                               |
 """
 

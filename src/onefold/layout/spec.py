@@ -64,7 +64,7 @@ class Encoding(Protocol):
     """What a spec needs to know of a codec."""
 
     @property
-    def shared(self) -> int:
+    def block(self) -> int:
         """Elements that share a scale."""
 
     def encoded_bytes(self, numel: int) -> int:
@@ -263,7 +263,7 @@ class ShardSpec:
         travels = (ranks > 1 or stored) and low and not resident
         gathered = (recipe.frozen if stored else recipe.parameters.codec) if travels else None
         reduced = recipe.gradients.codec if dtypes.sums == torch.float32 else None
-        at_rest = codec(recipe.frozen).shared if stored and recipe.frozen is not None else 0
+        at_rest = codec(recipe.frozen).block if stored and recipe.frozen is not None else 0
         return cls(
             layout=_laid_out(
                 tuple((name, tuple(shape)) for name, shape in parameters),
@@ -313,7 +313,7 @@ class ShardSpec:
             needed = self.gather_codec.encoded_bytes(self.layout.shard_numel)
             if self.each < needed or self.each % CODED_ALIGNMENT:
                 raise ValueError(f"{self.each} bytes a part, expected {needed} and an alignment")
-            shared = self.gather_codec.shared if self.stored else 0
+            shared = self.gather_codec.block if self.stored else 0
             if shared and self.layout.quantum % shared:
                 raise ValueError(
                     f"ranks cut at multiples of {self.layout.quantum} elements would divide blocks"

@@ -52,7 +52,7 @@ from onefold.device import chunk_for
 from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, Topology
 from onefold.memory import MASTERS, MOMENTS, PARAMETERS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
-from onefold.quant import codec
+from onefold.quant.codecs import CODECS
 from onefold.recipe import Recipe
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.optimizers import PLANNED, WHOLE
@@ -147,7 +147,7 @@ def units_of(
             recipe,
             topology,
             topology.position_of(rank),
-            codec,
+            CODECS.__getitem__,
             trainable=trainable,
             stored=stored,
             tiers=Tiers.of(trainable, recipe) if offloaded and not stored else None,

@@ -15,8 +15,8 @@ import hashlib
 
 import torch
 
-from onefold.quant.numbers import GAMMA, MIX_1, MIX_2
-
+#: SplitMix64 (Steele, Lea and Flood 2014): a counter, and two multiplications that mix its bits.
+GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 # One 64-bit hash, of SplitMix64, serves four elements.
 _LANES = 4
 _MASK = (1 << 64) - 1

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.comm import CollectiveContext
-from onefold.comm.codec import Codec
 from onefold.layout import overlap
 from onefold.memory import REDUCTION
+from onefold.quant.codecs import Codec
 from onefold.runtime.flat import Flat
 from onefold.runtime.reduce_paths import PartsSending, Reduce, Reduction, Sending
 
@@ -90,7 +90,7 @@ class EncodedReduce(Reduce):
             (a, b), end = cuts[start], cuts[stop - 1][1]
             pieces = r.buffer[a - first : end - first].view(stop - start, b - a)
             coded = _rows(sent, start, stop - start, each, used[start])
-            codec.encode_rows(pieces, coded)
+            codec.encode(pieces, coded)
 
 
 def _alike(cuts: list[tuple[int, int]], own: int) -> Iterator[tuple[int, int]]:

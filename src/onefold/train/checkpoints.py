@@ -187,7 +187,9 @@ def kept_beside(run: Run, sent: Mapping[str, int], skipped: int) -> dict[str, An
 
 
 def take_over(run: Run, point: Point) -> None:
-    """Load the states of `point` into the run. Collective. Raises CheckpointError or TrainError if they do not fit this model or this data."""
+    """Load the states of `point` into the run. Collective. Raises CheckpointError or TrainError if
+    they do not fit this model or this data.
+    """
     run.order.load_state_dict(point.order)
     groups = run.optimizer.param_groups
     names = {"weight_decay", "betas", *TRAINED[run.config.optimizer].options}
