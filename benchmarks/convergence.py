@@ -82,7 +82,6 @@ SIDES: dict[str, Side] = {
     "hpz": Side("a second copy of the parameters in each node", {"second_copy": True}),
     "qgz": Side("gradients encoded in int4, in two hops", {"reduce_codec": "int4"}),
     "all": Side("all three", _ALL),
-    "all-feedback": Side("all three, with error feedback", _ALL | {"error_feedback": True}),
     "frozen-int8": Side("frozen matrices rest and travel in int8", {"frozen": "int8"}),
     "frozen-nf4": Side("frozen matrices rest and travel in nf4", {"frozen": "nf4"}),
     "nudged": Side(
@@ -98,7 +97,7 @@ SIDES: dict[str, Side] = {
 }
 """Every side, in the order in which they run."""
 
-ZEROPP = ("plain", "qwz", "hpz", "qgz", "all", "all-feedback", "nudged", "other-order")
+ZEROPP = ("plain", "qwz", "hpz", "qgz", "all", "nudged", "other-order")
 QLORA = ("plain", "frozen-int8", "frozen-nf4", "nudged", "other-order")
 STAGES, MUON = tuple(f"stage-{stage}" for stage in range(4)), ("alone", "muon", "adamw")
 

@@ -23,7 +23,7 @@ gpu.json and gpu.md.
 |           | to shard? The goal is 1.02 × its time and memory                                                |                    |
 | host      | optimizer and parameters on the host beside FSDP2's CPUOffloadPolicy and ZeRO-Offload           | yes                |
 | memory    | activations on the host                                                                        | yes                |
-| codecs    | are codecs as quick as memory, do kernels write what torch writes? See benchmarks/codecs.py     | yes                |
+| codecs    | are codecs as quick as memory? See benchmarks/codecs.py                                         | yes                |
 | fp32      | `ranks` and `step` with the larger model in fp32, which takes longest                           | yes                |
 | offload   | host and NVMe with a profile of the copies, with 1 and 8 micro-batches                          | `--only offload`   |
 

@@ -144,32 +144,6 @@ def a_load_is_wrong() -> None:
     onefold.load = load
 
 
-def a_kernel_writes_a_wrong_bit() -> None:
-    """The kernels are torch's operations, but for one bit of one block's payload."""
-    from onefold.comm import launching
-    from onefold.doctor import check_numbers
-    from onefold.quant import kernels
-
-    def encode(
-        by: Any, source: torch.Tensor, payload: torch.Tensor, scales: torch.Tensor, rounding: Any
-    ) -> int:
-        done = source.numel() // by.block * by.block
-        whole = torch.empty(by.encoded_bytes(done), dtype=torch.uint8)
-        with launching.by_torch():
-            by.encode(source[:done], whole, rounding=rounding)
-        numbers, kept = by.split(whole, done)
-        payload[: numbers.numel()] = numbers
-        scales[: kept.numel()] = kept
-        if by.name == "int4":
-            payload[7] ^= 1
-        return done
-
-    kernels.encode = encode
-    kernels.decode = lambda *_: 0
-    kernels.served = lambda like: launching._allowed.get()
-    check_numbers.kernels_run_here = lambda device: ""
-
-
 def a_buffer_stays() -> None:
     """Every engine keeps 2 MiB that no formula knows."""
     from onefold.runtime.engine import Engine
@@ -224,7 +198,6 @@ BREAKINGS: dict[str, Callable[[], None]] = {
     "an offloaded step": offloaded_step_does_not_wait,
     "activations": activations_come_back_changed,
     "a wrong load": a_load_is_wrong,
-    "a kernel": a_kernel_writes_a_wrong_bit,
     "a buffer stays": a_buffer_stays,
     "no prefetch": nothing_is_prefetched,
 }

@@ -170,14 +170,6 @@ FAULTS = [
     ),
     Fault(
         "numbers",
-        "what the encoding of a gradient has lost is not fed back",
-        "quant/reduce_paths.py",
-        "codec.keep_residual_rows(coded, lost)",
-        "lost.zero_()",
-        ["tests/promises/test_gradients.py::test_what_encoding_lost_is_fed_back"],
-    ),
-    Fault(
-        "numbers",
         "the gradients of a pipeline are not divided by the number of micro-batches",
         "parallel/stage.py",
         "reduce_grad(self.submod, factor)",

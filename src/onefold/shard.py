@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from onefold.comm import Group
-from onefold.comm.codec import Codec
 from onefold.comm.communicators import members, note_exit
 from onefold.comm.mesh import Mesh, mesh_of, one_axis
 from onefold.device import default_device, with_index
@@ -81,6 +80,7 @@ from onefold.runtime.units import UnitSpec, find_units, offload_notes
 
 if TYPE_CHECKING:
     from onefold.pretrained.weights import Weights
+    from onefold.quant.codecs import Codec
 
 
 def shard(
@@ -384,11 +384,11 @@ def capabilities() -> Capabilities:
         return LocalGather(flat) if flat.whole_master else FlatGather(flat)
 
     def reduce(flat: Flat, at: int, shared: Resources) -> Reduce:
-        group, codec = flat.hops[at].group, shared.residuals.codec
-        if codec is not None and flat.spec.encodes(flat.spec.hops[at]) and not group.alone:
+        group = flat.hops[at].group
+        if flat.spec.encodes(flat.spec.hops[at]) and not group.alone:
             from onefold.quant.reduce_paths import EncodedReduce
 
-            return EncodedReduce(flat, at, shared, codec)
+            return EncodedReduce(flat, at, shared, named(shared.recipe.gradients.codec or ""))
         if shared.recipe.reduce == NATIVE and group.size > 1:
             return (BackendAllReduce if flat.whole_master else BackendReduce)(flat, at, shared)
         if group.native:
@@ -405,9 +405,9 @@ def capabilities() -> Capabilities:
         return HostActivations(units, shared, gathered)
 
     def named(name: str) -> Codec:
-        from onefold.quant import codec
+        from onefold.quant.codecs import CODECS
 
-        return codec(name)
+        return CODECS[name]
 
     def store(recipe: Recipe, rank: int, streams: bool) -> Store:
         from onefold.offload.nvme import Nvme, substitute

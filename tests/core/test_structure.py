@@ -151,7 +151,7 @@ def test_what_cannot_be_tiled_is_said() -> None:
     "options",
     [
         {"stage": 3, "gather_codec": "int8", "reduce_codec": "int8"},
-        {"stage": 3, "gather_codec": "int4", "reduce_codec": "fp8"},
+        {"stage": 3, "gather_codec": "int4", "reduce_codec": "int8"},
         {"stage": 3, "offload_optimizer": "nvme"},
         {"stage": 2, "moments": "int8"},
     ],

@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 #: own timeout, that of a rank that waits for it, and what a busy machine adds.
 STALL_TIMEOUT, HANG, PATIENCE = 4.0, 120.0, 60.0
 CODECS: dict[str, Any] = {
-    "group": 2, "second_copy": True, "gather_codec": "int8", "reduce_codec": "int4", "error_feedback": True,
+    "group": 2, "second_copy": True, "gather_codec": "int8", "reduce_codec": "int4",
 }  # fmt: skip
 
 

@@ -58,7 +58,7 @@ ROWS: dict[int, dict[str, Case]] = {
         "gathered in int8": Case(options={"gather_codec": "int8"}, stages=(3,), near=0.05),
         "both in int8": Case(
             ep=2, dp=2, tp=1, stages=(3,), near=0.1, ci=True,
-            options={"gather_codec": "int8", "reduce_codec": "int8", "error_feedback": True},
+            options={"gather_codec": "int8", "reduce_codec": "int8"},
         ),
         # Experts
         "dp 2, ep 2": Case(ep=2, tp=1, hidden=12, ci=True),

@@ -69,9 +69,9 @@ communication = st.sampled_from(
         {"shard_group": 2, "optimizer_over": "all"},
         {"group": 2, "second_copy": True},
         {"group": 2, "gather_codec": "int8", "frozen": "nf4"},
-        {"group": 2, "reduce_codec": "int4", "error_feedback": True},
+        {"group": 2, "reduce_codec": "int4"},
         {"shard_group": 2, "reduce_codec": "int8"},
-        {"group": 2, "second_copy": True, "gather_codec": "int4", "reduce_codec": "fp8"},
+        {"group": 2, "second_copy": True, "gather_codec": "int4", "reduce_codec": "int8"},
     )
 )
 

@@ -155,25 +155,6 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_not_interrupted(
     assert len({*whole[::3], *went_on[::3]}) == 7, "the generators moved"
 
 
-@on_ranks(4)
-def test_what_encoding_lost_goes_to_the_same_ranks_and_else_begins_anew(folder: Path) -> None:
-    lossy = {"group": 2, "second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"}
-    lossy |= {"error_feedback": True, "wire_rounding": "stochastic"}
-    mesh = Mesh(dp=4)
-    job = trained(Row("lossy", 3, lossy, mesh), folder)
-    save(job, folder / "saved")
-    losses = [job.step(number) for number in (2, 3)]
-    again = load(Row("again", 3, lossy, mesh), folder / "saved", folder)
-    assert [again.step(number) for number in (2, 3)] == losses
-    for options, note in (
-        ({**lossy, "group": 4}, "kept by 4 ranks in groups of 2"),
-        ({**lossy, "error_feedback": False}, "left out: this recipe has no error_feedback"),
-    ):
-        other = sharded(Row(note, 3, options, mesh), folder / "other")
-        back = onefold.load(folder / "saved", model=other.model, optimizer=other.optimizer)
-        assert any(note in told for told in back.notes), back.notes
-
-
 # -- precisions and formats ------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import looks
 import onefold
 from on_ranks import on_ranks, slow
 from reference import NEAR, built, ddp, differences, sgd, weights
@@ -220,37 +219,11 @@ def test_backward_passes_without_no_sync_add_up(stage: int) -> None:
 # -- encoded ---------------------------------------------------------------------------------------
 
 
-def summed(options: dict[str, Any]) -> tuple[int, torch.Tensor]:
-    """(bytes of what encoding lost, the sum over 30 steps of the reduced gradients of a constant)"""
-    linear = nn.Linear(64, 64, bias=False)
-    model: Any = onefold.shard(linear, onefold.Recipe.zero(3, group=2, **options))
-    x = torch.linspace(0.01, 1.0, 64).repeat(2, 1) * (1 + dist.get_rank())
-    total: Any = 0
-    for _ in range(30):
-        model(x).sum().backward()
-        total = total + model.weight.grad.detach().clone()
-        model.weight.grad = None
-    return looks.held(model)["device"].get("error feedback", 0), total
-
-
 @on_ranks(4)
-def test_what_encoding_lost_is_fed_back() -> None:
-    int4 = {"reduce_codec": "int4"}
-    (_, want), (_, without), (nbytes, fed) = map(
-        summed, ({}, int4, {**int4, "error_feedback": True})
-    )
-    assert nbytes == 4 * (64 * 64 + 64 * 64 // 2)  # of the whole on the first hop, of a share then
-    far, near = ((t - want).abs().max().item() for t in (without, fed))
-    assert near < far / 5, (near, far)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("codec", in_ci(["int8", "int4", "fp8"], "int4"))
+@pytest.mark.parametrize("codec", in_ci(["int8", "int4"], "int4"))
 @pytest.mark.parametrize("what", [math.inf, math.nan])
-def test_what_is_not_finite_on_one_rank_skips_the_step_and_is_not_fed_back(
-    codec: str, what: float
-) -> None:
-    recipe = onefold.Recipe.zero(3, group=2, reduce_codec=codec, error_feedback=True)
+def test_what_is_not_finite_on_one_rank_skips_the_step(codec: str, what: float) -> None:
+    recipe = onefold.Recipe.zero(3, group=2, reduce_codec=codec)
     model = onefold.shard(built(TinyGPT), recipe)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler, found = onefold.GradScaler(model, init_scale=64.0), []

@@ -74,8 +74,6 @@ def test_every_option_reaches_the_recipe_or_is_said_to_change_nothing() -> None:
         "cast_inputs": {"precision": "bf16"},
         "nvme_threads": {"offload_optimizer": "nvme", "nvme": "/disk"},
         "chunk": {"offload_optimizer": "nvme", "nvme": "/disk"},
-        "error_feedback": {"reduce_codec": "int8"},
-        "wire_rounding": {"reduce_codec": "int8"},
         "stochastic_rounding": {"moments": "bf16"},
     }
     for name in OPTIONS.keys() - {"stage"}:

@@ -15,7 +15,7 @@ from examples import examples
 from onefold.layout import ALIGNMENT, Dtypes, FlatLayout, ShardSpec, Topology, overlap
 from onefold.layout.holders import Axes, AxisCut, TensorBox, region_of
 from onefold.layout.regions import BoxInterval, common, runs, stretches, tile, whole_region
-from onefold.quant import codec
+from onefold.quant.codecs import CODECS
 from onefold.recipe import Recipe
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=12)
@@ -195,7 +195,9 @@ def specs(
     recipe = Recipe.zero(**{"precision": "fp32"} | scheme)
     dtypes, topology = Dtypes.of(torch.float32, True, recipe), Topology(*ranks)
     return [
-        ShardSpec.of(named(shapes), dtypes, recipe, topology, position, codec, **options)
+        ShardSpec.of(
+            named(shapes), dtypes, recipe, topology, position, CODECS.__getitem__, **options
+        )
         for position in range(topology.size)
     ]
 

@@ -27,7 +27,6 @@ from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import checkpoints, latest, of_run
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import MANIFEST
-from onefold.checkpoint.per_rank import Lost
 from onefold.checkpoint.saving import Optimizers, check_moment, kinds_of, optimizers_of
 from onefold.checkpoint.source import Source, closed_on_error, read_by_another
 from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
@@ -51,7 +50,6 @@ class Loaded:
             there are now more or fewer ranks.
         missing: with strict=False, names that the checkpoint does not have.
         unexpected: with strict=False, names that the model does not have.
-        notes: a sentence for each thing that could not be resumed exactly.
     """
 
     path: Path
@@ -61,7 +59,6 @@ class Loaded:
     data: Any = None
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def load(
@@ -232,7 +229,7 @@ def _apply(
     was read from `source` in advance, under the model's names.
     """
     together, optimizers = Together.of(engine), optimizers_of(optimizer)
-    # Only an Onefold checkpoint has extra state, random generators, residuals and checksums
+    # Only an Onefold checkpoint has extra state, random generators and checksums
     own = source if isinstance(source, FolderSource) else None
     values: dict[str, Any] = {}
     reader: Source = source if ahead is None else ahead
@@ -253,24 +250,18 @@ def _apply(
     fill_model(engine, fit, reading)
     if optimizers:
         fill_optimizers(engine, optimizers, reading)
-    beside, lost = _Beside(extra=source.extra), None
+    beside = _Beside(extra=source.extra)
     if own is not None and reading.error is None:
         try:  # each rank reads its own values; `_verify` raises one rank's error on all
             beside = _Beside.of(own, together, rng)
         except Exception as failure:
             reading.error = failure
-    if own is not None and optimizers:
-        lost = Lost.read(engine, own, together, reading)
     _verify(together, own, reading.error)
     # From here on everything has been read, and its checksums are right
     if reader.rules is not None:
         reader.rules.remember()  # an export applies the same rules in reverse
     with together.each_rank():
         _set_extra_state(model, beside.extra_state)
-        if lost is not None:
-            lost.apply()
-        else:
-            engine.residuals.forget()
         if beside.random is not None:
             per_rank.restore(beside.random, beside.number, beside.streams)
         for name, value in values.items():
@@ -289,7 +280,6 @@ def _apply(
         beside.data,
         tuple(fit.missing),
         tuple(fit.unexpected),
-        (lost.note,) if lost is not None and lost.note else (),
     )
 
 

@@ -191,7 +191,7 @@ class Record:
             raise ValueError(f"{str(texts)[:60]} where texts are expected")
         # Of ranks, or of large values in state.json
         if t["kind"] not in KINDS or (
-            t["kind"] in ("rng", "extra", "residual") and not re.fullmatch("[0-9]{1,9}", t["name"])
+            t["kind"] in ("rng", "extra") and not re.fullmatch("[0-9]{1,9}", t["name"])
         ):
             raise ValueError(f"a tensor is {t['kind'][:60]!r} {t['name'][:60]!r}")
         return cls(

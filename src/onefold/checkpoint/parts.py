@@ -156,11 +156,6 @@ def collect(
             name: {key: encode(v, f"{key!r} of parameter {name!r}") for key, v in scalars.items()}
             for name, scalars in brought(states.scalars).items()
         }
-        if optimizers:
-            for item, lost in per_rank.lost_here(engine).items():
-                out.add_own(item, lost)
-            if first and (said := per_rank.wire_values(engine)) is not None:
-                out.values["wire"] = said
         if things["data"] is not None:
             out.values["data"] = encode(state_of(things["data"], "data"), "data")
         text = json.dumps(encode(per_rank.capture(), "the random state")).encode()

@@ -8,7 +8,6 @@ library's checkpoint.
 | state     | the parameter's name         | such as exp_avg  | the parameter's, or the state's own      |
 | rng       | the rank it was saved on     |                  | [bytes]                                  |
 | extra     | a number                     |                  | its own                                  |
-| residual  | the rank it was saved on     | flat.start.hop   | [elements], see per_rank.py              |
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from onefold.checkpoint.tensorfile import numel_of
 from onefold.layout.holders import TensorBox
 from onefold.layout.regions import BoxInterval, common, whole_region
 
-KINDS = ("parameter", "buffer", "state", "rng", "extra", "residual")
+KINDS = ("parameter", "buffer", "state", "rng", "extra")
 
 
 @dataclass(frozen=True, order=True)

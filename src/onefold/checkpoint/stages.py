@@ -132,7 +132,7 @@ def _records(folder: Path, names: Sequence[str], sources: Sequence[FolderSource]
     for number, (name, source) in enumerate(zip(names, sources, strict=True)):
         for record in source.manifest.records:
             item = record.item
-            if item.kind == "residual" or (item.kind in _OF_FIRST and number):
+            if item.kind in _OF_FIRST and number:
                 continue
             if item in found:
                 other, known = found[item]

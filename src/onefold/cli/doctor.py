@@ -25,7 +25,7 @@ def doctor_command(
         bool, option("Measure rates of compute, memory, moves and disk, and training steps: some minutes.", None, "--calibrate")
     ] = False,
     check: Annotated[
-        bool, option("Check collectives, stages, offload, checkpoints, kernels and overlap: under two minutes. "
+        bool, option("Check collectives, stages, offload, checkpoints and overlap: under two minutes. "
                      "With GPUs also measure them beside what the plan expects: under ten.", None, "--check")
     ] = False,
     as_json: Annotated[

@@ -8,9 +8,7 @@ optimizers.
 | How do ranks exchange a few bytes?           | `peers`                                |
 | How does a rank wait, and give up waiting?   | `pending`, `peers`                     |
 | How is the ranks' store asked?               | `store`                                |
-| How are the parts of a reduction added up?   | `sums`, `triton_sums`, `triton_floats` |
-| How is a Triton kernel launched?             | `launching`                            |
-| What does a codec promise?                   | `codec`                                |
+| How are the parts of a reduction added up?   | `sums`                                 |
 | What was sent?                               | `ledger`                               |
 """
 

@@ -12,8 +12,7 @@ multiplication by the scale comes last: before an addition, a compiler could fus
 operation, which rounds once instead of twice. Stages 0 to 3 therefore sum the same parts to the
 same bits, in different places, on any device.
 
-On CUDA one Triton kernel reads every part once and writes the result once (triton_sums.py);
-elsewhere torch adds slab by slab. Both give the same bits, except for the payload of NaNs.
+Torch adds slab by slab.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from functools import cache
 
 import torch
 
-from onefold.comm.launching import served
 from onefold.device import simulated
 
 #: Elements that torch adds up at a time on a CPU if parts are converted: torch would convert a
@@ -31,7 +29,6 @@ from onefold.device import simulated
 CPU_SLAB = 1 << 19
 #: Up to this many elements that memory is cheap (glibc serves it from its heap).
 _SMALL = 1 << 15
-_SERVED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sum_parts(
@@ -68,32 +65,10 @@ def sum_parts(
     if (clock := simulated()) is not None:  # on a device it is one kernel
         clock.kernel("sum_parts", (parts,) if own is None else (parts, own), (out,))
         return
-    if out.numel() and serve(parts, out, own, round_to, dtype):
-        from onefold.comm import triton_sums
-
-        triton_sums.sum_parts(parts, out, scale, own, rank, _narrower(round_to, dtype))
-        return
     rows = list(parts.unbind())
     if own is not None:
         rows.insert(rank, own)
     add_up(rows, out, scale, round_to=round_to, dtype=dtype)
-
-
-def serve(
-    parts: torch.Tensor,
-    out: torch.Tensor,
-    own: torch.Tensor | None,
-    round_to: torch.dtype | None,
-    dtype: torch.dtype,
-) -> bool:
-    """Whether the kernel can add these up: it adds in fp32, from and to fp32, bf16 and fp16."""
-    dtypes = {
-        parts.dtype,
-        out.dtype,
-        own.dtype if own is not None else dtype,
-        _narrower(round_to, dtype) or dtype,
-    }
-    return dtype == torch.float32 and dtypes.issubset(_SERVED) and served(out)
 
 
 def add_up(

@@ -1,13 +1,12 @@
-"""Checks of single operations: torch's collectives against sums on the host, Onefold's sums against
-sums in rank order, Triton's kernels against torch's operations.
+"""Checks of single operations: torch's collectives against sums on the host, and Onefold's sums
+against sums in rank order.
 
 Every rank can generate every other rank's numbers, so each computes the expected result on the
-host. Kernels run on the device, or on a CPU in Triton's interpreter.
+host.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -17,10 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.comm.launching import INTERPRETED, usable
 from onefold.doctor.checks import Findings, Here, LeftOut
-from onefold.quant import kernel_check
-from onefold.quant.registry import WITH_KERNELS
 from onefold.recipe import Recipe
 from onefold.shard import engine_of
 
@@ -253,52 +249,3 @@ def _reduced(
             f"stage {recipe.stage}: the pass computed with other weights than the {numel:,} that"
             " were stepped",
         )
-
-
-def kernels_run_here(device: torch.device) -> str:
-    """Say why kernels cannot be compared on this device; "" if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return (
-            "Triton is not installed: torch's operations encode and add up, to the same bits but"
-            " slower"
-        )
-    if device.type == "cpu" and not INTERPRETED:
-        return "TRITON_INTERPRET is set to 0: on a CPU kernels run in Triton's interpreter only"
-    if not usable(device):
-        return (
-            "Triton runs no kernel on this device (it needs compute capability 8.0 and a C"
-            " compiler): torch's operations do it"
-        )
-    return ""
-
-
-def kernels_and_operations(here: Here, findings: Findings) -> str:
-    """Compare kernels with torch's operations, for every codec with kernels and for sums."""
-    reason = kernels_run_here(here.device)
-    if reason:
-        raise LeftOut(reason)
-    interpreted = here.device.type == "cpu"
-    # The interpreter takes a thousand times as long, so it gets fewer blocks
-    blocks = kernel_check.BLOCKS[:1] if interpreted else kernel_check.BLOCKS
-    for what in kernel_check.sum_differences(here.device):
-        findings.expect(False, f"sums differ: {what}")
-    for what in kernel_check.codec_differences(here.device, blocks=blocks):
-        findings.expect(False, f"{what} differ")
-    for what in [
-        *kernel_check.row_differences(here.device),
-        *kernel_check.moment_differences(here.device),
-    ]:
-        findings.expect(False, f"{what} differ")
-    compared = sum(kernel_check.compared(blocks))
-    findings.figures |= {
-        "compared": compared,
-        "codecs": list(WITH_KERNELS),
-        "interpreted": interpreted,
-    }
-    how = ""
-    if interpreted:
-        how = " in Triton's interpreter (the device's own compiler is not tried on a CPU)"
-    return (
-        f"{compared} sums and intervals of {', '.join(WITH_KERNELS)} have the bits of torch's"
-        f" operations{how}"
-    )

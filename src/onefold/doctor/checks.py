@@ -7,7 +7,6 @@ ranks, before its first collective.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import importlib
 import json
@@ -111,13 +110,6 @@ CHECKS: tuple[Check, ...] = (
         "Communication does not hide behind computing, which costs speed and no correctness. Leave CUDA_LAUNCH_BLOCKING and "
         "CUDA_DEVICE_MAX_CONNECTIONS=1 out; else attach the JSON to an issue.",
     ),
-    # Last, because it takes longest: compilers build a hundred kernels
-    Check(
-        "kernels", 1, "check_numbers:kernels_and_operations",
-        "Triton's kernels and torch's operations differ on this device: try another Triton (without it torch's operations are used), "
-        "and attach the JSON to an issue.",
-        limit=120.0,  # on a CPU in Triton's interpreter
-    ),
 )  # fmt: skip
 
 
@@ -201,16 +193,10 @@ class Outcome:
 
 def answer(check: Check, here: Here) -> Outcome:
     """Run a check on this rank. An exception becomes part of the outcome."""
-    from onefold.comm.launching import by_torch
-
     findings, begun = Findings(), time.perf_counter()
     ended, said = False, ""
-    # On a CPU, only the check of kernels runs them (in Triton's interpreter). The other checks use
-    # torch's operations, as trainings on a CPU do.
-    interpreted = here.device.type == "cpu" and check.name != "kernels"
     try:
-        with by_torch() if interpreted else contextlib.nullcontext():
-            said = check.function(here, findings)
+        said = check.function(here, findings)
         status = OK
     except LeftOut as reason:
         status, said = LEFT_OUT, str(reason)

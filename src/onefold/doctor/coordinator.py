@@ -107,7 +107,6 @@ def casts_of(
     if gpus > 1 or ranks == 1:
         return [Cast(ranks or gpus, "cuda", "nccl", names)]
     alone = tuple(check.name for check in checks if check.ranks == 1)
-    # Kernels are among those of one rank, and take longest
     return [
         Cast(ranks or 2, "cuda", "gloo", tuple(n for n in names if n not in alone)),
         Cast(1, "cuda", "nccl", alone),
@@ -428,8 +427,6 @@ def _folder_of_all(stack: contextlib.ExitStack) -> str:
 def _environment(folder: Path, device: str, ranks: int) -> dict[str, str]:
     """Return the environment of a training, with settings that make kernels repeatable."""
     ours = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    if device == "cpu":
-        ours["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     alone = "RANK" not in os.environ
     return child_environment({**ours, **os.environ}, ranks, folder, compiling=False, alone=alone)
 

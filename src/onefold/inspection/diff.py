@@ -29,7 +29,7 @@ BLOCK = 1 << 20
 #: The parts that can be compared, and the kinds of tensors in each. "rest": step, scheduler,
 #: scaler, position in the data, extra.
 KINDS_OF: dict[str, tuple[str, ...]] = {
-    "weights": ("parameter", "buffer"), "optimizer": ("state",), "rest": ("extra", "residual"), "random": (),
+    "weights": ("parameter", "buffer"), "optimizer": ("state",), "rest": ("extra",), "random": (),
 }  # fmt: skip
 PARTS = tuple(KINDS_OF)
 

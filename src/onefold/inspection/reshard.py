@@ -133,7 +133,7 @@ def _cuts(manifest: Manifest, ranks: int) -> list[list[Cut]]:
                 start, stop = layout.local(slot, rank)
                 out[rank].append((record, *items_of(start - slot.start, stop - slot.start, grain)))
         else:
-            owner = int(record.item.name) % ranks if record.item.kind in ("rng", "residual") else 0
+            owner = int(record.item.name) % ranks if record.item.kind == "rng" else 0
             out[owner].append((record, 0, numel))
     return out
 

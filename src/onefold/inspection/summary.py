@@ -170,8 +170,6 @@ def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
     ranks = sum(item.kind == "rng" for item in own.records)
     if ranks:
         out["random states"] = f"of {ranks} rank{'s' if ranks > 1 else ''}"
-    if (wire := state.get("wire") or {}).get("feedback"):
-        out["error feedback"] = f"of {wire['ranks']} ranks in groups of {wire['inner']}"
     if state.get("extra") is not None:
         out["extra"] = _in_short(state["extra"])
     return out

@@ -18,7 +18,6 @@ Six ranks in groups of three, the buffer of one unit, seen by the rank at positi
 | resident parameters            | whole                                              | `resident`                |
 | offloaded                      | `own` in the dtypes of the tiers                   | `offloaded`               |
 | moments                        | by their format, for each slot's part              | `moment_bytes`            |
-| error feedback                 | the span of each encoded hop, fp32                 | `residual_bytes`          |
 | gathered                       | whole, and N·e·interval while it arrives encoded   | `gathered_bytes`          |
 | buffers of a reduction         | sent, received, and the sum if it is apart         | `exchange`                |
 
@@ -65,7 +64,7 @@ class Encoding(Protocol):
     """What a spec needs to know of a codec."""
 
     @property
-    def shared(self) -> int:
+    def block(self) -> int:
         """Elements that share a scale."""
 
     def encoded_bytes(self, numel: int) -> int:
@@ -201,7 +200,6 @@ class ShardSpec:
         gather_codec: the codec of gathers; None sends parameters as they are.
         stored: the parameters are also stored encoded, and have no masters.
         reduce_codec: the codec of reductions; None sends gradients as they are.
-        error_feedback: the errors of `reduce_codec` are kept in fp32, and added to later gradients.
         adds: who adds the gradients up.
         tiers: the tiers of a buffer with state off the device; else None.
         moments: the format of Adam's moments; None for the masters' dtype.
@@ -220,7 +218,6 @@ class ShardSpec:
     gather_codec: Encoding | None = None
     stored: bool = False
     reduce_codec: Encoding | None = None
-    error_feedback: bool = False
     adds: Adds = "pairwise"
     tiers: Tiers | None = None
     moments: str | None = None
@@ -266,7 +263,7 @@ class ShardSpec:
         travels = (ranks > 1 or stored) and low and not resident
         gathered = (recipe.frozen if stored else recipe.parameters.codec) if travels else None
         reduced = recipe.gradients.codec if dtypes.sums == torch.float32 else None
-        at_rest = codec(recipe.frozen).shared if stored and recipe.frozen is not None else 0
+        at_rest = codec(recipe.frozen).block if stored and recipe.frozen is not None else 0
         return cls(
             layout=_laid_out(
                 tuple((name, tuple(shape)) for name, shape in parameters),
@@ -287,7 +284,6 @@ class ShardSpec:
             gather_codec=codec(gathered) if gathered is not None else None,
             stored=stored,
             reduce_codec=codec(reduced) if reduced is not None else None,
-            error_feedback=recipe.error_feedback,
             adds=adds_of(recipe, native) if ranks > 1 else "pairwise",
             tiers=tiers,
             moments=recipe.moments,
@@ -317,7 +313,7 @@ class ShardSpec:
             needed = self.gather_codec.encoded_bytes(self.layout.shard_numel)
             if self.each < needed or self.each % CODED_ALIGNMENT:
                 raise ValueError(f"{self.each} bytes a part, expected {needed} and an alignment")
-            shared = self.gather_codec.shared if self.stored else 0
+            shared = self.gather_codec.block if self.stored else 0
             if shared and self.layout.quantum % shared:
                 raise ValueError(
                     f"ranks cut at multiples of {self.layout.quantum} elements would divide blocks"
@@ -425,13 +421,6 @@ class ShardSpec:
         if self.tiers is not None or self.unsharded or self.stored or self.shares_memory:
             return 0
         return self.own * self.dtypes.master.itemsize
-
-    @property
-    def residual_bytes(self) -> int:
-        """Bytes of the encoding errors kept for error feedback, over all encoded hops."""
-        if not (self.trainable and self.error_feedback):
-            return 0
-        return sum(hop.span * torch.float32.itemsize for hop in self.hops if self.encodes(hop))
 
     @property
     def offloaded(self) -> tuple[tuple[Tier, str, int], ...]:

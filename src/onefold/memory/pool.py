@@ -133,8 +133,6 @@ LEAVING = "gradients on their way"
 GATHERED, REDUCTION, IDLE = "gathered units", "reduction buffers", "idle buffers"
 #: Matrices and gradients that are whole on their owner for a step, and their pieces on the way.
 OWNED = "whole matrices of a step"
-# Errors of encoded gradients, which are added to the next ones.
-RESIDUALS = "error feedback"
 # Off the device: the optimizer's states, and buffers for transfers.
 MOMENTS, STAGING = "moments", "staging buffers"
 

@@ -91,7 +91,6 @@ def clip_grad_norm(
         total = _total_norm(engines, across or engines[0].group, p)
         for engine in engines:
             engine.transfers.measures = p == 2
-            engine.residuals.forget_if(~torch.isfinite(total))
         if limit == math.inf:  # the factor is 1: no need to read the norm
             return total.to(torch.float32)
         scale = (limit / (total + 1e-6)).clamp(max=1.0)

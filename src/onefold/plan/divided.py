@@ -41,7 +41,7 @@ from onefold.plan.activity import blocks_of
 from onefold.plan.degrees import Degrees, dims_of
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.plan.states import UnitPlan, at_the_turn, rests_encoded
-from onefold.quant import codec
+from onefold.quant.codecs import CODECS
 from onefold.recipe import Recipe
 
 KINDS = ("embedding", "head", "attention", "mlp", "experts", "router", "latent", "norm")
@@ -301,7 +301,7 @@ def _flats(
             decided,
             topology,
             topology.position_of(ranks.index(rank)),
-            codec,
+            CODECS.__getitem__,
             trainable=trainable,
             stored=stored,
             tiers=None if stored else Tiers.of(trainable, decided),

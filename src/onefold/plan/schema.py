@@ -23,7 +23,6 @@ from onefold.memory import (
     OWNED,
     PARAMETERS,
     REDUCTION,
-    RESIDUALS,
 )
 from onefold.recipe.tiers import Tier, off_device
 
@@ -34,12 +33,12 @@ FRAGMENTATION = "fragmentation"
 
 #: Every category of memory, in the order in which tables list them.
 CATEGORIES = (
-    PARAMETERS, MASTERS, GRADIENTS, LEAVING, MOMENTS, RESIDUALS, GATHERED, REDUCTION, IDLE, OWNED,
+    PARAMETERS, MASTERS, GRADIENTS, LEAVING, MOMENTS, GATHERED, REDUCTION, IDLE, OWNED,
     ACTIVATIONS, LOGITS, TEMPORARY, FRAGMENTATION,
 )  # fmt: skip
 #: What the engine allocates and enters in its ledger. The optimizer holds the moments, autograd and
 #: the model the rest.
-ENGINE = (PARAMETERS, MASTERS, GRADIENTS, LEAVING, RESIDUALS, GATHERED, REDUCTION, IDLE, OWNED)
+ENGINE = (PARAMETERS, MASTERS, GRADIENTS, LEAVING, GATHERED, REDUCTION, IDLE, OWNED)
 #: The moves between tiers: to the device and from it, from NVMe and to it.
 MOVED = ("up", "down", "read", "written")
 #: The parts of a step's seconds, and their sum. What overlaps counts once.

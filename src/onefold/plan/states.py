@@ -27,7 +27,7 @@ leaves e bytes of each byte, × (G−1)/G intra-group and (N−G)/NG inter-group
 | … `optimizer_over="all"`  | parameters (compute): P/G    | 3m·P                        | 2P, once                        |
 | `second_copy`             | parameters (compute): P/G    | 3m·P                        | P once, m·P                     |
 | `gather_codec`            | e·P/N (with the copy: e·P/G) | e·P for P of each gather    | e·P for P of each gather        |
-| `reduce_codec`            | feedback: 4 bytes a sum      | e·P for P of each reduction | e·P for P of each reduction     |
+| `reduce_codec`            |                              | e·P for P of each reduction | e·P for P of each reduction     |
 | `frozen` (matrices)       | e·P/N instead of P/N         | e·P for P of each gather    | e·P for P of each gather        |
 
 Sources: Wang et al. 2023 (ZeRO++, arXiv:2306.10209), section 4; Zhang et al. 2022 (MiCS,
@@ -50,9 +50,9 @@ from functools import lru_cache
 from onefold.comm.communicators import flat_over, inner_of, nodes_of
 from onefold.device import chunk_for
 from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, Topology
-from onefold.memory import MASTERS, MOMENTS, PARAMETERS, RESIDUALS
+from onefold.memory import MASTERS, MOMENTS, PARAMETERS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
-from onefold.quant import codec
+from onefold.quant.codecs import CODECS
 from onefold.recipe import Recipe
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.optimizers import PLANNED, WHOLE
@@ -147,7 +147,7 @@ def units_of(
             recipe,
             topology,
             topology.position_of(rank),
-            codec,
+            CODECS.__getitem__,
             trainable=trainable,
             stored=stored,
             tiers=Tiers.of(trainable, recipe) if offloaded and not stored else None,
@@ -221,7 +221,7 @@ def at_rest(
         ValueError: the optimizer is not in `MOMENTS_OF`, or steps matrices whole and `held` is not
             given.
     """
-    out = dict.fromkeys((PARAMETERS, MASTERS, RESIDUALS, MOMENTS), 0)
+    out = dict.fromkeys((PARAMETERS, MASTERS, MOMENTS), 0)
     for flat in (f for u in units for f in u.flats):
         for category, nbytes in resting(flat).items():
             out[category] += nbytes
@@ -231,10 +231,9 @@ def at_rest(
 
 
 def resting(flat: ShardSpec) -> dict[str, int]:
-    """Return one flat buffer's bytes of parameters, error feedback and masters on the device."""
+    """Return one flat buffer's bytes of parameters and masters on the device."""
     held = (
         (PARAMETERS, flat.parameter_bytes),
-        (RESIDUALS, flat.residual_bytes),
         (MASTERS, flat.master_bytes),
     )
     return {category: nbytes for category, nbytes in held if nbytes}

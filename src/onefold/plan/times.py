@@ -44,8 +44,8 @@ from onefold.plan.schema import SECONDS
 from onefold.plan.traffic import Software, Traffic
 from onefold.recipe.tiers import Tier
 
-#: The share of a copy's speed that encoding and decoding reach: on a GPU the goal of the kernels,
-#: which has not been measured; on a CPU what the plain operations reach (docs/decisions.md,
+#: The share of a copy's speed that encoding and decoding reach: on a GPU the goal, which has
+#: not been measured; on a CPU what the plain operations reach (docs/decisions.md,
 #: Codecs). SUMMING_ON_A_GPU is the same for adding up, an assumption. Sums run beside the passes on
 #: a GPU, and take memory bandwidth from them meanwhile: they count as if they ran in turn.
 CODING_ON_A_GPU, CODING_ON_A_CPU = 0.8, 0.3

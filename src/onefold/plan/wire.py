@@ -251,7 +251,7 @@ def coded_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 
             for hop, times in hops_in_a_step(flat, recipe, micro_batches):
                 if flat.encodes(hop):
                     each = hop.own * flat.dtypes.wire.itemsize + 2 * part_bytes(flat, hop)
-                    each += (6 if flat.error_feedback else 2) * _FP32 * hop.own
+                    each += 2 * _FP32 * hop.own
                     sums += times * (hop.size - 1) * each
             total += sums
     return total

@@ -1,32 +1,14 @@
-"""Codecs of the wire: encode flat intervals of floats as fewer bytes. Codecs are pure functions of
-tensors, without modules, groups or engine.
- registry.py has a table of them.
+"""Fewer bits: codecs of the wire and of frozen weights, and formats of moments.
 
-A new codec needs, in this order:
+| what                                   | where                                                |
+|----------------------------------------|------------------------------------------------------|
+| floats as fewer bytes                  | `codecs`                                             |
+| encoded wires, encoded frozen weights  | `gather_paths`, `reduce_paths`, `encoded_storage`    |
+| moments of optimizers in fewer bits    | `moments`, `moment_packing`, `stepper`               |
+| stochastic rounding to bf16            | `bf16_rounding`                                      |
+| what is compiled on CUDA               | `compiled`                                           |
 
-| what                                                    | where                               |
-|---------------------------------------------------------|-------------------------------------|
-| a subclass of `Codec`, `Blockwise` if it has blocks     | a file here, like integers.py       |
-| its name, and a line of the table                       | registry.py                         |
-| its name in recipes (the wire, frozen weights, or both) | `WireCodec`, `FrozenCodec` in       |
-|                                                         | recipe/options.py; `make options`   |
-| a kernel, if torch's operations are too slow            | `has_kernel` of its class, and      |
-|                                                         | triton_kernels.py                   |
-| its error, bits and loss                                | tests/stores/test_codecs.py         |
-
-Everything else follows. The plan and the ledger count `encoded_bytes`. A recipe with
-wire_rounding="stochastic" is refused unless the codec is `stochastic`. `onefold doctor` compares
-kernels with torch, for codecs that have one. The tests of tests/stores and
-tests/recipe/test_options.py run over `CODECS` and over these two types. docs/slow-links.md says
-what a codec is for, and a recipe in tests/runtime/test_wire_codecs.py trains with it.
-Moments of optimizers are separate: recipe/moments.py has their `Format`s, and `MomentPacking` here
-packs them.
+A new codec is a subclass of `Codec` in codecs.py, its name in `WireCodec`, `FrozenCodec` or both in
+recipe/options.py (then `make options`), and its error in tests/stores/test_codecs.py. The plan and the
+ledger count its `encoded_bytes`; docs/slow-links.md says what it is for.
 """
-
-from onefold.comm.codec import Codec, Stochastic
-from onefold.quant.blockwise import Blockwise
-from onefold.quant.bounds import reduction_bound
-from onefold.quant.encoded import Encoded
-from onefold.quant.registry import CODECS, codec
-
-__all__ = ["CODECS", "Blockwise", "Codec", "Encoded", "Stochastic", "codec", "reduction_bound"]

@@ -15,9 +15,8 @@ import hashlib
 
 import torch
 
-from onefold.comm.launching import served
-from onefold.quant.numbers import GAMMA, MIX_1, MIX_2
-
+#: SplitMix64 (Steele, Lea and Flood 2014): a counter, and two multiplications that mix its bits.
+GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 # One 64-bit hash, of SplitMix64, serves four elements.
 _LANES = 4
 _MASK = (1 << 64) - 1
@@ -46,11 +45,6 @@ def to_bf16(
     of_step = hash_of(step, key)
     if out is None:
         out = torch.empty(values.numel(), dtype=torch.bfloat16, device=values.device)
-    if served(values):
-        from onefold.quant import triton_moments
-
-        triton_moments.round_by_chance(values.contiguous(), of_step, first, out)
-        return out
     bits = values.view(torch.int32) + _random(values.numel(), of_step, first, values.device)
     rounded = (bits & -0x10000).view(torch.float32)
     # The addition may carry a NaN's bits into the sign

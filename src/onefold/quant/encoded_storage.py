@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.comm.codec import Codec
 from onefold.memory import PARAMETERS, nbytes_of
+from onefold.quant.codecs import Codec
 from onefold.recipe import Tier
 from onefold.runtime.storage import OnDisk, Storage, refuse_written
 
@@ -36,12 +36,12 @@ class EncodedIntervals:
     def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
         """Encode `values` of some intervals into their bytes `coded`."""
         if self.numel and values.numel():
-            self.codec.encode_rows(values.view(-1, self.numel), self.rows(coded))
+            self.codec.encode(values.view(-1, self.numel), self.rows(coded))
 
     def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
         """Decode the bytes `coded` of some intervals into `values`."""
         if self.numel and values.numel():
-            self.codec.decode_rows(self.rows(coded), values.view(-1, self.numel))
+            self.codec.decode(self.rows(coded), values.view(-1, self.numel))
 
     def rows(self, coded: torch.Tensor) -> torch.Tensor:
         """Return the bytes of intervals without their padding, [intervals, used]."""

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.comm import Chain, CollectiveContext, Group, Pending
-from onefold.comm.codec import Codec
 from onefold.memory import GATHERED, Pool
+from onefold.quant.codecs import Codec
 from onefold.quant.encoded_storage import EncodedIntervals, EncodedStorage
 from onefold.runtime.gather_paths import Gather, StreamContext
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from onefold.comm.launching import served
 from onefold.recipe.moments import SIGNED, Format
 
 
@@ -47,12 +46,6 @@ class MomentPacking:
     ) -> torch.Tensor:
         """Return the fp32 values, [numel], of codes and scales that start at a block."""
         f = self.format
-        if f.name == "int8" and served(codes):
-            from onefold.quant import triton_moments
-
-            out = torch.empty(numel, dtype=torch.float32, device=codes.device)
-            triton_moments.unpack(codes, scales, self._tables[signed][0], out, f.block)
-            return out
         out = torch.zeros(scales.numel() * f.block, dtype=torch.float32, device=codes.device)
         if f.name == "fp8":
             out[:numel].copy_(codes)
@@ -68,12 +61,6 @@ class MomentPacking:
     ) -> None:
         """Pack fp32 `values`, which start at a block, into `codes` and `scales`."""
         f, n = self.format, values.numel()
-        if f.name == "int8" and served(values):
-            from onefold.quant import triton_moments
-
-            _, lowest, boundary = self._tables[signed]
-            triton_moments.pack(values.contiguous(), lowest, boundary, codes, scales, f.block)
-            return
         # The last block of a parameter may be shorter; zeros do not change its scale
         if n != scales.numel() * f.block:
             padded = torch.zeros(

@@ -1,8 +1,7 @@
 """Reductions that send encoded parts (qgZ, ZeRO++).
 
 Each part is encoded for its receiver, which decodes it and adds it in the accumulation dtype.
-Encoded values are never added. A rank's own part is not encoded. The error of the encoding can be
-kept and added to the next gradient (runtime/residuals.py).
+Encoded values are never added. A rank's own part is not encoded.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.comm import CollectiveContext
-from onefold.comm.codec import Codec
 from onefold.layout import overlap
 from onefold.memory import REDUCTION
+from onefold.quant.codecs import Codec
 from onefold.runtime.flat import Flat
 from onefold.runtime.reduce_paths import PartsSending, Reduce, Reduction, Sending
 
@@ -28,7 +27,7 @@ class EncodedReduce(Reduce):
 
     def __init__(self, flat: Flat, at: int, resources: Resources, codec: Codec) -> None:
         super().__init__(flat, at, resources)
-        self.codec, self.residuals = codec, resources.residuals
+        self.codec = codec
 
     def start(self, r: Reduction, context: CollectiveContext) -> Sending:
         group, codec, name = self.group, self.codec, r.unit.name
@@ -86,18 +85,12 @@ class EncodedReduce(Reduce):
         each: int,
     ) -> None:
         """Encode the parts `cuts` of other ranks into `sent`: neighbours of one length together."""
-        codec, first, residual = self.codec, r.span[0], self.residuals.of(r)
+        codec, first = self.codec, r.span[0]
         for start, stop in _alike(cuts, self.group.rank):
             (a, b), end = cuts[start], cuts[stop - 1][1]
             pieces = r.buffer[a - first : end - first].view(stop - start, b - a)
             coded = _rows(sent, start, stop - start, each, used[start])
-            rounding = self.residuals.rounding(r, a)
-            if residual is None:
-                codec.encode_rows(pieces, coded, rounding=rounding)
-            else:
-                lost = residual[a - first : end - first].view_as(pieces).add_(pieces)
-                codec.encode_rows(lost, coded, rounding=rounding)
-                codec.keep_residual_rows(coded, lost)
+            codec.encode(pieces, coded)
 
 
 def _alike(cuts: list[tuple[int, int]], own: int) -> Iterator[tuple[int, int]]:

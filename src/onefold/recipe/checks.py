@@ -297,10 +297,6 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
         for name in ("chunk", "nvme_threads"):
             if given.get(name):
                 said[name] = "where no state is stored on NVMe"
-    if recipe.gradients.codec is None:
-        for name in ("error_feedback", "wire_rounding"):
-            if name in given:
-                said[name] = "where gradients travel as they are: reduce_codec encodes them"
     return [f"{name}={given[name]!r} has no effect {why}." for name, why in said.items()]
 
 

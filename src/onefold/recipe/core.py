@@ -402,9 +402,6 @@ class Recipe(EngineOptions):
         tail += [f"{name} travel as {row.codec}" for name, row in rows.items() if row.codec]
         if self.frozen:
             tail.append(f"frozen weights are stored as {self.frozen}")
-        if self.gradients.codec:
-            tail += ["what encoding loses is fed back"] if self.error_feedback else []
-            tail += ["rounded stochastically"] if self.wire_rounding == "stochastic" else []
         if self.gradients.total == "sum":
             tail.append("gradients are summed over ranks, not averaged")
         if self.reduce == NATIVE:

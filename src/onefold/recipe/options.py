@@ -31,10 +31,9 @@ Stage = Literal[0, 1, 2, 3]
 Precision = Literal["fp32", "bf16", "fp16"]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 ReduceAt = Literal["micro-batch", "boundary"]
-WireCodec = Literal["int8", "fp8", "int4"]
-FrozenCodec = Literal["int8", "nf4", "int4", "fp8"]
+WireCodec = Literal["int8", "int4"]
+FrozenCodec = Literal["int8", "nf4"]
 Moments = Literal["fp32", "bf16", "int8", "fp8", "int4"]
-Rounding = Literal["nearest", "stochastic"]
 Sums = Literal["ordered", "native"]
 OffloadTier = Literal["cpu", "nvme"]
 Group = int | Literal["node", "flat"]
@@ -462,8 +461,6 @@ class EngineOptions:
 
     group: Group | None = _nodes(None, "Ranks of a group; gathers and reductions are intra-group, then inter-group: node (the launcher's),"
         " a number of ranks, or flat: no groups (default: node where there are several).", check=_group)
-    error_feedback: bool = _nodes(False, "Add the rounding error of an encoded gradient to the next one; with a reduce codec.")
-    wire_rounding: Rounding = _nodes("nearest", "Rounding of encoded gradients.")
     reduce: Sums | None = _nodes(None, "Who adds gradients up: ordered, with the same bits at every stage; native, the backend (not gloo)"
         " (default: ordered; native where every rank sends to every other over nodes of several ranks).",
         check=_one_of(Sums | None, "'ordered' or 'native'"))

@@ -11,7 +11,7 @@ commands.
 | What ends a backward pass?                     | `backward`                                             |
 | Where is a shard stored, and who steps it?     | `storage`, `stepper`                                   |
 | How do parts become wholes, and wholes parts?  | `parts`                                                |
-| Which copies are out of date?                  | `refresh`, `residuals`                                 |
+| Which copies are out of date?                  | `refresh`                                              |
 | Which parameters train, and what waits?        | `pending_gradients`                                    |
 | What does autograd keep of a forward pass?     | `saved_tensors`                                        |
 | What do autograd and the compiler do?          | `differentiate`                                        |

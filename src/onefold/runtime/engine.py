@@ -53,7 +53,6 @@ from onefold.runtime.pending_gradients import (
 )
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.refresh import Copies
-from onefold.runtime.residuals import Residuals
 from onefold.runtime.resources import Capabilities, MasterAccess, Progress, Resources, Span, Spans
 from onefold.runtime.schedule import Schedule
 from onefold.runtime.stepper import Steppers
@@ -115,8 +114,6 @@ class Engine:
         self.progress = Progress(recipe, self.group)
         # Makes writes to masters wait for copies of them that are under way
         self.masters = MasterAccess(self.transfers, self.progress)
-        codec = capabilities.codec(recipe.gradients.codec) if recipe.gradients.codec else None
-        self.residuals = Residuals(recipe, codec, self.group, device, memory, self.progress)
         self.resources = Resources(
             recipe,
             self.group,
@@ -125,7 +122,6 @@ class Engine:
             self.pool,
             self.transfers,
             capabilities,
-            self.residuals,
             self.masters,
             self.progress,
         )
@@ -380,13 +376,11 @@ class Engine:
             CollectiveContext("control", "(overflow check)", self.step_count, "optimizer"),
         )
         found.fill_(values.max().to(found.device))
-        self.residuals.forget_if(found)
 
     def told_of_overflow(self, found: torch.Tensor) -> None:
         """Take over what another stage of this rank has agreed on. Raises as `agree_on_overflow`."""
         self.refuse_unscaling()
         self.optimizer_is_stepping()
-        self.residuals.forget_if(found)
 
     def refuse_unscaling(self) -> None:
         if self.recipe.step_in_backward:

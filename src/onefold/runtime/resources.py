@@ -12,18 +12,17 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.comm import CollectiveContext
-from onefold.comm.codec import Codec
 from onefold.recipe import Recipe
 from onefold.recipe.rows import GROUP
 
 if TYPE_CHECKING:
     from onefold.comm import Group
     from onefold.layout import Tiers
+    from onefold.layout.spec import Encoding
     from onefold.memory import MemoryLedger, Pool
     from onefold.runtime.flat import Flat
     from onefold.runtime.gather_paths import Gather
     from onefold.runtime.reduce_paths import Reduce
-    from onefold.runtime.residuals import Residuals
     from onefold.runtime.storage import Storage, Transfers
     from onefold.runtime.unit import Unit
 
@@ -74,7 +73,7 @@ class PassFollower(Protocol):
 # | how does the whole come together                      | `Gather`           | `Capabilities.gather`      |
 # | how do partial gradients become sums                  | `Reduce`           | `Capabilities.reduce`      |
 # | where do saved activations wait for the backward pass | `Activations`      | `Capabilities.activations` |
-# | how is an interval written as fewer bytes             | `comm.codec.Codec` | `Capabilities.codec`       |
+# | how is an interval written as fewer bytes             | a codec of quant   | `Capabilities.codec`       |
 # | what holds regions on NVMe                            | `Store`            | `Capabilities.store`       |
 #
 # The engine and its parts import none of these implementations. One more is given to `Engine.start`,
@@ -140,7 +139,7 @@ class Capabilities:
     gather: Callable[[Flat, Resources], Gather]
     reduce: Callable[[Flat, int, Resources], Reduce]  # (flat buffer, hop, ...)
     activations: Callable[[list[Unit], Resources, dict[int, tuple[Unit, Flat]]], Activations]
-    codec: Callable[[str], Codec]
+    codec: Callable[[str], Encoding]
     store: Callable[[Recipe, int, bool], Store]  # (recipe, rank, the device has streams)
 
 
@@ -304,7 +303,6 @@ class Resources:
     pool: Pool
     transfers: Transfers
     capabilities: Capabilities
-    residuals: Residuals
     masters: MasterAccess
     progress: Progress = field(repr=False)
 

@@ -186,9 +186,9 @@ def kept_beside(run: Run, sent: Mapping[str, int], skipped: int) -> dict[str, An
     }
 
 
-def take_over(run: Run, point: Point) -> list[str]:
-    """Load the states of `point` into the run, and return notes on what could not be loaded.
-    Collective. Raises CheckpointError or TrainError if they do not fit this model or this data.
+def take_over(run: Run, point: Point) -> None:
+    """Load the states of `point` into the run. Collective. Raises CheckpointError or TrainError if
+    they do not fit this model or this data.
     """
     run.order.load_state_dict(point.order)
     groups = run.optimizer.param_groups
@@ -202,16 +202,13 @@ def take_over(run: Run, point: Point) -> list[str]:
             f" {run.config.model} with --lora. Name the model that the run began with."
         )
     if run.pipeline is not None:
-        loaded = load_stage(run, point.path, {**states, "data": run.order})
+        load_stage(run, point.path, {**states, "data": run.order})
     else:
         # strict=False allows missing frozen weights only: the optimizer's groups name the trained ones
-        loaded = load_checkpoint(
-            point.path, **states, data=run.order, strict=base is None, rng=True
-        )
+        load_checkpoint(point.path, **states, data=run.order, strict=base is None, rng=True)
     for group, options in zip(run.optimizer.param_groups, given, strict=True):
         # The command line's values win over the checkpoint's; each step sets the learning rate
         group.update(options)
-    return list(loaded.notes)
 
 
 def load(run: Run, point: Point) -> list[str]:
@@ -219,7 +216,7 @@ def load(run: Run, point: Point) -> list[str]:
     If the tensors turn out to be damaged, take the checkpoint before. Collective.
     """
     try:
-        said = take_over(run, point)
+        take_over(run, point)
     except DamagedCheckpoint as error:
         older = run.ranks.on_first(lambda: next_sound(point.before))
         if older is None:
@@ -227,7 +224,7 @@ def load(run: Run, point: Point) -> list[str]:
         return [f"{error} Going on from the one before", *load(run, older)]
     run.start = point.step
     run.earlier = dict(point.extra)
-    return said + differences(run, point)
+    return differences(run, point)
 
 
 def differences(run: Run, point: Point) -> list[str]:

@@ -263,9 +263,6 @@ class _InTime(_Loop):
         if verdict is Verdict.ROLLBACK:
             return self._roll_back(step)
         applied = verdict is Verdict.APPLY
-        if not applied:
-            # `locate` ran the bad step again, which changed the codecs' error feedback
-            self.engine.residuals.forget()
         begun = time.perf_counter()
         update(run, apply=applied)
         self._update_s = time.perf_counter() - begun
@@ -305,19 +302,18 @@ class _StepLate(_Loop):
         super().__post_init__()
         self._launched: _Launched | None = None  # the previous step, if it is not read yet
         self._arrived = 0.0
-        self._draw = 0  # `Residuals.draw` when the step began
 
     def step(self, step: int) -> int:
         run = self.run
         generators = self._begin(step)
-        begun, self._draw = self._begun, self.engine.residuals.draw
+        begun = self._begun
         loss, tokens = forward_backward(run, self.feed, step)
         before, self._launched = self._launched, None
         read = self._read(before) if before is not None else [0.0]
         own = self._own_seconds()
         told = self._tell(read[0], before.own if before is not None else 0.0)
         if before is not None:
-            verdict = self._judge(before, told, read, overtaken=True)
+            verdict = self._judge(before, told, read)
             if verdict is Verdict.ROLLBACK:
                 return self._roll_back(before.step)
             assert before.row is not None
@@ -340,7 +336,7 @@ class _StepLate(_Loop):
         read = self._read(launched)
         launched.row = self._figures(step, tokens)
         told_now = self._tell(read[0], own, asking=False)
-        verdict = self._judge(launched, told_now, read, overtaken=False)
+        verdict = self._judge(launched, told_now, read)
         if verdict is Verdict.ROLLBACK:
             return self._roll_back(step)
         self.window.end(step, over=bool(told.stopping), whole=verdict is Verdict.APPLY)
@@ -360,23 +356,14 @@ class _StepLate(_Loop):
         self._arrived = time.perf_counter()
         return read
 
-    def _judge(
-        self, launched: _Launched, told: _Told, read: list[float], overtaken: bool
-    ) -> Verdict:
-        """Judge a step that was read, and complete its row. Collective if it was not finite.
-        `overtaken`: the next step's forward and backward passes are already launched.
-        """
-        residuals, (_, norm, *scale) = self.engine.residuals, read
+    def _judge(self, launched: _Launched, told: _Told, read: list[float]) -> Verdict:
+        """Judge a step that was read, and complete its row. Collective if it was not finite."""
+        _, norm, *scale = read
 
         def where() -> str:
-            if overtaken:
-                # The next step's pass will run again, and must draw the same random bits
-                residuals.draw = self._draw
             return self._where(launched.step, launched.generators)
 
         verdict = self.nonfinite.judge(launched.step, told.loss, norm, where, self._scale)
-        if verdict is Verdict.SKIP:
-            residuals.forget()
         if verdict is not Verdict.ROLLBACK:
             assert launched.row is not None
             launched.row |= self.meter.rates(self._seconds, launched.tokens)
