@@ -158,7 +158,7 @@ def expected_of(numbers: list[int], at: int) -> dict[str, Tensor]:
 
 
 def moves_of_each_level(inner: int | None, native: bool) -> None:
-    whole = Group(standin.new_group() if native else None, CPU, 20.0, inner)
+    whole = Group.over(standin.new_group() if native else None, CPU, 20.0, inner)
     me, size = dist.get_rank(), dist.get_world_size()
     each = inner or size
     node, place = me // each * each, me % each

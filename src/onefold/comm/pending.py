@@ -17,7 +17,7 @@ from onefold.comm.store import default_store, within
 from onefold.device import capturing, current_stream, reached, use_stream
 
 if TYPE_CHECKING:
-    from onefold.comm.peers import Peers
+    from onefold.comm.group import Group
 
 
 # -- the error -------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class Pending:
 
     def __init__(
         self,
-        group: Peers,
+        group: Group,
         works: list[Any],
         context: CollectiveContext,
         event: TrafficEvent | None = None,
@@ -228,7 +228,7 @@ class Chain(Pending):
 
     __slots__ = ("_first", "_second", "_then")
 
-    def __init__(self, group: Peers, first: Pending, then: Callable[[], Pending]) -> None:
+    def __init__(self, group: Group, first: Pending, then: Callable[[], Pending]) -> None:
         self._group = group
         self._first: Pending | None = first
         self._then: Callable[[], Pending] | None = then

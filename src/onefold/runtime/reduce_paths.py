@@ -38,9 +38,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from onefold.comm import Chain, CollectiveContext, Pending
+from onefold.comm import Chain, CollectiveContext, Cut, Pending
 from onefold.comm.sums import sum_parts
-from onefold.comm.wire import Cut
 from onefold.device import current_stream, use_stream
 from onefold.layout import Adds, Exchange, overlap
 from onefold.memory import GRADIENTS, REDUCTION, nbytes_of
@@ -462,7 +461,7 @@ def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: GroupHop) -> tuple[
 # `reduce="native"` the backend adds the parts, in the dtype of the wire and in an order of its own.
 #
 # [Note: sums beside the computation] On a device with streams the kernel that adds the parts runs on
-# a stream of its own, `Peers.summing`:
+# a stream of its own, `Group.summing`:
 #
 #     computing    ... gradients of unit 1 |    gradients of unit 0    | wait for sum 1 | ...
 #     reductions                           [r1 ......]
