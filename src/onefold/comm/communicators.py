@@ -67,7 +67,7 @@ def members(given: Any) -> tuple[Any, list[int]]:
                 " process."
             )
         return None, [0]
-    group = given
+    rank, group = dist.get_rank(), given
     if hasattr(given, "get_group"):
         if getattr(given, "ndim", 1) != 1:
             raise ValueError(
@@ -79,23 +79,16 @@ def members(given: Any) -> tuple[Any, list[int]]:
     if group is None:
         return None, list(range(dist.get_world_size()))
     try:
-        ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
-    except (KeyError, ValueError):
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, TypeError, AttributeError):
+        ranks = []
+    if rank not in ranks:
         raise ValueError(
-            f"group={given!r} is no process group of this process (any more): it was destroyed, or"
-            " made elsewhere."
-        ) from None
-    if dist.get_rank() in ranks:
-        return group, ranks
-    if ranks or group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in the given group ({given!r}): only its members call"
-            " shard()."
+            f"group={given!r}: rank {rank} is not in the given group, and only its members call"
+            " shard(). Give a torch.distributed ProcessGroup that was not destroyed"
+            " (dist.new_group([0, 1])), a one-dimensional DeviceMesh, or None for all ranks."
         )
-    raise ValueError(
-        f"group={given!r}: expected a torch.distributed ProcessGroup (dist.new_group([0, 1])), a"
-        " one-dimensional DeviceMesh, or None for all ranks."
-    )
+    return group, ranks
 
 
 def backend_of(process_group: Any, device: torch.device) -> str:
@@ -115,15 +108,13 @@ def backend_of(process_group: Any, device: torch.device) -> str:
         return found
     if str(dist.get_backend(process_group)) == "gloo":
         return "gloo"
-    has = ", ".join(f"{name} for {kind}" for kind, name in backends.items()) or "none"
     wanted = f"cpu:gloo,{device.type}:{backend_name(device)}" if device.type != "cpu" else "gloo"
     # Who has forgotten to move the model to its device does not want to train on the CPU
-    moved = [f"give shard(..., device={kind!r}) to train there, or " for kind in backends]
+    there = next((kind for kind in backends if kind != "cpu"), device.type)
     raise ValueError(
-        f"the model is on {device}, and the process group has no backend for {device.type!r}"
-        f" tensors (it has {has}): {''.join(moved[:1]) if 'cpu' not in backends else ''}start it with"
-        f" torch.distributed.init_process_group({wanted!r}), or give shard() another group or"
-        " device."
+        f"the model is on {device}, and the process group has no backend for {device.type!r} tensors"
+        f" (it has {backends}): give shard() another group or device ({there!r}), or start it with"
+        f" torch.distributed.init_process_group({wanted!r})."
     )
 
 
@@ -141,20 +132,11 @@ def refuse_shared_device(places: Mapping[int, bytes], device: torch.device) -> N
     together = max(sharing.values(), key=len)
     if len(together) == 1:
         return
-    count, kind = device_count(), device.type
-    cure = (
-        f"Give each rank its own before shard(): torch.{kind}.set_device(int(os.environ"
-        f"['LOCAL_RANK'])), or shard(..., device=f\"{kind}:{{os.environ['LOCAL_RANK']}}\")"
-    )
-    if count < len(together):
-        cure = (
-            f"Rank {dist.get_rank()} sees {count} device{'s' if count > 1 else ''}: start as many"
-            " ranks on each host as it has (torchrun --nproc-per-node), or give each task its own"
-            " (srun --gpus-per-task=1)"
-        )
     raise ValueError(
         f"ranks {format_ranks(sorted(together))} compute on one device ({device} on rank"
-        f" {dist.get_rank()}), and the backend needs one for each rank. {cure}."
+        f" {dist.get_rank()}, which sees {device_count()}), and the backend needs one for each rank."
+        " Start as many ranks on each host as it has devices (torchrun --nproc-per-node), and give each"
+        f" its own before shard(): torch.{device.type}.set_device(int(os.environ['LOCAL_RANK']))."
     )
 
 
@@ -180,21 +162,21 @@ def refuse_shared_device(places: Mapping[int, bytes], device: torch.device) -> N
 Nodes = int | Mapping[int, int] | None
 
 
-def ranks_of_a_node(environment: Mapping[str, str] = os.environ) -> int | None:
+def ranks_of_a_node() -> int | None:
     """Return the number of ranks on each node, as torchrun and its like say it in LOCAL_WORLD_SIZE;
     None if they do not, or if nodes have different numbers of ranks.
 
     A variable for another number of ranks than there are comes from an outer run, inside which this
     one was started.
     """
-    here, of_all = (environment.get(n, "") for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    here, of_all = (os.environ.get(n, "") for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     every = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if not here.isdecimal() or of_all != str(every) or every % max(1, int(here)):
         return None
     return int(here) or None
 
 
-def host_identity(environment: Mapping[str, str] = os.environ) -> str:
+def host_identity() -> str:
     """Return what tells this host from others: its name and the id of its boot, or NCCL_HOSTID if
     it is set. NCCL takes the same for a host.
 
@@ -205,7 +187,7 @@ def host_identity(environment: Mapping[str, str] = os.environ) -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = ""
-    return environment.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot}"
+    return os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot}"
 
 
 def inner_of(group: int | str | None, ranks: Sequence[int], per_node: Nodes) -> int:
@@ -270,20 +252,15 @@ def flat_note(ranks: Sequence[int], nodes: Sequence[int]) -> str:
     for rank, node in zip(ranks, nodes, strict=True):
         by_node.setdefault(node, []).append(rank)
     sizes, runs = [len(some) for some in by_node.values()], _runs(nodes)
-    # At least one of the two
-    why = ["unevenly"] * (len(set(sizes)) > 1) + ["not as neighbours"] * (len(runs) > len(sizes))
-    shown = "; ".join(format_ranks(some) for some in list(by_node.values())[:8])
-    more = f"; and {len(sizes) - 8} more" if len(sizes) > 8 else ""
-    cure, fitting = (
-        "Start the same number of ranks on each host, numbered host by host",
-        math.gcd(*runs),
-    )
+    why = "unevenly" if len(set(sizes)) > 1 else "not as neighbours"
+    cure, fitting = "numbered host by host", math.gcd(*runs)
     if fitting > 1:
         cure += f", or give group={fitting}: groups of ranks that share a host"
     return (
-        f"the ranks lie on {len(sizes)} hosts {' and '.join(why)} (ranks {shown}{more}), so that no"
-        f" two levels can be made: every rank sends to every other, up to {max(sizes)} times the"
-        f" bytes between hosts in a reduction. {cure}."
+        f"the ranks lie on {len(sizes)} hosts {why} (ranks"
+        f" {'; '.join(map(format_ranks, by_node.values()))}), so that no two levels can be made: every"
+        f" rank sends to every other, up to {max(sizes)} times the bytes between hosts in a reduction."
+        f" Start the same number of ranks on each host, {cure}."
     )
 
 

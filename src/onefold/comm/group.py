@@ -53,7 +53,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,7 +98,9 @@ from onefold.layout import Topology
 Parts = Sequence[tuple[int, torch.Tensor]]
 #: The range of the unit's buffer that is reduced.
 Addresses = tuple[int, int] | None
-#: The first two bits of a tag below the level's.
+#: Bytes to other ranks, and those of them to other nodes; the bytes that these two were encoded from, 0
+#: if they were not.
+Bytes = tuple[int, int, int, int]
 _KINDS = {
     "owners": 0,
     "all-gather": 1,
@@ -109,8 +111,6 @@ _KINDS = {
     "call": 6,
     "agreement": 7,
 }
-#: Bytes of numbers that travel together with the digest of what they are.
-_INSIDE = 40
 #: Bytes of words that tell other ranks what was asked for here.
 _WORDS = 256
 _START = CollectiveContext("control", "(start)", 0, "state")
@@ -196,7 +196,7 @@ class Shared:
             return Topology(len(ranks), inner).inner
         return len(ranks) if per_node is None else inner_of(inner, ranks, per_node)
 
-    def agree(self, group: Group) -> None:
+    def find_nodes(self, group: Group) -> None:
         """Find out which ranks share a node. Collective.
 
         The launcher's word counts if all ranks have the same. With unequal nodes, some ranks may see
@@ -206,32 +206,25 @@ class Shared:
             ValueError: on every rank, if ranks were given different meshes, or some of them none; or
                 if ranks compute on one device with a native backend.
         """
-        mesh, here = bytes(8), "none"
-        if self.mesh is not None:
-            axes = self.mesh.axes
-            given = axes.names, axes.sizes, axes.data, self.mesh.ranks
-            mesh = hashlib.sha256(repr(given).encode()).digest()[:8]
-            here = f"{self.mesh.describe()} with data={axes.data}"
-        nodes = int(self.per_node or 0).to_bytes(8, "little")  # type: ignore[arg-type]
-        found = group.any_of(both(nodes) + both(mesh), _START)
-        if not alike(found[16:]):
+        mesh = "no mesh" if self.mesh is None else f"{self.mesh.axes} of ranks {self.mesh.ranks}"
+        own = device_identity(self.device)
+        said = [
+            hashlib.sha256(str(each).encode()).digest()[:8]
+            for each in (mesh, self.per_node, host_identity(), own)
+        ]
+        payload = torch.frombuffer(bytearray(b"".join(said)), dtype=torch.uint8)
+        told = [bytes(t.tolist()) for t in group.exchange_control(payload, _START)]
+        if any(each[:8] != said[0] for each in told):
             raise ValueError(
                 "ranks were given different meshes, or different axes as data: this one has"
-                f" {here}. Every rank must give shard() the same."
+                f" {mesh}. Every rank must give shard() the same."
             )
-        if not alike(found[:16]):
-            self.per_node = None
-        if self.per_node is not None and self.device.type == "cpu":
-            return
-        mine = [host_identity(), device_identity(self.device)]
-        digests = [hashlib.sha256(text.encode()).digest()[:8] for text in mine]
-        payload = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
-        places = [bytes(t.tolist()) for t in group.exchange_control(payload, _START)]
-        if self.backend != "gloo" and mine[1]:
-            refuse_shared_device(dict(zip(self.ranks, places, strict=True)), self.device)
-        if self.per_node is None:
+        if self.backend != "gloo" and own:
+            places = {rank: each[16:] for rank, each in zip(self.ranks, told, strict=True)}
+            refuse_shared_device(places, self.device)
+        if self.per_node is None or any(each[8:16] != said[1] for each in told):
             first: dict[bytes, int] = {}
-            hosts = [first.setdefault(place[:8], len(first)) for place in places]
+            hosts = [first.setdefault(each[16:24], len(first)) for each in told]
             self.per_node = dict(zip(self.ranks, hosts, strict=True))
 
     def name_nodes(self, inner: int) -> None:
@@ -331,8 +324,8 @@ class Group:
         self._counts: dict[tuple[str, int], int] = {}
         self._launched = [0, 0]
         shared.launched.append(self._launched)
-        self._gathers: Any = None
-        self._reductions: Any = None
+        # The communicators of gathers and of reductions; on gloo that of control messages is both
+        self._own: list[Any] = []
         self._levels: list[Group | None] = [None, None]
         self._parts: dict[tuple[int, ...], Group] = {}
 
@@ -365,19 +358,19 @@ class Group:
         try:
             if shared.backend not in ("", "fake"):
                 shared.control = shared.communicators.make("gloo", on_demand=not gloo)
-                shared.agree(cls(shared, ranks, len(ranks)))
+                shared.find_nodes(cls(shared, ranks, len(ranks)))
             each = shared.inner_of(ranks, shared.per_node)
             shared.name_nodes(each)
             whole = cls(shared, ranks, each)
             if whole.native and has_streams(device):
                 shared.run_ahead = RunAhead(device, timeout, whole._lost_by_device)
-            whole._connect(shared.communicators.given)
+            whole._connect(parent=shared.communicators.given)
         except BaseException:
             shared.communicators.close()
             raise
         return whole
 
-    def _connect(self, parent: Any, parts: Sequence[Sequence[int]] = ()) -> None:
+    def _connect(self, parts: Sequence[Sequence[int]] = (), parent: Any = None) -> None:
         """Make the native communicators, and the levels. Collective over the ranks of `parent`, which
         `parts` divide.
         """
@@ -385,18 +378,16 @@ class Group:
         if not self.alone and self.backend != "gloo":
             warn_of_one_connection(self.device)
             make = partial(shared.communicators.make, self.backend, parts, parent)
-            self._gathers = self._reductions = make()
             # On two levels every gather runs over the levels, and needs no communicator here
-            if not topology.two_levels:
-                self._gathers = make()
+            self._own = [make()] * 2 if topology.two_levels else [make(), make()]
         for i, level in enumerate((topology.intra_group, topology.inter_group)):
-            if len(level(self.rank)) < self.size:
-                divided = {tuple(level(p)) for p in range(self.size)} if self._reductions else ()
+            if self._level == 0 and len(level(self.rank)) < self.size:
+                divided = {tuple(level(p)) for p in range(self.size)} if self._own else ()
                 mine, *others = (
                     [self.ranks[p] for p in positions] for positions in (level(self.rank), *divided)
                 )
                 made = Group(shared, mine, len(mine), self.parts, self._salt, level=1)
-                made._connect(self._reductions, others)
+                made._connect(others, *self._own[1:])
                 self._levels[i] = made
 
     @property
@@ -423,7 +414,7 @@ class Group:
         if mine not in self._parts:
             inner, salt = self.shared.inner_of(mine, self.shared.per_node), format_ranks(mine)
             part = Group(self.shared, mine, inner, groups, zlib.crc32(salt.encode()) & 0xFFF)
-            part._connect(self._reductions, groups)
+            part._connect(groups, *self._own[1:])
             self._parts[mine] = part
         return self._parts[mine]
 
@@ -473,7 +464,7 @@ class Group:
 
     def close(self) -> None:
         """Destroy the communicators of all groups. Local; call it when no collective is in flight."""
-        self.shared.chains.clear()
+        self.shared.chains.waiting.clear()
         self.shared.run_ahead = None  # it refers to this group
         self.shared.control = None  # the last reference closes the sockets
         self.shared.communicators.close()
@@ -485,11 +476,10 @@ class Group:
         move: str,
         context: CollectiveContext,
         number: int,
-        dtype: torch.dtype,
-        sent: tuple[int, int, int, int],
-        start: Callable[[], list[Any]],
-        keep: Any,
-        about: Any = 0,
+        sent: Bytes,
+        start: Callable[[Any], list[Any]],
+        tensors: Sequence[torch.Tensor],
+        about: Any = None,
         over: int = 1,
         ring: bool = True,
         after: Sequence[Callable[[], object]] = (),
@@ -498,60 +488,46 @@ class Group:
 
         Args:
             number: of the flat buffer, or another that tells messages apart.
-            sent: bytes to other ranks, those of them to other nodes; the bytes that these two were
-                encoded from, 0 if they were not.
-            start: launches it.
-            keep: kept alive until it is complete.
+            sent: what the ledger enters.
+            start: launches it over a communicator.
+            tensors: kept alive until it is complete.
             about: goes into the checksum, with `move` and `number`.
             over: 0 for the communicator of gathers, 1 for that of reductions.
             ring: a real backend would send it round a ring, for a simulation.
         """
-        event = self._record(move, context, dtype, sent)
+        event = self._record(move, context, tensors[0].dtype if tensors else torch.float32, sent)
         if self.stands_for_all:
             if (clock := simulated()) is not None:
                 queue = ("gathers", "reductions")[over]
                 work = clock.collective(event, self.ranks, ring, queue)
-                return Pending(self, [work], context, event, keep)
-            waited = [lambda: self.ledger.waited(event, time.perf_counter())]
-            return Pending(self, [], context, event, keep, waited)
-        if self.backend != "gloo":
+                return Pending(self, [work], context, event, tensors)
+            after = [lambda: self.ledger.waited(event, time.perf_counter())]
+            return Pending(self, [], context, event, tensors, after)
+        if self._own:
             self._note(over, move, number, about)
         with self._launching(context):
-            works = start()
-        return Pending(self, works, context, event, keep, after)
+            works = start(self._own[over] if self._own else self.control_group)
+        return Pending(self, works, context, event, tensors, after)
 
     def _record(
-        self,
-        move: str,
-        context: CollectiveContext,
-        dtype: torch.dtype,
-        sent: tuple[int, int, int, int],
+        self, move: str, context: CollectiveContext, dtype: torch.dtype, sent: Bytes
     ) -> TrafficEvent:
         """Enter a move in the ledger."""
-        nbytes, between, plain, plain_between = sent
-        event = TrafficEvent(
-            move,
-            context.unit,
-            nbytes,
-            self.size,
-            str(dtype).removeprefix("torch."),
-            context.phase,
-            context.step,
-            group=self.name,
-            between=between,
-            plain=plain,
-            plain_between=plain_between,
+        on_the_wire, (nbytes, *others) = str(dtype).removeprefix("torch."), sent
+        unit, phase, step = context.unit, context.phase, context.step
+        return self.ledger.record(
+            TrafficEvent(
+                move, unit, nbytes, self.size, on_the_wire, phase, step, self.name, *others
+            )
         )
-        self.ledger.record(event)
-        return event
 
     def _note(self, over: int, move: str, number: int, about: Any) -> None:
         """Add a launch to the checksum of a native communicator."""
         # Parts of a mesh have buffers of different lengths
-        text = f"{move} {number} {about if self.parts is None else 0}"
+        text = f"{move} {number} {about if self.parts is None else None}"
         self._launched[over] = zlib.crc32(text.encode(), self._launched[over])
 
-    def _to_all(self, nbytes: int, plain: int = 0) -> tuple[int, int, int, int]:
+    def _to_all(self, nbytes: int, plain: int = 0) -> Bytes:
         """Return the bytes sent if each peer is sent `nbytes`, encoded from `plain`."""
         peers, far = len(self.peers), self._peers_elsewhere
         return nbytes * peers, nbytes * far, plain * peers, plain * far
@@ -564,11 +540,17 @@ class Group:
         *,
         move: str = "all-gather",
         plain: int = 0,
+        over: int = 0,
+        addresses: Addresses = None,
     ) -> Pending:
         """sharded → replicated, in place: send rank r's interval of `full` ([numel], cut evenly) to
         every other rank's `full`.
 
-        `plain`: bytes that `full` was encoded from, for the ledger.
+        Args:
+            plain: bytes that `full` was encoded from, for the ledger.
+            over: 1 for sums of a reduction, which go to the communicator of reductions, in their
+                order, on a backend that `can_reduce`.
+            addresses: as in `scatter_parts`.
         """
         if self.size == 1:
             return Pending(self, [], context)
@@ -593,12 +575,17 @@ class Group:
         if self.backend == "gloo":
             sends = [(p, mine) for p in self.peers]
             recvs = [(p, full[p * shard : (p + 1) * shard]) for p in self.peers]
-            return self._swap(move, context, number, full.dtype, sent, sends, recvs)
-
-        def start() -> list[Any]:
-            return [dist.all_gather_single(full, mine, group=self._gathers, async_op=True)]
-
-        return self._launch(move, context, number, full.dtype, sent, start, full, full.numel(), 0)
+            return self.exchange(sends, recvs, context, number, move=move, sent=sent)
+        return self._launch(
+            move,
+            context,
+            number,
+            sent,
+            lambda group: [dist.all_gather_single(full, mine, group=group, async_op=True)],
+            [full],
+            addresses or full.numel(),
+            over,
+        )
 
     @property
     def joins_messages(self) -> bool:
@@ -621,16 +608,15 @@ class Group:
             places: the context of each gather; the ledger gets an event for each.
             number: messages with different numbers are never taken for each other.
         """
-        move, rows = "all-gather", [full.view(self.size, -1) for full in fulls]
-        dtype, lengths = fulls[0].dtype, [row.shape[1] for row in rows]
+        rows = [full.view(self.size, -1) for full in fulls]
+        lengths = [row.shape[1] for row in rows]
         sent = torch.cat([row[self.rank] for row in rows])
         received = [(peer, torch.empty_like(sent)) for peer in self.peers]
-        first, *others = (self._to_all(n * dtype.itemsize) for n in lengths)
-        pending = self._swap(
-            move, places[0], number, dtype, first, [(p, sent) for p in self.peers], received
-        )
+        first, *others = (self._to_all(n * sent.itemsize) for n in lengths)
+        sends, move = [(peer, sent) for peer in self.peers], "all-gather"
+        pending = self.exchange(sends, received, places[0], number, move=move, sent=first)
         events = [
-            self._record(move, context, dtype, each)
+            self._record(move, context, sent.dtype, each)
             for context, each in zip(places[1:], others, strict=True)
         ]
 
@@ -653,68 +639,57 @@ class Group:
         move: str,
         plain: Mapping[int, int] | None = None,
         addresses: Addresses = None,
+        sent: Bytes | None = None,
     ) -> Pending:
         """Send each `(peer, tensor)` and receive into each `(peer, tensor)`: the exchange in a
         reduction, a scatter or a gather of uneven parts.
 
         Tensors are contiguous and one-dimensional; empty ones are skipped on both sides. `plain`:
         bytes that the part for each peer was encoded from, for the ledger. `addresses`: as in
-        `scatter_parts`.
+        `scatter_parts`. `sent`: what the ledger enters, if that is not this. See [Note: tags instead
+        of order].
         """
         if self.size == 1:
             return Pending(self, [], context)
-        dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.float32)
-        was, elsewhere = plain or {}, self._elsewhere
-        sent = (
-            sum(t.nbytes for _, t in sends),
-            sum(t.nbytes for p, t in sends if elsewhere[p]),
-            sum(was.get(p, 0) for p, _ in sends),
-            sum(was.get(p, 0) for p, _ in sends if elsewhere[p]),
-        )
-        return self._swap(move, context, number, dtype, sent, sends, recvs, addresses)
-
-    def _swap(
-        self,
-        move: str,
-        context: CollectiveContext,
-        number: int,
-        dtype: torch.dtype,
-        sent: tuple[int, int, int, int],
-        sends: Parts,
-        recvs: Parts,
-        addresses: Addresses = None,
-    ) -> Pending:
-        """See [Note: tags instead of order]."""
-        gloo, after = self.backend == "gloo", list[Callable[[], object]]()
+        tensors = [t for _, t in (*sends, *recvs)]
+        if sent is None:
+            was, far = plain or {}, [(p, t) for p, t in sends if self._elsewhere[p]]
+            sent = (
+                sum(t.nbytes for _, t in sends),
+                sum(t.nbytes for _, t in far),
+                sum(was.get(p, 0) for p, _ in sends),
+                sum(was.get(p, 0) for p, _ in far),
+            )
+        gloo, at, after = self.backend == "gloo", self._at, list[Callable[[], object]]()
         if gloo and self.device.type != "cpu":  # gloo moves host memory only: stage through it
             arrive = recvs
             recvs = [(p, torch.empty(t.shape, dtype=t.dtype, device="cpu")) for p, t in recvs]
             after = [lambda: [t.copy_(h) for (_, t), (_, h) in zip(arrive, recvs, strict=True)]]
             sends = [(p, t.cpu()) for p, t in sends]
 
-        def start() -> list[Any]:
+        def start(over: Any) -> list[Any]:
             if gloo:
-                tag, over, at = self.tag(move, number, addresses), self.control_group, self._at
-                works = [
-                    dist.irecv(t, group=over, group_src=at[p], tag=of_length(tag, t))
-                    for p, t in recvs
-                    if t.numel()
-                ]
-                return works + [
-                    dist.isend(t, group=over, group_dst=at[p], tag=of_length(tag, t))
-                    for p, t in sends
-                    if t.numel()
-                ]
+                tag = self.tag(move, number, addresses)
+                works = []
+                for call, peer, some in (
+                    (dist.irecv, "group_src", recvs),
+                    (dist.isend, "group_dst", sends),
+                ):
+                    for p, t in some:
+                        if t.numel():
+                            how = {peer: at[p], "tag": of_length(tag, t)}
+                            works.append(call(t, group=over, **how))
+                return works
+            dtype = tensors[0].dtype if tensors else torch.float32
             empty = torch.empty(0, dtype=dtype, device=self.device)
             out, inp = [empty] * self.size, [empty] * self.size
-            for some, tensors in ((out, recvs), (inp, sends)):
-                for peer, t in tensors:
-                    some[self._at[peer]] = t
-            return [dist.all_to_all(out, inp, group=self._reductions, async_op=True)]
+            for whole, ours in ((out, recvs), (inp, sends)):
+                for p, t in ours:
+                    whole[at[p]] = t
+            return [dist.all_to_all(out, inp, group=over, async_op=True)]
 
-        keep = sends, recvs
         return self._launch(
-            move, context, number, dtype, sent, start, keep, addresses or 0, ring=False, after=after
+            move, context, number, sent, start, tensors, addresses, ring=False, after=after
         )
 
     # -- moves of reductions on native backends ----------------------------------------------------
@@ -748,28 +723,27 @@ class Group:
             addresses: the range of the unit's buffer that is reduced, the same on all ranks. If
                 ranks disagree on it, they do not take each other's bytes for their own.
         """
-        gives, gets = list(cut.sizes), [cut.own] * self.size
-        alone = received.shape[0] < self.size
-        if alone:  # this rank's part stays where it is
+        into, gives, gets = received.view(-1), list(cut.sizes), [cut.own] * self.size
+        if received.shape[0] < self.size:  # this rank's part stays where it is
             gives[self.rank] = gets[self.rank] = 0
-        over, into = self._reductions, received.view(-1)
-
-        def start() -> list[Any]:
-            if not self._ordered:
-                order = sorted(range(self.size), key=self._at.__getitem__)
-                sends, recvs = sent.split(gives), into.split(gets)
-                some = [recvs[p] for p in order], [sends[p] for p in order]
-                return [dist.all_to_all(*some, group=over, async_op=True)]
-            how = (None, None) if cut.even and not alone else (gets, gives)
-            return [dist.all_to_all_single(into, sent, *how, group=over, async_op=True)]
-
-        nbytes = *self._bytes_of(cut, sent)[:2], *self._to_all(plain)[:2]
-        keep, about = (sent, received), addresses or 0
+        elif cut.even:
+            gives, gets = [], []
         return self._launch(
-            move, context, number, sent.dtype, nbytes, start, keep, about, ring=False
+            move,
+            context,
+            number,
+            (*self._bytes_of(cut, sent)[:2], *self._to_all(plain)[:2]),
+            lambda over: [
+                dist.all_to_all_single(
+                    into, sent, gets or None, gives or None, group=over, async_op=True
+                )
+            ],
+            [sent, received],
+            addresses,
+            ring=False,
         )
 
-    def _bytes_of(self, cut: Cut, sent: torch.Tensor) -> tuple[int, int, int, int]:
+    def _bytes_of(self, cut: Cut, sent: torch.Tensor) -> Bytes:
         width = sent.element_size()
         return (cut.numel - cut.own) * width, cut.between * width, 0, 0
 
@@ -793,13 +767,18 @@ class Group:
         """Run the backend's own reduce-scatter: the sum, or mean, of all ranks' `sent` [numel].
         This rank's part is written to `own`. The backend adds in the dtype of `sent`.
         """
-        op, over = _operation(mean), self._reductions
-
-        def start() -> list[Any]:
-            return [dist.reduce_scatter_single(own, sent, op=op, group=over, async_op=True)]
-
-        nbytes, keep = self._bytes_of(cut, sent), (sent, own)
-        return self._launch(move, context, number, sent.dtype, nbytes, start, keep, addresses or 0)
+        op = _operation(mean)
+        return self._launch(
+            move,
+            context,
+            number,
+            self._bytes_of(cut, sent),
+            lambda group: [
+                dist.reduce_scatter_single(own, sent, op=op, group=group, async_op=True)
+            ],
+            [sent, own],
+            addresses,
+        )
 
     def all_reduce(
         self,
@@ -812,35 +791,16 @@ class Group:
         """Run the backend's own all-reduce: the sum, or mean, of all ranks' `whole`, in place and
         in its dtype.
         """
-        op, over = _operation(mean), self._reductions
-
-        def start() -> list[Any]:
-            return [dist.all_reduce(whole, op=op, group=over, async_op=True)]
-
-        each = 2 * -(-whole.numel() // self.size) * whole.element_size()
-        sent, about = self._to_all(each), addresses or whole.numel()
-        return self._launch("all-reduce", context, number, whole.dtype, sent, start, whole, about)
-
-    def gather_sums(
-        self,
-        whole: torch.Tensor,
-        cut: Cut,
-        context: CollectiveContext,
-        number: int,
-        addresses: Addresses = None,
-    ) -> Pending:
-        """All-gather each rank's part of `whole` ([numel], by position) in place, after a
-        reduction. It goes to the communicator of reductions, in their order.
-
-        `cut` is one that `can_reduce`.
-        """
-        own, over = whole[self.rank * cut.own : (self.rank + 1) * cut.own], self._reductions
-
-        def start() -> list[Any]:
-            return [dist.all_gather_single(whole, own, group=over, async_op=True)]
-
-        sent, about = self._to_all(own.nbytes), addresses or 0
-        return self._launch("all-reduce", context, number, whole.dtype, sent, start, whole, about)
+        op, each = _operation(mean), 2 * -(-whole.numel() // self.size) * whole.element_size()
+        return self._launch(
+            "all-reduce",
+            context,
+            number,
+            self._to_all(each),
+            lambda group: [dist.all_reduce(whole, op=op, group=group, async_op=True)],
+            [whole],
+            addresses or whole.numel(),
+        )
 
     def launched(self) -> bytes:
         """Return a checksum of all launches on the native communicators so far, in order. It is the
@@ -881,18 +841,20 @@ class Group:
         """Broadcast the first rank's `message`, uint8 [n] on the device, in place. `number`: on gloo,
         messages with different numbers are never taken for each other.
         """
-        first = self.rank == 0
+        first, source = self.rank == 0, self._at[0]
         if not self.native or self.alone:
-            sends = [(p, message) for p in range(1, self.size)] if first else []
+            sends = [(p, message) for p in self.peers] if first else []
             recvs = [] if first else [(0, message)]
             return self.exchange(sends, recvs, context, number, move="state")
-        over, source = self._reductions, self._at[0]
-
-        def start() -> list[Any]:
-            return [dist.broadcast(message, group=over, group_src=source, async_op=True)]
-
-        sent, about = (message.numel() if first else 0, 0, 0, 0), message.numel()
-        return self._launch("state", context, number, message.dtype, sent, start, message, about)
+        return self._launch(
+            "state",
+            context,
+            number,
+            (message.numel() if first else 0, 0, 0, 0),
+            lambda over: [dist.broadcast(message, group=over, group_src=source, async_op=True)],
+            [message],
+            message.numel(),
+        )
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -1020,10 +982,10 @@ class Group:
             return [payload] * self.size
         # Row i is of the rank i positions after this one
         have = torch.empty((self.size, payload.numel()), dtype=torch.uint8, device="cpu")
-        have[0], step, number = payload, 1, payload.numel()
+        have[0], step = payload, 1
         while step < self.size:
             more = min(step, self.size - step)
-            self._round(have[:more], -step, have[step : step + more], step, context, kind, number)
+            self._round(have[:more], -step, have[step : step + more], context, kind)
             step *= 2
         return list(have.roll(self.rank, 0).unbind())
 
@@ -1037,7 +999,7 @@ class Group:
         told = self.exchange_control(torch.frombuffer(sent, dtype=torch.uint8), context, kind)
         return [bytes(t.tolist()).rstrip(b"\0").decode(errors="ignore") for t in told]
 
-    def any_of(self, bits: bytes, context: CollectiveContext) -> bytes:
+    def any_of(self, bits: bytes, context: CollectiveContext, kind: str = "agreement") -> bytes:
         """Return the bitwise or of `bits` over all ranks, which give equally many. Waits.
 
         Takes log2(ranks) rounds of one message. With `both` and `alike` it also tells whether all
@@ -1049,30 +1011,24 @@ class Group:
         # Bits that arrive twice change nothing, so the number of ranks need not be a power of 2
         while step < self.size:
             theirs = torch.empty_like(mine)
-            self._round(mine, step, theirs, -step, context, "agreement", len(bits))
+            self._round(mine, step, theirs, context, kind)
             mine = mine | theirs
             step *= 2
         return mine.numpy().tobytes()
 
     def _round(
-        self,
-        sent: torch.Tensor,
-        to: int,
-        received: torch.Tensor,
-        source: int,
-        context: CollectiveContext,
-        kind: str,
-        length: int,
+        self, sent: torch.Tensor, by: int, into: torch.Tensor, context: CollectiveContext, kind: str
     ) -> None:
-        """Send to the rank so many positions from this one and receive from another, on the host.
-        Messages of different `length` have different tags, so they are never taken for each other.
+        """Send to the rank `by` positions behind this one and receive from the one as many before it,
+        on the host. Messages of different lengths have different tags, so they are never taken for
+        each other.
         """
-        tag, over = self.tag(kind, length), self.control_group
-        to, source = (self._at_control[(self.rank + by) % self.size] for by in (to, source))
+        tag, over = self.tag(kind, sent.shape[-1]), self.control_group
+        to, source = (self._at_control[(self.rank + n) % self.size] for n in (by, -by))
         self.ledger.control_bytes += sent.numel()
         with self._launching(context):
             works = [
-                dist.irecv(received, group=over, group_src=source, tag=tag),
+                dist.irecv(into, group=over, group_src=source, tag=tag),
                 dist.isend(sent, group=over, group_dst=to, tag=tag),
             ]
         self.wait(works, context, on_host=True)
@@ -1083,10 +1039,6 @@ class Group:
         """`gather_values` of numbers that the user's code asks for, after a check that every rank
         asks for the same.
 
-        A few numbers travel in the message that is compared. More of them follow in one of their
-        own, and on native backends all of them: there the host waits for the other hosts, and not
-        for the device.
-
         Args:
             digest: 32 bits that tell what is asked for from anything else.
             asked: the same in words, for the message: "the norm of 'head.weight'".
@@ -1094,33 +1046,19 @@ class Group:
         Raises:
             RuntimeError: on every rank, if another rank asks for something else.
         """
-        if self.alone:
-            return self.gather_values(value, context)
-        mine = b"" if self.native else _bytes_of(value).numpy().tobytes()
-        head = struct.pack("<II", digest, value.numel() if self.native else len(mine))
-        inside = len(mine) <= _INSIDE
-        sent = bytearray((head + mine * inside).ljust(len(head) + _INSIDE, b"\0"))
-        told = self.exchange_control(torch.frombuffer(sent, dtype=torch.uint8), context, "call")
-        found = torch.stack(told)
-        if found[:, : len(head)].numpy().tobytes() != head * self.size:
-            self._refuse_others(asked, context)
-        if self.native or not inside:
-            return self.gather_values(value, context)
-        numbers = found[:, len(head) : len(head) + len(mine)].contiguous()
-        return numbers.view(value.dtype).view(self.size, *value.shape).to(value.device)
-
-    def _refuse_others(self, asked: str, context: CollectiveContext) -> NoReturn:
-        """Tell each other what was asked for, where it differs, and raise on every rank."""
-        words = self.tell(asked, _WORDS, context, "call")
-        by_rank = sorted(zip(self.ranks, words, strict=True))
-        other, theirs = next(
-            ((rank, said) for rank, said in by_rank if said != asked),
-            ("another", "it for other elements of it, or for other tensors beside it"),
-        )
-        raise RuntimeError(
-            f"rank {self.shared.rank} called {asked} while rank {other} called {theirs}: every"
-            " rank must call the same, in the same order."
-        )
+        said = both(struct.pack("<II", digest, value.nbytes))
+        if not self.alone and not alike(self.any_of(said, context, "call")):
+            words = self.tell(asked, _WORDS, context, "call")
+            by_rank = sorted(zip(self.ranks, words, strict=True))
+            other, theirs = next(
+                ((rank, said) for rank, said in by_rank if said != asked),
+                ("another", "it for other elements of it, or for other tensors beside it"),
+            )
+            raise RuntimeError(
+                f"rank {self.shared.rank} called {asked} while rank {other} called {theirs}: every"
+                " rank must call the same, in the same order."
+            )
+        return self.gather_values(value, context)
 
     def gather_values(self, value: torch.Tensor, context: CollectiveContext) -> torch.Tensor:
         """Gather a few numbers of every rank: [...] becomes [size, ...], in rank order. On native
@@ -1130,12 +1068,13 @@ class Group:
         if self.alone:
             return value.expand(shape)
         if not self.native:
-            found = torch.cat(self.exchange_control(_bytes_of(value), context))
+            mine = value.detach().cpu().reshape(-1).view(torch.uint8)
+            found = torch.cat(self.exchange_control(mine, context))
             return found.view(value.dtype).view(shape).to(value.device)
         out = torch.empty(shape, dtype=value.dtype, device=value.device)
         self.ledger.control_bytes += value.nbytes * (self.size - 1)
         self._note(1, "control", 0, value.numel())
-        mine, over = value.reshape(-1).contiguous(), self._reductions
+        mine, over = value.reshape(-1).contiguous(), self._own[1]
         with self._launching(context):
             work = dist.all_gather_single(out.view(-1), mine, group=over, async_op=True)
         self.wait([work], context)
@@ -1148,10 +1087,6 @@ class Group:
 
 def _operation(mean: bool) -> Any:
     return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-
-
-def _bytes_of(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
 
 
 def of_length(tag: int, message: torch.Tensor) -> int:

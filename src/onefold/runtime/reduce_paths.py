@@ -437,7 +437,9 @@ def _broadcast_on(r: Reduction, at: int, context: CollectiveContext) -> Pending:
     total = r.total[span[0] - r.result_range[0] : span[1] - r.result_range[0]]
     division = by.cut(span)
     if group.can_reduce(division):
-        return group.gather_sums(total, division, context, r.flat.index, r.run)
+        return group.all_gather(
+            total, context, r.flat.index, move="all-reduce", over=1, addresses=r.run
+        )
     part = pieces(total, span, hop)
     peers = [p for p in range(group.size) if p != group.rank]
     recvs = [(p, part[p]) for p in peers] if not group.alone else []
