@@ -38,13 +38,10 @@ from onefold.recipe.rows import FLAT, NODE
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Format ranks in short: "0-7", "0,8,16", "0-3,8-11"."""
-    out: list[list[int]] = []
-    for rank in ranks:
-        if out and rank == out[-1][1] + 1:
-            out[-1][1] = rank
-        else:
-            out.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+    runs = [
+        [rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])
+    ]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def members(given: Any) -> tuple[Any, list[int]]:

@@ -101,16 +101,16 @@ Addresses = tuple[int, int] | None
 #: Bytes to other ranks, and those of them to other nodes; the bytes that these two were encoded from, 0
 #: if they were not.
 Bytes = tuple[int, int, int, int]
-_KINDS = {
-    "owners": 0,
-    "all-gather": 1,
-    "reduce-scatter": 2,
-    "all-reduce": 3,
-    "control": 4,
-    "state": 5,
-    "call": 6,
-    "agreement": 7,
-}
+_KINDS = (
+    "owners",
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "control",
+    "state",
+    "call",
+    "agreement",
+)
 #: Bytes of words that tell other ranks what was asked for here.
 _WORDS = 256
 _START = CollectiveContext("control", "(start)", 0, "state")
@@ -277,6 +277,10 @@ class Group:
         number: this rank's place among the ranks in ascending order. It differs from the position
             only on two levels.
         nodes: the node of each position, for the ledger.
+        stands_for_all: the other ranks are not there (torch's "fake" backend): nothing of theirs
+            arrives.
+        alone: no other rank answers: there is none, or this one stands for all, and what the others
+            would say is what it says itself.
         flat_over_nodes: every rank sends to every other, although several share a node.
         parts: the division of all ranks that this group is a part of; None if it has all of them.
         shared: what it has in common with the other groups of the model.
@@ -306,6 +310,8 @@ class Group:
         self.relay, self.summing, self.reunion = shared.relay, shared.summing, shared.reunion
         self.borders, self.flat_note = shared.borders, shared.flat_note
         self.size, self.name = len(ranks), format_ranks(ranks)
+        self.stands_for_all = self.backend == "fake"
+        self.alone = self.size == 1 or self.stands_for_all
         self.topology = Topology(self.size, inner)
         self.ranks = [ranks[i] for i in self.topology.order]
         self.rank, self.number = self.ranks.index(shared.rank), ranks.index(shared.rank)
@@ -363,7 +369,7 @@ class Group:
             shared.name_nodes(each)
             whole = cls(shared, ranks, each)
             if whole.native and has_streams(device):
-                shared.run_ahead = RunAhead(device, timeout, whole._lost_by_device)
+                shared.run_ahead = RunAhead(device, timeout, whole._lost)
             whole._connect(parent=shared.communicators.given)
         except BaseException:
             shared.communicators.close()
@@ -380,6 +386,8 @@ class Group:
             make = partial(shared.communicators.make, self.backend, parts, parent)
             # On two levels every gather runs over the levels, and needs no communicator here
             self._own = [make()] * 2 if topology.two_levels else [make(), make()]
+            if not self._ordered:
+                self._row_of = torch.tensor(self._at, device="cpu").to(self.device)
         for i, level in enumerate((topology.intra_group, topology.inter_group)):
             if self._level == 0 and len(level(self.rank)) < self.size:
                 divided = {tuple(level(p)) for p in range(self.size)} if self._own else ()
@@ -425,18 +433,6 @@ class Group:
         """
         own = simulated() is not None if self.stands_for_all else self.backend != "gloo"
         return self.size > 1 and own
-
-    @property
-    def stands_for_all(self) -> bool:
-        """Whether the other ranks are not there (torch's "fake" backend): nothing of theirs arrives."""
-        return self.backend == "fake"
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other rank answers: there is none, or this one stands for all, and what the
-        others would say is what it says itself.
-        """
-        return self.size == 1 or self.stands_for_all
 
     @property
     def broken(self) -> StallError | None:
@@ -666,6 +662,7 @@ class Group:
             recvs = [(p, torch.empty(t.shape, dtype=t.dtype, device="cpu")) for p, t in recvs]
             after = [lambda: [t.copy_(h) for (_, t), (_, h) in zip(arrive, recvs, strict=True)]]
             sends = [(p, t.cpu()) for p, t in sends]
+            tensors += [t for _, t in sends]
 
         def start(over: Any) -> list[Any]:
             if gloo:
@@ -946,10 +943,6 @@ class Group:
             )
         )
 
-    def _lost_by_device(self, context: CollectiveContext, waited: float) -> StallError:
-        cause = RuntimeError(f"the device waits for it, and the host asked for {waited:.0f} s")
-        return self._lost(context, waited, cause)
-
     def _break(self, error: StallError) -> StallError:
         """Abort the native communicators of all groups; every later move raises `error`."""
         self.shared.broken = error
@@ -957,11 +950,12 @@ class Group:
         return error
 
     def tag(self, move: str, number: int, addresses: Addresses = None) -> int:
-        count = self._counts[move, number] = self._counts.get((move, number), 0) + 1
+        key = move, number
+        count = self._counts[key] = self._counts.get(key, 0) + 1
         if addresses is not None:
             count ^= hash(addresses)
-        count ^= self._salt
-        return self._level << 30 | _KINDS[move] << 27 | (number & 0x7FFF) << 12 | (count & 0xFFF)
+        move_and_number = _KINDS.index(move) << 27 | (number & 0x7FFF) << 12
+        return self._level << 30 | move_and_number | (count ^ self._salt) & 0xFFF
 
     # -- small messages: what the host reads goes over gloo, on any backend ------------------------
 
@@ -1078,11 +1072,7 @@ class Group:
         with self._launching(context):
             work = dist.all_gather_single(out.view(-1), mine, group=over, async_op=True)
         self.wait([work], context)
-        if self._ordered:
-            return out
-        if self._row_of is None:  # copied to the device once
-            self._row_of = torch.tensor(self._at, device="cpu").to(value.device)
-        return out.index_select(0, self._row_of)
+        return out if self._row_of is None else out.index_select(0, self._row_of)
 
 
 def _operation(mean: bool) -> Any:

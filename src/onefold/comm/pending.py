@@ -309,12 +309,12 @@ class RunAhead:
         self,
         device: torch.device,
         timeout: float,
-        lost: Callable[[CollectiveContext, float], Exception],
+        lost: Callable[[CollectiveContext, float, Exception], Exception],
     ) -> None:
         """
         Args:
             timeout: seconds that the device may be in one wait.
-            lost: returns the error of a rank that has waited in vain: (for what, seconds).
+            lost: returns the error of a rank that has waited in vain: (for what, seconds, why).
         """
         self.device, self.timeout, self.lost = device, timeout, lost
         self._gave_up = False  # the group is broken: its next move raises
@@ -364,5 +364,6 @@ class RunAhead:
             for context, before, behind in waits:
                 if before.query() and not behind.query():
                     self._gave_up = True
-                    raise self.lost(context, self.timeout)
+                    cause = f"the device waits for it, and the host asked for {self.timeout:.0f} s"
+                    raise self.lost(context, self.timeout, RuntimeError(cause))
             # Else the device computes, however long: no other rank is late
