@@ -250,7 +250,7 @@ def loss_of_masters(model: nn.Module, data: Data, case: Case, ranks: Ranks) -> f
 
 def _between(traffic: Any) -> int:
     """Bytes of parameters and gradients to other nodes; the model's own buffers are left out."""
-    return sum(nbytes for move, nbytes in traffic.between_by_move().items() if move in MOVES)
+    return sum(sent.between for move, sent in traffic.by_move_in_full().items() if move in MOVES)
 
 
 def train(case: Case, side: Side, ranks: Ranks, patience: float) -> dict[str, Any]:
@@ -293,8 +293,7 @@ def train(case: Case, side: Side, ranks: Ranks, patience: float) -> dict[str, An
 
     def between() -> int:
         """Bytes of parameters and gradients so far; the model's own buffers are left out."""
-        found = traffic.between_by_move() if traffic is not None else {}
-        return sum(nbytes for move, nbytes in found.items() if move in MOVES)
+        return 0 if traffic is None else _between(traffic)
 
     held_out, losses, seconds = [[0, held_out_loss(model, data, case, ranks)]], [], []
     sent = 0

@@ -178,9 +178,7 @@ def communicators(model: nn.Module) -> tuple[int, int]:
     from onefold.comm.communicators import communicators_of
 
     group = engine(model).group
-    levels = {id(level): level for level in (group, group.intra_group, group.inter_group)}
-    made = sum(len(level.communicators.native) for level in levels.values())
-    return made, communicators_of(group.topology)
+    return len(group.shared.communicators.native), communicators_of(group.topology)
 
 
 def activations(model: nn.Module) -> Any:
@@ -278,7 +276,8 @@ def _by_link(legs: Any, topology: Any, per_node: int, rank: int) -> dict[str, in
 
 def between_nodes(model: nn.Module) -> dict[str, int]:
     """{move: bytes that this rank sent to other nodes} since `watch`."""
-    return engine(model).traffic.between_by_move()
+    sent = engine(model).traffic.by_move_in_full()
+    return {move: each.between for move, each in sent.items() if each.between}
 
 
 def control(model: nn.Module) -> int:

@@ -10,6 +10,7 @@ from observed_loops import one_step, sharded
 from torch import nn
 
 import onefold
+from onefold.comm import TrafficEvent
 from onefold.observe import Meter
 
 KEYS = {
@@ -39,10 +40,10 @@ def test_a_row_holds_every_figure_as_a_plain_number() -> None:
 def test_bytes_and_waits_are_those_of_the_step() -> None:
     model, optimizer = sharded()
     meter, traffic = Meter(model, optimizer), onefold.engine_of(model).traffic
-    event = traffic.record("all-gather", "blocks.0", 1000, 4, "float32", "forward", 0)
+    event = traffic.record(TrafficEvent("all-gather", "blocks.0", 1000, 4, "float32", "forward", 0))
     traffic.waited(event, since=event.launched - 0.25)
     first = meter.step()
-    traffic.record("reduce-scatter", "blocks.0", 500)
+    traffic.record(TrafficEvent("reduce-scatter", "blocks.0", 500))
     second, third = meter.step(), meter.step()
     assert [row["wire_bytes"] for row in (first, second, third)] == [1000, 500, 0]
     assert first["exposed_ms"] >= 250 and second["exposed_ms"] == third["exposed_ms"] == 0

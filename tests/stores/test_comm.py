@@ -10,6 +10,7 @@ import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def each_move(group: Group, me: int, whole: Group) -> dict[str, Tensor]:
     sizes = [1 + p % 2 for p in range(n)]
     sent = torch.cat([torch.full((size,), 100.0 * me + p) for p, size in enumerate(sizes)])
     received = torch.zeros(n, sizes[at])
-    if group.native and n > 1:
+    if group.native and group.ranks == sorted(group.ranks):  # as reductions run on
         group.scatter_parts(sent, group.cut(sizes), received, HERE, 3, "reduce-scatter").wait()
     else:
         pieces, rows = sent.split(sizes), received.unbind()
@@ -158,7 +159,7 @@ def expected_of(numbers: list[int], at: int) -> dict[str, Tensor]:
 
 
 def moves_of_each_level(inner: int | None, native: bool) -> None:
-    whole = Group(standin.new_group() if native else None, CPU, 20.0, inner)
+    whole = Group.over(standin.new_group() if native else None, CPU, 20.0, inner)
     me, size = dist.get_rank(), dist.get_world_size()
     each = inner or size
     node, place = me // each * each, me % each
@@ -348,6 +349,28 @@ def test_the_backend_adds_up_by_default_only_where_messages_are_flat_over_hosts(
         assert reducing(hosts, **options) == {operation}
     decided = operation == "reduce_scatter" and "reduce" not in options
     assert any("native" in line for line in lines) == (decided and dist.get_rank() == 0)
+
+
+@on_ranks(4, fresh=True)
+@pytest.mark.parametrize("made", range(6))
+def test_a_group_that_cannot_be_made_leaves_nothing_behind(made: int) -> None:
+    """A communicator of all ranks or of a level cannot be made, after some others were."""
+    on("aabb")
+    among, known, left = standin.new_group(), dist.distributed_c10d._world.pg_names, [made]
+    before, make = len(known), dist.new_group
+
+    def new_group(*arguments: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("no memory for it")
+        return make(*arguments, **named)
+
+    with (
+        patch.object(dist, "new_group", new_group),
+        pytest.raises(onefold.StallError, match="no memory for it"),
+    ):
+        shard(among)
+    assert left[0] == -1 and len(known) == before, (made, set(known.values()))
 
 
 def test_a_store_that_does_not_answer_is_told_and_costs_one_thread() -> None:

@@ -80,7 +80,7 @@ class Together:
             )
         if self.size > 1:
             self._group: Any = group.communicator()
-            self._timeout, self._places = group.timeout, group.everyone[1]
+            self._timeout, self._places = group.timeout, group.shared.places
             self._signs = Signs(self._group.group_name, group.timeout)
 
     @property
@@ -213,7 +213,9 @@ class Together:
                 timedelta(milliseconds=1)
             )
         engine = self._engine()
-        step, heard = (engine.step_count, engine.group.heard) if engine is not None else (0, None)
+        step, heard = (
+            (engine.step_count, engine.group.shared.heard) if engine is not None else (0, None)
+        )
         context = CollectiveContext("control", CHECKPOINT, step, "state")
         cause = RuntimeError(f"no rank has written or read anything for {self._timeout:.0f} s")
         name, me = self._group.group_name, self.ranks[self.rank]

@@ -7,16 +7,13 @@ import contextlib
 import copy
 import functools
 import gc
-import itertools
 import math
 import os
-import re
 import socket
 import threading
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
 from itertools import groupby
@@ -41,17 +38,14 @@ from onefold.recipe.rows import FLAT, NODE
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Format ranks in short: "0-7", "0,8,16", "0-3,8-11"."""
-    out: list[list[int]] = []
-    for rank in ranks:
-        if out and rank == out[-1][1] + 1:
-            out[-1][1] = rank
-        else:
-            out.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+    runs = [
+        [rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])
+    ]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def members(given: Any) -> tuple[Any, list[int]]:
-    """Return the process group for `given`, and its global ranks.
+    """Return the process group for `given`, and its global ranks in ascending order.
 
     The group is None for the default group, and for a single process without process groups, whose
     ranks are [0].
@@ -71,9 +65,6 @@ def members(given: Any) -> tuple[Any, list[int]]:
             )
         return None, [0]
     rank, group = dist.get_rank(), given
-    outside = f"rank {rank} is not in the given group{{}}: only its members call shard()."
-    if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(outside.format(" (new_group returned no group to it)"))
     if hasattr(given, "get_group"):
         if getattr(given, "ndim", 1) != 1:
             raise ValueError(
@@ -81,25 +72,19 @@ def members(given: Any) -> tuple[Any, list[int]]:
                 " expected a one-dimensional one. Give several axes as mesh=..., with data=(...) for"
                 " those that carry different data."
             )
-        if getattr(given, "get_coordinate", list)() is None:
-            raise ValueError(outside.format(f" {given!r}"))
-        group = given.get_group()
+        group = given.get_group() if given.get_coordinate() else dist.GroupMember.NON_GROUP_MEMBER
     if group is None:
         return None, list(range(dist.get_world_size()))
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            f"group={given!r}: expected a torch.distributed ProcessGroup (dist.new_group([0, 1])),"
-            " a one-dimensional DeviceMesh, or None for all ranks."
-        )
     try:
         ranks = dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):
-        raise ValueError(
-            f"group={given!r} is no process group of this process (any more): it was destroyed, or"
-            " made elsewhere."
-        ) from None
+    except (KeyError, ValueError, TypeError, AttributeError):
+        ranks = []
     if rank not in ranks:
-        raise ValueError(outside.format(f" of ranks {ranks}"))
+        raise ValueError(
+            f"group={given!r}: rank {rank} is not in the given group, and only its members call"
+            " shard(). Give a torch.distributed ProcessGroup that was not destroyed"
+            " (dist.new_group([0, 1])), a one-dimensional DeviceMesh, or None for all ranks."
+        )
     return group, ranks
 
 
@@ -116,21 +101,17 @@ def backend_of(process_group: Any, device: torch.device) -> str:
     backends = dict(
         part.split(":") for part in dist.get_backend_config(process_group).split(",") if ":" in part
     )
-    found = backends.get(device.type)
-    if found is not None:
+    if found := backends.get(device.type):
         return found
     if str(dist.get_backend(process_group)) == "gloo":
         return "gloo"
-    has = ", ".join(f"{name} for {kind}" for kind, name in backends.items())
     wanted = f"cpu:gloo,{device.type}:{backend_name(device)}" if device.type != "cpu" else "gloo"
-    there = next(iter(backends), "cpu")
     # Who has forgotten to move the model to its device does not want to train on the CPU
-    moved = f"give shard(..., device={there!r}) to train there, or " if there != "cpu" else ""
+    there = next((kind for kind in backends if kind != "cpu"), device.type)
     raise ValueError(
-        f"the model is on {device}, and the process group has no backend for {device.type!r}"
-        f" tensors (it has {has or 'none'}): {moved}start it with"
-        f" torch.distributed.init_process_group({wanted!r}), or give shard() another group or"
-        " device."
+        f"the model is on {device}, and the process group has no backend for {device.type!r} tensors"
+        f" (it has {backends}): give shard() another group or device ({there!r}), or start it with"
+        f" torch.distributed.init_process_group({wanted!r})."
     )
 
 
@@ -148,20 +129,11 @@ def refuse_shared_device(places: Mapping[int, bytes], device: torch.device) -> N
     together = max(sharing.values(), key=len)
     if len(together) == 1:
         return
-    count, kind = device_count(), device.type
-    cure = (
-        f"Give each rank its own before shard(): torch.{kind}.set_device(int(os.environ"
-        f"['LOCAL_RANK'])), or shard(..., device=f\"{kind}:{{os.environ['LOCAL_RANK']}}\")"
-    )
-    if count < len(together):
-        cure = (
-            f"Rank {dist.get_rank()} sees {count} device{'s' if count > 1 else ''}: start as many"
-            " ranks on each host as it has (torchrun --nproc-per-node), or give each task its own"
-            " (srun --gpus-per-task=1)"
-        )
     raise ValueError(
         f"ranks {format_ranks(sorted(together))} compute on one device ({device} on rank"
-        f" {dist.get_rank()}), and the backend needs one for each rank. {cure}."
+        f" {dist.get_rank()}, which sees {device_count()}), and the backend needs one for each rank."
+        " Start as many ranks on each host as it has devices (torchrun --nproc-per-node), and give each"
+        f" its own before shard(): torch.{device.type}.set_device(int(os.environ['LOCAL_RANK']))."
     )
 
 
@@ -169,8 +141,8 @@ def refuse_shared_device(places: Mapping[int, bytes], device: torch.device) -> N
 #
 # Which ranks share a node, and how many ranks make a group.
 #
-# The nodes are those of the launcher's variables. If it sets none, or none that can be used, the
-# ranks compare the identities of their hosts (`host_identity`) when the group is made.
+# The nodes are those of the launcher's LOCAL_WORLD_SIZE. If it sets none, or none that can be used,
+# the ranks compare the identities of their hosts (`host_identity`) when the group is made.
 #
 # | recipe's `group` | ranks of a group, every node having the same number (above 1) in sequence | else                     |
 # |------------------|---------------------------------------------------------------------------|--------------------------|
@@ -186,86 +158,37 @@ def refuse_shared_device(places: Mapping[int, bytes], device: torch.device) -> N
 #: ranks' own comparison. None: all ranks are on one node.
 Nodes = int | Mapping[int, int] | None
 
-#: Variables with (ranks of this node, ranks of the run), by launcher: torchrun and others that set
-#: the same; Open MPI; MPICH, Intel MPI and MVAPICH.
-_SAID_BY = (
-    ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
-    ("MPI_LOCALNRANKS", "PMI_SIZE"),
-)
-#: srun: "4(x2)", or "4" on one node; anything else is uneven.
-_SLURM = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS")
-#: srun's distributions that put consecutive ranks on a node.
-_NEIGHBOURS = ("", "block", "unknown")
 
+def ranks_of_a_node() -> int | None:
+    """Return the number of ranks on each node, as torchrun and its like say it in LOCAL_WORLD_SIZE;
+    None if they do not, or if nodes have different numbers of ranks.
 
-def ranks_of_a_node(
-    environment: Mapping[str, str] = os.environ, world_size: int | None = None
-) -> int | None:
-    """Return the number of ranks on each node, from the variables of torchrun, mpirun or srun.
-
-    None if no launcher has set them, if nodes have different numbers of ranks, or if the ranks of a
-    node are not consecutive.
-
-    Args:
-        environment: the environment variables.
-        world_size: the number of ranks of this run. Variables for another number are ignored: they
-            come from an outer run, inside which this one was started.
-
-    Raises:
-        ValueError: a variable is not a number of ranks, or exceeds the ranks of the run.
+    A variable for another number of ranks than there are comes from an outer run, inside which this
+    one was started.
     """
-    for here_name, all_name in _SAID_BY:
-        if here_name in environment and all_name in environment:
-            here = _count(environment, here_name)
-            return _each(here, _count(environment, all_name), world_size, here_name)
-    tasks, total = (environment.get(name, "") for name in _SLURM)
-    even = re.fullmatch(r"(\d+)(\(x\d+\))?", tasks)
-    distribution = environment.get("SLURM_DISTRIBUTION", "").partition(":")[0]
-    if even and total.isdigit() and distribution in _NEIGHBOURS:
-        return _each(int(even.group(1)), int(total), world_size, _SLURM[0])
-    return None
-
-
-def _count(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name].strip()
-    if not text.isdigit() or not int(text):
-        raise ValueError(
-            f"the environment says {name}={environment[name]!r}: expected a number of ranks from 1"
-            " up, as launchers set it. Correct it, or unset it."
-        )
-    return int(text)
-
-
-def _each(here: int, all_of_them: int, world_size: int | None, name: str) -> int | None:
-    if world_size is not None and all_of_them != world_size:
+    here, of_all = (os.environ.get(n, "") for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    every = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if not here.isdecimal() or of_all != str(every) or every % max(1, int(here)):
         return None
-    if here > all_of_them:
-        raise ValueError(
-            f"the environment says {name}={here} for a run of {all_of_them} ranks: a node cannot"
-            " have more ranks than there are. Correct it, or unset it."
-        )
-    return here if all_of_them % here == 0 else None
+    return int(here) or None
 
 
-def host_identity(environment: Mapping[str, str] = os.environ) -> str:
+def host_identity() -> str:
     """Return what tells this host from others: its name and the id of its boot, or NCCL_HOSTID if
     it is set. NCCL takes the same for a host.
 
     Containers on one machine have names of their own. They count as hosts of their own, since they
     reach each other over the network.
     """
-    if said := environment.get("NCCL_HOSTID"):
-        return said
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = ""
-    return f"{socket.gethostname()} {boot}"
+    return os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot}"
 
 
 def inner_of(group: int | str | None, ranks: Sequence[int], per_node: Nodes) -> int:
-    """Return the ranks of a group, by the table of this module.
+    """Return the ranks of a group, by the table above.
 
     Raises:
         ValueError: group="node", but `ranks` are spread over nodes unevenly or not consecutively.
@@ -276,7 +199,7 @@ def inner_of(group: int | str | None, ranks: Sequence[int], per_node: Nodes) -> 
         return int(group)
     nodes = nodes_of(ranks, per_node)
     each = len(ranks) // len(set(nodes))
-    uneven = [len(list(neighbours)) for _, neighbours in groupby(nodes)] != [each] * len(set(nodes))
+    uneven = _runs(nodes) != [each] * len(set(nodes))
     if group is None:  # by default, no groups if nodes are uneven or have one rank each
         return len(ranks) if uneven or each == 1 else each
     if uneven:
@@ -292,6 +215,11 @@ def nodes_of(ranks: Sequence[int], per_node: Nodes) -> list[int]:
     if isinstance(per_node, Mapping):
         return [per_node[rank] for rank in ranks]
     return [rank // per_node if per_node else 0 for rank in ranks]
+
+
+def _runs(nodes: Sequence[int]) -> list[int]:
+    """Return how many neighbours each run of ranks on one node has."""
+    return [len(list(neighbours)) for _, neighbours in groupby(nodes)]
 
 
 def flat_over(nodes: Sequence[int], topology: Topology) -> bool:
@@ -313,50 +241,24 @@ def communicators_of(topology: Topology) -> int:
     return 5 if topology.two_levels else 2
 
 
-def flat_note(
-    group: int | str | None, ranks: Sequence[int], per_node: Nodes, topology: Topology
-) -> str:
-    """Return a sentence for a default (`group` is None) that is flat over nodes: why, what it costs
-    and what to do; "" if it is not.
+def flat_note(ranks: Sequence[int], nodes: Sequence[int]) -> str:
+    """Return a sentence for a default that is flat over nodes: why, what it costs and what to do.
+    `nodes` has the node of each of the ranks.
     """
-    nodes = nodes_of(ranks, per_node)
-    if group is not None or not flat_over(nodes, topology):
-        return ""
     by_node: dict[int, list[int]] = {}
-    for rank, node in sorted(zip(ranks, nodes, strict=True)):
+    for rank, node in zip(ranks, nodes, strict=True):
         by_node.setdefault(node, []).append(rank)
-    runs = [len(list(neighbours)) for _, neighbours in groupby(nodes)]
-    uneven, scattered = len(set(map(len, by_node.values()))) > 1, len(runs) > len(by_node)
-    why = " and ".join(
-        ["unevenly"] * uneven + ["not as neighbours"] * scattered  # at least one of the two
-    )
-    shown = "; ".join(format_ranks(members) for members in list(by_node.values())[:8])
-    more = f"; and {len(by_node) - 8} more" if len(by_node) > 8 else ""
-    most, fitting = max(Counter(nodes).values()), math.gcd(*runs)
-    cure = "Start the same number of ranks on each host, numbered host by host"
+    sizes, runs = [len(some) for some in by_node.values()], _runs(nodes)
+    why = "unevenly" if len(set(sizes)) > 1 else "not as neighbours"
+    cure, fitting = "numbered host by host", math.gcd(*runs)
     if fitting > 1:
         cure += f", or give group={fitting}: groups of ranks that share a host"
     return (
-        f"the ranks lie on {len(by_node)} hosts {why} (ranks {shown}{more}), so that no two levels"
-        " can be made: every rank sends to every other, up to"
-        f" {most} times the bytes between hosts in a reduction. {cure}."
+        f"the ranks lie on {len(sizes)} hosts {why} (ranks"
+        f" {'; '.join(map(format_ranks, by_node.values()))}), so that no two levels can be made: every"
+        f" rank sends to every other, up to {max(sizes)} times the bytes between hosts in a reduction."
+        f" Start the same number of ranks on each host, {cure}."
     )
-
-
-def sides_of(
-    ranks: Sequence[int], per_node: Nodes, group: int | str | None, topology: Topology
-) -> tuple[list[int], str]:
-    """Return what counts as the node of each position, and the number of nodes in words; "" if
-    there is one.
-
-    If there is only one node, and the recipe names a number of ranks for its groups, the groups
-    stand for nodes.
-    """
-    nodes, name = nodes_of(ranks, per_node), "nodes"
-    if len(set(nodes)) == 1 and isinstance(group, int):
-        nodes, name = [number // topology.inner for number in topology.order], "groups"
-    count = len(set(nodes))
-    return nodes, f"{count} {name}" if count > 1 else ""
 
 
 # -- communicators ---------------------------------------------------------------------------------
@@ -407,8 +309,8 @@ MARGIN = 30.0
 
 
 class Communicators:
-    """Makes communicators over `ranks` (global, in ascending order). Collective over these ranks.
-    `given`: the process group over them that the script gave, if any.
+    """Makes the communicators of one engine, over `ranks` (global) or some of them. `given`: the process
+    group over them that the script gave, if any.
 
     Attributes:
         native: the communicators that are not gloo's.
@@ -417,95 +319,79 @@ class Communicators:
     def __init__(
         self, ranks: Sequence[int], device: torch.device, timeout: float, given: Any = None
     ) -> None:
-        self.ranks, self.device, self.timeout = sorted(ranks), device, timeout
-        self._of = f"{format_ranks(self.ranks)}/{getattr(given, 'group_name', '')}"
+        self.ranks, self.device, self.timeout, self.given = sorted(ranks), device, timeout, given
         self.native: list[Any] = []
         self._made: list[Any] = []
 
     def make(
         self,
         backend: str,
-        where: str = "shard()",
+        parts: Sequence[Sequence[int]] = (),
         parent: Any = None,
+        where: str = "shard()",
         on_demand: bool = False,
     ) -> Any:
-        """Make one more communicator.
+        """Make one more communicator. Collective over the ranks of `parent`.
 
         Args:
+            parts: a division of the parent's ranks, by their global numbers, to make one for the part
+                that this rank is in; none to make one for all.
+            parent: a native communicator, or process group, to split from.
             where: the user's call that needs it, for messages.
-            parent: a native communicator, or process group, over the same ranks, to split from.
             on_demand: see [Note: connections on demand].
 
         Raises:
             StallError: the other ranks did not call it in time.
         """
-        whole = [list(range(len(self.ranks)))]
-        if not on_demand:
-            return self._make(backend, where, parent, whole)
-        with _connecting_on_demand():
-            made = self._make(backend, where, parent, whole)
-
-        def connect() -> None:
-            self._meet(made.group_name)
-            made.barrier().wait()
-
-        self._within(where, connect)
-        return made
-
-    def _meet(self, name: str) -> None:
-        """Wait in the store until all ranks have come here."""
-        store, place = default_store(), f"onefold/met/{name}"
-        if store.add(place, 1) == len(self.ranks):
-            store.set(f"{place}/all", "")
-        store.wait([f"{place}/all"], timedelta(seconds=self.timeout))
-
-    def _within(self, where: str, call: Callable[[], Any]) -> Any:
-        """Return what `call` returns, which needs the store and the other ranks. Raises: StallError."""
-        start = time.perf_counter()
-
-        def on_device() -> Any:
-            with guard(self.device):  # each thread has a current one of its own
-                return call()
-
-        try:
-            # torch's own limits, where it has some, are reached first
-            return within(self.timeout + GRACE, on_device)
-        except RuntimeError as error:
-            raise self.alone(time.perf_counter() - start, where, error) from None
-
-    def make_part(self, backend: str, parent: Any, parts: list[list[int]]) -> Any:
-        """Make a communicator over the part that this rank is in. `self.ranks` must be that part.
-
-        Args:
-            parent: a communicator over the union of `parts`.
-            parts: a division of the parent's ranks, by their numbers in it.
-        """
-        return self._make(backend, "shard()", parent, parts)
-
-    def _make(self, backend: str, where: str, parent: Any, parts: list[list[int]]) -> Any:
-        seconds = self.timeout if backend == "gloo" else 2 * self.timeout + MARGIN
-        patience = timedelta(seconds=seconds)
+        whole = sorted(rank for part in parts for rank in part) or self.ranks
+        ranks = next((sorted(part) for part in parts if dist.get_rank() in part), whole)
+        native = backend != "gloo"
+        patience = timedelta(seconds=2 * self.timeout + MARGIN if native else self.timeout)
         destroy_left()
 
         def new() -> Any:
-            if backend != "gloo" and self._can_split(parent):
-                return _split(parent, parts, patience, self.device, backend)
-            # A subset calls new_group without the others, which use_local_synchronization
-            # allows; over all ranks it is collective.
-            options: dict[str, Any] = (
-                {}
-                if len(self.ranks) == dist.get_world_size()
-                else {"use_local_synchronization": True}
-            )
-            if backend == "nccl":
-                asked = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-                asked._timeout = patience  # torch warns of another one than `timeout`
-                options["pg_options"] = asked
-            return dist.new_group(self.ranks, backend=backend, timeout=patience, **options)
+            with guard(self.device), self._named(ranks):  # each thread has a device of its own
+                if native and self._can_split(parent):
+                    numbers = {rank: number for number, rank in enumerate(whole)}
+                    cut = sorted(
+                        sorted(numbers[rank] for rank in part) for part in parts or [whole]
+                    )
+                    return self._split(parent, cut, patience, backend)
+                # A subset calls new_group without the others, which use_local_synchronization
+                # allows; over all ranks it is collective.
+                options: dict[str, Any] = (
+                    {}
+                    if len(ranks) == dist.get_world_size()
+                    else {"use_local_synchronization": True}
+                )
+                if backend == "nccl":
+                    asked = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+                    asked._timeout = patience  # torch warns of another one than `timeout`
+                    options["pg_options"] = asked
+                with _connecting_on_demand() if on_demand else contextlib.nullcontext():
+                    return dist.new_group(ranks, backend=backend, timeout=patience, **options)
 
-        made = self._within(where, new)
-        self._made.append(made)
-        if backend != "gloo":
+        def connect() -> None:
+            store, place = default_store(), f"onefold/met/{made.group_name}"
+            if store.add(place, 1) == len(ranks):
+                store.set(f"{place}/all", "")
+            store.wait([f"{place}/all"], patience)
+            made.barrier().wait()
+
+        start = time.perf_counter()
+        try:
+            # torch's own limits, where it has some, are reached first
+            made = within(self.timeout + GRACE, new)
+            self._made.append(made)
+            if on_demand:
+                within(self.timeout + GRACE, connect)
+        except RuntimeError as error:
+            raise StallError(
+                f"rank {dist.get_rank()} waited {time.perf_counter() - start:.0f} s in {where} for the"
+                f" other ranks of {ranks} to call it too. (backend:"
+                f" {str(error).splitlines()[0][:200]})"
+            ) from None
+        if native:
             self.native.append(made)
             if _follow_collector not in gc.callbacks:
                 gc.callbacks.append(_follow_collector)
@@ -516,36 +402,58 @@ class Communicators:
         group was made with a device_id.
         """
         default = dist.distributed_c10d._get_default_group()
-        if getattr(default, "bound_device_id", None) is None:
-            return False
-        group = default if parent is None else parent
+        group = parent or default
         # torch cannot split a group that was made without naming a backend
-        if str(dist.get_backend(group)) == "undefined":
+        if default.bound_device_id is None or str(dist.get_backend(group)) == "undefined":
             return False
         try:
-            found = group._get_backend(self.device)
-        except RuntimeError:
+            return bool(group._get_backend(self.device).supports_splitting)
+        except (RuntimeError, AttributeError):
             return False
-        return bool(getattr(found, "supports_splitting", False))
 
-    def alone(self, waited: float, where: str, error: Exception) -> StallError:
-        """Return the error of a rank that waited in `where` for the others."""
-        return StallError(
-            f"rank {dist.get_rank()} waited {waited:.0f} s in {where} for the other ranks of"
-            f" {self.ranks} to call it too. (backend: {str(error).splitlines()[0][:200]})"
-        )
+    def _split(self, parent: Any, parts: list[list[int]], patience: timedelta, backend: str) -> Any:
+        options: dict[str, Any] = {}
+        if ":" in str(dist.get_backend(parent)):
+            # Else all backends of the parent are split, gloo's too
+            options["backend"] = f"{self.device.type}:{backend}"
+        group = parent or dist.distributed_c10d._get_default_group()
+        own = getattr(group._get_backend(self.device), "options", None)
+        if hasattr(own, "is_high_priority_stream"):
+            options["pg_options"] = copy.deepcopy(own)  # torch writes into what it is given
+            options["pg_options"].is_high_priority_stream = True
+        return dist.split_group(parent, parts, timeout=patience, **options)
 
     @contextlib.contextmanager
-    def named(self, where: str = "shard()") -> Iterator[None]:
-        """Give the groups made inside names of their own. See [Note: names of groups]. Local.
-        Raises: StallError: the store does not answer.
+    def _named(self, ranks: Sequence[int]) -> Iterator[None]:
+        """Give the group made inside a name of its own. See [Note: names of groups].
+
+        torch takes no name. So its function that makes one is exchanged for as long as some thread
+        is inside; other threads get what it answers.
         """
-        place, me = f"onefold/groups/{self._of}", dist.get_rank()
+        global _inside
+        c10d = dist.distributed_c10d
+        place = f"onefold/groups/{format_ranks(ranks)}/{getattr(self.given, 'group_name', '')}"
         # The same number on every rank: each has come here equally often
-        turn = self._within(where, lambda: default_store().add(f"{place}/turns/{me}", 1))
-        names = (f"{place}/{turn}.{number}" for number in itertools.count(1))
-        with _named_by(names):
+        turn = default_store().add(f"{place}/turns/{dist.get_rank()}", 1)
+        with _CHANGING:
+            if not _inside:
+                by_torch = c10d._process_group_name
+
+                @functools.wraps(by_torch)
+                def name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
+                    return _NAME.get() or by_torch(ranks, use_hashed_name)
+
+                c10d._process_group_name = name
+            _inside += 1
+        token = _NAME.set(f"{place}/{turn}")
+        try:
             yield
+        finally:
+            _NAME.reset(token)
+            with _CHANGING:
+                _inside -= 1
+                if not _inside:
+                    c10d._process_group_name = c10d._process_group_name.__wrapped__  # type: ignore[attr-defined]
 
     def give_up(self) -> None:
         """Abort the native communicators, so that operations waiting for a missing rank free the
@@ -569,19 +477,11 @@ class Communicators:
         _destroy(groups)
 
 
-def _split(
-    parent: Any, parts: list[list[int]], patience: timedelta, device: torch.device, backend: str
-) -> Any:
-    options: dict[str, Any] = {}
-    if ":" in str(dist.get_backend(parent)):
-        # Else all backends of the parent are split, gloo's too
-        options["backend"] = f"{device.type}:{backend}"
-    group = dist.distributed_c10d._get_default_group() if parent is None else parent
-    own = getattr(group._get_backend(device), "options", None)
-    if hasattr(own, "is_high_priority_stream"):
-        options["pg_options"] = copy.deepcopy(own)  # torch writes into what it is given
-        options["pg_options"].is_high_priority_stream = True
-    return dist.split_group(parent, parts, timeout=patience, **options)
+#: The name of the group that is made next in this context; "": torch's.
+_NAME: ContextVar[str] = ContextVar("name of a group", default="")
+_CHANGING = threading.Lock()
+#: How many threads are inside `_named`.
+_inside = 0
 
 
 @contextlib.contextmanager
@@ -656,44 +556,3 @@ def _destroy(groups: Sequence[Any]) -> None:
     for group in groups:
         with contextlib.suppress(Exception):  # already destroyed with the default group
             dist.destroy_process_group(group)
-
-
-# -- names -----------------------------------------------------------------------------------------
-
-
-#: The names of the groups that are made next in this context; None: torch's.
-_NAMES: ContextVar[Iterator[str] | None] = ContextVar("names of groups", default=None)
-_CHANGING = threading.Lock()
-#: How many threads are inside `_named_by`.
-_inside = 0
-
-
-@contextlib.contextmanager
-def _named_by(names: Iterator[str]) -> Iterator[None]:
-    """Have torch take `names` for the groups that this thread makes inside.
-
-    `new_group` and `split_group` take no name. So torch's function that makes one is exchanged for
-    as long as some thread is inside; other threads get what it answers.
-    """
-    global _inside
-    c10d = dist.distributed_c10d
-    with _CHANGING:
-        if not _inside:
-            by_torch = c10d._process_group_name
-
-            @functools.wraps(by_torch)
-            def name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
-                given = _NAMES.get()
-                return by_torch(ranks, use_hashed_name) if given is None else next(given)
-
-            c10d._process_group_name = name
-        _inside += 1
-    token = _NAMES.set(names)
-    try:
-        yield
-    finally:
-        _NAMES.reset(token)
-        with _CHANGING:
-            _inside -= 1
-            if not _inside:
-                c10d._process_group_name = c10d._process_group_name.__wrapped__  # type: ignore[attr-defined]

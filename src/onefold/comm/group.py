@@ -1,5 +1,15 @@
-"""`Group`: the ranks that a model is sharded over, their two levels, and parts of them. Their
-collectives are in comm/moves.py, the waiting in comm/peers.py.
+"""`Group`: some ranks, with this one among them: their positions, their two levels, and all that they send
+each other.
+
+| from         | to         | move           | pairwise (gloo)                            | native (NCCL)                |
+|--------------|------------|----------------|--------------------------------------------|------------------------------|
+| sharded      | replicated | all-gather     | each rank sends its interval to each other | all_gather_single            |
+| partial sums | sharded    | reduce-scatter | sends of intervals, then a local sum       | all_to_all_single, local sum |
+| partial sums | replicated | all-reduce     | the two above                              | the two above                |
+| replicated   | sharded    | slice          | no traffic                                 | no traffic                   |
+
+With `reduce="native"` in the recipe partial sums go by the backend's own reduce_scatter_single and
+all_reduce.
 
 [Note: two levels] Ranks may be arranged in groups (layout/flat.py); by default the ranks of
 each node are a group if there are several nodes. This rank then has a group on each level:
@@ -7,16 +17,42 @@ each node are a group if there are several nodes. This rank then has a group on 
 them. So each byte enters a node once.
 
 [Note: parts] On a mesh of several axes, a flat buffer belongs to some of the ranks (layout/holders.py).
-These are a `Part` of the group over all of them, with levels of its own. All ranks of the mesh agree
+These are a part of the group over all of them, with levels of its own. All ranks of the mesh agree
 on what was used, on norms and on failures; parameters and gradients travel among the ranks of a part.
+
+[Note: sums are local and in rank order] Every reduction sends the parts unchanged. The rank that
+owns the interval adds them up in rank order, in the accumulation dtype. So the bits of a sum depend
+neither on the placement of the result nor on how the unit was cut into messages, and stages 0 to 3
+are bit-equal. And 16-bit gradients can be sent in 16 bits and still be summed in fp32.
+
+[Note: one rank stands for all] Under torch's "fake" backend (simulation/simulate.py) moves are entered in
+the ledger and nothing arrives. Where a rank needs the others' values, it takes its own. A
+simulation with a clock (simulation/clock.py) gives each move a work object to wait for, as NCCL
+does.
+
+[Note: tags instead of order] A pairwise message carries a tag made of the move, the unit, a count,
+the addresses that are reduced, and the length. If two ranks disagree on what comes next, their
+messages do not match: both wait, and the wait ends in a `StallError`. Neither takes the other's
+bytes for something else.
+
+[Note: order instead of tags] A native backend matches operations by the order in which each rank
+launches them. It takes one unit's bytes for another's if they have the same size. So every launch
+goes into a checksum of its communicator (`launched`), and the ranks compare the checksums at the
+end of every backward pass, before the optimizer step. Gathers and reductions have a communicator
+each, because the order between a gather and a reduction may differ from rank to rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import struct
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,254 +68,175 @@ from onefold.comm.communicators import (
     host_identity,
     inner_of,
     members,
+    nodes_of,
     ranks_of_a_node,
     refuse_shared_device,
-    sides_of,
     warn_of_one_connection,
 )
-from onefold.comm.ledger import TrafficLedger
+from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.comm.mesh import Mesh
-from onefold.comm.moves import Moves
-from onefold.comm.peers import alike, both
-from onefold.comm.pending import Chains, CollectiveContext, RunAhead, StallError
-from onefold.comm.wire import GLOO, Wire, wire_of
-from onefold.device import device_identity, has_streams, new_stream
+from onefold.comm.pending import (
+    Chain,
+    Chains,
+    CollectiveContext,
+    Pending,
+    RunAhead,
+    StallError,
+    stall_error,
+)
+from onefold.device import (
+    current_stream,
+    device_identity,
+    has_streams,
+    new_event,
+    new_stream,
+    simulated,
+)
 from onefold.layout import Topology
 
+#: (peer, tensor) for each message.
+Parts = Sequence[tuple[int, torch.Tensor]]
+#: The range of the unit's buffer that is reduced.
+Addresses = tuple[int, int] | None
+#: Bytes to other ranks, and those of them to other nodes; the bytes that these two were encoded from, 0
+#: if they were not.
+Bytes = tuple[int, int, int, int]
+_KINDS = (
+    "owners",
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "control",
+    "state",
+    "call",
+    "agreement",
+)
+#: Bytes of words that tell other ranks what was asked for here.
+_WORDS = 256
+_START = CollectiveContext("control", "(start)", 0, "state")
 
-class Group(Moves):
-    """The ranks that a model is sharded over. The engine has communicators of its own for gathers and for
-    reductions, so that neither queues behind the other.
 
-    Args:
-        process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None for all ranks (or for a
-            single process).
-        device: where the moved tensors live.
-        timeout: seconds a wait may take before it ends in a `StallError`.
-        inner: ranks of each group: a number (of data ranks, on a mesh), None, "node" or "flat"; see
-            the table of comm/communicators.py and [Note: two levels].
-        backend: None takes the one that `process_group` has for such tensors.
+@dataclass(frozen=True)
+class Cut:
+    """How the ranks of a group divide one buffer among themselves. Lengths are in elements.
 
     Attributes:
-        ranks: global ranks by position.
-        rank, size: this rank's position, and the number of ranks.
-        number: this rank's place among the ranks in ascending order. It differs from the position
-            only on two levels.
-        nodes: the node of each position, for the ledger.
-        borders: the number of nodes in words, such as "2 nodes"; "" if there is one
-            (comm/communicators.py).
-        flat_over_nodes: every rank sends to every other, although several share a node.
-        flat_note: a sentence about that, if the recipe leaves the groups to Onefold; else "".
-        reunion: where these ranks meet after the group was closed.
+        sizes: of the parts, by position.
+        numel: of the buffer.
+        own: of this rank's part.
+        between: of the parts that belong to ranks on other nodes, together.
+        even: True if all parts have the same length.
+    """
 
-    Raises:
-        ValueError: the groups do not divide the ranks, or ranks share a device that the backend
-            needs for one of them.
+    sizes: tuple[int, ...]
+    numel: int
+    own: int
+    between: int
+    even: bool
+
+
+class Shared:
+    """What a group over all ranks of a model and the groups made of it have in common.
+
+    Attributes:
+        ranks: the global ranks in ascending order.
+        places: the place of each in its mesh, in words: "dp 1, tp 0"; none if the mesh has one axis.
+        control: gloo's communicator, for messages that the host reads.
+        inner: ranks of each group, as the recipe says it; on a mesh, a number of data ranks.
+        per_node: where nodes end.
+        node_of: what counts as the node of each rank, in the ledger.
+        borders: the number of nodes in words, such as "2 nodes"; "" if there is one. If there is only
+            one node, and the recipe names a number of ranks for its groups, the groups stand for
+            nodes.
+        heard: the last step at whose end all ranks agreed.
+        updates: what clipping and optimizers did since the ranks last compared it: each a name, and
+            items in words (runtime/updates.py).
+        broken: the error that this rank has failed with, or None.
+        launched: the checksums of launches on the communicators of gathers and of reductions, of each
+            group.
+        chains, relay: see [Note: chains go on in order] in comm/pending.py. There is one relay, the
+            stream that waits for the first move of a chain, so that all ranks launch the second moves
+            in one order.
+        summing: the stream on which parts are added up; None without streams. See [Note: sums
+            beside the computation] in runtime/reduce_paths.py.
+        run_ahead: bounds how far the host runs ahead of the device; None where nothing needs it.
     """
 
     def __init__(
-        self,
-        process_group: Any,
-        device: torch.device,
-        timeout: float,
-        inner: int | str | None = None,
-        backend: str | None = None,
+        self, given: Any, device: torch.device, timeout: float, inner: Any, backend: str | None
     ) -> None:
-        self.timeout, self.device = timeout, device
-        self.reunion = Reunion(process_group, timeout, inner)
+        self.mesh = given if isinstance(given, Mesh) else None
+        process_group, self.ranks = members(given)
+        self.device, self.timeout, self.inner = device, timeout, inner
+        self.inner_of(self.ranks, None)  # raises before anything is made
+        several = len(self.ranks) > 1
+        self.rank = dist.get_rank() if several else self.ranks[0]
+        self.backend = (backend or backend_of(process_group, device)) if several else ""
+        self.communicators = Communicators(self.ranks, device, timeout, process_group)
+        self.control: Any = None
+        self.reunion = Reunion(given, timeout, inner)
+        self.places = {} if self.mesh is None else self.mesh.places
+        self.per_node: Nodes = ranks_of_a_node()
+        self.node_of = dict.fromkeys(self.ranks, 0)
+        self.borders = self.flat_note = ""
         self.ledger = TrafficLedger()
-        self.heard: int | None = None  # the step at whose end all ranks agreed last
+        self.heard: int | None = None
         self.updates: list[tuple[str, ...]] = []
         self.broken: StallError | None = None
-        self.wire: Wire = GLOO
+        self.launched: list[list[int]] = []
         self.chains = Chains()
-        # The stream that waits for the first move of a chain. There is one, so that all ranks
-        # launch the second moves in one order
-        self.relay, self.summing = (
-            new_stream(device, "relay", urgent=True),
-            new_stream(device, "sums", urgent=True),
-        )
+        self.relay, self.summing = (new_stream(device, n, urgent=True) for n in ("relay", "sums"))
         self.run_ahead: RunAhead | None = None
-        self._counts: dict[tuple[str, int], int] = {}
-        self._parts: dict[tuple[int, ...], Group] = {}
-        # Checksums of the launches on the communicators of gathers and of reductions
-        self._launched = [0, 0]
-        mesh = process_group if isinstance(process_group, Mesh) else None
-        process_group, numbers = members(process_group)
-        self._mesh = mesh
-        # Data ranks of each group, where the recipe names a number
-        self._data_ranks: int | None = None
-        if mesh is not None and isinstance(inner, int):
-            self._data_ranks, inner = inner, mesh.ranks_of(inner, numbers)
-        self.size = len(numbers)
-        self.ranks, self.name = numbers, format_ranks(numbers)
-        self.rank, self.number = 0, 0
-        self._intra_group = None
-        self._inter_group = None
-        self.communicators = Communicators(numbers, device, timeout, process_group)
-        said = ranks_of_a_node(world_size=dist.get_world_size() if self.size > 1 else None)
+
+    def inner_of(self, ranks: Sequence[int], per_node: Nodes) -> int:
+        """Return the ranks of each group, of these global ranks in ascending order."""
+        inner = self.inner
         if isinstance(inner, int):
-            Topology(self.size, inner_of(inner, numbers, None))  # raises before anything is made
-        if self.size > 1:
-            self.number = numbers.index(dist.get_rank())
-            self.backend = backend or backend_of(process_group, device)
-            self.wire = wire_of(self.backend)
-        self.control_group = self.gather_group = self.reduce_group = None
-        try:
-            self._connect(process_group, numbers, inner, said)
-        except BaseException:
-            self.close()
-            raise
+            inner = inner if self.mesh is None else self.mesh.ranks_of(inner, ranks)
+            return Topology(len(ranks), inner).inner
+        return len(ranks) if per_node is None else inner_of(inner, ranks, per_node)
 
-    def _connect(
-        self, process_group: Any, numbers: list[int], inner: int | str | None, said: int | None
-    ) -> None:
-        """Make the communicators, and agree on the levels. Collective. `said`: what the launcher says
-        are the ranks of a node.
-        """
-        device = self.device
-        per_node: Nodes = said
-        if not self.alone:
-            with self.communicators.named():
-                self.control_group = self.communicators.make("gloo", on_demand=self.native)
-            self._set_position(
-                self.number, list(range(self.size)), list(range(self.size)), [0] * self.size
-            )
-            per_node = self._agreed(said)
-            if per_node is None or device.type != "cpu":
-                hosts = self._compare_places()
-                per_node = hosts if per_node is None else per_node
-        self._inner, self._per_node = inner, per_node
-        self.topology = Topology(self.size, inner_of(inner, numbers, per_node))
-        self.flat_note = flat_note(inner, numbers, per_node, self.topology)
-        order = self.topology.order  # each position's number in the communicators
-        self.ranks = [numbers[i] for i in order]
-        self.nodes, self.borders = sides_of(self.ranks, per_node, inner, self.topology)
-        self.flat_over_nodes = flat_over(self.nodes, self.topology)
-        if self.size == 1:
-            return
-        self._set_position(self.ranks.index(dist.get_rank()), order, order, self.nodes)
-        if self.native and has_streams(device):
-            self.run_ahead = RunAhead(device, self.timeout, self._lost_by_device)
-        if self.backend == "gloo":
-            self.gather_group = self.reduce_group = self.control_group
-        elif not self.alone:
-            warn_of_one_connection(device)
-            with self.communicators.named():
-                self.gather_group = self.reduce_group = self.communicators.make(
-                    self.backend, parent=process_group
-                )
-                # On two levels every gather runs over the levels, and needs no communicator here
-                if not self.topology.two_levels:
-                    self.gather_group = self.communicators.make(self.backend, parent=process_group)
-        levels = self.topology.intra_group, self.topology.inter_group
-        self._intra_group, self._inter_group = (
-            None if len(part(self.rank)) == self.size else Level(self, part) for part in levels
-        )
+    def find_nodes(self, group: Group) -> None:
+        """Find out which ranks share a node. Collective.
 
-    @property
-    def intra_group(self) -> Group:
-        """The ranks of this rank's group; all ranks if there is one group."""
-        return self._intra_group or self
-
-    @property
-    def inter_group(self) -> Group:
-        """The ranks, one of each group, that hold the same shard as this rank; all ranks if groups
-        have one rank each.
-        """
-        return self._inter_group or self
-
-    def part(self, groups: Sequence[Sequence[int]]) -> Group:
-        """Return the group of this rank's part. Collective over all ranks, the first time.
-
-        Args:
-            groups: a division of all global ranks, each part in ascending order.
-        """
-        mine = next(tuple(ranks) for ranks in groups if self.ranks[self.rank] in ranks)
-        if len(mine) == self.size:
-            return self
-        if mine not in self._parts:
-            self._parts[mine] = Part(self, groups)
-        return self._parts[mine]
-
-    @property
-    def everyone(self) -> tuple[list[int], dict[int, str]]:
-        return self.ranks, {} if self._mesh is None else self._mesh.places
-
-    def axes_of(self, ranks: Sequence[int]) -> list[str]:
-        return [] if self._mesh is None else self._mesh.axes_of(ranks)
-
-    def _agreed(self, per_node: int | None) -> int | None:
-        """Return `per_node` if it is the same on all ranks, else None. With unequal nodes, some
-        ranks may see a number that divides the world size by chance.
+        The launcher's word counts if all ranks have the same. With unequal nodes, some ranks may see
+        a number that divides the world size by chance.
 
         Raises:
-            ValueError: on every rank, if ranks were given different meshes, or some of them none.
+            ValueError: on every rank, if ranks were given different meshes, or some of them none; or
+                if ranks compute on one device with a native backend.
         """
-        nodes, mesh, here = (per_node or 0).to_bytes(8, "little"), bytes(8), "none"
-        if self._mesh is not None:
-            axes = self._mesh.axes
-            given = axes.names, axes.sizes, axes.data, self._mesh.ranks
-            mesh = hashlib.sha256(repr(given).encode()).digest()[:8]
-            here = f"{self._mesh.describe()} with data={axes.data}"
-        context = CollectiveContext("control", "(start)", 0, "state")
-        found = self.any_of(both(nodes) + both(mesh), context)
-        if not alike(found[16:]):
+        mesh = "no mesh" if self.mesh is None else f"{self.mesh.axes} of ranks {self.mesh.ranks}"
+        own = device_identity(self.device)
+        said = [
+            hashlib.sha256(str(each).encode()).digest()[:8]
+            for each in (mesh, self.per_node, host_identity(), own)
+        ]
+        payload = torch.frombuffer(bytearray(b"".join(said)), dtype=torch.uint8)
+        told = [bytes(t.tolist()) for t in group.exchange_control(payload, _START)]
+        if any(each[:8] != said[0] for each in told):
             raise ValueError(
                 "ranks were given different meshes, or different axes as data: this one has"
-                f" {here}. Every rank must give shard() the same."
+                f" {mesh}. Every rank must give shard() the same."
             )
-        return per_node if alike(found[:16]) else None
+        if self.backend != "gloo" and own:
+            places = {rank: each[16:] for rank, each in zip(self.ranks, told, strict=True)}
+            refuse_shared_device(places, self.device)
+        if self.per_node is None or any(each[8:16] != said[1] for each in told):
+            first: dict[bytes, int] = {}
+            hosts = [first.setdefault(each[16:24], len(first)) for each in told]
+            self.per_node = dict(zip(self.ranks, hosts, strict=True))
 
-    def _compare_places(self) -> dict[int, int]:
-        """Return the host of each global rank, numbered by their first ranks. Collective.
-
-        Raises:
-            ValueError: on every rank, if ranks compute on one device with a native backend.
-        """
-        mine = [host_identity(), device_identity(self.device)]
-        digests = [hashlib.sha256(text.encode()).digest()[:8] for text in mine]
-        payload = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
-        told = self.exchange_control(payload, CollectiveContext("control", "(start)", 0, "state"))
-        places = [bytes(place.tolist()) for place in told]
-        if self.native and mine[1]:
-            refuse_shared_device(dict(zip(self.ranks, places, strict=True)), self.device)
-        first: dict[bytes, int] = {}
-        hosts = [first.setdefault(place[:8], len(first)) for place in places]
-        return dict(zip(self.ranks, hosts, strict=True))
-
-    def communicator(self) -> Any:
-        """Make one more gloo communicator over the same ranks, for host messages whose caller limits
-        the wait. Collective.
-        """
-        where = "the first save or load"
-        with self.communicators.named(where):
-            made = self.communicators.make("gloo", where, on_demand=self.native)
-        made._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(days=30))
-        return made
-
-    def close(self) -> None:
-        """Destroy the communicators. Local; call it when no collective is in flight."""
-        levels, self._intra_group, self._inter_group = (
-            (self._intra_group, self._inter_group),
-            None,
-            None,
-        )
-        for level in (*levels, *self._parts.values()):
-            if level is not None:
-                level.close()
-        self._parts.clear()
-        self.chains.clear()
-        self.run_ahead = None  # it refers to this group
-        # The last reference closes the sockets
-        self.control_group = self.gather_group = self.reduce_group = None
-        self.communicators.close()
-
-    def give_up(self) -> None:
-        """Abort the native communicators of all levels and parts, when a rank has failed to arrive."""
-        for group in self.below():
-            group.communicators.give_up()
-        super().give_up()
+    def name_nodes(self, inner: int) -> None:
+        """Set what counts as a node. `inner`: ranks of each group."""
+        nodes, name = nodes_of(self.ranks, self.per_node), "nodes"
+        if self.inner is None and flat_over(nodes, Topology(len(nodes), inner)):
+            self.flat_note = flat_note(self.ranks, nodes)
+        if len(set(nodes)) == 1 and isinstance(self.inner, int):
+            nodes, name = [number // inner for number in range(len(nodes))], "groups"
+        self.node_of = dict(zip(self.ranks, nodes, strict=True))
+        count = len(set(nodes))
+        self.borders = f"{count} {name}" if count > 1 else ""
 
 
 class Reunion:
@@ -302,7 +259,7 @@ class Reunion:
             return None
         if self._group is None or self._world is not dist.group.WORLD:
             backend = "fake" if str(dist.get_backend(there)) == "fake" else "gloo"
-            self._group, self._world = Group(*self._given, backend), dist.group.WORLD
+            self._group, self._world = Group.over(*self._given, backend), dist.group.WORLD
         return self._group
 
     def __del__(self) -> None:
@@ -310,115 +267,835 @@ class Reunion:
             self._group.close()
 
 
-class Level(Group):
-    """The ranks of one level of a group. They share the ledger, the failures and gloo's connections
-    of the `whole` group.
+class Group:
+    """Some of the ranks that a model is sharded over, or all of them. The engine has communicators of its
+    own for gathers and for reductions, so that neither queues behind the other.
+
+    Attributes:
+        ranks: global ranks by position.
+        rank, size: this rank's position, and the number of ranks.
+        number: this rank's place among the ranks in ascending order. It differs from the position
+            only on two levels.
+        nodes: the node of each position, for the ledger.
+        stands_for_all: the other ranks are not there (torch's "fake" backend): nothing of theirs
+            arrives.
+        alone: no other rank answers: there is none, or this one stands for all, and what the others
+            would say is what it says itself.
+        flat_over_nodes: every rank sends to every other, although several share a node.
+        parts: the division of all ranks that this group is a part of; None if it has all of them.
+        shared: what it has in common with the other groups of the model.
     """
 
-    _level = 1
+    def __init__(
+        self,
+        shared: Shared,
+        ranks: Sequence[int],
+        inner: int,
+        parts: Sequence[Sequence[int]] | None = None,
+        salt: int = 0,
+        level: int = 0,
+    ) -> None:
+        """Local.
 
-    def __init__(self, whole: Group, part: Callable[[int], list[int]]) -> None:
-        """`part(p)` returns the positions, in `whole`, of the level that position p is in, p
-        included.
+        Args:
+            ranks: global ranks in ascending order.
+            salt: goes into the counts in tags: messages among some ranks of a mesh are never taken
+                for messages among all of them.
+            level: a bit of the tags, 1 for messages on a level. The two levels need no bit of their
+                own: no two ranks are together on both.
         """
-        positions = part(whole.rank)
-        self.whole = whole
-        self.timeout, self.device, self.ledger, self.wire = (
-            whole.timeout,
-            whole.device,
-            whole.ledger,
-            whole.wire,
-        )
-        self._counts, self._launched, self._parts = {}, [0, 0], {}
-        self._salt = whole._salt
-        self._sized = self._sized and whole._sized
-        self.chains, self.relay, self.summing = whole.chains, whole.relay, whole.summing
-        self.run_ahead = whole.run_ahead
-        self.ranks, self.nodes = (
-            [whole.ranks[p] for p in positions],
-            [whole.nodes[p] for p in positions],
-        )
-        self.borders = whole.borders if len(set(self.nodes)) > 1 else ""
-        self.size = len(positions)
-        self.rank = self.number = positions.index(whole.rank)
-        self.name = format_ranks(sorted(self.ranks))
-        self.topology = Topology(self.size, self.size)
-        self._intra_group = self._inter_group = None
-        self.communicators = Communicators(self.ranks, whole.device, whole.timeout)
-        control = [whole._at_control[p] for p in positions]
-        # gloo's messages go over the connections of the whole
-        numbers = [whole.at[p] for p in positions]
-        self.control_group: Any = whole.control_group
-        self.gather_group: Any = whole.gather_group
-        self.reduce_group: Any = whole.reduce_group
-        self.backend = whole.backend
-        if self.backend != "gloo" and not self.alone:
-            parts = sorted(
-                {tuple(sorted(whole.at[p] for p in part(at))) for at in range(whole.size)}
-            )
-            divided = [list(each) for each in parts]
-            with self.communicators.named():
-                self.gather_group, self.reduce_group = (
-                    self.communicators.make_part(self.backend, whole.reduce_group, divided)
-                    for _ in range(2)
+        self.shared, self.parts, self._salt, self._level = shared, parts, salt, level
+        self.timeout, self.device, self.backend = shared.timeout, shared.device, shared.backend
+        self.ledger, self.chains, self.updates = shared.ledger, shared.chains, shared.updates
+        self.relay, self.summing, self.reunion = shared.relay, shared.summing, shared.reunion
+        self.borders, self.flat_note = shared.borders, shared.flat_note
+        self.size, self.name = len(ranks), format_ranks(ranks)
+        self.stands_for_all = self.backend == "fake"
+        self.alone = self.size == 1 or self.stands_for_all
+        self.topology = Topology(self.size, inner)
+        self.ranks = [ranks[i] for i in self.topology.order]
+        self.rank, self.number = self.ranks.index(shared.rank), ranks.index(shared.rank)
+        # Each rank starts with the one after it: no rank is the first peer of all others.
+        self.peers = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self.nodes = [shared.node_of[rank] for rank in self.ranks]
+        self.flat_over_nodes = flat_over(self.nodes, self.topology)
+        self._elsewhere = [node != self.nodes[self.rank] for node in self.nodes]
+        self._peers_elsewhere = sum(self._elsewhere)
+        # Each position's number in the communicators of control messages, and of tensors
+        number = {rank: i for i, rank in enumerate(shared.ranks)}
+        self._at_control = [number[rank] for rank in self.ranks]
+        self._at = self._at_control if self.backend == "gloo" else self.topology.order
+        self._ordered = self.ranks == sorted(self.ranks)
+        self._row_of: torch.Tensor | None = None  # the row, by number, of each position
+        self._counts: dict[tuple[str, int], int] = {}
+        self._launched = [0, 0]
+        shared.launched.append(self._launched)
+        # The communicators of gathers and of reductions; on gloo that of control messages is both
+        self._own: list[Any] = []
+        self._levels: list[Group | None] = [None, None]
+        self._parts: dict[tuple[int, ...], Group] = {}
+
+    @classmethod
+    def over(
+        cls,
+        given: Any,
+        device: torch.device,
+        timeout: float,
+        inner: int | str | None = None,
+        backend: str | None = None,
+    ) -> Group:
+        """Return the group that a model is sharded over. Collective.
+
+        Args:
+            given: a ProcessGroup, a one-dimensional DeviceMesh, a `Mesh`, or None for all ranks (or
+                for a single process).
+            device: where the moved tensors live.
+            timeout: seconds a wait may take before it ends in a `StallError`.
+            inner: ranks of each group: a number (of data ranks, on a mesh), None, "node" or "flat";
+                see the table of comm/communicators.py and [Note: two levels].
+            backend: None takes the one that `given` has for such tensors.
+
+        Raises:
+            ValueError: the groups do not divide the ranks, or ranks share a device that the backend
+                needs for one of them.
+        """
+        shared = Shared(given, device, timeout, inner, backend)
+        ranks, gloo = shared.ranks, shared.backend == "gloo"
+        try:
+            if shared.backend not in ("", "fake"):
+                shared.control = shared.communicators.make("gloo", on_demand=not gloo)
+                shared.find_nodes(cls(shared, ranks, len(ranks)))
+            each = shared.inner_of(ranks, shared.per_node)
+            shared.name_nodes(each)
+            whole = cls(shared, ranks, each)
+            if whole.native and has_streams(device):
+                shared.run_ahead = RunAhead(device, timeout, whole._lost)
+            whole._connect(parent=shared.communicators.given)
+        except BaseException:
+            shared.communicators.close()
+            raise
+        return whole
+
+    def _connect(self, parts: Sequence[Sequence[int]] = (), parent: Any = None) -> None:
+        """Make the native communicators, and the levels. Collective over the ranks of `parent`, which
+        `parts` divide.
+        """
+        shared, topology = self.shared, self.topology
+        if not self.alone and self.backend != "gloo":
+            warn_of_one_connection(self.device)
+            make = partial(shared.communicators.make, self.backend, parts, parent)
+            # On two levels every gather runs over the levels, and needs no communicator here
+            self._own = [make()] * 2 if topology.two_levels else [make(), make()]
+            if not self._ordered:
+                self._row_of = torch.tensor(self._at, device="cpu").to(self.device)
+        for i, level in enumerate((topology.intra_group, topology.inter_group)):
+            if self._level == 0 and len(level(self.rank)) < self.size:
+                divided = {tuple(level(p)) for p in range(self.size)} if self._own else ()
+                mine, *others = (
+                    [self.ranks[p] for p in positions] for positions in (level(self.rank), *divided)
                 )
-            numbers = [sorted(self.ranks).index(r) for r in self.ranks]
-        self._set_position(self.rank, numbers, control, self.nodes)
-
-    def give_up(self) -> None:
-        self.whole.give_up()
+                made = Group(shared, mine, len(mine), self.parts, self._salt, level=1)
+                made._connect(others, *self._own[1:])
+                self._levels[i] = made
 
     @property
-    def everyone(self) -> tuple[list[int], dict[int, str]]:
-        return self.whole.everyone
-
-    def axes_of(self, ranks: Sequence[int]) -> list[str]:
-        return self.whole.axes_of(ranks)
+    def intra_group(self) -> Group:
+        """The ranks of this rank's group; all ranks if there is one group."""
+        return self._levels[0] or self
 
     @property
-    def heard(self) -> int | None:  # type: ignore[override]
-        return self.whole.heard
+    def inter_group(self) -> Group:
+        """The ranks, one of each group, that hold the same shard as this rank; all ranks if groups
+        have one rank each.
+        """
+        return self._levels[1] or self
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Group:
+        """Return the group of this rank's part. Collective over all ranks, the first time.
+
+        Args:
+            groups: a division of all global ranks, each part in ascending order.
+        """
+        mine = next(tuple(ranks) for ranks in groups if self.shared.rank in ranks)
+        if len(mine) == self.size:
+            return self
+        if mine not in self._parts:
+            inner, salt = self.shared.inner_of(mine, self.shared.per_node), format_ranks(mine)
+            part = Group(self.shared, mine, inner, groups, zlib.crc32(salt.encode()) & 0xFFF)
+            part._connect(groups, *self._own[1:])
+            self._parts[mine] = part
+        return self._parts[mine]
 
     @property
-    def updates(self) -> list[tuple[str, ...]]:  # type: ignore[override]
-        return self.whole.updates
+    def native(self) -> bool:
+        """Whether moves are the backend's own operations, on the device; in a simulation with a clock,
+        which simulates a device with streams, too.
+        """
+        own = simulated() is not None if self.stands_for_all else self.backend != "gloo"
+        return self.size > 1 and own
 
     @property
     def broken(self) -> StallError | None:
-        return self.whole.broken
+        """The error that this rank has failed with, or None."""
+        return self.shared.broken
 
-    @broken.setter
-    def broken(self, error: StallError | None) -> None:
-        self.whole.broken = error
+    @property
+    def run_ahead(self) -> RunAhead | None:
+        """Bounds how far the host runs ahead of the device; None where nothing needs it."""
+        return self.shared.run_ahead
 
+    @property
+    def control_group(self) -> Any:
+        """gloo's communicator, for messages that the host reads."""
+        return self.shared.control
 
-class Part(Level):
-    """Some ranks of a mesh, with levels of their own. See [Note: parts]."""
+    def communicator(self) -> Any:
+        """Make one more gloo communicator over all ranks, for host messages whose caller limits the
+        wait. Collective.
+        """
+        make, where = self.shared.communicators.make, "the first save or load"
+        made = make("gloo", where=where, on_demand=self.backend != "gloo")
+        made._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(days=30))
+        return made
 
-    _level = 0
+    def close(self) -> None:
+        """Destroy the communicators of all groups. Local; call it when no collective is in flight."""
+        self.shared.chains.waiting.clear()
+        self.shared.run_ahead = None  # it refers to this group
+        self.shared.control = None  # the last reference closes the sockets
+        self.shared.communicators.close()
 
-    def __init__(self, whole: Group, groups: Sequence[Sequence[int]]) -> None:
-        """`groups` divide the global ranks of `whole`. Collective over `whole`."""
-        self._sized, self.parts = False, groups
-        inner, per_node = whole._inner, whole._per_node
-        self._inner, self._per_node = inner, per_node
-        if whole._mesh is not None and whole._data_ranks is not None:
-            mine = next(ranks for ranks in groups if whole.ranks[whole.rank] in ranks)
-            inner = whole._mesh.ranks_of(whole._data_ranks, mine)
-        position = {rank: p for p, rank in enumerate(whole.ranks)}
-        # By position in `whole`: the positions of its part, in the order of the part's own positions
-        places: dict[int, list[int]] = {}
-        for ranks in groups:
-            topology = Topology(len(ranks), inner_of(inner, ranks, per_node))
-            there = [position[ranks[i]] for i in topology.order]
-            places |= dict.fromkeys(there, there)
-        super().__init__(whole, places.__getitem__)
-        self.number = sorted(self.ranks).index(self.ranks[self.rank])
-        self._salt = zlib.crc32(self.name.encode()) & 0xFFF
-        self.topology = Topology(self.size, inner_of(inner, sorted(self.ranks), per_node))
-        self.flat_over_nodes = flat_over(self.nodes, self.topology)
-        self.flat_note = ""
-        levels = self.topology.intra_group, self.topology.inter_group
-        self._intra_group, self._inter_group = (
-            None if len(part(self.rank)) == self.size else Level(self, part) for part in levels
+    # -- moves -------------------------------------------------------------------------------------
+
+    def _launch(
+        self,
+        move: str,
+        context: CollectiveContext,
+        number: int,
+        sent: Bytes,
+        start: Callable[[Any], list[Any]],
+        tensors: Sequence[torch.Tensor],
+        about: Any = None,
+        over: int = 1,
+        ring: bool = True,
+        after: Sequence[Callable[[], object]] = (),
+    ) -> Pending:
+        """Enter a move in the ledger, and launch it. See [Note: one rank stands for all].
+
+        Args:
+            number: of the flat buffer, or another that tells messages apart.
+            sent: what the ledger enters.
+            start: launches it over a communicator.
+            tensors: kept alive until it is complete.
+            about: goes into the checksum, with `move` and `number`.
+            over: 0 for the communicator of gathers, 1 for that of reductions.
+            ring: a real backend would send it round a ring, for a simulation.
+        """
+        event = self._record(move, context, tensors[0].dtype if tensors else torch.float32, sent)
+        if self.stands_for_all:
+            if (clock := simulated()) is not None:
+                queue = ("gathers", "reductions")[over]
+                work = clock.collective(event, self.ranks, ring, queue)
+                return Pending(self, [work], context, event, tensors)
+            after = [lambda: self.ledger.waited(event, time.perf_counter())]
+            return Pending(self, [], context, event, tensors, after)
+        if self._own:
+            self._note(over, move, number, about)
+        with self._launching(context):
+            works = start(self._own[over] if self._own else self.control_group)
+        return Pending(self, works, context, event, tensors, after)
+
+    def _record(
+        self, move: str, context: CollectiveContext, dtype: torch.dtype, sent: Bytes
+    ) -> TrafficEvent:
+        """Enter a move in the ledger."""
+        on_the_wire, (nbytes, *others) = str(dtype).removeprefix("torch."), sent
+        unit, phase, step = context.unit, context.phase, context.step
+        return self.ledger.record(
+            TrafficEvent(
+                move, unit, nbytes, self.size, on_the_wire, phase, step, self.name, *others
+            )
         )
+
+    def _note(self, over: int, move: str, number: int, about: Any) -> None:
+        """Add a launch to the checksum of a native communicator."""
+        # Parts of a mesh have buffers of different lengths
+        text = f"{move} {number} {about if self.parts is None else None}"
+        self._launched[over] = zlib.crc32(text.encode(), self._launched[over])
+
+    def _to_all(self, nbytes: int, plain: int = 0) -> Bytes:
+        """Return the bytes sent if each peer is sent `nbytes`, encoded from `plain`."""
+        peers, far = len(self.peers), self._peers_elsewhere
+        return nbytes * peers, nbytes * far, plain * peers, plain * far
+
+    def all_gather(
+        self,
+        full: torch.Tensor,
+        context: CollectiveContext,
+        number: int,
+        *,
+        move: str = "all-gather",
+        plain: int = 0,
+        over: int = 0,
+        addresses: Addresses = None,
+    ) -> Pending:
+        """sharded → replicated, in place: send rank r's interval of `full` ([numel], cut evenly) to
+        every other rank's `full`.
+
+        Args:
+            plain: bytes that `full` was encoded from, for the ledger.
+            over: 1 for sums of a reduction, which go to the communicator of reductions, in their
+                order, on a backend that `can_reduce`.
+            addresses: as in `scatter_parts`.
+        """
+        if self.size == 1:
+            return Pending(self, [], context)
+        shard = full.numel() // self.size
+        if self.topology.two_levels:
+            outer, inner = self.inter_group, self.intra_group
+            first = self.rank // outer.size * outer.size * shard
+            low = outer.all_gather(
+                full[first : first + shard * outer.size],
+                context,
+                number,
+                move=move,
+                plain=plain * outer.size // self.size,
+            )
+            return Chain(
+                self,
+                low,
+                lambda: inner.all_gather(full, context, number, move=move, plain=plain),
+            )
+        mine = full[self.rank * shard : (self.rank + 1) * shard]
+        sent = self._to_all(mine.nbytes, plain // self.size)
+        if self.backend == "gloo":
+            sends = [(p, mine) for p in self.peers]
+            recvs = [(p, full[p * shard : (p + 1) * shard]) for p in self.peers]
+            return self.exchange(sends, recvs, context, number, move=move, sent=sent)
+        return self._launch(
+            move,
+            context,
+            number,
+            sent,
+            lambda group: [dist.all_gather_single(full, mine, group=group, async_op=True)],
+            [full],
+            addresses or full.numel(),
+            over,
+        )
+
+    @property
+    def joins_messages(self) -> bool:
+        """Whether `all_gather_together` is available and pays: on gloo and a CPU, a message costs
+        the host more than copying the few bytes in it.
+        """
+        gloo = self.backend == "gloo" and self.device.type == "cpu"
+        return gloo and self.size > 1 and not self.topology.two_levels
+
+    def all_gather_together(
+        self, fulls: Sequence[torch.Tensor], places: Sequence[CollectiveContext], number: int
+    ) -> Pending:
+        """All-gather several buffers, in one message to each rank.
+
+        Until the move is waited for, temporary buffers, together as large as all `fulls`, hold what
+        is sent and received.
+
+        Args:
+            fulls: [numel] each, cut evenly, of one dtype.
+            places: the context of each gather; the ledger gets an event for each.
+            number: messages with different numbers are never taken for each other.
+        """
+        rows = [full.view(self.size, -1) for full in fulls]
+        lengths = [row.shape[1] for row in rows]
+        sent = torch.cat([row[self.rank] for row in rows])
+        received = [(peer, torch.empty_like(sent)) for peer in self.peers]
+        first, *others = (self._to_all(n * sent.itemsize) for n in lengths)
+        sends, move = [(peer, sent) for peer in self.peers], "all-gather"
+        pending = self.exchange(sends, received, places[0], number, move=move, sent=first)
+        events = [
+            self._record(move, context, sent.dtype, each)
+            for context, each in zip(places[1:], others, strict=True)
+        ]
+
+        def arrived() -> None:
+            for peer, message in received:
+                torch._foreach_copy_([row[peer] for row in rows], list(message.split(lengths)))
+            now = time.perf_counter()
+            for event in events:
+                self.ledger.waited(event, now)
+
+        return pending.then(arrived)
+
+    def exchange(
+        self,
+        sends: Parts,
+        recvs: Parts,
+        context: CollectiveContext,
+        number: int,
+        *,
+        move: str,
+        plain: Mapping[int, int] | None = None,
+        addresses: Addresses = None,
+        sent: Bytes | None = None,
+    ) -> Pending:
+        """Send each `(peer, tensor)` and receive into each `(peer, tensor)`: the exchange in a
+        reduction, a scatter or a gather of uneven parts.
+
+        Tensors are contiguous and one-dimensional; empty ones are skipped on both sides. `plain`:
+        bytes that the part for each peer was encoded from, for the ledger. `addresses`: as in
+        `scatter_parts`. `sent`: what the ledger enters, if that is not this. See [Note: tags instead
+        of order].
+        """
+        if self.size == 1:
+            return Pending(self, [], context)
+        tensors = [t for _, t in (*sends, *recvs)]
+        if sent is None:
+            was, far = plain or {}, [(p, t) for p, t in sends if self._elsewhere[p]]
+            sent = (
+                sum(t.nbytes for _, t in sends),
+                sum(t.nbytes for _, t in far),
+                sum(was.get(p, 0) for p, _ in sends),
+                sum(was.get(p, 0) for p, _ in far),
+            )
+        gloo, at, after = self.backend == "gloo", self._at, list[Callable[[], object]]()
+        if gloo and self.device.type != "cpu":  # gloo moves host memory only: stage through it
+            arrive = recvs
+            recvs = [(p, torch.empty(t.shape, dtype=t.dtype, device="cpu")) for p, t in recvs]
+            after = [lambda: [t.copy_(h) for (_, t), (_, h) in zip(arrive, recvs, strict=True)]]
+            sends = [(p, t.cpu()) for p, t in sends]
+            tensors += [t for _, t in sends]
+
+        def start(over: Any) -> list[Any]:
+            if gloo:
+                tag = self.tag(move, number, addresses)
+                works = []
+                for call, peer, some in (
+                    (dist.irecv, "group_src", recvs),
+                    (dist.isend, "group_dst", sends),
+                ):
+                    for p, t in some:
+                        if t.numel():
+                            how = {peer: at[p], "tag": of_length(tag, t)}
+                            works.append(call(t, group=over, **how))
+                return works
+            dtype = tensors[0].dtype if tensors else torch.float32
+            empty = torch.empty(0, dtype=dtype, device=self.device)
+            out, inp = [empty] * self.size, [empty] * self.size
+            for whole, ours in ((out, recvs), (inp, sends)):
+                for p, t in ours:
+                    whole[at[p]] = t
+            return [dist.all_to_all(out, inp, group=over, async_op=True)]
+
+        return self._launch(
+            move, context, number, sent, start, tensors, addresses, ring=False, after=after
+        )
+
+    # -- moves of reductions on native backends ----------------------------------------------------
+
+    def cut(self, sizes: Sequence[int]) -> Cut:
+        """Return the division of a buffer into parts of `sizes` elements, by position, for the
+        moves below. Make it once.
+        """
+        elsewhere = sum(size for size, far in zip(sizes, self._elsewhere, strict=True) if far)
+        return Cut(tuple(sizes), sum(sizes), sizes[self.rank], elsewhere, len(set(sizes)) == 1)
+
+    def scatter_parts(
+        self,
+        sent: torch.Tensor,
+        cut: Cut,
+        received: torch.Tensor,
+        context: CollectiveContext,
+        number: int,
+        move: str,
+        plain: int = 0,
+        addresses: Addresses = None,
+    ) -> Pending:
+        """Exchange the parts of a reduction, in one operation. The caller adds them up.
+
+        Args:
+            sent: the parts for all ranks, in order of position, [numel]; or without this rank's own
+                part, [numel - own].
+            received: the parts from all ranks, by position: [ranks, own] with a row for this rank,
+                or [ranks - 1, own] without.
+            plain: bytes that each rank's part was encoded from, for the ledger.
+            addresses: the range of the unit's buffer that is reduced, the same on all ranks. If
+                ranks disagree on it, they do not take each other's bytes for their own.
+        """
+        into, gives, gets = received.view(-1), list(cut.sizes), [cut.own] * self.size
+        if received.shape[0] < self.size:  # this rank's part stays where it is
+            gives[self.rank] = gets[self.rank] = 0
+        elif cut.even:
+            gives, gets = [], []
+        return self._launch(
+            move,
+            context,
+            number,
+            (*self._bytes_of(cut, sent)[:2], *self._to_all(plain)[:2]),
+            lambda over: [
+                dist.all_to_all_single(
+                    into, sent, gets or None, gives or None, group=over, async_op=True
+                )
+            ],
+            [sent, received],
+            addresses,
+            ring=False,
+        )
+
+    def _bytes_of(self, cut: Cut, sent: torch.Tensor) -> Bytes:
+        width = sent.element_size()
+        return (cut.numel - cut.own) * width, cut.between * width, 0, 0
+
+    def can_reduce(self, cut: Cut) -> bool:
+        """Whether the backend has a reduce-scatter of its own and it fits: the parts are even, and
+        in the order in which the communicator counts the ranks.
+        """
+        return self.backend not in ("", "gloo") and cut.even and self._ordered
+
+    def reduce_scatter(
+        self,
+        sent: torch.Tensor,
+        cut: Cut,
+        own: torch.Tensor,
+        context: CollectiveContext,
+        number: int,
+        move: str,
+        mean: bool,
+        addresses: Addresses = None,
+    ) -> Pending:
+        """Run the backend's own reduce-scatter: the sum, or mean, of all ranks' `sent` [numel].
+        This rank's part is written to `own`. The backend adds in the dtype of `sent`.
+        """
+        op = _operation(mean)
+        return self._launch(
+            move,
+            context,
+            number,
+            self._bytes_of(cut, sent),
+            lambda group: [
+                dist.reduce_scatter_single(own, sent, op=op, group=group, async_op=True)
+            ],
+            [sent, own],
+            addresses,
+        )
+
+    def all_reduce(
+        self,
+        whole: torch.Tensor,
+        context: CollectiveContext,
+        number: int,
+        mean: bool,
+        addresses: Addresses = None,
+    ) -> Pending:
+        """Run the backend's own all-reduce: the sum, or mean, of all ranks' `whole`, in place and
+        in its dtype.
+        """
+        op, each = _operation(mean), 2 * -(-whole.numel() // self.size) * whole.element_size()
+        return self._launch(
+            "all-reduce",
+            context,
+            number,
+            self._to_all(each),
+            lambda group: [dist.all_reduce(whole, op=op, group=group, async_op=True)],
+            [whole],
+            addresses or whole.numel(),
+        )
+
+    def launched(self) -> bytes:
+        """Return a checksum of all launches on the native communicators so far, in order. It is the
+        same on all ranks unless they diverged. See [Note: order instead of tags].
+        """
+        return zlib.crc32(repr(self.shared.launched).encode()).to_bytes(4, "little")
+
+    def out_of_order(self, context: CollectiveContext) -> StallError:
+        """Return the error that every rank raises when the ranks launched different moves. The
+        group cannot be used any more.
+        """
+        return self._break(
+            StallError(
+                f"rank {self.shared.rank} found at the end of the backward pass of step"
+                f" {context.step} that ranks {sorted(self.ranks)} launched gathers or reductions of"
+                f" different units, or in different orders. {self.backend} matches them by their"
+                " order: one unit was taken for another. Do not use the results of this step. Ranks"
+                " must use the units of a sharded model in one order; where they cannot, use gloo."
+            )
+        )
+
+    # -- from the first rank -----------------------------------------------------------------------
+
+    def broadcast(self, tensors: list[torch.Tensor], context: CollectiveContext) -> None:
+        """Broadcast the first rank's tensors to all ranks, in place, in one message. Waits."""
+        some = [t.detach() for t in tensors if t.numel()] if self.size > 1 else []
+        if not some:
+            return
+        flat = [t.reshape(-1).view(torch.uint8).to(self.device) for t in some]
+        message = torch.cat(flat) if len(flat) > 1 or self.rank else flat[0]
+        self.from_first(message, context, 0x7FFF).wait()
+        for t, part in zip(some, message.split([t.nbytes for t in some]), strict=True):
+            if self.rank:
+                # clone(): a part may begin at an address that is not aligned for the dtype
+                t.copy_(part.clone().view(t.dtype).view(t.shape))
+
+    def from_first(self, message: torch.Tensor, context: CollectiveContext, number: int) -> Pending:
+        """Broadcast the first rank's `message`, uint8 [n] on the device, in place. `number`: on gloo,
+        messages with different numbers are never taken for each other.
+        """
+        first, source = self.rank == 0, self._at[0]
+        if not self.native or self.alone:
+            sends = [(p, message) for p in self.peers] if first else []
+            recvs = [] if first else [(0, message)]
+            return self.exchange(sends, recvs, context, number, move="state")
+        return self._launch(
+            "state",
+            context,
+            number,
+            (message.numel() if first else 0, 0, 0, 0),
+            lambda over: [dist.broadcast(message, group=over, group_src=source, async_op=True)],
+            [message],
+            message.numel(),
+        )
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def wait(
+        self,
+        works: list[Any],
+        context: CollectiveContext,
+        event: TrafficEvent | None = None,
+        on_host: bool = False,
+    ) -> None:
+        """Wait for `works`, and record in the ledger how long that took. On a device with streams
+        the current stream waits, not the host, unless `on_host` is True.
+        """
+        # The connections are closed: raise the same error again instead of waiting
+        if self.broken is not None:
+            raise self.broken
+        self.chains.relay_before(context)
+        start = time.perf_counter()
+        try:
+            if on_host or self.backend == "gloo" or not has_streams(self.device):
+                limit = timedelta(seconds=self.timeout)
+                for work in works:
+                    work.wait(limit)
+                self.ledger.waited(event, start)
+                return
+            stream = current_stream(self.device)
+            # On these no computation waits, so there is nothing to time
+            beside = stream in (self.relay, self.summing)
+            with contextlib.nullcontext() if beside else self._timed(stream, context, event):
+                for work in works:
+                    work.wait()
+        except RuntimeError as error:
+            raise self._lost(context, time.perf_counter() - start, error) from None
+
+    def wait_for(
+        self, mark: Any, context: CollectiveContext, event: TrafficEvent | None = None
+    ) -> None:
+        """Make the current stream wait for `mark`, an event behind a move that another stream waits
+        for, and record in the ledger how long that took.
+        """
+        if self.broken is not None:
+            raise self.broken
+        stream = current_stream(self.device)
+        with self._timed(stream, context, event):
+            stream.wait_event(mark)
+
+    @contextlib.contextmanager
+    def _timed(
+        self, stream: Any, context: CollectiveContext, event: TrafficEvent | None
+    ) -> Iterator[None]:
+        """Context around a wait of the computing stream: enter in the ledger how long it takes."""
+        before, after = (new_event(self.device, timing=True) for _ in range(2))
+        before.record(stream)
+        yield
+        after.record(stream)
+        self.ledger.marked(event, before, after)
+        if self.run_ahead is not None:
+            self.run_ahead.waits(context, before, after)
+
+    @contextlib.contextmanager
+    def _launching(self, context: CollectiveContext) -> Iterator[None]:
+        """Context around the launch of moves: raises a `StallError` if the launch fails, as it does
+        when a peer has already exited.
+        """
+        if self.broken is not None:
+            raise self.broken
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._lost(context, 0.0, error) from None
+
+    def _lost(self, context: CollectiveContext, waited: float, error: Exception) -> StallError:
+        shared, among = self.shared, ""
+        if self.size < len(shared.ranks):
+            among = f", among ranks {self.name}"
+            if shared.mesh is not None and shared.places:
+                among += f" (along {' and '.join(shared.mesh.axes_of(self.ranks))})"
+        return self._break(
+            stall_error(
+                replace(context, after=tuple(name for name, *_ in self.updates)),
+                waited,
+                error,
+                getattr(shared.control, "group_name", ""),
+                shared.rank,
+                shared.ranks,
+                shared.heard,
+                among,
+                shared.places,
+            )
+        )
+
+    def _break(self, error: StallError) -> StallError:
+        """Abort the native communicators of all groups; every later move raises `error`."""
+        self.shared.broken = error
+        self.shared.communicators.give_up()
+        return error
+
+    def tag(self, move: str, number: int, addresses: Addresses = None) -> int:
+        key = move, number
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        if addresses is not None:
+            count ^= hash(addresses)
+        move_and_number = _KINDS.index(move) << 27 | (number & 0x7FFF) << 12
+        return self._level << 30 | move_and_number | (count ^ self._salt) & 0xFFF
+
+    # -- small messages: what the host reads goes over gloo, on any backend ------------------------
+
+    def exchange_control(
+        self, payload: torch.Tensor, context: CollectiveContext, kind: str = "control"
+    ) -> list[torch.Tensor]:
+        """Gather every rank's small uint8 payload ([n], the same length on all ranks, on the host),
+        in rank order. Waits.
+
+        Takes log2(ranks) rounds: in each, a rank passes on all payloads that it has (Bruck et al.
+        1997).
+
+        Args:
+            kind: messages of different kinds are never taken for each other ("call": a collective
+                that the user calls, at any time).
+        """
+        if self.alone:
+            return [payload] * self.size
+        # Row i is of the rank i positions after this one
+        have = torch.empty((self.size, payload.numel()), dtype=torch.uint8, device="cpu")
+        have[0], step = payload, 1
+        while step < self.size:
+            more = min(step, self.size - step)
+            self._round(have[:more], -step, have[step : step + more], context, kind)
+            step *= 2
+        return list(have.roll(self.rank, 0).unbind())
+
+    def tell(
+        self, text: str, limit: int, context: CollectiveContext, kind: str = "control"
+    ) -> list[str]:
+        """Return every rank's text, in rank order: the first `limit` bytes of it."""
+        if self.alone:  # a simulation has no values in its tensors
+            return [text] * self.size
+        sent = bytearray(text.encode()[:limit].ljust(limit, b"\0"))
+        told = self.exchange_control(torch.frombuffer(sent, dtype=torch.uint8), context, kind)
+        return [bytes(t.tolist()).rstrip(b"\0").decode(errors="ignore") for t in told]
+
+    def any_of(self, bits: bytes, context: CollectiveContext, kind: str = "agreement") -> bytes:
+        """Return the bitwise or of `bits` over all ranks, which give equally many. Waits.
+
+        Takes log2(ranks) rounds of one message. With `both` and `alike` it also tells whether all
+        ranks gave the same bits.
+        """
+        if self.alone:
+            return bits
+        mine, step = torch.frombuffer(bytearray(bits), dtype=torch.uint8), 1
+        # Bits that arrive twice change nothing, so the number of ranks need not be a power of 2
+        while step < self.size:
+            theirs = torch.empty_like(mine)
+            self._round(mine, step, theirs, context, kind)
+            mine = mine | theirs
+            step *= 2
+        return mine.numpy().tobytes()
+
+    def _round(
+        self, sent: torch.Tensor, by: int, into: torch.Tensor, context: CollectiveContext, kind: str
+    ) -> None:
+        """Send to the rank `by` positions behind this one and receive from the one as many before it,
+        on the host. Messages of different lengths have different tags, so they are never taken for
+        each other.
+        """
+        tag, over = self.tag(kind, sent.shape[-1]), self.control_group
+        to, source = (self._at_control[(self.rank + n) % self.size] for n in (by, -by))
+        self.ledger.control_bytes += sent.numel()
+        with self._launching(context):
+            works = [
+                dist.irecv(into, group=over, group_src=source, tag=tag),
+                dist.isend(sent, group=over, group_dst=to, tag=tag),
+            ]
+        self.wait(works, context, on_host=True)
+
+    def gather_asked(
+        self, value: torch.Tensor, digest: int, asked: str, context: CollectiveContext
+    ) -> torch.Tensor:
+        """`gather_values` of numbers that the user's code asks for, after a check that every rank
+        asks for the same.
+
+        Args:
+            digest: 32 bits that tell what is asked for from anything else.
+            asked: the same in words, for the message: "the norm of 'head.weight'".
+
+        Raises:
+            RuntimeError: on every rank, if another rank asks for something else.
+        """
+        said = both(struct.pack("<II", digest, value.nbytes))
+        if not self.alone and not alike(self.any_of(said, context, "call")):
+            words = self.tell(asked, _WORDS, context, "call")
+            by_rank = sorted(zip(self.ranks, words, strict=True))
+            other, theirs = next(
+                ((rank, said) for rank, said in by_rank if said != asked),
+                ("another", "it for other elements of it, or for other tensors beside it"),
+            )
+            raise RuntimeError(
+                f"rank {self.shared.rank} called {asked} while rank {other} called {theirs}: every"
+                " rank must call the same, in the same order."
+            )
+        return self.gather_values(value, context)
+
+    def gather_values(self, value: torch.Tensor, context: CollectiveContext) -> torch.Tensor:
+        """Gather a few numbers of every rank: [...] becomes [size, ...], in rank order. On native
+        backends the host does not wait.
+        """
+        shape = (self.size, *value.shape)
+        if self.alone:
+            return value.expand(shape)
+        if not self.native:
+            mine = value.detach().cpu().reshape(-1).view(torch.uint8)
+            found = torch.cat(self.exchange_control(mine, context))
+            return found.view(value.dtype).view(shape).to(value.device)
+        out = torch.empty(shape, dtype=value.dtype, device=value.device)
+        self.ledger.control_bytes += value.nbytes * (self.size - 1)
+        self._note(1, "control", 0, value.numel())
+        mine, over = value.reshape(-1).contiguous(), self._own[1]
+        with self._launching(context):
+            work = dist.all_gather_single(out.view(-1), mine, group=over, async_op=True)
+        self.wait([work], context)
+        return out if self._row_of is None else out.index_select(0, self._row_of)
+
+
+def _operation(mean: bool) -> Any:
+    return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+
+
+def of_length(tag: int, message: torch.Tensor) -> int:
+    """Return `tag` with the message's length hashed into its lower bits (Fibonacci hashing).
+
+    Messages of different lengths then never match: gloo would abort the process if more bytes
+    arrived than the receiver asked for.
+    """
+    return tag ^ (message.nbytes * 2654435769 & 0xFFFFFFFF) >> 20
+
+
+def both(bits: bytes) -> bytes:
+    """Return `bits` followed by their complement: the input of `any_of` whose result `alike` can
+    read.
+    """
+    return bits + bytes(b ^ 0xFF for b in bits)
+
+
+def alike(found: bytes) -> bool:
+    """Whether all ranks gave the same bits to `both`; `found` is the result of `any_of` on it."""
+    half = len(found) // 2
+    return not any(a & b for a, b in zip(found[:half], found[half:], strict=True))

@@ -9,9 +9,9 @@ timing events on the compute stream, before and after the wait, are read once bo
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: The moves of a step that are counted on the wire.
@@ -32,31 +32,31 @@ class TrafficEvent:
         move: "all-gather", "reduce-scatter", "all-reduce", "control" or "state".
         nbytes: payload bytes sent by this rank.
         peers: the number of ranks in the group.
-        group: the ranks in it, such as "0-7" or "0,8".
         dtype: the dtype on the wire, such as "float32".
-        step, phase: when the engine launched it.
-        launched, landed: seconds of `time.perf_counter`. `landed` is when the move was complete on
-            this rank; None while it is in flight.
-        exposed: seconds in which the rank waited for it.
+        phase, step: when the engine launched it.
+        group: the ranks in the group, such as "0-7" or "0,8".
         between: of `nbytes`, those to ranks on other nodes (`Group.borders`).
         plain, plain_between: the bytes that `nbytes` and `between` were encoded from; 0 if the move
             was not encoded.
+        launched, landed: seconds of `time.perf_counter`. `landed` is when the move was complete on
+            this rank; None while it is in flight.
+        exposed: seconds in which the rank waited for it.
     """
 
     move: str
     unit: str
     nbytes: int
-    peers: int
-    dtype: str
-    phase: str
-    step: int
-    launched: float
-    landed: float | None = None
-    exposed: float = 0.0
+    peers: int = 0
+    dtype: str = ""
+    phase: str = ""
+    step: int = 0
     group: str = ""
     between: int = 0
     plain: int = 0
     plain_between: int = 0
+    launched: float = field(default_factory=time.perf_counter)
+    landed: float | None = None
+    exposed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,8 @@ class Sent:
     @classmethod
     def of(cls, event: Any) -> Sent:
         """Return the bytes of an event."""
-        if not event.plain:
-            return cls(event.nbytes, event.between, event.nbytes, event.between)
-        return cls(event.nbytes, event.between, event.plain, event.plain_between)
+        sent = event.nbytes, event.between
+        return cls(*sent, *((event.plain, event.plain_between) if event.plain else sent))
 
     def __add__(self, other: Sent) -> Sent:
         return Sent(
@@ -86,14 +85,6 @@ class Sent:
             self.between + other.between,
             self.plain + other.plain,
             self.plain_between + other.plain_between,
-        )
-
-    def __floordiv__(self, steps: int) -> Sent:
-        return Sent(
-            self.nbytes // steps,
-            self.between // steps,
-            self.plain // steps,
-            self.plain_between // steps,
         )
 
     @property
@@ -118,46 +109,16 @@ class TrafficLedger:
         self.reset()
 
     def reset(self) -> None:
-        self._moves: Counter[tuple[str, str]] = Counter()
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[tuple[str, str], Sent] = {}  # by move and unit
         self.control_bytes = 0
         self._exposed = 0.0
         self.events.clear()
         self._marks.clear()
 
-    def record(
-        self,
-        move: str,
-        unit: str,
-        nbytes: int,
-        peers: int = 0,
-        dtype: str = "",
-        phase: str = "",
-        step: int = 0,
-        group: str = "",
-        between: int = 0,
-        plain: int = 0,
-        plain_between: int = 0,
-    ) -> TrafficEvent:
+    def record(self, event: TrafficEvent) -> TrafficEvent:
         """Record a move that is about to start. `waited` or `marked` completes the event."""
-        self._moves[move, unit] += nbytes
-        event = TrafficEvent(
-            move,
-            unit,
-            nbytes,
-            peers,
-            dtype,
-            phase,
-            step,
-            time.perf_counter(),
-            None,
-            0.0,
-            group,
-            between,
-            plain,
-            plain_between,
-        )
-        self._sent[move] = self._sent.get(move, Sent()) + Sent.of(event)
+        key = event.move, event.unit
+        self._sent[key] = self._sent.get(key, Sent()) + Sent.of(event)
         if self.wanted():
             self.events.append(event)
         return event
@@ -192,43 +153,38 @@ class TrafficLedger:
         """Seconds since the last reset in which this rank waited for others, for payload and
         control messages.
         """
-        if self._marks:
-            self.settle()
+        self.settle()
         return self._exposed
+
+    def sent(self) -> Sent:
+        """Return the payload bytes sent since the last reset."""
+        return sum(self._sent.values(), Sent())
 
     def total(self) -> int:
         """Payload bytes sent since the last reset."""
-        return sum(self._moves.values())
+        return self.sent().nbytes
+
+    def by_link(self) -> dict[str, int]:
+        """Return bytes to ranks on this rank's node ("inside") and on others ("between")."""
+        sent = self.sent()
+        return {"inside": sent.nbytes - sent.between, "between": sent.between}
+
+    def by_move_in_full(self) -> dict[str, Sent]:
+        """Return bytes by move with those between nodes, and the same without codecs."""
+        out: dict[str, Sent] = {}
+        for (move, _), sent in self._sent.items():
+            out[move] = out.get(move, Sent()) + sent
+        return out
 
     def by_move(self) -> dict[str, int]:
         """Return bytes by move: 'all-gather', 'reduce-scatter', 'all-reduce', and 'state' (saving,
         loading, full_params).
         """
-        out: Counter[str] = Counter()
-        for (move, _), nbytes in self._moves.items():
-            out[move] += nbytes
-        return dict(out)
-
-    def by_link(self) -> dict[str, int]:
-        """Return bytes to ranks on this rank's node ("inside") and on others ("between")."""
-        between = sum(sent.between for sent in self._sent.values())
-        return {"inside": self.total() - between, "between": between}
-
-    def by_move_in_full(self) -> dict[str, Sent]:
-        """Return bytes by move with those between nodes, and the same without codecs."""
-        return dict(self._sent)
-
-    def plain(self) -> int:
-        """Payload bytes that would have been sent without codecs."""
-        return sum(sent.plain for sent in self._sent.values())
-
-    def between_by_move(self) -> dict[str, int]:
-        """Return bytes to ranks on other nodes, by move."""
-        return {move: sent.between for move, sent in self._sent.items() if sent.between}
+        return {move: sent.nbytes for move, sent in self.by_move_in_full().items()}
 
     def by_unit(self) -> dict[str, dict[str, int]]:
         """Return bytes by unit, then by move."""
         out: dict[str, dict[str, int]] = {}
-        for (move, unit), nbytes in self._moves.items():
-            out.setdefault(unit, {})[move] = nbytes
+        for (move, unit), sent in self._sent.items():
+            out.setdefault(unit, {})[move] = sent.nbytes
         return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +32,11 @@ class Mesh:
     group: Any = None
     plain: bool = False
 
+    @cached_property
+    def at(self) -> dict[int, tuple[int, ...]]:
+        """The coordinates of each global rank."""
+        return dict(zip(self.ranks, self.axes.coordinates, strict=True))
+
     @property
     def data_of(self) -> dict[int, tuple[int, ...]]:
         """The data coordinate of each global rank."""
@@ -39,17 +45,17 @@ class Mesh:
     @property
     def places(self) -> dict[int, str]:
         """The place of each global rank, in words: "dp 1, tp 0"; none if there is one axis."""
-        if len(self.axes.names) == 1:
-            return {}
+        names = self.axes.names
         return {
-            rank: ", ".join(f"{n} {i}" for n, i in zip(self.axes.names, at, strict=True))
-            for rank, at in zip(self.ranks, self.axes.coordinates, strict=True)
+            rank: ", ".join(f"{n} {i}" for n, i in zip(names, at, strict=True))
+            for rank, at in self.at.items()
+            if len(names) > 1
         }
 
     def axes_of(self, ranks: Sequence[int]) -> list[str]:
         """Return the axes along which some of `ranks` are apart."""
-        at = dict(zip(self.ranks, self.axes.coordinates, strict=True))
-        return [n for i, n in enumerate(self.axes.names) if len({at[r][i] for r in ranks}) > 1]
+        along = zip(*(self.at[rank] for rank in ranks), strict=True)
+        return [n for n, at in zip(self.axes.names, along, strict=True) if len({*at}) > 1]
 
     @property
     def several(self) -> bool:
@@ -97,24 +103,18 @@ def mesh_of(mesh: Any, data: Sequence[str] | str | None) -> Mesh:
     """
     if isinstance(mesh, Mesh):  # of a simulation, which reads it before tensors are fake
         return mesh
-    if not hasattr(mesh, "mesh_dim_names"):
+    if (names := getattr(mesh, "mesh_dim_names", None)) is None:
         raise ValueError(
-            f"mesh={mesh!r}: expected a DeviceMesh, such as"
+            f"mesh={mesh!r}: expected a DeviceMesh with names, so that `data` can name the axes that"
+            " carry different data, such as"
             " init_device_mesh('cuda', (4, 2), mesh_dim_names=('dp', 'tp'))."
         )
-    if mesh.mesh_dim_names is None:
+    found = tuple(mesh.mesh.flatten().tolist())
+    if mesh.get_coordinate() is None:
         raise ValueError(
-            f"the mesh of shape {tuple(mesh.shape)} has no names: give it some"
-            " (mesh_dim_names=('dp', 'tp')), so that `data` can name the axes that carry different"
-            " data."
+            f"rank {dist.get_rank()} is not in the given mesh (ranks {', '.join(map(str, found))}):"
+            " only its members call shard()."
         )
-    rank, found = dist.get_rank(), tuple(mesh.mesh.flatten().tolist())
-    if rank not in found or mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {rank} is not in the given mesh (ranks {', '.join(map(str, found))}): only its"
-            " members call shard()."
-        )
-    names = tuple(mesh.mesh_dim_names)
     if data is None and len(names) > 1:
         raise ValueError(
             f"the mesh has the axes {', '.join(map(repr, names))}: give data=(...) the names of"
@@ -123,7 +123,7 @@ def mesh_of(mesh: Any, data: Sequence[str] | str | None) -> Mesh:
             " the same."
         )
     chosen = names if data is None else (data,) if isinstance(data, str) else tuple(data)
-    axes = Axes(names, tuple(mesh.shape), chosen)
+    axes = Axes(tuple(names), tuple(mesh.shape), chosen)
     every = len(found) == dist.get_world_size()
     return Mesh(axes, found, None if every else mesh.get_group() if len(names) == 1 else None)
 

@@ -17,7 +17,7 @@ from onefold.comm.store import default_store, within
 from onefold.device import capturing, current_stream, reached, use_stream
 
 if TYPE_CHECKING:
-    from onefold.comm.peers import Peers
+    from onefold.comm.group import Group
 
 
 # -- the error -------------------------------------------------------------------------------------
@@ -120,54 +120,40 @@ def stall_error(
         places: the place of each rank in its mesh, in words, if that has several axes.
     """
     at = {r: f" ({places[r]})" if places else "" for r in ranks}
-    notes: dict[int, str] = {rank: f"{context}, {waited:.1f} s"}
-    missing, silent = [r for r in ranks if r != rank], ""
+    notes = {rank: f"{context}, {waited:.1f} s"}
+    missing, silent = {*ranks} - {rank}, ""
 
     def exchange() -> None:
         store, key = default_store(), f"onefold/stall/{group_name}/"
         store.set(f"{key}{rank}", json.dumps({**asdict(context), "waited": waited}))
         end = time.monotonic() + GRACE
         while missing and time.monotonic() < end:
-            for other in list(missing):
-                if store.check([f"{key}{other}"]):
-                    note: dict[str, Any] = json.loads(store.get(f"{key}{other}"))
-                    since = note.pop("waited")
-                    notes[other] = f"{CollectiveContext(**note)}, {since:.1f} s"
-                    missing.remove(other)
+            for other in [r for r in missing if store.check([f"{key}{r}"])]:
+                note: dict[str, Any] = json.loads(store.get(f"{key}{other}"))
+                since = note.pop("waited")
+                notes[other] = f"{CollectiveContext(**note)}, {since:.1f} s"
+                missing.remove(other)
             time.sleep(0.05)
 
+    told = "not waiting in any collective of this model (ended, or busy elsewhere)"
     try:
         within(GRACE + 1.0, exchange)
     except Exception as error:  # raise the error without the notes
-        silent = str(error).splitlines()[0][:200]
-    told = (
-        "not known"
-        if silent
-        else "not waiting in any collective of this model (ended, or busy elsewhere)"
-    )
+        told = "not known"
+        silent = f"The ranks could not tell each other more: {str(error).splitlines()[0][:200]}.\n"
     last = f"last heard of at the end of step {heard}" if heard is not None else "not heard of yet"
-    for other in tuple(missing):
-        notes[other] = f"{told}; {last}"
-    text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-    closed = "closed" in text or "reset" in text
-    lines = [
-        f"rank {rank}{at[rank]} gave up {context}{among} after {waited:.1f} s: "
-        + (
-            "a peer's connection closed (a rank ended or gave up first)."
-            if closed
-            else "the other ranks did not come."
-        ),
-        "Where each rank stands:",
-        *(f"  rank {r}{at[r]}: {notes[r]}" for r in sorted(notes)),
-        *([f"The ranks could not tell each other more: {silent}."] if silent else []),
-        (
-            (_SAVING if context.unit == CHECKPOINT else _PASSES)
-            + (_GENERATING if context.phase == "forward" else "")
-            + " If a rank may be slower than this, raise stall_timeout in the recipe."
-        ),
-        f"(backend: {text[:200]})",
-    ]
-    return StallError("\n".join(lines))
+    notes |= dict.fromkeys(missing, f"{told}; {last}")
+    text = (str(cause).splitlines() or [type(cause).__name__])[0]
+    closed = "a peer's connection closed (a rank ended or gave up first)."
+    why = closed if "closed" in text or "reset" in text else "the other ranks did not come."
+    stand = "".join(f"  rank {r}{at[r]}: {notes[r]}\n" for r in sorted(notes))
+    advice = _SAVING if context.unit == CHECKPOINT else _PASSES
+    return StallError(
+        f"rank {rank}{at[rank]} gave up {context}{among} after {waited:.1f} s: {why}\n"
+        f"Where each rank stands:\n{stand}{silent}"
+        f"{advice}{_GENERATING if context.phase == 'forward' else ''} If a rank may be slower than"
+        f" this, raise stall_timeout in the recipe.\n(backend: {text[:200]})"
+    )
 
 
 # -- what is under way -----------------------------------------------------------------------------
@@ -184,21 +170,15 @@ class Pending:
 
     def __init__(
         self,
-        group: Peers,
+        group: Group,
         works: list[Any],
         context: CollectiveContext,
         event: TrafficEvent | None = None,
         keep: Any = None,
         after: Sequence[Callable[[], object]] = (),
     ) -> None:
-        self._group, self._works, self.context, self.event, self._keep, self._after = (
-            group,
-            works,
-            context,
-            event,
-            keep,
-            after,
-        )
+        self._group, self._works, self.context, self.event = group, works, context, event
+        self._keep, self._after = keep, after
 
     def wait(self) -> None:
         if self._works:
@@ -228,36 +208,31 @@ class Chain(Pending):
 
     __slots__ = ("_first", "_second", "_then")
 
-    def __init__(self, group: Peers, first: Pending, then: Callable[[], Pending]) -> None:
-        self._group = group
-        self._first: Pending | None = first
-        self._then: Callable[[], Pending] | None = then
-        self._second: Pending | None = None
-        self.context, self.event = first.context, first.event
+    def __init__(self, group: Group, first: Pending, then: Callable[[], Pending]) -> None:
+        super().__init__(group, [], first.context, first.event)
+        self._first, self._then, self._second = first, then, Pending(group, [], first.context)
         # The relay stream waits for the first move, the compute stream for the second only
-        if group.relay is not None:
-            # The relay has nothing else to wait for. The second move reads what the first receives,
-            # and this rank's own part, which was there (or is ordered before it) at the launch.
-            with use_stream(group.relay):
-                self.begin()
-        else:
-            group.chains.append(self)
+        if group.relay is None:
+            group.chains.waiting.append(self)
+            return
+        # The relay has nothing else to wait for. The second move reads what the first receives,
+        # and this rank's own part, which was there (or is ordered before it) at the launch.
+        with use_stream(group.relay):
+            self.begin()
 
     def begin(self) -> None:
         """Wait for the first move, and start the second."""
-        first, then, self._first, self._then = self._first, self._then, None, None
-        if first is not None and then is not None:
-            first.wait()
-            self._second = then()
+        self._first.wait()
+        self._second = self._then()
+        del self._first, self._then  # and the buffers that they hold
 
     def wait(self) -> None:
         if self._group.broken is not None:  # the second move may never have begun
             raise self._group.broken
         self._group.chains.relay(self)
-        second, self._second = self._second, None
-        if second is not None:
-            with self._group.chains.held():  # this wait must not begin the chains after this one
-                second.wait()
+        with self._group.chains.held():  # this wait must not begin the chains after this one
+            self._second.wait()
+        super().wait()
 
 
 class Chains:
@@ -266,22 +241,16 @@ class Chains:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Chain] = deque()
+        self.waiting: deque[Chain] = deque()
         self._held = False
-
-    def append(self, chain: Chain) -> None:
-        self._waiting.append(chain)
-
-    def clear(self) -> None:
-        self._waiting.clear()
 
     def relay(self, last: Chain | None = None) -> None:
         """Begin the second moves of all chains, or of those up to `last`."""
-        if self._held or (last is not None and last not in self._waiting):
+        if self._held or (last is not None and last not in self.waiting):
             return
         with self.held():
-            while self._waiting:
-                chain = self._waiting.popleft()
+            while self.waiting:
+                chain = self.waiting.popleft()
                 chain.begin()
                 if chain is last:
                     break
@@ -292,7 +261,7 @@ class Chains:
         """
         if context.move not in ("reduce-scatter", "all-reduce"):
             self.relay()
-        elif own := [chain for chain in self._waiting if chain.context.unit == context.unit]:
+        elif own := [chain for chain in self.waiting if chain.context.unit == context.unit]:
             # Gathers after this unit can stay: other ranks may only begin them once they have this
             # reduction
             self.relay(own[-1])
@@ -334,25 +303,20 @@ _Wait = tuple[CollectiveContext, Any, Any]
 
 
 class RunAhead:
-    """The marks before the units that a rank has queued. See [Note: two units ahead].
-
-    Attributes:
-        polls: how often the host had to wait for the device.
-    """
+    """The marks before the units that a rank has queued. See [Note: two units ahead]."""
 
     def __init__(
         self,
         device: torch.device,
         timeout: float,
-        lost: Callable[[CollectiveContext, float], Exception],
+        lost: Callable[[CollectiveContext, float, Exception], Exception],
     ) -> None:
         """
         Args:
             timeout: seconds that the device may be in one wait.
-            lost: returns the error of a rank that has waited in vain: (for what, seconds).
+            lost: returns the error of a rank that has waited in vain: (for what, seconds, why).
         """
         self.device, self.timeout, self.lost = device, timeout, lost
-        self.polls = 0
         self._gave_up = False  # the group is broken: its next move raises
         # (event, the device's waits that were queued before it and after the event before)
         self._marks: deque[tuple[Any, list[_Wait]]] = deque()
@@ -396,10 +360,10 @@ class RunAhead:
     def _reach(self, mark: Any, waits: list[_Wait]) -> None:
         if mark.query():
             return
-        self.polls += 1
         while not reached(mark, self.timeout):
             for context, before, behind in waits:
                 if before.query() and not behind.query():
                     self._gave_up = True
-                    raise self.lost(context, self.timeout)
+                    cause = f"the device waits for it, and the host asked for {self.timeout:.0f} s"
+                    raise self.lost(context, self.timeout, RuntimeError(cause))
             # Else the device computes, however long: no other rank is late

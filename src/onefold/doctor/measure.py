@@ -75,7 +75,9 @@ def measure(
         for count in threads
     }
     groups = {
-        count: Group(members[count], device, TIMEOUT, FLAT) for count in threads if rank < count
+        count: Group.over(members[count], device, TIMEOUT, FLAT)
+        for count in threads
+        if rank < count
     }
     for number in range(sizes.rounds):
         for count in threads:

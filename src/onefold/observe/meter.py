@@ -100,7 +100,7 @@ class Meter:
         if self.engine.world_size > 1 and (
             recipe.parameters.codec or recipe.gradients.codec or recipe.frozen
         ):
-            sent["wire_bytes_plain"] = traffic.plain()
+            sent["wire_bytes_plain"] = traffic.sent().plain
         return sent
 
     def step(

@@ -169,7 +169,10 @@ def write_observed(
             unit: {move: n // steps for move, n in moves.items()}
             for unit, moves in step.by_unit().items()
         }
-        own["wire"] = {move: asdict(sent // steps) for move, sent in step.sent().items()}
+        own["wire"] = {
+            move: {name: n // steps for name, n in asdict(sent).items()}
+            for move, sent in step.sent().items()
+        }
         own["step"] = _of_recording(step)
     _write(path, own)
     return path

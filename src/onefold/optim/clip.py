@@ -189,7 +189,7 @@ def across_stages(engines: Sequence[Engine], process_group: Any = None) -> Group
     """
     first = engines[0]
     if first.across is None:
-        first.across = Group(process_group, first.device, first.recipe.stall_timeout, FLAT)
+        first.across = Group.over(process_group, first.device, first.recipe.stall_timeout, FLAT)
     return first.across
 
 

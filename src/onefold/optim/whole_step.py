@@ -31,8 +31,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from onefold.comm import OWNERS, CollectiveContext, Group
-from onefold.comm.peers import alike, both
+from onefold.comm import OWNERS, CollectiveContext, Group, alike, both
 from onefold.comm.pending import Pending
 from onefold.layout.owners import Matrix, rounds
 from onefold.memory import OWNED, nbytes_of

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import onefold.runtime.updates as updates_of
-from onefold.comm import CollectiveContext, StallError
-from onefold.comm.peers import alike, both
+from onefold.comm import CollectiveContext, StallError, alike, both
 from onefold.memory.pool import TierError
 from onefold.runtime import differentiate
 from onefold.runtime.differentiate import in_autograd, keep_from_compiler
@@ -271,7 +270,7 @@ def agree_and_finish(
     ]
     context = CollectiveContext("control", "(end of backward)", progress.step_count, "backward")
     anywhere = group.any_of(b"".join(parts), context)
-    group.heard = progress.step_count
+    group.shared.heard = progress.step_count
     group.updates.clear()
     found, at = [], 0
     for part in parts:

@@ -56,9 +56,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from onefold.comm import CollectiveContext, Group
+from onefold.comm import CollectiveContext, Group, alike, both
 from onefold.comm.mesh import Mesh
-from onefold.comm.peers import alike, both
 from onefold.layout.holders import AxisCut, Holders, TensorBox, region_of
 
 if TYPE_CHECKING:

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from onefold.comm import CollectiveContext, Group
+from onefold.comm import CollectiveContext, Group, alike, both
 from onefold.comm.mesh import Mesh
-from onefold.comm.peers import alike, both
 from onefold.memory import STAGING, storage_of
 from onefold.recipe import Recipe
 from onefold.runtime.boxes import local_of

@@ -9,7 +9,7 @@ When autograd hands over a gradient, the reducer copies it into its unit's flat 
 Small gradients are copied several at a time, because the number of calls is what they cost. When
 the unit has all its gradients, its buffer is exchanged and summed in the order of the schedule (see
 [Note: reductions keep one order] in runtime/schedule.py and [Note: sums are local and in
-rank order] in comm/moves.py). The sums become `.grad` of the optimizer's parameters.
+rank order] in comm/group.py). The sums become `.grad` of the optimizer's parameters.
 
 [Note: unused parameters] Every backward pass ends with one small exchange in which the ranks tell
 each other which parameters got a gradient. A parameter that no rank used keeps `.grad is None`, as

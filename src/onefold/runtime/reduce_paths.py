@@ -38,9 +38,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from onefold.comm import Chain, CollectiveContext, Pending
+from onefold.comm import Chain, CollectiveContext, Cut, Pending
 from onefold.comm.sums import sum_parts
-from onefold.comm.wire import Cut
 from onefold.device import current_stream, use_stream
 from onefold.layout import Adds, Exchange, overlap
 from onefold.memory import GRADIENTS, REDUCTION, nbytes_of
@@ -438,7 +437,9 @@ def _broadcast_on(r: Reduction, at: int, context: CollectiveContext) -> Pending:
     total = r.total[span[0] - r.result_range[0] : span[1] - r.result_range[0]]
     division = by.cut(span)
     if group.can_reduce(division):
-        return group.gather_sums(total, division, context, r.flat.index, r.run)
+        return group.all_gather(
+            total, context, r.flat.index, move="all-reduce", over=1, addresses=r.run
+        )
     part = pieces(total, span, hop)
     peers = [p for p in range(group.size) if p != group.rank]
     recvs = [(p, part[p]) for p in peers] if not group.alone else []
@@ -462,7 +463,7 @@ def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: GroupHop) -> tuple[
 # `reduce="native"` the backend adds the parts, in the dtype of the wire and in an order of its own.
 #
 # [Note: sums beside the computation] On a device with streams the kernel that adds the parts runs on
-# a stream of its own, `Peers.summing`:
+# a stream of its own, `Group.summing`:
 #
 #     computing    ... gradients of unit 1 |    gradients of unit 0    | wait for sum 1 | ...
 #     reductions                           [r1 ......]

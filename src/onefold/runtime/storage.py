@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from onefold.comm import TrafficLedger
+from onefold.comm import TrafficEvent, TrafficLedger
 from onefold.device import (
     CopyStream,
     HostBuffers,
@@ -132,7 +132,7 @@ class Transfers:
 
     def entered(self, move: str, unit: str, nbytes: int) -> None:
         """Record bytes that start to move: "up", "down", "read" or "written"."""
-        self.moved.record(move, unit, nbytes)
+        self.moved.record(TrafficEvent(move, unit, nbytes))
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for the disk; the seconds count as exposed.

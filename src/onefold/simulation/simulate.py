@@ -8,7 +8,7 @@ and fake tensors.
 Nothing is computed and nothing is sent, so a model of any size on any number of ranks runs here.
 Everything else is the engine's own: its layouts, hooks, schedule, pool and ledgers. The engine does
 not know that it is simulated, with one exception: a group of the "fake" backend sends nothing
-([Note: one rank stands for all] in comm/moves.py).
+([Note: one rank stands for all] in comm/group.py).
 
 Given a machine, the run is timed as well. The room `device` then gives the engine the streams of a
 clock (simulation/clock.py), which records every operation, collective and wait.

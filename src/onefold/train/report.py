@@ -266,7 +266,7 @@ def totals(run: Run) -> dict[str, int]:
     before = int(earlier.get(all_of_them, 0))
     sent = before + engine.traffic.total()
     between = int(earlier.get(across, 0)) + engine.traffic.by_link()["between"]
-    plain = int(earlier.get(uncoded, before)) + engine.traffic.plain()
+    plain = int(earlier.get(uncoded, before)) + engine.traffic.sent().plain
     out = {all_of_them: sent, across: between, uncoded: plain}
     shown = {across: engine.group.borders or between, uncoded: plain != sent}
     return {name: nbytes for name, nbytes in out.items() if shown.get(name, True)}

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._foreach_utils import _foreach_supported_types
 
-from onefold.comm import CollectiveContext, Group, Part
+from onefold.comm import CollectiveContext, Group
 from onefold.layout import overlap
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Owners:
         self._engine, self._flat = weakref.ref(engine), weakref.ref(flat)
         # Where the parts meet when the model is gone
         self._reunion, self._size = engine.group.reunion, engine.group.size
-        self._parts = everybody.parts if isinstance(everybody, Part) else None
+        self._parts = everybody.parts
         self._level = group is not everybody
 
     @property
