@@ -25,10 +25,10 @@ from onefold.checkpoint.tensorfile import numel_of
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.values import fits, is_number, short
 from onefold.checkpoint.views import Local, Recoded
-from onefold.optim.fresh import fresh_state
 from onefold.optim.owned import StateElsewhere
 from onefold.optim.state_dicts import meet_when_asked, show_states
 from onefold.optim.state_parts import OptimizerParts, placed
+from onefold.optim.verdict import fresh_state
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.buffers import Sharing
@@ -422,8 +422,7 @@ def _numbers_of(
     """
     like = group["params"][0]
     try:
-        stand_in = torch.zeros((2,) * dims, dtype=like.dtype, device=like.device)
-        state = fresh_state(optimizer, group, stand_in)
+        state = fresh_state(optimizer, group, like, (2,) * dims)
     except Exception:
         return {}
     numbers = {k: v for k, v in state.items() if is_number(v) and numel_of(np.shape(v)) == 1}

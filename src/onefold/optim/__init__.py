@@ -11,24 +11,19 @@ step intervals. It does not depend on the forward pass.
 | Who owns which matrix?                                           | `owned`                  |
 | How are states read and written, wherever they are?              | `state_parts`            |
 | What do `state_dict()` and `load_state_dict()` do?               | `state_dicts`            |
-| What does `optimizer.state` show between steps?                  | `faced_states`, `fresh`  |
+| What does `optimizer.state` show between steps?                  | `faced_states`           |
 | How do Muon and AdamW become one optimizer?                      | `muon`                   |
 
 States become wholes, and wholes become states, by the moves of runtime/parts.py.
 """
 
 from onefold.optim.clip import GradScaler, across_stages, clip_grad_norm
-from onefold.optim.state_dicts import load_local_state_dict, local_state_dict
 from onefold.optim.step_hooks import install_step_hooks, remove_step_hooks
-from onefold.optim.verdict import refuse_unless_elementwise
 
 __all__ = [
     "GradScaler",
     "across_stages",
     "clip_grad_norm",
     "install_step_hooks",
-    "load_local_state_dict",
-    "local_state_dict",
-    "refuse_unless_elementwise",
     "remove_step_hooks",
 ]  # fmt: skip

@@ -142,25 +142,6 @@ def _keep_owners(optimizer: Optimizer) -> dict[int, Owned]:
     return found
 
 
-def owners_of(optimizer: Optimizer) -> dict[int, int]:
-    """Return the owners of the parameters that are stepped whole: {the parameter's number: owner}."""
-    found = owned_by(optimizer)
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    return {n: found[id(p)].owner for n, p in enumerate(params) if id(p) in found}
-
-
-def give_owners(optimizer: Optimizer, owners: Mapping[int, int]) -> None:
-    """Let the parameters have these owners, the result of `owners_of` of ranks whose parts of the
-    states are about to be loaded. They must be divided alike.
-    """
-    found, known = owned_by(optimizer), _known[optimizer]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, owner in owners.items():
-        if number < len(params) and (each := found.get(id(params[number]))) is not None:
-            known.chosen[each.entry] = owner
-    known.looked_at = None
-
-
 def owned(optimizer: Optimizer, param: Any) -> Owned | None:
     """Return how `param` is stepped whole; None if it is not."""
     return owned_by(optimizer).get(id(param))

@@ -12,7 +12,6 @@
 
 Both calls are collective if there is more than one rank and a state is divided. At stage 0 every
 rank holds whole states: `state_dict()` is torch's own and communicates nothing.
-`local_state_dict` and `load_local_state_dict` are about this rank's part alone.
 
 [Note: how an optimizer is met] torch registers `state_dict` hooks per optimizer. Onefold registers
 its own when it meets an optimizer that has sharded parameters: when it is made (`add_param_group`,
@@ -22,12 +21,10 @@ first asked for, whichever is first. Until then it keeps the states that it has:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import weakref
-import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +32,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 import onefold.optim.faced_states as faced_states
-from onefold.optim.owned import give_owners, owners_of, put_elsewhere
+from onefold.optim.owned import put_elsewhere
 from onefold.optim.state_parts import (
     Made,
     OptimizerParts,
@@ -54,10 +51,6 @@ from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import from_first, from_own, tell_all, to_first
 
 _SAVE, _LOAD = "optimizer.state_dict()", "optimizer.load_state_dict()"
-#: A top-level key that marks the result of `local_state_dict`.
-LOCAL = "onefold_local"
-#: Optimizers inside `local_state_dict` or `load_local_state_dict`.
-_locally: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 # -- which optimizers ------------------------------------------------------------------------------
@@ -182,8 +175,6 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
     """The `state_dict` hook: return the whole dict in place of this rank's part; None if
     `state_dict` is already whole.
     """
-    if optimizer in _locally:
-        return None
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         outline = Outline.of(optimizer)
         engine = outline.engine
@@ -194,7 +185,7 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
         with parts.keeping_errors():
             for each in outline.engines:
                 each.transfers.check()
-            said = described(optimizer, outline, "local_state_dict has this rank's.")
+            said = described(optimizer, outline)
         told = [(said, parts.error)]
         if outline.divided:
             told = tell_all(engine.resources, _SAVE, told[0])
@@ -271,8 +262,6 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     can load the dict as it is.
     """
     _loaded.pop(optimizer, None)
-    if optimizer in _locally:
-        return None
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         outline = Outline.of(optimizer)
         engine = outline.engine
@@ -324,20 +313,12 @@ def _refuse(engine: Engine, told: list[tuple[str | None, bytes, bool]], scattere
             raise ValueError(
                 f"{_LOAD}: rank {ranks[0]} and rank {ranks[rank]} were given different dicts. Give"
                 f" every rank the same whole one (the file that rank 0 saved), or rank {ranks[0]}"
-                " the whole one and the others what state_dict() returned there; what"
-                " local_state_dict() returned goes to onefold.optim.load_local_state_dict."
+                " the whole one and the others what state_dict() returned there."
             )
 
 
 def _look(optimizer: Optimizer, outline: Outline, given: Mapping[str, Any]) -> bytes:
     """Check a dict, and return a digest of all but its elements. Raises: _Refused."""
-    if LOCAL in given:
-        said = given[LOCAL]
-        raise _Refused(
-            f"this is the part of rank {said['rank']} of {said['ranks']}, as local_state_dict()"
-            " returned it. Give it to onefold.optim.load_local_state_dict(optimizer, state) on"
-            " as many ranks, or give what optimizer.state_dict() returned."
-        )
     state, groups = given.get("state", {}), given.get("param_groups", [])
     if not state and not groups:
         raise _Refused(
@@ -367,9 +348,7 @@ def _look(optimizer: Optimizer, outline: Outline, given: Mapping[str, Any]) -> b
             ):
                 raise _Refused(
                     f"state {key!r} of parameter {number} ({param.name!r}) has shape"
-                    f" {tuple(value.shape)}, expected {param.shape}. It is of another model, or"
-                    " one rank's part: those are saved by onefold.optim.local_state_dict and"
-                    " loaded by load_local_state_dict."
+                    f" {tuple(value.shape)}, expected {param.shape}: it is of another model."
                 )
     return hashlib.sha256(repr(text).encode()).digest()
 
@@ -475,81 +454,6 @@ def _take(
         raise RuntimeError(f"{_LOAD}: the states could not be put in their places. {wrong}")
     _loaded[optimizer] = parts.made
     return {**given, "state": mine}
-
-
-# -- this rank's part alone ------------------------------------------------------------------------
-#
-# It loads on the same rank of the same number of ranks, without collectives.
-
-
-def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """Return this rank's part of the optimizer's state. Local.
-
-    Tensors alias the optimizer's. States on NVMe are represented by placeholders, which cannot be
-    copied or pickled.
-    """
-    with disable_torch_function(), _only_local(optimizer):
-        faced_states.make_all_plain(optimizer)
-        state = optimizer.state_dict()
-    return {**state, LOCAL: {**_rank_and_size(optimizer), **_division(optimizer)}}
-
-
-def load_local_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load what `local_state_dict` returned on this rank. Local.
-
-    Raises:
-        ValueError: it is not such a part, is that of another rank or number of ranks, or of parameters
-            that were divided otherwise.
-    """
-    if LOCAL not in state_dict:
-        raise ValueError(
-            "load_local_state_dict was given no part of one rank: give a whole state dict to"
-            " optimizer.load_state_dict()."
-        )
-    said, here = state_dict[LOCAL], _rank_and_size(optimizer)
-    if (said["rank"], said["ranks"]) != (here["rank"], here["ranks"]):
-        raise ValueError(
-            f"load_local_state_dict was given the part of rank {said['rank']} of {said['ranks']} on"
-            f" rank {here['rank']} of {here['ranks']}. What optimizer.state_dict() returns loads on"
-            " any number of ranks."
-        )
-    if "intervals" in said and said["intervals"] != _division(optimizer)["intervals"]:
-        raise ValueError(
-            "load_local_state_dict was given a part of parameters that were divided otherwise: by other"
-            " units, another stage or shard_group=. What optimizer.state_dict() returns loads"
-            " at any of them."
-        )
-    give_owners(optimizer, said.get("owners", {}))
-    with _only_local(optimizer):
-        optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != LOCAL})
-
-
-@contextlib.contextmanager
-def _only_local(optimizer: Optimizer) -> Iterator[None]:
-    _locally.add(optimizer)
-    try:
-        yield
-    finally:
-        _locally.discard(optimizer)
-
-
-def _rank_and_size(optimizer: Optimizer) -> dict[str, int]:
-    with disable_torch_function():
-        engine = Outline.of(optimizer).engine
-    if engine is None:
-        return {"rank": 0, "ranks": 1}
-    group = engine.group
-    return {"rank": group.ranks[group.rank], "ranks": group.size}
-
-
-def _division(optimizer: Optimizer) -> dict[str, Any]:
-    """Return how the parameters are divided: a number made of this rank's intervals, and the owners of
-    those that are stepped whole.
-    """
-    with disable_torch_function():
-        params = Outline.of(optimizer).params
-        intervals = [param.entry.owned() for param in params if param.entry is not None]
-        return {"intervals": zlib.crc32(repr(intervals).encode()), "owners": owners_of(optimizer)}
 
 
 # -- both ------------------------------------------------------------------------------------------

@@ -397,15 +397,9 @@ def _moving(entry: Entry) -> CollectiveContext:
 Said = dict[Any, tuple[torch.dtype | None, Any]] | None
 
 
-def described(
-    optimizer: Optimizer, outline: Outline, instead: str, refuse: bool = False
-) -> tuple[list[Said], str | None]:
+def described(optimizer: Optimizer, outline: Outline) -> tuple[list[Said], str | None]:
     """Return what this rank holds for each parameter, and a complaint if it has a state that cannot
     be combined. Parameters without elements that this rank accounts for are None.
-
-    Args:
-        instead: the end of the complaint: what to do instead.
-        refuse: complain about states that cannot be cut even if this rank holds them whole.
     """
     states = [optimizer.state.get(p) or {} for p in outline.objects]
     parts = OptimizerParts(optimizer)
@@ -436,12 +430,11 @@ def described(
                 found[key] = dtype, None
             elif sort == "other" and parts.owned(entry) is not None and param.whole:
                 found[key] = None, OwnShape(tuple(value.shape), value.dtype)
-            elif sort == "other" and (refuse or outline.divided):
+            elif sort == "other" and outline.divided:
                 wrong = wrong or (
                     f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)}"
                     f" for parameter {param.name!r}: neither one number nor one for each"
                     " element, so that the parts of several ranks cannot be put together."
-                    f" {instead}"
                 )
             else:
                 tensor = isinstance(value, torch.Tensor)

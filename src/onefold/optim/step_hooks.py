@@ -228,8 +228,11 @@ def _nested(optimizer: Optimizer) -> bool:
     counted (see [Note: classes, not objects] in optim/torch_methods.py).
     """
     step = _steps.get(optimizer)
-    return raw.optimizer is optimizer or (
-        step is not None and torch_methods.calls_of_step(optimizer) > step.calls
+    tried = any(each is optimizer for each in raw.tried)
+    return (
+        tried
+        or raw.optimizer is optimizer
+        or (step is not None and torch_methods.calls_of_step(optimizer) > step.calls)
     )
 
 

@@ -454,10 +454,12 @@ class _Raw(threading.local):
     Attributes:
         optimizer: the one that is tried, or whose own update runs: a `super().step()` in it is no step
             of its own, and one of another optimizer over the model's parameters is refused.
+        tried: those that a trial steps, with the ones they hold (optim/verdict.py).
         notes: what undoes what they have changed for a time. See [Note: interrupts].
     """
 
     optimizer: Optimizer | None = None
+    tried: tuple[Optimizer, ...] = ()
 
     def __init__(self) -> None:
         self.notes: list[Callable[[], Any]] = []
@@ -650,7 +652,7 @@ class Part:
     first: bool | None = None
 
 
-def _give(
+def give(
     state: dict[Any, Any], param: Any, data: torch.Tensor, grad: Any, known: dict[Any, Any] | None
 ) -> None:
     """Let the parameter have this data, gradient and state."""
@@ -682,8 +684,8 @@ def step_parts(
         bare(plain)
         for part in parts:
             param = part.param
-            note(_give, state, param, param.data, param.grad, state.get(param))
-            _give(state, param, part.data, part.grad, part.state)
+            note(give, state, param, param.data, param.grad, state.get(param))
+            give(state, param, part.data, part.grad, part.state)
         with only(optimizer, groups, [part.param for part in parts], device):
             try:
                 update(optimizer)
