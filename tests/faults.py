@@ -395,7 +395,7 @@ FAULTS = [
     Fault(
         "exactly once",
         "two ranks step a matrix",
-        "optim/owned.py",
+        "optim/whole.py",
         "return self.group.rank == self.owner",
         "return self.group.rank in (self.owner, (self.owner + 1) % self.group.size)",
         ["tests/optim/test_whole.py"],
@@ -403,9 +403,9 @@ FAULTS = [
     Fault(
         "exactly once",
         "where groups hold the same elements, the states of a matrix are saved by none",
-        "optim/owned.py",
-        "return self.at(here) and flat.group.topology.inter_group(here)[0] == here",
-        "return self.at(here) and flat.group.topology.inter_group(here)[0] < 0",
+        "optim/whole.py",
+        "return here == next(filter(self.at, range(group.size)))",
+        "return here == next(filter(self.at, range(group.size))) and self.group is group",
         ["tests/checkpoints/test_owners.py"],
     ),
     Fault(

@@ -392,7 +392,7 @@ def step_in_pieces_of(model: nn.Module, elements: int) -> None:
 
 def stepped_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
     """The parameters that owners step."""
-    from onefold.optim.owned import owned_by
+    from onefold.optim.whole import owned_by
 
     names = {id(p): name for name, p in model.named_parameters()}
     return {names[key] for key in owned_by(optimizer)}

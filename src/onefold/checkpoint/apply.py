@@ -25,10 +25,10 @@ from onefold.checkpoint.tensorfile import numel_of
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.values import fits, is_number, short
 from onefold.checkpoint.views import Local, Recoded
-from onefold.optim.owned import StateElsewhere
 from onefold.optim.state_dicts import meet_when_asked, show_states
 from onefold.optim.state_parts import OptimizerParts, placed
 from onefold.optim.verdict import fresh_state
+from onefold.optim.whole import StateElsewhere
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.buffers import Sharing

@@ -35,9 +35,9 @@ from onefold.checkpoint.apply import LOCAL_OPTIONS
 from onefold.checkpoint.dcp_interval import DCPInterval
 from onefold.checkpoint.errors import CheckpointError
 from onefold.optim.faced_states import loaded_elsewhere
-from onefold.optim.owned import Owned, owned, put_elsewhere
 from onefold.optim.state_dicts import meet_when_asked, show_states
 from onefold.optim.verdict import fresh_state
+from onefold.optim.whole import Owned, owned, put_elsewhere
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function

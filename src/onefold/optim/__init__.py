@@ -7,8 +7,7 @@ step intervals. It does not depend on the forward pass.
 | What happens before and after a step?                            | `step_hooks`             |
 | What is put around methods of torch's?                           | `torch_methods`          |
 | What does the update of an optimizer look at?                    | `verdict`                |
-| Who steps whole matrices, and how do their pieces travel?        | `whole_step`             |
-| Who owns which matrix?                                           | `owned`                  |
+| Who owns which matrix, and steps it?                             | `whole`                  |
 | How are states read and written, wherever they are?              | `state_parts`            |
 | What do `state_dict()` and `load_state_dict()` do?               | `state_dicts`            |
 | What does `optimizer.state` show between steps?                  | `faced_states`           |

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from onefold.optim.owned import owned, owned_by
 from onefold.optim.state_parts import OptimizerParts
 from onefold.optim.verdict import fresh_state
+from onefold.optim.whole import owned, owned_by
 from onefold.quant.moments import torchao_format
 from onefold.recipe.moments import packed
 from onefold.runtime.parameters.interval import (

@@ -32,7 +32,6 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 import onefold.optim.faced_states as faced_states
-from onefold.optim.owned import put_elsewhere
 from onefold.optim.state_parts import (
     Made,
     OptimizerParts,
@@ -46,6 +45,7 @@ from onefold.optim.state_parts import (
     own_shape,
     sort_of,
 )
+from onefold.optim.whole import put_elsewhere
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import from_first, from_own, tell_all, to_first

@@ -7,7 +7,7 @@
 | a tensor of its elements                | these, under the same key                                         |
 | a placeholder for a state on NVMe       | the elements on NVMe                                              |
 | codes and scales (`exp_avg.int8`, ...)  | `exp_avg`: the values; or the codes and the scales, each as it is |
-| a whole state, as the owner of a matrix | all of it; other ranks have nothing (optim/owned.py)              |
+| a whole state, as the owner of a matrix | all of it; other ranks have nothing (optim/whole.py)              |
 
 `sort_of` says what a state is, for code that saves states or combines those of several ranks:
 
@@ -34,7 +34,7 @@ from torch.optim.optimizer import Optimizer
 
 import onefold.quant.moments as moments
 from onefold.comm import CollectiveContext
-from onefold.optim.owned import Owned, owned_by
+from onefold.optim.whole import Owned, owned_by
 from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry

@@ -37,9 +37,9 @@ from torch.optim.optimizer import (
 import onefold.optim.faced_states as faced_states
 import onefold.optim.state_dicts as state_dicts
 from onefold.optim import torch_methods
-from onefold.optim.owned import engines_changed
 from onefold.optim.state_parts import engines
 from onefold.optim.verdict import verdict_for
+from onefold.optim.whole import engines_changed
 from onefold.runtime.differentiate import keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry

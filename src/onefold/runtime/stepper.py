@@ -3,7 +3,7 @@
 | shard                                   | stepped by                                   | when                         |
 |-----------------------------------------|----------------------------------------------|------------------------------|
 | on the device                           | the user's optimizer itself (`OwnStep`)      | at `optimizer.step()`        |
-| of whole matrices, also on the host     | the user's optimizer, by owners (optim/whole_step.py) | before the rest of that step |
+| of whole matrices, also on the host     | the user's optimizer, by owners (optim/whole.py) | before the rest of that step |
 | with moments in 8 or 4 bits             | its rule, piece by piece (quant/stepper.py)  | before the rest of that step |
 | on the host                             | the user's optimizer, unit by unit (offload/stepper.py) | before the rest of that step |
 | on NVMe                                 | the user's optimizer, chunk by chunk (the same) | before the rest of that step |
