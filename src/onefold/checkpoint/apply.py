@@ -25,8 +25,7 @@ from onefold.checkpoint.tensorfile import numel_of
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.values import fits, is_number, short
 from onefold.checkpoint.views import Local, Recoded
-from onefold.optim.state_dicts import meet_when_asked, show_states
-from onefold.optim.state_parts import OptimizerParts, placed
+from onefold.optim.states import OptimizerParts, meet, placed, show_states
 from onefold.optim.verdict import fresh_state
 from onefold.optim.whole import StateElsewhere
 from onefold.quant.moments import moment_policy
@@ -263,7 +262,7 @@ def fill_optimizers(
     The states that the optimizers held before for these parameters are discarded.
     """
     for optimizer in optimizers:
-        meet_when_asked(optimizer)
+        meet(optimizer)
     _set_groups(optimizers, reading.source.groups() or [])
     if isinstance(reading.source, Local) and (odd := reading.source.odd):
         reading.error = reading.error or CheckpointError(

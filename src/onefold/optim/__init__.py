@@ -8,8 +8,7 @@ step intervals. It does not depend on the forward pass.
 | What is put around methods of torch's?                           | `torch_methods`          |
 | What does the update of an optimizer look at?                    | `verdict`                |
 | Who owns which matrix, and steps it?                             | `whole`                  |
-| How are states read and written, wherever they are?              | `state_parts`            |
-| What do `state_dict()` and `load_state_dict()` do?               | `state_dicts`            |
+| Where are states, and what do `state_dict()` and `load_state_dict()` do? | `states`                 |
 | What does `optimizer.state` show between steps?                  | `faced_states`           |
 | How do Muon and AdamW become one optimizer?                      | `muon`                   |
 

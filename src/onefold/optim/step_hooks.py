@@ -35,11 +35,11 @@ from torch.optim.optimizer import (
 )
 
 import onefold.optim.faced_states as faced_states
-import onefold.optim.state_dicts as state_dicts
+import onefold.optim.states as states
 from onefold.optim import torch_methods
-from onefold.optim.state_parts import engines
+from onefold.optim.states import engines
 from onefold.optim.verdict import verdict_for
-from onefold.optim.whole import engines_changed
+from onefold.optim.whole import epoch
 from onefold.runtime.differentiate import keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
@@ -117,15 +117,15 @@ def install_step_hooks(engine: Engine) -> None:
     """Hook the steps of optimizers over this engine's parameters, until the engine closes."""
     with _changes:
         engines[engine] = None
-        engines_changed()
-        state_dicts.follow(engine)
+        epoch[0] += 1
+        states.follow(engine)
         if not _handles:
             _handles.append(register_optimizer_step_pre_hook(_first))
             _handles.append(register_optimizer_step_post_hook(_after))
             torch_methods.follow(
                 torch_methods.Follower(
-                    has_parameters=state_dicts.meet_when_made,
-                    is_asked=state_dicts.meet_when_asked,
+                    has_parameters=lambda _: None,
+                    is_asked=states.meet,
                     step_is_over=_has_returned,
                 )
             )
@@ -134,7 +134,7 @@ def install_step_hooks(engine: Engine) -> None:
 def remove_step_hooks(engine: Engine) -> None:
     with _changes:
         engines.pop(engine, None)
-        engines_changed()
+        epoch[0] += 1
         if not engines:
             torch_methods.unfollow()
             while _handles:
@@ -241,7 +241,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if step is None or _nested(optimizer):
         return None
     with disable_torch_function():
-        state_dicts.meet_at_step(optimizer)
+        states.meet(optimizer)
+        faced_states.hide(optimizer)
         # Unsharded parameters carry no mark of their engine, so they are searched for here
         for engine in [
             e
@@ -364,7 +365,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         elsewhere: list[Entry] = []
         for engine, entries in _entries_of(optimizer).items():
             elsewhere += engine.optimizer_has_stepped(entries)
-        state_dicts.show_states(optimizer)
+        states.show_states(optimizer)
         faced_states.stepped_elsewhere(optimizer, [entry.param for entry in elsewhere])
     _steps.pop(optimizer, None)  # last: `_end` undoes a step that was interrupted before
 
@@ -385,7 +386,7 @@ def _end(optimizer: Optimizer) -> None:
             step.restore_gradients()
             for engine, entries in _entries_of(optimizer).items() if step.writes else ():
                 engine.optimizer_has_stepped(entries)  # some of them, before it was interrupted
-            state_dicts.show_states(optimizer)
+            states.show_states(optimizer)
         _steps.pop(optimizer, None)
 
 

@@ -120,12 +120,7 @@ class _Known:
 
 
 _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
-_engines = [0]  # how many times engines have come or gone
-
-
-def engines_changed() -> None:
-    """Called when an engine has started or closed."""
-    _engines[0] += 1
+epoch = [0]  # how many times engines have come or gone
 
 
 def owned_by(optimizer: Optimizer, stays: bool = False) -> dict[int, Owned]:
@@ -135,9 +130,9 @@ def owned_by(optimizer: Optimizer, stays: bool = False) -> dict[int, Owned]:
     """
     known = _known.setdefault(optimizer, _Known())
     groups = [(id(group), len(group["params"])) for group in optimizer.param_groups]
-    if known.looked_at != (_engines[0], groups):
+    if known.looked_at != (epoch[0], groups):
         known.owned = _find(optimizer, known.chosen)
-        known.looked_at = _engines[0], groups
+        known.looked_at = epoch[0], groups
     if stays:
         known.chosen.update({each.entry: each.owner for each in known.owned.values()})
     return known.owned
