@@ -4,8 +4,7 @@ step intervals. It does not depend on the forward pass.
 | question                                                         | files                    |
 |------------------------------------------------------------------|--------------------------|
 | How are gradients clipped, and losses scaled?                    | `clip`                   |
-| What happens before and after a step?                            | `step_hooks`             |
-| What is put around methods of torch's?                           | `torch_methods`          |
+| How is a step made, and what is put around methods of torch's?  | `steps`                  |
 | What does the update of an optimizer look at?                    | `verdict`                |
 | Who owns which matrix, and steps it?                             | `whole`                  |
 | Where are states, and what do `state_dict()` and `load_state_dict()` do? | `states`                 |
@@ -16,7 +15,7 @@ States become wholes, and wholes become states, by the moves of runtime/parts.py
 """
 
 from onefold.optim.clip import GradScaler, across_stages, clip_grad_norm
-from onefold.optim.step_hooks import install_step_hooks, remove_step_hooks
+from onefold.optim.steps import install_step_hooks, remove_step_hooks
 
 __all__ = [
     "GradScaler",

@@ -10,7 +10,7 @@
 | on the host or NVMe, `step_in_backward` | as above, in a thread (offload/in_backward.py) | when its gradient has landed |
 
 The user's step leaves out what was stepped "before the rest": such parameters are in no group, and
-have no `.grad`, while it runs (optim/step_hooks.py).
+have no `.grad`, while it runs (optim/steps.py).
 
 [Note: which stepper] Before each step, `Steppers.choose` asks the steppers of the engine in their
 order, for each flat buffer and each parameter group with some of its parameters:
@@ -470,7 +470,7 @@ raw = _Raw()
 
 # [Note: interrupts] Ctrl-C may come at any line, also in a `finally`. So what undoes a change is noted
 # before the change. It may run twice, and leaves the notes last. What an interrupted `finally` leaves
-# is undone at the end of the step around it (optim/step_hooks.py), before the user's code goes on.
+# is undone at the end of the step around it (optim/steps.py), before the user's code goes on.
 
 
 def note(function: Callable[..., Any], *args: Any) -> None:
