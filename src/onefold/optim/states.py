@@ -679,7 +679,9 @@ def _take(
             if wholes is not None:
                 whole = wholes["state"][number][key]
                 if type(whole).__module__.startswith("torchao."):
-                    whole = whole.dequantize()
+                    packed_whole, whole = whole, torch.zeros(whole.shape)
+                    with parts.keeping_errors():  # the other ranks wait for values
+                        whole = packed_whole.dequantize()
             if scattered:
                 from_first(_resources(entry), parts, item, whole)
             elif whole is not None:
