@@ -387,7 +387,7 @@ FAULTS = [
     Fault(
         "exactly once",
         "two ranks step a matrix",
-        "optim/owned.py",
+        "optim/whole.py",
         "return self.group.rank == self.owner",
         "return self.group.rank in (self.owner, (self.owner + 1) % self.group.size)",
         ["tests/optim/test_whole.py"],
@@ -395,9 +395,9 @@ FAULTS = [
     Fault(
         "exactly once",
         "where groups hold the same elements, the states of a matrix are saved by none",
-        "optim/owned.py",
-        "return self.at(here) and flat.group.topology.inter_group(here)[0] == here",
-        "return self.at(here) and flat.group.topology.inter_group(here)[0] < 0",
+        "optim/whole.py",
+        "return here == next(filter(self.at, range(group.size)))",
+        "return here == next(filter(self.at, range(group.size))) and self.group is group",
         ["tests/checkpoints/test_owners.py"],
     ),
     Fault(
@@ -477,8 +477,8 @@ FAULTS = [
         "scripts",
         "an optimizer that looks at whole matrices steps this rank's part of them",
         "optim/verdict.py",
-        "elif _ORDER.index(verdict.update) > _ORDER.index(found.update):",
-        "elif verdict.update == REFUSED:",
+        "otherwise = WHOLE if known_whole else REFUSED",
+        "otherwise = ELEMENTWISE if known_whole else REFUSED",
         ["tests/optim/test_whole.py"],
     ),
     Fault(
@@ -487,7 +487,7 @@ FAULTS = [
         "optim/verdict.py",
         "_MATRICES = ((16, 24), (160, 144))",
         "_MATRICES = ((16, 24),)",
-        ["tests/optim/test_whole.py"],
+        ["tests/optim/test_optimizers.py"],
     ),
     Fault(
         "scripts",

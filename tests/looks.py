@@ -134,15 +134,16 @@ def guarded_at_every_line() -> frozenset[Any]:
     """Code of the functions in which an interrupt may come at any line."""
     import inspect
 
-    from onefold.optim import step_hooks
+    from onefold.optim import steps
     from onefold.runtime import stepper
     from onefold.runtime.forward import Forward
     from onefold.runtime.state import dicts, start
 
-    functions = [f for f in vars(step_hooks._Step).values() if inspect.isfunction(f)]
+    functions = [f for f in vars(steps._Step).values() if inspect.isfunction(f)]
     functions += [dicts.showing, start.full_params, Forward.enter]
-    functions += [step_hooks._before, step_hooks._after, stepper.step_parts, stepper.only]
-    functions += [stepper.raw_step, stepper.note, stepper.undo, stepper._give, stepper._count_apart]
+    functions += [steps._run, steps._begin, steps._leave_out, steps._give_back]
+    functions += [stepper.step_parts, stepper.only]
+    functions += [stepper.raw_step, stepper.note, stepper.undo, stepper.give, stepper._count_apart]
     codes = [inspect.unwrap(f).__code__ for f in functions]
     return frozenset(code for code in codes if code.co_filename != "<string>")
 
@@ -398,7 +399,7 @@ def step_in_pieces_of(model: nn.Module, elements: int) -> None:
 
 def stepped_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
     """The parameters that owners step."""
-    from onefold.optim.owned import owned_by
+    from onefold.optim.whole import owned_by
 
     names = {id(p): name for name, p in model.named_parameters()}
     return {names[key] for key in owned_by(optimizer)}

@@ -488,7 +488,7 @@ def _device(module: nn.Module, device: torch.device | str | None, at_once: bool)
 
 def _steppers(engine: Engine) -> Steppers:
     """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py."""
-    from onefold.optim.whole_step import WholeStep
+    from onefold.optim.whole import WholeStep
     from onefold.quant.stepper import LowBitStepper
 
     apart: list[Stepper] = [LowBitStepper(engine)]

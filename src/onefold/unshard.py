@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from onefold.optim import remove_step_hooks
-from onefold.optim.state_dicts import met
+from onefold.optim.states import met
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, declare
 from onefold.runtime.hooks import engine_of, unregister

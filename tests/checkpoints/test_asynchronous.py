@@ -80,7 +80,7 @@ def other_weights(model: nn.Module, *_: Any) -> None:
 
 
 def other_states(_: nn.Module, optimizer: torch.optim.Optimizer, before: dict[str, Any]) -> None:
-    onefold.optim.load_local_state_dict(optimizer, before)
+    optimizer.load_state_dict(before)
     for state in optimizer.state.values():
         if "exp_avg" in state:  # this rank has some of the parameter
             state["exp_avg"].zero_()
@@ -101,7 +101,7 @@ def test_whatever_follows_waits_for_the_copy_which_is_of_the_moment_of_the_call(
 ) -> None:
     model, optimizer = made(stage, **options)
     step(model, optimizer, 0)
-    before = copy.deepcopy(onefold.optim.local_state_dict(optimizer))
+    before = copy.deepcopy(optimizer.state_dict())
     for number, act in enumerate(ACTS if stage else ACTS[:1]):
         step(model, optimizer, 1)
         path = folder / str(number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -230,7 +229,7 @@ def whole(model: Any) -> list[Tensor]:
     ]
 
 
-LOADERS = ("onefold.load", "dcp.load", "load_state_dict", "local")
+LOADERS = ("onefold.load", "dcp.load", "load_state_dict")
 
 
 @on_ranks(2)
@@ -261,11 +260,7 @@ def test_an_optimizer_from_before_shard_is_saved_loaded_into_and_seen_at_once(
         dcp.load(onefold.dcp_state_dict(other, its), checkpoint_id=folder / "b")
     else:
         onefold.load_full_state_dict(other, first(onefold.full_state_dict(model)))
-        if loader == "local":
-            local = copy.deepcopy(onefold.optim.local_state_dict(ours))
-            onefold.optim.load_local_state_dict(its, local)
-        else:
-            its.load_state_dict(ours.state_dict())
+        its.load_state_dict(ours.state_dict())
     assert shown(other, [its]) == shown(plain, [theirs])
     train(plain, theirs, batches[2:4])
     for m, o in ((model, ours), (other, its)):

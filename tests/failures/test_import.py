@@ -138,9 +138,9 @@ def test_import_by_itself_loads_no_torch_and_every_name_is_there_when_it_is_aske
     assert run_program(LAZY, tmp_path) == [False, True, "shard", [], [], True]
 
 
-#: What optim/torch_methods.py puts around methods of torch's, which have no hooks there.
+#: What optim/steps.py puts around methods of torch's, which have no hooks there.
 AROUND = {
-    "Module.zero_grad", "Optimizer.add_param_group", "Optimizer.load_state_dict", "Optimizer.profile_hook_step",
+    "Module.zero_grad", "Optimizer.load_state_dict", "Optimizer.profile_hook_step",
     "Optimizer.state_dict", "Optimizer.zero_grad",
 }  # fmt: skip
 

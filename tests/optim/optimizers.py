@@ -287,6 +287,8 @@ WHOLE: dict[str, Make] = {
 REFUSED: dict[str, tuple[Make, tuple[str, ...]]] = {
     "LBFGS": (of_torch("LBFGS", lr=0.1, max_iter=2), ("stage 0", "elementwise_optimizer")),
     "Prodigy": (packaged("prodigyopt", "Prodigy", lr=1.0), ("stage 0", "elementwise_optimizer")),
+    "a norm of each layer": (lambda p: Own(p, lamb), ("stage 0", "whole=True")),
+    "a norm of large matrices": (lambda p: Own(p, if_large), ("whole=True",)),
     "a norm of all in one group": (lambda p: looking(p, "all"), ("a group's looks_at='all'",)),
     "communication": (lambda p: Looking(p, looks_at="parameter", adds=True), ("communicates",)),
     "a hidden optimizer": (lambda p: Holding(sgd(p), hidden=True), ("also calls that of SGD",)),

@@ -164,3 +164,41 @@ def test_a_state_dict_on_rank_0_alone_is_an_error_that_names_the_call(call: str)
             optimizer.state_dict() if call == "state_dict" else optimizer.load_state_dict(state)
         train(model, optimizer, batches(2))
     assert f"optimizer.{call}()" in str(caught.value)
+
+
+class Unreadable(torch.Tensor):
+    """A packed state, as torchao has them, whose values cannot be had."""
+
+    __module__ = "torchao.of_a_test"
+
+    def dequantize(self) -> torch.Tensor:
+        raise OSError("the values are gone")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["disk", "step half way", "values"])
+def test_what_one_rank_cannot_read_or_write_every_rank_says(what: str, folder: Path) -> None:
+    """Before they wait for one another."""
+    where = 0 if what == "values" else 1
+    model = sharded(mlp, {"stage": 3, "offload_optimizer": "nvme"}, folder)
+    optimizer, transfers = ELEMENTWISE["AdamW"](model.parameters()), looks.engine(model).transfers
+    train(model, optimizer, batches(0))
+    whole = copy.deepcopy(optimizer.state_dict())
+
+    def fails(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    words = {"disk": "the disk is full", "values": "are gone"}.get(what, what)
+    if dist.get_rank() == where and what == "values":
+        state = whole["state"][0]
+        state["exp_avg"] = state["exp_avg"].as_subclass(Unreadable)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == where and what == "disk":
+            patch.setattr(transfers, "flush", fails)
+        if dist.get_rank() == where and what == "step half way":
+            patch.setattr(transfers, "broken", what)
+        with pytest.raises(RuntimeError, match=f"rank {where}.*{words}"):
+            optimizer.load_state_dict(whole)
+        if what == "step half way":
+            with pytest.raises(RuntimeError, match=f"rank {where}.*{words}"):
+                optimizer.state_dict()

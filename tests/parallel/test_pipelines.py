@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,13 +148,11 @@ def test_eight_ranks_train_as_one_process(case: Case, folder: Path, every: bool)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("apart", [False, True])
-def test_an_overflow_in_one_stage_skips_the_step_of_all(apart: bool) -> None:
-    """`apart`: stages have optimizers of their own."""
+def test_an_overflow_in_one_stage_skips_the_step_of_all() -> None:
+    """With one optimizer: others beside it are refused."""
     case = Case(depth=5, places=2, schedule="ScheduleInterleaved1F1B", scale=4.0)
     pipeline = built(2, case)
-    found = [[m] for m in pipeline.modules] if apart else [pipeline.modules]
-    optimizers = [optimizer_of(modules) for modules in found]
+    optimizers = [optimizer_of(pipeline.modules)]
     if dist.get_rank() == 3:  # one data rank of the last stage
         pipeline.modules[-1].head.weight.register_hook(lambda grad: grad * float("inf"))
     train(pipeline, optimizers, range(1))
@@ -162,6 +161,9 @@ def test_an_overflow_in_one_stage_skips_the_step_of_all(apart: bool) -> None:
     for module in pipeline.modules:
         found_now = onefold.full_state_dict(module)
         assert not differences({name: before[name] for name in found_now}, found_now)
+    for wrong in range(2):
+        with pytest.raises(ValueError, match="scales one optimizer") if wrong else nullcontext():
+            pipeline.scalers[0].unscale_(optimizer_of(pipeline.modules[:1]))
 
 
 @on_ranks(2)

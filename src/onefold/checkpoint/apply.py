@@ -25,10 +25,9 @@ from onefold.checkpoint.tensorfile import numel_of
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.values import fits, is_number, short
 from onefold.checkpoint.views import Local, Recoded
-from onefold.optim.fresh import fresh_state
-from onefold.optim.owned import StateElsewhere
-from onefold.optim.state_dicts import meet_when_asked, show_states
-from onefold.optim.state_parts import OptimizerParts, placed
+from onefold.optim.states import OptimizerParts, meet, placed, show_states
+from onefold.optim.verdict import fresh_state
+from onefold.optim.whole import StateElsewhere
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.buffers import Sharing
@@ -263,7 +262,7 @@ def fill_optimizers(
     The states that the optimizers held before for these parameters are discarded.
     """
     for optimizer in optimizers:
-        meet_when_asked(optimizer)
+        meet(optimizer)
     _set_groups(optimizers, reading.source.groups() or [])
     if isinstance(reading.source, Local) and (odd := reading.source.odd):
         reading.error = reading.error or CheckpointError(
@@ -422,8 +421,7 @@ def _numbers_of(
     """
     like = group["params"][0]
     try:
-        stand_in = torch.zeros((2,) * dims, dtype=like.dtype, device=like.device)
-        state = fresh_state(optimizer, group, stand_in)
+        state = fresh_state(optimizer, group, like, (2,) * dims)
     except Exception:
         return {}
     numbers = {k: v for k, v in state.items() if is_number(v) and numel_of(np.shape(v)) == 1}

@@ -35,9 +35,9 @@ from onefold.checkpoint.apply import LOCAL_OPTIONS
 from onefold.checkpoint.dcp_interval import DCPInterval
 from onefold.checkpoint.errors import CheckpointError
 from onefold.optim.faced_states import loaded_elsewhere
-from onefold.optim.fresh import fresh_state
-from onefold.optim.owned import Owned, owned, put_elsewhere
-from onefold.optim.state_dicts import meet_when_asked, show_states
+from onefold.optim.states import meet, show_states
+from onefold.optim.verdict import fresh_state
+from onefold.optim.whole import Owned, owned
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -208,7 +208,7 @@ class OptimizerState(_State):
         """
         self._check()
         for optimizer in self.optimizers:
-            meet_when_asked(optimizer)
+            meet(optimizer)
         out, wrong = None, None
         try:
             out = self._state_dict()
@@ -281,7 +281,6 @@ class OptimizerState(_State):
                     else:
                         mine[key] = _local(entry, value, whole)
             for optimizer in self.optimizers:
-                put_elsewhere(optimizer)
                 show_states(optimizer)
             for optimizer, _, name, entry in self._parameters():
                 if owned(optimizer, entry.param) is not None:

@@ -36,8 +36,7 @@ from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, write_tensors
 from onefold.checkpoint.values import encode
 from onefold.layout.holders import TensorBox
 from onefold.layout.regions import whole_region
-from onefold.optim.state_dicts import meet_when_asked
-from onefold.optim.state_parts import OptimizerParts, odd_keys, sort_of
+from onefold.optim.states import OptimizerParts, kinds_of, meet
 from onefold.recipe.moments import grain_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
@@ -231,7 +230,7 @@ class States:
         self.groups: list[list[dict[str, Any]]] = []
         known = {id(entry.param): entry for entry in engine.entries}
         for optimizer in optimizers:
-            meet_when_asked(optimizer)
+            meet(optimizer)
             self.groups.append([])
             for number, group in enumerate(optimizer.param_groups):
                 found = [known.get(id(p)) for p in group["params"]]
@@ -261,15 +260,15 @@ class States:
         held = {p: state for p, state in optimizer.state.items() if id(p) in known}
         parts = OptimizerParts(optimizer)
         shapes = {p: parts.shape(known[id(p)]) for p in held}
-        odd = odd_keys((shapes[p], state) for p, state in held.items())
-        for p, state in held.items():
+        kinds = kinds_of([(shapes[p], state) for p, state in held.items()])
+        for (p, state), kind_of in zip(held.items(), kinds, strict=True):
             entry = known[id(p)]
             whole = parts.owned(entry)
             for key, value in state.items():
-                sort = sort_of(key, value, shapes[p], odd)
-                if sort in ("packed", "elements"):
+                kind = kind_of[key]
+                if kind in ("packed", "elements"):
                     self.tensors.append((parts, entry, key))
-                elif sort == "number":
+                elif kind == "number":
                     # Every rank has the number. Ranks that answer for some of the parameter's
                     # elements report it (all ranks, if it has none); the first report counts.
                     start, stop = parts.accounted(entry)

@@ -16,7 +16,7 @@ from typing import Any
 
 #: The moves of a step that are counted on the wire.
 MOVES = ("all-gather", "reduce-scatter", "all-reduce")
-#: Pieces of matrices that one rank steps whole, to it and back (optim/whole_step.py).
+#: Pieces of matrices that one rank steps whole, to it and back (optim/whole.py).
 OWNERS = "owners"
 #: All moves that a step may have.
 STEP_MOVES = (*MOVES, OWNERS)

@@ -4,31 +4,23 @@ step intervals. It does not depend on the forward pass.
 | question                                                         | files                    |
 |------------------------------------------------------------------|--------------------------|
 | How are gradients clipped, and losses scaled?                    | `clip`                   |
-| What happens before and after a step?                            | `step_hooks`             |
-| What is put around methods of torch's?                           | `torch_methods`          |
+| How is a step made, and what is put around methods of torch's?  | `steps`                  |
 | What does the update of an optimizer look at?                    | `verdict`                |
-| Who steps whole matrices, and how do their pieces travel?        | `whole_step`             |
-| Who owns which matrix?                                           | `owned`                  |
-| How are states read and written, wherever they are?              | `state_parts`            |
-| What do `state_dict()` and `load_state_dict()` do?               | `state_dicts`            |
-| What does `optimizer.state` show between steps?                  | `faced_states`, `fresh`  |
+| Who owns which matrix, and steps it?                             | `whole`                  |
+| Where are states, and what do `state_dict()` and `load_state_dict()` do? | `states`                 |
+| What does `optimizer.state` show between steps?                  | `faced_states`           |
 | How do Muon and AdamW become one optimizer?                      | `muon`                   |
 
 States become wholes, and wholes become states, by the moves of runtime/parts.py.
 """
 
 from onefold.optim.clip import GradScaler, across_stages, clip_grad_norm
-from onefold.optim.state_dicts import load_local_state_dict, local_state_dict
-from onefold.optim.step_hooks import install_step_hooks, remove_step_hooks
-from onefold.optim.verdict import refuse_unless_elementwise
+from onefold.optim.steps import install_step_hooks, remove_step_hooks
 
 __all__ = [
     "GradScaler",
     "across_stages",
     "clip_grad_norm",
     "install_step_hooks",
-    "load_local_state_dict",
-    "local_state_dict",
-    "refuse_unless_elementwise",
     "remove_step_hooks",
 ]  # fmt: skip

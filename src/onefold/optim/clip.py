@@ -207,8 +207,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         module: the model that `onefold.shard` returned, or a list of those of this rank's stages of
-            a pipeline. Then the stages may have one optimizer, or one each: call `unscale_` for
-            all of them before the first `step`.
+            a pipeline. Then one optimizer steps all of them.
         options: those of torch.amp.GradScaler (init_scale, growth_factor, backoff_factor,
             growth_interval, enabled).
     """
@@ -222,8 +221,6 @@ class GradScaler(torch.amp.GradScaler):
         # Only ranks of the last stage scale a loss; the others unscale by the same number
         if several and self.is_enabled():
             self._lazy_init_scale_growth_tracker(self._engines[0].device)
-        # What was found for each optimizer since the last `update`, if stages have one each
-        self._found: list[torch.Tensor] | None = [] if several else None
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step as torch's GradScaler does. With a fused optimizer the device skips the step after
@@ -245,11 +242,6 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
 
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        super().update(new_scale)
-        if self._found is not None:
-            self._found = []
-
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -258,6 +250,11 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         engine = self._engines[0]
+        if self._across is not None and len(self._per_optimizer_states) > 1:
+            raise ValueError(
+                "a GradScaler of a pipeline's stages scales one optimizer: give one the parameters of"
+                " all stages of this rank, in groups if they have different options."
+            )
         with disable_torch_function(), torch.no_grad():
             grads, on_disk = in_memory(
                 self._engines, (p for group in optimizer.param_groups for p in group["params"])
@@ -278,12 +275,6 @@ class GradScaler(torch.amp.GradScaler):
             engine.agree_on_overflow(found, self._across)
             for each in self._engines[1:]:
                 each.told_of_overflow(found)
-            if self._found is not None:  # an overflow in one stage skips the step of all
-                for earlier in self._found:
-                    found.copy_(torch.maximum(found, earlier))
-                self._found.append(found)
-                for earlier in self._found:
-                    earlier.copy_(found)
         return {engine.device: found}
 
 

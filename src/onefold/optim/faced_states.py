@@ -26,11 +26,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from onefold.optim.fresh import fresh_state
-from onefold.optim.owned import owned, owned_by
-from onefold.optim.state_parts import OptimizerParts
-from onefold.quant.moments import torchao_format
-from onefold.recipe.moments import packed
+from onefold.optim.verdict import fresh_state
+from onefold.optim.whole import owned, owned_by
+from onefold.quant.moments import MomentPolicy, moment_policy, torchao_format
+from onefold.recipe.moments import SIGNED, packed
 from onefold.runtime.parameters.interval import (
     Interval,
     IntervalSpec,
@@ -39,6 +38,23 @@ from onefold.runtime.parameters.interval import (
     spec_of,
 )
 from onefold.runtime.parameters.values import StatePlace
+
+
+def policy_of(optimizer: Optimizer, entry: Any) -> MomentPolicy | None:
+    """Return how the moments of `entry` are stored; None: as the optimizer makes them."""
+    return moment_policy(optimizer, entry.engine().recipe, entry.flat)
+
+
+def stored_as(
+    how: MomentPolicy | None, entry: Any, key: str, dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Return {key: dtype} of what is stored for the state `key`, by the policy for it."""
+    if how is None:
+        return {key: dtype}
+    format = how.of(entry)
+    parts = {name: packed(name) for name in format.keys(key)}
+    return {n: part.dtype if part is not None else format.dtype for n, part in parts.items()}
+
 
 _enabled = torch._C._is_torch_function_enabled
 
@@ -225,7 +241,8 @@ class FacedStates(PlainStates):
                 # The sizes of the two decide separately whether moments are packed
                 part = packed(name)
                 key = part.key if part is not None else name
-                kinds = OptimizerParts(optimizer).kinds(entry, key, value.dtype)
+                how = policy_of(optimizer, entry) if key in SIGNED else None
+                kinds = stored_as(how, entry, key, value.dtype)
                 # On the host if the format differs: with states on NVMe this rank has no region
                 # for it
                 for key, kind in kinds.items():
@@ -322,34 +339,33 @@ def hide(optimizer: Optimizer) -> None:
 
 
 def make_all_plain(optimizer: Optimizer) -> None:
-    """Apply `make_plain` to every state that a constructor, or a step before shard(), made."""
-    whole = owned_by(optimizer) if optimizer.state else {}
-    known = [
-        (spec_of(param), state)
-        for param, state in dict.items(optimizer.state)
-        if id(param) not in whole
-    ]
-    elementwise = frozenset(
-        key for spec, state in known if spec is not None and isinstance(state, dict)
-        for key, value in state.items() if type(value) is torch.Tensor and _is_whole(value, spec)
-    )  # fmt: skip
-    for spec, state in known:
-        make_plain(spec, state, elementwise)
-
-
-def make_owned_whole(optimizer: Optimizer) -> None:
-    """Make intervals among the states of parameters that are stepped whole into whole tensors: the
-    constructor has made them like the parameters. Collective, if there are any.
+    """Make this rank's elements of every state that a constructor, or a step before shard(), made. Of
+    parameters that are stepped whole intervals become whole tensors: collective, if there are any.
     """
     whole = owned_by(optimizer) if optimizer.state else {}
-    for param, state in dict.items(optimizer.state):
-        for key, value in state.items() if id(param) in whole and isinstance(state, dict) else ():
-            if isinstance(value, Interval) and (spec := spec_of(value)) is not None:
-                state[key] = spec.gather(value.detach(), f"the state {key!r}")
+    known = [
+        (param, spec_of(param), state)
+        for param, state in dict.items(optimizer.state)
+        if isinstance(state, dict)
+    ]
+    elementwise = frozenset(
+        key
+        for param, spec, state in known
+        for key, value in state.items()
+        if spec is not None and id(param) not in whole
+        if type(value) is torch.Tensor and _is_whole(value, spec)
+    )
+    for param, spec, state in known:
+        if id(param) not in whole:
+            make_plain(spec, state, elementwise)
+            continue
+        for key, value in state.items():
+            if isinstance(value, Interval) and (of := spec_of(value)) is not None:
+                state[key] = of.gather(value.detach(), f"the state {key!r}")
 
 
 def make_plain(
-    spec: IntervalSpec | None, state: Any, elementwise: frozenset[str] = frozenset()
+    spec: IntervalSpec | None, state: dict[str, Any], elementwise: frozenset[str] = frozenset()
 ) -> None:
     """Replace intervals and plain tensors of the parameter's whole shape, in the state of one
     parameter, by this rank's elements.
@@ -357,7 +373,7 @@ def make_plain(
     `elementwise`: keys that are element-wise in the states of other parameters. For a 0-dim
     parameter the shape does not tell an element-wise state from a count of steps.
     """
-    for key, value in state.items() if isinstance(state, dict) else ():
+    for key, value in state.items():
         if isinstance(value, Interval):
             state[key] = value.as_subclass(torch.Tensor)
         elif (

@@ -1,103 +1,105 @@
-"""What the update of an optimizer looks at, found out by trial, for each parameter group.
+"""What the update of an optimizer looks at, for each parameter group.
 
-| verdict        | the trial                                                              | may step                     |
+| verdict        | when                                                                   | may step                     |
 |----------------|------------------------------------------------------------------------|------------------------------|
 | "element-wise" | a small matrix, and the same matrix cut into pieces, come out the same | intervals of parameters      |
-| "whole"        | they do not, but two matrices together come out as each by itself      | whole parameters             |
-| "refused"      | neither, or the trial failed                                           | all parameters, in one place |
+| "whole"        | they do not, and the class is known to step each matrix by itself      | whole parameters             |
+| "refused"      | any other                                                              | all parameters, in one place |
 
-The results, and every number that the optimizer keeps, must be equal bit for bit. Optimizers with a
-factored second moment, or with a norm of a matrix or a layer, are "whole". Optimizers that learn from
-all their parameters are "refused", and those whose step communicates: only one rank makes it. With
-intervals all of them would silently compute something else.
+The results, and every number that the optimizer keeps, must be equal bit for bit. "whole" is not
+tried: a table of classes says it (recipe/optimizers.py), or the recipe's `whole`. An update that is
+neither would silently compute something else with intervals, so it is refused. So is one that
+communicates: only one rank makes the trial. The recipe's `elementwise_optimizer` takes what is refused
+for element-wise.
 
-"whole" is tried as owners step (optim/whole_step.py): one matrix at a time, in other memory, and then
-the groups without them. What an optimizer remembers outside of `self.state[p]` would be lost there.
-
-A group is tried with its own options, since they may decide what is done with its parameters: by an
-optimizer that is made with them, or by a twin of the given one, with a copy of the group. If neither
-can be tried, the verdict on the optimizer's defaults stands. Code may keep numbers for a parameter, in
-attributes and tables: the matrices of a trial have those of a parameter of each sort.
-
-`verdict_for` also knows what the recipe says: its `whole` names groups, and its
-`elementwise_optimizer` takes what cannot be told for element-wise. A group that a trial finds to be
-"whole" stays so.
+[Note: trials] The optimizer itself steps a parameter of its own, which has the values of a small matrix
+for that time. So whatever code keeps by the parameter or by the optimizer holds there. Afterwards all
+of it is as it was. A group is tried with its own options, since they may decide what is done with its
+parameters, and with a parameter of each sort: code may keep numbers for a parameter.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import fnmatch
-import inspect
+import sys
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from onefold.optim.fresh import Communicates, alone, give_tables, probe, twin_of
 from onefold.recipe import Recipe
-from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, WHOLE
+from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, STEP_MATRICES, WHOLE
 from onefold.runtime.parameters.interval import spec_of
+from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
 from onefold.runtime.stepper import (
     GroupVerdict,
-    Part,
     TouchesReal,
-    groups_of,
+    give,
     held_inside,
     kept_by,
-    not_elementwise,
+    note,
     own_attributes,
     own_numbers,
-    step_parts,
+    raw,
+    raw_step,
     switches_of,
+    undo,
 )
 
 _ELEMENTWISE = GroupVerdict(ELEMENTWISE)
-#: From the best to the worst.
-_ORDER = (ELEMENTWISE, WHOLE, REFUSED)
-#: In the order of the groups.
-_verdicts: weakref.WeakKeyDictionary[Optimizer, list[GroupVerdict]] = weakref.WeakKeyDictionary()
-#: The switches of the groups that these verdicts are of.
-_switches: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
-#: {class: {everything that a trial depends on: its verdict}}. A second optimizer of the same kind
-#: in this process needs no trial.
-_tried: weakref.WeakKeyDictionary[type, dict[Any, GroupVerdict | None]] = (
+#: {optimizer: (the switches of its groups, the verdicts on them)}
+_verdicts: weakref.WeakKeyDictionary[Optimizer, tuple[list[Any], list[GroupVerdict]]] = (
     weakref.WeakKeyDictionary()
 )
+#: {class: {everything that a trial depends on: its verdict}}. A second optimizer of the same kind
+#: in this process needs no trial.
+_tried: weakref.WeakKeyDictionary[type, dict[str, GroupVerdict]] = weakref.WeakKeyDictionary()
+_stacks: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+#: The shapes of the matrices of a trial. Some optimizers treat only large matrices as matrices.
+_MATRICES = ((16, 24), (160, 144))
+#: Steps of a trial. An optimizer may begin with steps of a millionth (Prodigy), so the trial also
+#: compares the numbers that the optimizer keeps.
+_STEPS = 4
+#: The learning rate of a trial: far from 0, so that the update shows.
+_RATE = 0.05
+#: So many sorts of parameters are tried by their texts.
+_SORTS = 8
+#: Of a group: what does not change the kind of its update.
+_OF_THE_USER = ("params", "param_names", "lr", "initial_lr")
+
+
+# -- verdicts --------------------------------------------------------------------------------------
 
 
 def verdict_for(recipe: Recipe) -> Callable[[Optimizer, int], GroupVerdict]:
-    """Return what to ask for the verdict on a group: the recipe's word, or the trial."""
-    return lambda optimizer, group: _told(recipe, optimizer, group) or verdict_of(optimizer, group)
+    """Return what to ask for the verdict on a group: the recipe's word, or `verdict_of`."""
 
+    def told(optimizer: Optimizer, group: int) -> GroupVerdict:
+        said = recipe.whole
+        if said is False:
+            return _ELEMENTWISE
+        if said is True or (said and _named(said, optimizer, group)):
+            return GroupVerdict(WHOLE, f"the recipe says whole={said!r}.")
+        found = verdict_of(optimizer, group)
+        believed = recipe.elementwise_optimizer and found.update == REFUSED
+        return _ELEMENTWISE if believed else found
 
-def _told(recipe: Recipe, optimizer: Optimizer, group: int) -> GroupVerdict | None:
-    """Return the verdict that the recipe gives; None if it leaves it to the trial."""
-    if recipe.whole is False:
-        return _ELEMENTWISE
-    if recipe.whole is True or (recipe.whole and _named(recipe.whole, optimizer, group)):
-        return GroupVerdict(WHOLE, f"the recipe says whole={recipe.whole!r}.")
-    if recipe.elementwise_optimizer and verdict_of(optimizer, group).update == REFUSED:
-        return _ELEMENTWISE
-    return None
+    return told
 
 
 def _named(patterns: Sequence[str], optimizer: Optimizer, group: int) -> bool:
-    entries = [
-        entry
-        for p in optimizer.param_groups[group]["params"]
-        if (known := p.__dict__.get("_onefold_entry")) is not None and (entry := known())
-    ]
-    return any(
-        fnmatch.fnmatchcase(name, pattern)
-        for entry in entries
-        for name in entry.names
-        for pattern in patterns
-    )
+    known = (p.__dict__.get("_onefold_entry") for p in optimizer.param_groups[group]["params"])
+    names = [name for each in known if each is not None and (e := each()) for name in e.names]
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def verdict_of(optimizer: Optimizer, group: int) -> GroupVerdict:
@@ -109,248 +111,109 @@ def verdict_of(optimizer: Optimizer, group: int) -> GroupVerdict:
     Raises:
         ValueError: a group that has states is stepped in another way since its switches have changed.
     """
-    known, now = _verdicts.get(optimizer), [switches_of(g) for g in optimizer.param_groups]
-    if known is None or _switches.get(optimizer, now) != now or len(known) < len(now):
-        before = known or []
-        trials = _Trials(optimizer)
-        known = [trials.verdict_of(each) for each in optimizer.param_groups]
-        refused = next((v for v in known if v.update == REFUSED), None)
-        known = known if refused is None else [refused] * len(known)
-        for number, (old, new) in enumerate(zip(before, known, strict=False)):
-            if old.update != new.update and REFUSED not in (old.update, new.update):
-                _refuse_states(optimizer, number, old, new)
-        _verdicts[optimizer], _switches[optimizer] = known, now
+    now = [switches_of(each) for each in optimizer.param_groups]
+    then, known = _verdicts.get(optimizer, ([], []))
+    if then != now:
+        found = [_of_group(optimizer, each) for each in optimizer.param_groups]
+        refused = next((v for v in found if v.update == REFUSED), None)
+        found = found if refused is None else [refused] * len(found)
+        for number, (old, new) in enumerate(zip(known, found, strict=False)):
+            params = optimizer.param_groups[number]["params"]
+            # On every rank a parameter with states has a key
+            stepped = any(dict.__contains__(optimizer.state, p) for p in params)
+            if old.update != new.update and REFUSED not in (old.update, new.update) and stepped:
+                raise ValueError(
+                    f"the update of group {number} of {type(optimizer).__name__} was {old.update} and"
+                    f" is {new.update} since its options have changed, and its states are divided as"
+                    " before. Give the optimizer these options when it is made, or clear its states"
+                    " first (optimizer.state.clear())."
+                )
+        _verdicts[optimizer], known = (now, found), found
     return known[group]
 
 
-def _refuse_states(optimizer: Optimizer, number: int, old: GroupVerdict, new: GroupVerdict) -> None:
-    """Raise ValueError if a group has states, which lie as its update needed them before."""
-    params = optimizer.param_groups[number]["params"]
-    # On every rank a parameter with states has a key
-    if any(dict.__contains__(optimizer.state, p) for p in params):
-        raise ValueError(
-            f"the update of group {number} of {type(optimizer).__name__} was {old.update} and is"
-            f" {new.update} since its options have changed, and its states are divided as before. Give"
-            " the optimizer these options when it is made, or clear its states first"
-            " (optimizer.state.clear())."
-        )
+def tell_verdict(optimizer: Optimizer, verdict: GroupVerdict) -> None:
+    """Let `verdict` stand for all groups without a trial, which needs real values."""
+    now = [switches_of(each) for each in optimizer.param_groups]
+    _verdicts[optimizer] = now, [verdict] * len(now)
 
 
 def takes_stacks(optimizer: Optimizer) -> bool:
     """Return whether the optimizer steps a stack of matrices, [matrices, rows, columns], each by
     itself: the halves of a stack come out as they do in the whole. Tried once for a class.
     """
-    known = _stacks.get(type(optimizer))
-    if known is None:
-        known = _stacks[type(optimizer)] = _Trials(optimizer).takes_stacks()
-    return known
-
-
-_stacks: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
-
-
-def tell_verdict(optimizer: Optimizer, verdict: GroupVerdict) -> None:
-    """Let `verdict` stand for all groups without a trial, which needs real values."""
-    _verdicts[optimizer] = [verdict] * len(optimizer.param_groups)
-
-
-def refuse_unless_elementwise(optimizer: Optimizer) -> None:
-    """Raise if the optimizer's update is not element-wise.
-
-    Raises:
-        ValueError: the update of a group is not element-wise, or the trial failed.
-    """
-    for number in range(len(optimizer.param_groups)):
-        verdict = verdict_of(optimizer, number)
-        if verdict.update != ELEMENTWISE:
-            raise not_elementwise(optimizer, verdict)
-
-
-#: The shapes of the matrices of a trial. Some optimizers treat only large matrices as matrices.
-_MATRICES = ((16, 24), (160, 144))
-
-
-class _Trials:
-    """The trials of one optimizer."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, kind = optimizer, type(optimizer)
-        self.device = next(
-            (p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu")
-        )
-        arguments = _arguments(optimizer)
-        # The class may have been patched since the last trial
-        inside = tuple((name, id(value)) for c in kind.__mro__ for name, value in vars(c).items())
-        self._depends = (inside, repr(arguments), str(self.device))
-        self._known = _tried.setdefault(kind, {}) if _is_plain(arguments) else {}
-
-    def verdict_of(self, group: dict[str, Any]) -> GroupVerdict:
-        """Return the worst verdict over the group's parameters."""
-        found = [self._verdict_like(group, like) for like in self._sorts(group)]
-        return max(found, key=lambda verdict: _ORDER.index(verdict.update))
-
-    def _sorts(self, group: dict[str, Any]) -> list[Any]:
-        """Return a parameter of each sort, by what code keeps for it: of a number it matters whether
-        it is zero. Many different texts are names, and make no sorts.
-        """
-        found: dict[str, Any] = {}
-        for kinds in ((bool, str, type(None)), (bool, type(None))):
-            found = {}
-            for p in group["params"]:
-                kept = [
-                    (n, str(k) if not n else "", t[k])
-                    for n, t, keys in kept_by(self.optimizer, p)
-                    for k in keys
-                ]
-                sort = sorted(
-                    (
-                        n,
-                        k,
-                        repr(v) if isinstance(v, kinds) else isinstance(v, (int, float)) and v != 0,
-                    )
-                    for n, k, v in kept
-                )
-                found.setdefault(repr(sort), p if kept else None)
-            if len(found) <= _SORTS:
-                break
-        return list(found.values()) or [None]
-
-    def _verdict_like(self, group: dict[str, Any], like: Any) -> GroupVerdict:
-        """Return the verdict on parameters like `like`. None: there is nothing kept for them."""
-        options, told = self._own_options(group)
-        dims = sorted({max(2, len((spec_of(p) or p).shape)) for p in group["params"]})
-        # A third dimension (convolutions) may change the kind of update
-        shapes = [*_MATRICES, *((*(2,) * (n - 3), 8, 6, 16) for n in dims if n > 2)]
-        own = self._worst(shapes, _How(options, None, like)) if options else None
-        if own is not None and own.update == ELEMENTWISE and told:
-            return own
-        if options and (own is None or not told):
-            twin = self._worst(shapes, _How(options, group, like))
-            if twin is not None:
-                return twin
-        by_default = self._worst(shapes, _How({}, None, like))
-        assert by_default is not None
-        if not options and by_default.update == REFUSED:  # its constructor may want groups
-            return self._worst(shapes, _How({}, group, like)) or by_default
-        # Without a trial: these options may make sense for the group's own parameters only
-        if own is None or own.update == ELEMENTWISE:
-            return by_default
-        return (
-            own if by_default.update == ELEMENTWISE else GroupVerdict(own.update, by_default.reason)
-        )
-
-    def takes_stacks(self) -> bool:
-        generator = torch.Generator().manual_seed(0)
-
-        def drawn() -> torch.Tensor:
-            return torch.randn((4, 24, 16), generator=generator, device="cpu").to(self.device)
-
-        start, grads, how = drawn(), [drawn() for _ in range(_TRIED)], _How({})
-        halves = [(start[i : i + 2], [g[i : i + 2] for g in grads]) for i in (0, 2)]
+    if type(optimizer) not in _stacks:
+        group = optimizer.param_groups[0]
+        like = group["params"][0]
+        stack = _drawn((4, 24, 16), like.device)
         try:
-            with alone(self.optimizer, self.device):
-                (whole,) = _run(self.optimizer, [(start, grads)], how)
-                parts = [run for half in halves for run in _run(self.optimizer, [half], how)]
+            with _alone(optimizer, like.device):
+                whole, _ = _run(optimizer, group, like, stack)
+                halves = [
+                    _run(optimizer, group, like, [t[i : i + 2] for t in stack])[0] for i in (0, 2)
+                ]
+            _stacks[type(optimizer)] = torch.equal(whole, torch.cat(halves))
         except Exception:
-            return False
-        return torch.equal(whole.param, torch.cat([part.param for part in parts]))
+            _stacks[type(optimizer)] = False
+    return _stacks[type(optimizer)]
 
-    def _own_options(self, group: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Return the options in which a group differs from the optimizer's defaults, and whether a
-        trial can be told all of them.
-        """
-        own = {k: v for k, v in group.items() if k not in _OF_THE_USER}
-        plain = {
-            k: v
-            for k, v in own.items()
-            if isinstance(v, (bool, int, float, str, tuple, type(None)))
-        }
-        return {k: v for k, v in plain.items() if self.optimizer.defaults.get(k) != v}, own == plain
 
-    def _worst(self, shapes: Sequence[tuple[int, ...]], how: _How) -> GroupVerdict | None:
-        """Return the worst verdict over tensors of these shapes; None: it would be element-wise, but the
-        optimizer cannot be tried with such options on all of them.
-        """
-        found, failed = _ELEMENTWISE, False
+def _of_group(optimizer: Optimizer, group: dict[str, Any]) -> GroupVerdict:
+    """Return the verdict on the first sort of the group's parameters that is not element-wise."""
+    dims = sorted({max(2, len((spec_of(p) or p).shape)) for p in group["params"]})
+    # A third dimension (convolutions) may change the kind of update
+    shapes = [*_MATRICES, *((*(2,) * (n - 3), 8, 6, 16) for n in dims if n > 2)]
+    for kept, like in _sorts(optimizer, group).items():
         for shape in shapes:
-            # What is not element-wise is not cut again: pieces of the large matrix are vectors, for
-            # which some optimizers would keep square matrices
-            verdict = self._one(shape, how, found.reason)
-            if verdict is None:
-                failed = True
-            elif _ORDER.index(verdict.update) > _ORDER.index(found.update):
-                found = GroupVerdict(verdict.update, found.reason or verdict.reason)
-        return None if failed and found.update == ELEMENTWISE else found
-
-    def _one(self, shape: tuple[int, ...], how: _How, known: str) -> GroupVerdict | None:
-        key = how.key(self.optimizer)
-        depends = (*self._depends, shape, key, known)
-        if depends not in self._known:
-            with alone(self.optimizer, self.device):
-                found = _try(self.optimizer, shape, how, self.device, known)
-            if key is None:
+            found = _cached(optimizer, group, kept, like, shape)
+            if found.update != ELEMENTWISE:
                 return found
-            self._known[depends] = found
-        return self._known[depends]
+    return _ELEMENTWISE
 
 
-@dataclass(frozen=True)
-class _How:
-    """How the optimizer of a trial is made.
-
-    Attributes:
-        options: in which its group differs from the optimizer's defaults.
-        group: it is a twin of the optimizer, with a copy of this group; None: its constructor makes
-            it, of the options.
-        like: the parameter whose numbers those of the trial have, in attributes and tables.
+def _sorts(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter of each sort, by what code keeps for it: of a number it matters whether
+    it is zero. Many different texts are names, and make no sorts.
     """
-
-    options: dict[str, Any]
-    group: dict[str, Any] | None = None
-    like: Any = None
-
-    def key(self, optimizer: Optimizer) -> str | None:
-        """Everything that the result depends on; None if that cannot be told."""
-        own = {k: v for k, v in (self.group or self.options).items() if k not in _OF_THE_USER}
-        # A twin has the attributes of the optimizer, which may say how it updates
-        attributes = own_attributes(optimizer) if self.group is not None else {}
-        if self.group is not None and not (_is_plain(own) and _is_plain(attributes)):
-            return None
-        some = kept_by(optimizer, self.like) if self.like is not None else ()
-        kept = [
-            (n, own_numbers({str(k) if not n else "": t[k] for k in keys})) for n, t, keys in some
-        ]
-        if not _is_plain(kept):
-            return None
-        # For weight decay only zero or not matters. Its value does not change the kind of update.
-        plain = sorted((k, v != 0 if k == "weight_decay" else v) for k, v in own.items())
-        return repr((self.group is not None, plain, kept, attributes))
-
-    def make(self, optimizer: Optimizer, params: list[nn.Parameter]) -> Any:
-        if self.group is None:
-            if held_inside(optimizer):  # made anew, it might hold these: a trial would step them
-                raise TypeError("it holds other optimizers")
-            given = [{"params": params, **self.options}] if self.options else params
-            return type(optimizer)(given, **_arguments(optimizer))
-        return twin_of(
-            optimizer, self.group | ({"lr": _RATE} if "lr" in self.group else {}), params
-        )
+    found: dict[str, Any] = {}
+    for texts in ((bool, str, type(None)), (bool, type(None))):
+        found = {}
+        for p in group["params"]:
+            kept = [
+                (name, "" if name else str(key), _sort_of(table[key], texts))
+                for name, table, keys in kept_by(optimizer, p)
+                for key in keys
+            ]
+            found.setdefault(repr(sorted(kept)), p)
+        if len(found) <= _SORTS:
+            break
+    return found
 
 
-#: So many sorts of parameters are tried by their texts.
-_SORTS = 8
-#: Of a group: what does not change the kind of its update.
-_OF_THE_USER = ("params", "param_names", "lr", "initial_lr")
-#: The learning rate of a trial: far from 0, so that the update shows.
-_RATE = 0.05
+def _sort_of(value: Any, texts: tuple[type, ...]) -> str:
+    return repr(
+        value if isinstance(value, texts) else isinstance(value, (int, float)) and value != 0
+    )
 
 
-class _LeftOut(RuntimeError):
-    """A step fails over groups without parameters."""
-
-
-class _Remembers(RuntimeError):
-    """A state of a parameter is kept outside of `self.state`."""
+def _cached(
+    optimizer: Optimizer, group: dict[str, Any], kept: str, like: Any, shape: tuple[int, ...]
+) -> GroupVerdict:
+    """Try the update, unless an optimizer of the same kind was tried before."""
+    kind = type(optimizer)
+    # For weight decay only zero or not matters. Its value does not change the kind of update
+    own = {
+        k: v != 0 if k == "weight_decay" else v for k, v in group.items() if k not in _OF_THE_USER
+    }
+    # The class may have been patched since the last trial
+    inside = [(name, id(value)) for each in kind.__mro__ for name, value in vars(each).items()]
+    depends = (own, own_attributes(optimizer), kept, shape, str(like.device))
+    known = _tried.setdefault(kind, {}) if _is_plain(depends) else {}
+    key = repr((inside, depends))
+    if key not in known:
+        with _alone(optimizer, like.device):
+            known[key] = _try(optimizer, group, like, shape)
+    return known[key]
 
 
 def _is_plain(value: Any) -> bool:
@@ -362,42 +225,18 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-#: Steps of a trial. An optimizer may begin with steps of a millionth (Prodigy), so the trial also
-#: compares the numbers that the optimizer keeps.
-_TRIED = 4
-_Start = tuple[torch.Tensor, Sequence[torch.Tensor]]  # (a parameter, its gradient in each step)
-
-
-@dataclass
-class _Trial:
-    """The result of a trial: the parameter, and every number that the optimizer keeps for it or for
-    its group.
-    """
-
-    param: torch.Tensor
-    numbers: dict[str, Any]
+# -- trials ----------------------------------------------------------------------------------------
 
 
 def _try(
-    optimizer: Optimizer, shape: tuple[int, ...], how: _How, device: torch.device, known: str
-) -> GroupVerdict | None:
-    """Compare steps of a parameter of this shape with steps of its parts, and with steps beside
-    another one. Return None if the optimizer cannot be tried with these options.
-
-    The cuts are at multiples of 128 elements, where SIMD vectors end. `known`: why the update is not
-    element-wise, if that is known; then nothing is cut.
-    """
-    generator, numel = torch.Generator().manual_seed(0), prod(shape)
-
-    def drawn() -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(device)
-
-    start, way = drawn(), drawn()
-    # All gradients point roughly one way, as in training. An optimizer that estimates a distance
-    # (Prodigy) then finds one.
-    grads = [way + 0.3 * drawn() for _ in range(_TRIED)]
+    optimizer: Optimizer, group: dict[str, Any], like: Any, shape: tuple[int, ...]
+) -> GroupVerdict:
+    """Compare steps of a parameter of this shape with steps of its pieces."""
+    known_whole = any(c.__name__.lower() in STEP_MATRICES for c in type(optimizer).__mro__)
+    otherwise = WHOLE if known_whole else REFUSED
+    values = _drawn(shape, like.device)
     try:
-        (whole,) = _run(optimizer, [(start, grads)], how)
+        whole, numbers = _run(optimizer, group, like, values)
     except Communicates as error:
         return GroupVerdict(
             REFUSED,
@@ -407,161 +246,84 @@ def _try(
     except TouchesReal as error:
         return GroupVerdict(REFUSED, f"it cannot be tried: {error}")
     except Exception as error:
-        if how.options or how.group is not None:
-            return None
-        return GroupVerdict(
-            REFUSED,
-            f"its constructor or step could not be tried on a small matrix ({type(error).__name__}:"
-            f" {error}).",
-        )
+        failed = f"its step could not be tried on a small matrix ({type(error).__name__}: {error})."
+        return GroupVerdict(otherwise, failed)
+    numel, what = prod(shape), "matrix" if len(shape) == 2 else f"tensor of {len(shape)} dimensions"
+    # The cuts are at multiples of 128 elements, where SIMD vectors end
     cut = (numel // 3 // 128 * 128, 2 * numel // 3 // 128 * 128)
-    cuts = zip(_split(start, cut), *(_split(g, cut) for g in grads), strict=True)
-    reason = known or _reason(optimizer, whole, [(s, gs) for s, *gs in cuts], shape, how)
-    if reason is None:
-        return _ELEMENTWISE
-    # Far from the first, so that what is summed over both shows
-    other = (3.0 * drawn(), [7.0 * drawn() for _ in range(_TRIED)])
     try:
-        together = _run(optimizer, [(start, grads), other], how)
-        alone = [whole, *_run(optimizer, [other], how)]
-    except Exception:
-        return GroupVerdict(REFUSED, reason)
-    if not all(map(_equal, together, alone)):
-        return GroupVerdict(REFUSED, reason)
-    if not known and (why := _why_not_apart(optimizer, [(start, grads), other], how, together)):
-        return GroupVerdict(REFUSED, f"{reason} {why}")
-    return GroupVerdict(WHOLE, reason)
-
-
-def _why_not_apart(
-    optimizer: Optimizer, starts: Sequence[_Start], how: _How, together: Sequence[_Trial]
-) -> str | None:
-    """Return why owners cannot step these parameters with the optimizer, as a sentence; None if they
-    can: then they come out as in `together`.
-    """
-    try:
-        apart = _run(optimizer, starts, how, by_owners=True)
-    except _Remembers:
-        apart = []
-    except _LeftOut as error:
-        cause = error.__cause__
-        return (
-            "Its step fails for a group whose parameters have all been stepped by their owners"
-            f" ({type(cause).__name__}: {cause}): let it pass over a group without parameters."
-        )
+        # Each piece is stepped by itself, as on each rank. What one optimizer sums over all its
+        # parameters, the others do not know.
+        pieces = [
+            _run(optimizer, group, like, piece)
+            for piece in zip(*(t.reshape(-1).tensor_split(cut) for t in values), strict=True)
+        ]
     except Exception as error:
-        return f"Its step of one matrix at a time fails ({type(error).__name__}: {error})."
-    if apart and all(map(_equal, apart, together)):
-        return None
-    return (
-        "It remembers more than numbers outside of `self.state[p]`, which is all that the owner of p"
-        " has of it: keep states of a parameter there."
-    )
-
-
-def _reason(
-    optimizer: Optimizer,
-    whole: _Trial,
-    cuts: Sequence[_Start],
-    shape: tuple[int, ...],
-    how: _How,
-) -> str | None:
-    """Step the pieces `cuts` of the parameter of the trial `whole`. Return None if they come out
-    equal, else the reason for a refusal.
-    """
-    try:
-        # Each piece has an optimizer of its own, as on each rank. What one optimizer sums over all
-        # its parameters, the others do not know.
-        pieces = [piece for each in cuts for piece in _run(optimizer, [each], how)]
-    except Exception as error:
-        return (
+        reason = (
             f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
         )
-    what = "matrix" if len(shape) == 2 else f"tensor of {len(shape)} dimensions"
-    with_options = (
-        f", with a group's {', '.join(f'{k}={v!r}' for k, v in how.options.items())},"
-        if how.options
-        else ""
-    )
-    if not torch.equal(whole.param.reshape(-1), torch.cat([piece.param for piece in pieces])):
-        return (
+        return GroupVerdict(otherwise, reason)
+    if not torch.equal(whole.reshape(-1), torch.cat([piece for piece, _ in pieces])):
+        given = ", ".join(f"{k}={v!r}" for k, v in _own_options(optimizer, group).items())
+        given = given and f", with a group's {given},"
+        reason = (
             "its update of an element depends on other elements (cutting a small"
-            f" {what}{with_options} changed the result)."
+            f" {what}{given} changed the result)."
         )
-    learned = next((key for piece in pieces if (key := _differs(whole, piece))), None)
-    if learned is not None:
-        return (
-            f"its update depends on what it sums over all elements ({learned} came out otherwise"
-            f" for parts of a small {what})."
-        )
-    return None
+        return GroupVerdict(otherwise, reason)
+    for _, others in pieces:
+        for key, value in numbers.items():
+            same = value == others.get(key)
+            if key not in others or not bool(
+                same.all() if isinstance(same, torch.Tensor) else same
+            ):
+                reason = (
+                    f"its update depends on what it sums over all elements ({key} came out otherwise"
+                    f" for parts of a small {what})."
+                )
+                return GroupVerdict(otherwise, reason)
+    return _ELEMENTWISE
 
 
-def _equal(a: _Trial, b: _Trial) -> bool:
-    return torch.equal(a.param, b.param) and _differs(a, b) is None
+def _own_options(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options in which a group differs from the optimizer's defaults."""
+    defaults = optimizer.defaults
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in _OF_THE_USER and _is_plain(value) and defaults.get(key) != value
+    }
 
 
-def _differs(a: _Trial, b: _Trial) -> str | None:
-    """Return the first number that `b` keeps otherwise than `a`."""
-    return next((k for k, v in a.numbers.items() if not _same(v, b.numbers.get(k))), None)
-
-
-def _split(t: torch.Tensor, cut: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    return t.reshape(-1).tensor_split(cut)
+def _drawn(shape: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
+    """Return a start, and the gradient of each step. All point roughly one way, as in training: an
+    optimizer that estimates a distance (Prodigy) then finds one.
+    """
+    generator = torch.Generator().manual_seed(0)
+    count = 2 + _STEPS
+    start, way, *noise = (
+        torch.randn(shape, generator=generator, device="cpu").to(device) for _ in range(count)
+    )
+    return [start, *(way + 0.3 * each for each in noise)]
 
 
 def _run(
-    optimizer: Optimizer, starts: Sequence[_Start], how: _How, by_owners: bool = False
-) -> list[_Trial]:
-    """Step these parameters with one new optimizer. `by_owners`: as their owners step them."""
-    params = [probe(start.clone(), optimizer, how.like) for start, _ in starts]
-    trial = how.make(optimizer, params)
-    give_tables(trial, optimizer, params, how.like)
-    if callable(getattr(trial, "train", None)):  # schedule-free optimizers have two modes
-        trial.train()
-    for grads in zip(*(grads for _, grads in starts), strict=True):
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.clone()
-        if by_owners and not held_inside(trial):
-            _step_by_owners(trial, params)
-        else:
-            trial.step()
-    if by_owners and any(
-        isinstance(table[key], torch.Tensor) and table[key].numel() > 1
-        for param in params
-        for _, table, keys in kept_by(trial, param)
-        for key in keys
-    ):
-        raise _Remembers
-    group = {f"{key!r} of its groups": value for key, value in trial.param_groups[0].items()}
-    return [_trial(param, group, trial.state[param]) for param in params]
-
-
-def _step_by_owners(trial: Optimizer, params: Sequence[nn.Parameter]) -> None:
-    """Step each of `params` by itself, as `WholeStep` does, and then what is left of the groups."""
-    groups = groups_of(trial)
-    for param in params:
-        known: Any = trial.state.get(param)
-        part = Part(param, param.detach().clone(), param.grad, known or None)
-        step_parts(trial, groups, [part])
-        if part.state is not None:
-            trial.state[param] = part.state
-        param.data.copy_(part.data)
-    every = [group["params"] for group in trial.param_groups]
-    for group in trial.param_groups:
-        group["params"] = []
-    try:
-        trial.step()
-    except Exception as error:
-        raise _LeftOut from error
-    finally:
-        for group, mine in zip(trial.param_groups, every, strict=True):
-            group["params"] = mine
-
-
-def _trial(param: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> _Trial:
-    kept = group | {f"{key!r} of a parameter's state": value for key, value in state.items()}
-    return _Trial(param.detach(), {key: value for key, value in kept.items() if _is_number(value)})
+    optimizer: Optimizer, group: dict[str, Any], like: Any, values: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Step a parameter. Return it, and every number that the optimizer keeps for it or its group."""
+    start, *grads = values
+    with _knows_only(optimizer, group, like, start.clone(), _RATE):
+        if callable(
+            train := getattr(optimizer, "train", None)
+        ):  # schedule-free ones have two modes
+            train()
+        for grad in grads:
+            like.grad = grad.clone()
+            raw_step(optimizer)
+        kept = {f"{key!r} of its groups": v for key, v in optimizer.param_groups[0].items()}
+        state = optimizer.state[like].items()
+        kept |= {f"{key!r} of a parameter's state": value for key, value in state}
+        return like.detach(), {key: value for key, value in kept.items() if _is_number(value)}
 
 
 def _is_number(value: Any) -> bool:
@@ -570,21 +332,154 @@ def _is_number(value: Any) -> bool:
     )
 
 
-def _same(a: Any, b: Any) -> bool:
-    same = a == b
-    return b is not None and bool(same.all() if isinstance(same, torch.Tensor) else same)
+def fresh_state(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    param: Any,
+    shape: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Return the state that `optimizer` would give a parameter of a group with these options at its
+    first step: `step` is 0. No parameter, hook or count changes.
 
+    `shape`: of the parameter, if the optimizer steps it in another one than it has here.
 
-def _arguments(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the constructor's arguments, as far as `optimizer.defaults` has them, or attributes of
-    their names. The learning rate is replaced by one far from 0, with which the update shows.
+    In contrast, torch's `_init_optim_state` steps the real optimizer, with zero gradients and a
+    learning rate of zero, and leaves `step` at 1.
+
+    Raises:
+        Exception: what the optimizer's step raises, for instance because it needs a closure.
     """
-    known = inspect.signature(type(optimizer).__init__).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    arguments = {k: v for k, v in vars(optimizer).items() if k in known and _is_plain(v)}
-    arguments |= {k: v for k, v in optimizer.defaults.items() if anything or k in known}
-    if "lr" in arguments:
-        arguments["lr"] = _RATE
-    if arguments.get("capturable"):
-        arguments["capturable"] = False
-    return arguments
+    with disable_torch_function():
+        zeros = torch.zeros_like(param.detach()) if shape is None else param.new_zeros(shape)
+        with _alone(optimizer, zeros.device), _knows_only(optimizer, group, param, zeros):
+            param.grad = torch.zeros_like(zeros)
+            raw_step(optimizer)
+            state = dict(optimizer.state.get(param, {}))
+    step = state.get("step")
+    if isinstance(step, torch.Tensor):
+        step.zero_()
+    elif step is not None:
+        state["step"] = 0
+    return state
+
+
+# -- the optimizer itself, as another one ----------------------------------------------------------
+
+
+_CONTAINERS = (dict, list, set, defaultdict, OrderedDict)
+
+
+@contextlib.contextmanager
+def _knows_only(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    param: Any,
+    data: torch.Tensor,
+    rate: float | None = None,
+) -> Iterator[None]:
+    """Inside, the optimizer, and those that it holds, know `param` alone, with this data. They have no
+    states and no hooks, and count apart. See [Note: trials].
+
+    Args:
+        group: the options. rate: the learning rate, if it is another one.
+    """
+    noted = len(raw.notes)
+    tried = [optimizer, *{id(each): each for each in held_inside(optimizer).values()}.values()]
+    try:
+        note(setattr, raw, "tried", raw.tried)
+        raw.tried = (*raw.tried, *tried)
+        for each in tried:
+            own, groups = (
+                own_attributes(each),
+                each.param_groups if each is not optimizer else [group],
+            )
+            note(_restore, each.__dict__, dict(each.__dict__))
+            each.__dict__.update(
+                {k: copy.copy(v) for k, v in own.items() if type(v) in _CONTAINERS}
+            )
+            each.__dict__.update(own_numbers(own))
+            each.state = defaultdict(dict)
+            each.param_groups = [{**some, **own_numbers(some)} for some in groups]
+            for some in each.param_groups:
+                mine = each is optimizer or any(p is param for p in some["params"])
+                some["params"] = [param] if mine else []
+                some |= {"lr": rate} if rate is not None and "lr" in some else {}
+            each._optimizer_step_pre_hooks = OrderedDict()
+            each._optimizer_step_post_hooks = OrderedDict()
+        note(_restore, param.__dict__, dict(param.__dict__))
+        _, own, keys = next(kept_by(optimizer, param))
+        own.update(own_numbers({key: own[key] for key in keys}))
+        note(face, [param])
+        bare([param])
+        note(give, {}, param, param.data, param.grad, None)
+        with _unsafe_preserve_version_counter(param):
+            give({}, param, data, None, None)
+            yield
+    finally:
+        undo(noted)
+
+
+def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    attributes.clear()
+    attributes.update(before)
+
+
+class Communicates(RuntimeError):
+    """A step communicates by itself."""
+
+
+class _Alone(TorchDispatchMode):
+    """Refuses writes to `real` storages, and collectives: another rank may make this trial at another
+    time, or not at all. Random numbers are the same in every call, so that an update that draws some
+    comes out alike. Leave the generators as they were around it.
+    """
+
+    def __init__(self, real: set[int], device: torch.device) -> None:
+        super().__init__()
+        self.real, self.device = real, device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise Communicates(f"it calls {func.name()}")
+        for i, each in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+            if each.alias_info is not None and each.alias_info.is_write:
+                written = args[i] if i < len(args) else kwargs.get(each.name)
+                for some in written if isinstance(written, (list, tuple)) else (written,):
+                    if isinstance(some, torch.Tensor) and _storage_of(some) in self.real:
+                        raise TouchesReal(
+                            "its step of one parameter writes to the model's own parameters or"
+                            " gradients. Let it find them in `self.param_groups` alone."
+                        )
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.default_generator.manual_seed(0)
+            if self.device.type != "cpu":
+                torch.get_device_module(self.device).manual_seed(0)
+        return func(*args, **kwargs)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def _alone(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
+    """Inside, nothing communicates, nothing that the optimizer steps is written to, and no generator
+    of random numbers moves.
+    """
+    apart = [device] if device.type != "cpu" else []
+    kind = {"device_type": device.type} if apart else {}
+    # Compiled functions run as they are written: under a dispatch mode the compiler would pass them
+    # over, and never compile them again. Importing the compiler takes a second
+    compiled = "torch._dynamo" in sys.modules
+    stance: Any = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+    with disable_torch_function():
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        real = {_storage_of(t) for p in params for t in (p, p.grad) if t is not None}
+        with (
+            torch.random.fork_rng(devices=apart, **kind),
+            torch.enable_grad(),
+            stance,
+            _Alone(real, device),
+        ):
+            yield

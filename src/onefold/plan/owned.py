@@ -1,6 +1,6 @@
 """What updates of whole matrices add to a plan: the states, bytes, buffers and FLOPs of owners.
 
-Each matrix is stepped by one rank, its owner (layout/owners.py, optim/whole_step.py). Owners differ,
+Each matrix is stepped by one rank, its owner (layout/owners.py, optim/whole.py). Owners differ,
 so every figure here is one for each rank. A plan shows the largest of all ranks, each by itself.
 
 | figure    | what it counts, of one rank                                                               |
@@ -265,7 +265,7 @@ def _buffers(
     todo: Sequence[Sequence[Matrix]], owners: dict[int, int], ranks: int, kind: _Kind
 ) -> list[tuple[int, int]]:
     """Return (`buffers`, `beside`) of each rank, in the order of events of the step
-    (optim/whole_step.py).
+    (optim/whole.py).
     """
     if ranks == 1:  # each is stepped where it lies
         return [(0, max(_temporaries(m, kind) for some in todo for m in some))]

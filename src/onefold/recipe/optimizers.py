@@ -10,7 +10,7 @@ One row says all that the package knows of an optimizer:
 | DeepSpeed's `"optimizer": {"type"}`  | `deepspeed`, or why it is refused: `refused`                 |
 
 To add an optimizer, add a row. A class that no row names may step too: optim/verdict.py tries its
-update.
+update. Of a class whose update looks at whole matrices, `STEP_MATRICES` or the recipe's `whole` says so.
 """
 
 from __future__ import annotations
@@ -202,6 +202,11 @@ KNOWN: Mapping[str, KnownOptimizer] = {
 PLANNED = {name: row for name, row in KNOWN.items() if row.planned == name}
 SIMULATED = {name: row for name, row in KNOWN.items() if row.simulated}
 TRAINED = {name: row for name, row in KNOWN.items() if row.trained}
+#: Classes, in lower case, whose update looks at each parameter by itself, as a whole. Subclasses
+#: count too. Of other classes the recipe's `whole` says so.
+STEP_MATRICES = frozenset((
+    "adafactor", "adamuon", "came", "lamb", "lars", "muon", "muonwithadamw", "racs", "shampoo", "soap", "splus",
+))  # fmt: skip
 #: By the name of the class, as a DeepSpeed configuration spells it.
 OF_DEEPSPEED = {
     row.name: row

@@ -486,7 +486,7 @@ class EngineOptions:
         "Assert that the optimizer treats every element alike, where a trial cannot tell (default: it is tried).", (), _word)
     whole: bool | Sequence[str] | None = _engine(None,
         "Which parameter groups are stepped as whole matrices, each by one owner: True for all, False for none, or patterns of"
-        " names for the groups of such parameters (default: those whose update looks at whole matrices, as a trial shows).",
+        " names for the groups of such parameters (default: those of Muon, Adafactor, LAMB, LARS, SOAP, Shampoo and their like).",
         (), _whole_groups)
     stall_timeout: float = _engine(300.0, "Seconds a rank waits for the others before every rank gets an error.", _TRAIN, _seconds)
 

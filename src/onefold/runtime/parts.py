@@ -20,7 +20,7 @@ callers know no tiers or formats.
 | parts             | file                      | items                                                                |
 |-------------------|---------------------------|----------------------------------------------------------------------|
 | `MasterParts`     | here                      | master weights: on the device, the host, NVMe; encoded; of one rank  |
-| `OptimizerParts`  | optim/state_parts.py      | states of an optimizer: also packed, in 16 bits, on NVMe             |
+| `OptimizerParts`  | optim/states.py      | states of an optimizer: also packed, in 16 bits, on NVMe             |
 | `AverageParts`    | ema.py                    | averages of weights                                                  |
 
 A parameter may be a box of a global tensor (runtime/boxes.py). Its holders make their box whole on

@@ -3,14 +3,14 @@
 | shard                                   | stepped by                                   | when                         |
 |-----------------------------------------|----------------------------------------------|------------------------------|
 | on the device                           | the user's optimizer itself (`OwnStep`)      | at `optimizer.step()`        |
-| of whole matrices, also on the host     | the user's optimizer, by owners (optim/whole_step.py) | before the rest of that step |
+| of whole matrices, also on the host     | the user's optimizer, by owners (optim/whole.py) | before the rest of that step |
 | with moments in 8 or 4 bits             | its rule, piece by piece (quant/stepper.py)  | before the rest of that step |
 | on the host                             | the user's optimizer, unit by unit (offload/stepper.py) | before the rest of that step |
 | on NVMe                                 | the user's optimizer, chunk by chunk (the same) | before the rest of that step |
 | on the host or NVMe, `step_in_backward` | as above, in a thread (offload/in_backward.py) | when its gradient has landed |
 
 The user's step leaves out what was stepped "before the rest": such parameters are in no group, and
-have no `.grad`, while it runs (optim/step_hooks.py).
+have no `.grad`, while it runs (optim/steps.py).
 
 [Note: which stepper] Before each step, `Steppers.choose` asks the steppers of the engine in their
 order, for each flat buffer and each parameter group with some of its parameters:
@@ -454,10 +454,12 @@ class _Raw(threading.local):
     Attributes:
         optimizer: the one that is tried, or whose own update runs: a `super().step()` in it is no step
             of its own, and one of another optimizer over the model's parameters is refused.
+        tried: those that a trial steps, with the ones they hold (optim/verdict.py).
         notes: what undoes what they have changed for a time. See [Note: interrupts].
     """
 
     optimizer: Optimizer | None = None
+    tried: tuple[Optimizer, ...] = ()
 
     def __init__(self) -> None:
         self.notes: list[Callable[[], Any]] = []
@@ -468,7 +470,7 @@ raw = _Raw()
 
 # [Note: interrupts] Ctrl-C may come at any line, also in a `finally`. So what undoes a change is noted
 # before the change. It may run twice, and leaves the notes last. What an interrupted `finally` leaves
-# is undone at the end of the step around it (optim/step_hooks.py), before the user's code goes on.
+# is undone at the end of the step around it (optim/steps.py), before the user's code goes on.
 
 
 def note(function: Callable[..., Any], *args: Any) -> None:
@@ -650,7 +652,7 @@ class Part:
     first: bool | None = None
 
 
-def _give(
+def give(
     state: dict[Any, Any], param: Any, data: torch.Tensor, grad: Any, known: dict[Any, Any] | None
 ) -> None:
     """Let the parameter have this data, gradient and state."""
@@ -682,8 +684,8 @@ def step_parts(
         bare(plain)
         for part in parts:
             param = part.param
-            note(_give, state, param, param.data, param.grad, state.get(param))
-            _give(state, param, part.data, part.grad, part.state)
+            note(give, state, param, param.data, param.grad, state.get(param))
+            give(state, param, part.data, part.grad, part.state)
         with only(optimizer, groups, [part.param for part in parts], device):
             try:
                 update(optimizer)

@@ -158,7 +158,7 @@ __all__ = [
 
 class _Reader(threading.local):
     """Which method of torch's reads sharded parameters in this thread. Set in
-    optim/torch_methods.py.
+    optim/steps.py.
 
     Attributes:
         casts_states: `optimizer.load_state_dict`, which casts states to `param.dtype`. It must see

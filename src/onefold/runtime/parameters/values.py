@@ -156,7 +156,7 @@ class StatePlace(torch.Tensor):
 def _elsewhere() -> StoragelessError:
     return StoragelessError(
         "a state of the optimizer was to be copied or pickled, and it is stored on NVMe:"
-        " local_state_dict() holds a place for it only. optimizer.state_dict() brings the whole to"
+        " this is a place for it only. optimizer.state_dict() brings the whole to"
         " rank 0's host; onefold.save and onefold.load write and read it at any stage and tier."
     )
 

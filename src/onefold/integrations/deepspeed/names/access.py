@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.integrations.deepspeed.names.parameter_facts import entry_of
-from onefold.optim.state_dicts import met
-from onefold.optim.state_parts import OptimizerParts
+from onefold.optim.states import OptimizerParts, met
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.interval import disable_torch_function, dress, spec_of

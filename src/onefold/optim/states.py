@@ -1,0 +1,713 @@
+"""The states of an optimizer: as parts, which the moves of runtime/parts.py make whole, and as the whole
+dicts of `state_dict()` and `load_state_dict()`.
+
+    state_dict()        parts of all ranks ──► rank 0's host, one state at a time      the other ranks: the same groups, an empty state
+    load_state_dict()   the same whole dict on every rank: each takes its part on its own host, without traffic
+                        whole on rank 0, empty elsewhere: rank 0 sends each rank its part
+
+`kinds_of` says what a state is, and `OptimizerParts` reads and writes it:
+
+| kind       | the value                                    | such as          | in a whole dict                                 |
+|------------|----------------------------------------------|------------------|-------------------------------------------------|
+| "elements" | a tensor of the parameter's shape            | exp_avg          | in the parameter's shape                        |
+| "packed"   | codes or scales of moments in fewer bits     | exp_avg.int8     | the moments: `exp_avg`                          |
+| "number"   | one number, or no tensor; every rank has it  | step             | that of a rank that has some of the parameter   |
+| "other"    | a tensor of a shape of its own               | Adafactor's rows | itself, if one rank has all of the parameter    |
+
+Both calls are collective if there is more than one rank and a state is divided. At stage 0 every
+rank holds whole states: `state_dict()` is torch's own and communicates nothing. An error of one rank is
+told to all before any of them raises: the others would wait for it.
+
+[Note: how an optimizer is met] torch registers hooks of state dicts per optimizer. Onefold registers
+its own when it meets an optimizer that has sharded parameters: at its first step, or when its state
+dict is first asked for (optim/steps.py). Until then it keeps the states that it has: whole, and right.
+"""  # fmt: skip
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+import onefold.optim.faced_states as faced_states
+import onefold.quant.moments as moments
+from onefold.optim.whole import Owned, epoch, owned_by, put_elsewhere
+from onefold.recipe.moments import SIGNED, grain_of, packed
+from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry
+from onefold.runtime.gather_paths import state_context
+from onefold.runtime.hooks import engine_of_entry
+from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.parts import HeldParts, StateItem, from_first, from_own, tell_all, to_first
+from onefold.runtime.resources import Resources
+from onefold.runtime.storage import OnDisk, in_memory
+
+_SAVE, _LOAD = "optimizer.state_dict()", "optimizer.load_state_dict()"
+#: The engines over whose parameters optimizers step, in their order. Kept in optim/steps.py.
+engines: dict[Engine, None] = {}
+
+
+# -- kinds -----------------------------------------------------------------------------------------
+
+
+Kind = Literal["packed", "elements", "number", "other"]
+Shape = tuple[int, ...]
+
+
+def kinds_of(states: Sequence[tuple[Shape, Mapping[Any, Any]]]) -> list[dict[Any, Kind]]:
+    """Return {key: kind} for the state of each parameter, given as `(shape, state)`.
+
+    The shape does not tell a step count from an element-wise state of a 0-dim parameter. The states
+    of the other parameters do: their value of that key differs in shape from its parameter.
+    """
+    odd = {
+        key
+        for shape, state in states
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and (tuple(value.shape) != shape or key == "step")
+    }
+
+    def kind(key: Any, value: Any, shape: Shape) -> Kind:
+        if packed(key) is not None:
+            return "packed"
+        same = isinstance(value, torch.Tensor) and tuple(value.shape) == shape
+        one = not isinstance(value, torch.Tensor) or (key in odd and value.numel() == 1)
+        if one and not (same and shape):
+            return "number"
+        return "elements" if same else "other"
+
+    return [{k: kind(k, v, shape) for k, v in state.items()} for shape, state in states]
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+#: States that were created for a load: {entry: {key: state}}.
+Made = dict[Entry, dict[str, torch.Tensor]]
+
+
+class OptimizerParts(HeldParts):
+    """The states that an optimizer keeps for each element of its parameters, wherever and however they
+    are stored: in memory, on NVMe, packed. An owner of a matrix has all of it (optim/whole.py).
+
+    Attributes:
+        made: states that were created for a load, and are not in the optimizer yet.
+        error: the first error of a read or a write. It is kept for the end: raising at once would
+            leave the other ranks waiting.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self._owned = optimizer, owned_by(optimizer)
+        self.made: Made = {}
+        self.error: str | None = None
+
+    def owned(self, entry: Entry) -> Owned | None:
+        """Return how the optimizer steps `entry` whole; None if it does not."""
+        return self._owned.get(id(entry.param))
+
+    def held(self, entry: Entry, position: int | None = None) -> tuple[int, int]:
+        if (whole := self.owned(entry)) is None:
+            return entry.owned(position)
+        return (0, entry.slot.numel * whole.at(position))
+
+    def accounted(self, entry: Entry, position: int | None = None) -> tuple[int, int]:
+        if (whole := self.owned(entry)) is None:
+            return entry.accounted(position)
+        return (0, entry.slot.numel * whole.counts(position))
+
+    def accounting(self, entry: Entry, x: int, y: int) -> Iterable[int]:
+        if self.owned(entry) is None:
+            return super().accounting(entry, x, y)
+        return range(entry.flat.group.size)
+
+    def shape(self, entry: Entry) -> Shape:
+        whole = self.owned(entry)
+        return tuple(entry.param.shape) if whole is None else whole.matrix.shape
+
+    def policy(self, entry: Entry, key: Any = "exp_avg") -> moments.MomentPolicy | None:
+        """Return how the state `key` is stored; None: as the optimizer makes it."""
+        return faced_states.policy_of(self.optimizer, entry) if key in SIGNED else None
+
+    def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
+        value = self._states(entry)[key]
+        if self.owned(entry) is not None:
+            return value.detach().reshape(-1)[x:y]
+        return entry.flat.storage.elements(entry, key, value, x, y)
+
+    def read(self, item: StateItem, entry: Entry, x: int, y: int) -> torch.Tensor:
+        with self.keeping_errors():
+            return self._values(entry, item.key, x, y).to(item.dtype)
+        return torch.zeros(y - x, dtype=item.dtype, device="cpu")
+
+    def write(self, item: StateItem, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
+        """Write into states that `create` has made: values as they are, rounded, or packed. If they
+        are packed, x is at a block boundary.
+        """
+        if self.error is not None:
+            return
+        with self.keeping_errors():
+            if self.owned(entry) is None:
+                for key, new in self._stored(entry, item.key, x, values).items():
+                    made = self.made[entry][key]
+                    entry.flat.storage.overwrite(entry, key, made, x, y, new)
+            elif x < y:
+                self.made[entry][item.key].view(-1)[x:y].copy_(values)
+
+    def create(self, item: StateItem) -> None:
+        """Create this rank's states for a load of `item`, in memory or on NVMe. They have the dtype
+        of the master weights, as torch's own load gives it to states.
+        """
+        with self.keeping_errors():
+            master = item.entry.flat.dtypes.master
+            dtype = master if master.is_floating_point else item.dtype
+            for key, kind in self.kinds(item.entry, item.key, dtype).items():
+                self.create_one(item.entry, key, kind)
+
+    def create_one(self, entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Create this rank's state `key` of `entry` where the step keeps it. On ranks that do not
+        own a matrix it has no elements, and is not the optimizer's.
+        """
+        whole, how = self.owned(entry), self.policy(entry)
+        if whole is not None:
+            shape, device = whole.matrix.shape if whole.mine else (0,), entry.param.device
+            made = torch.zeros(shape, dtype=dtype, device=device)
+        else:
+            small = how.small(entry) if how is not None else entry.param.dim() == 0
+            made = entry.flat.storage.new_state(entry, key, dtype, in_memory=small)
+        if whole is None or whole.mine:
+            self.made.setdefault(entry, {})[key] = made
+        return made
+
+    def _states(self, entry: Entry) -> Mapping[str, Any]:
+        return self.made.get(entry) or self.optimizer.state.get(entry.param) or {}
+
+    def _values(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
+        """Return elements [x, y) of the state `key`, unpacked. Then x is at a block boundary."""
+        there = self._states(entry)
+        parts = {name: part for name in there if (part := packed(name)) is not None}
+        names = [key] if key in there else [n for n, part in parts.items() if part.key == key]
+        found = {name: in_memory(self.place(entry, name, x, y)) for name in names}
+        if key in found:
+            return found[key]
+        how = self.policy(entry)
+        assert how is not None
+        return moments.unpacked(how, found, key, y - x)
+
+    def kinds(self, entry: Entry, key: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Return {key: dtype} of what is stored for the state `key`."""
+        return faced_states.stored_as(self.policy(entry, key), entry, key, dtype)
+
+    def _stored(
+        self, entry: Entry, key: str, x: int, values: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return `values`, the elements of the state `key` from x on, as they are stored."""
+        how = self.policy(entry, key)
+        if how is None or not how.of(entry).packed:
+            return {key: values}
+        values = values.to(entry.param.device, torch.float32)
+        numel, device = values.numel(), values.device
+        new = {
+            name: torch.zeros(-(-numel // grain_of(name)), dtype=kind, device=device)
+            for name, kind in self.kinds(entry, key, values.dtype).items()
+        }
+        piece = moments.Piece(entry, x, values, values, new, {}, False)
+        step = torch.zeros((), device="cpu")
+        moments.pack(replace(how, seed=None), piece, key, values, step, again=True)
+        return new
+
+    @contextlib.contextmanager
+    def keeping_errors(self) -> Iterator[None]:
+        """Inside, an error is kept as `error`, to be told to the other ranks."""
+        try:
+            yield
+        except Exception as error:
+            self.error = self.error or f"{type(error).__name__}: {error}"
+
+    def tell(self, call: str, outline: Outline, value: Any = None) -> list[Any]:
+        """Return every rank's `value`. Collective, if a parameter is divided.
+
+        Raises:
+            RuntimeError: on every rank, if one has an error.
+        """
+        told = [(self.error, value)]
+        if outline.divided:
+            told = tell_all(outline.engines[0].resources, call, told[0])
+        for rank, (error, _) in enumerate(told):
+            if error is not None:
+                raise RuntimeError(f"{call}: rank {rank} could not bring its states. {error}")
+        return [each for _, each in told]
+
+
+def placed(value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:
+    """Return `value` on the device where the optimizer's kernel expects its step count."""
+    if isinstance(value, torch.Tensor) and (group.get("fused") or group.get("capturable")):
+        return value.to(param.device)
+    return value
+
+
+# -- parameters, as a state dict numbers them ------------------------------------------------------
+
+
+class Param(NamedTuple):
+    """A parameter. `entry`: None if it is not sharded."""
+
+    param: torch.Tensor
+    entry: Entry | None
+    shape: Shape
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is no box of a global tensor."""
+        return self.entry is None or self.entry.box is None or not self.entry.box.divided
+
+
+class Outline:
+    """The parameters of an optimizer.
+
+    Attributes:
+        params: in the order of the groups: a parameter's place is its number in a state dict.
+        engines: those of these parameters.
+        divided: whether any parameter is divided among ranks.
+        special: whether this rank's state dict would differ from torch's for the unsharded model.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Raises:
+        ValueError: its models are divided among different ranks.
+        """
+        known = {id(e.param): (e, each) for each in list(engines) for e in each.entries}
+        self.params: list[Param] = []
+        found: dict[Engine, None] = {}
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            entry, engine = known.get(id(p), (None, None))
+            if engine is not None:
+                found[engine] = None
+            self.params.append(Param(p, entry, tuple(p.shape if entry is None else entry.shape)))
+        self.engines = list(found)
+        entries = [param.entry for param in self.params if param.entry is not None]
+        self.divided = any(e.flat.divided for e in entries)
+        self.special = self.divided or any(
+            e.flat.storage.on_disk or faced_states.policy_of(optimizer, e) is not None
+            for e in entries
+        )
+        if len({tuple(sorted(engine.group.ranks)) for engine in self.engines}) > 1:
+            raise ValueError(
+                f"this {type(optimizer).__name__} steps parameters of models that are divided among"
+                " different ranks, so that its state cannot be put together. Give each model an"
+                " optimizer of its own, or use onefold.save and onefold.load."
+            )
+
+    def refuse_moment(self, call: str) -> None:
+        """Raise RuntimeError inside a forward pass."""
+        if self.engines[0].stack:
+            raise RuntimeError(
+                f"{call} of a sharded model was called inside a forward pass: call it between steps."
+            )
+
+
+# -- which optimizers ------------------------------------------------------------------------------
+
+
+@dataclass
+class _Met:
+    """An optimizer at the last look.
+
+    Attributes:
+        looked_at: what the rest depends on.
+        sharded: whether it has sharded parameters. divided: whether any is divided.
+        hook: the number of its hook before a load, once it has one.
+    """
+
+    looked_at: Any = None
+    sharded: bool = False
+    divided: bool = False
+    hook: int | None = None
+
+
+#: The optimizers that were looked at, in the order in which they were met.
+met: weakref.WeakKeyDictionary[Optimizer, _Met] = weakref.WeakKeyDictionary()
+
+
+def _look_at(optimizer: Optimizer) -> _Met:
+    known = met.setdefault(optimizer, _Met())
+    now = epoch[0], len(optimizer.param_groups)
+    if known.looked_at != now:
+        outline = Outline(optimizer)
+        known.looked_at, known.sharded = now, bool(outline.engines)
+        known.divided = outline.divided
+    return known
+
+
+def meet(optimizer: Optimizer) -> None:
+    """Hook the state dict of an optimizer, and make its states this rank's parts, if it has sharded
+    parameters and was not met before. See [Note: how an optimizer is met].
+    """
+    hooks = optimizer.__dict__.get("_optimizer_load_state_dict_pre_hooks")
+    if hooks is None:  # it wraps an optimizer, which is met by itself
+        return
+    with disable_torch_function():
+        known = _look_at(optimizer)
+        if known.hook is not None:
+            if known.hook in hooks:  # ours is last: the user's see the dict as it was given
+                hooks.move_to_end(known.hook)
+        elif known.sharded:
+            known.hook = optimizer.register_load_state_dict_pre_hook(_before_load).id
+            optimizer.register_state_dict_post_hook(_after_state_dict, prepend=True)
+            optimizer.register_load_state_dict_post_hook(_after_load, prepend=True)
+            _take_over(optimizer)
+
+
+def follow(engine: Engine) -> None:
+    """Make the states this rank's parts of optimizers that were met before, and step parameters of a
+    model that is sharded now (after onefold.unshard).
+    """
+    mine = {id(entry.param) for entry in engine.entries}
+    for optimizer, known in list(met.items()):
+        if known.hook is not None and any(
+            id(p) in mine for group in optimizer.param_groups for p in group["params"]
+        ):
+            with disable_torch_function():
+                _take_over(optimizer)
+
+
+def _take_over(optimizer: Optimizer) -> None:
+    """Collective, if the constructor has made states from sharded parameters that owners step."""
+    faced_states.make_all_plain(optimizer)
+    show_states(optimizer)
+
+
+def show_states(optimizer: Optimizer) -> None:
+    """After a step or a load: show states of divided parameters in the whole parameter's shape."""
+    if optimizer in met and _look_at(optimizer).divided:
+        put_elsewhere(optimizer)
+        faced_states.show(optimizer)
+
+
+# -- state_dict() ----------------------------------------------------------------------------------
+#
+# every rank   a description of its states ──► all ranks: the same plan, or the same error
+# every rank   its elements, one state at a time ──► rank 0
+
+
+class _OwnShape(NamedTuple):
+    """Placeholder for a state of an owner's that has a shape of its own: it moves by itself, whole."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+#: What a rank reports for one parameter: None if it accounts for none of the elements, {} if it has
+#: no state, else {key: (dtype, None)} for an element-wise state, {key: (None, value)} for others.
+_Said = dict[Any, tuple[torch.dtype | None, Any]] | None
+
+
+def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """The `state_dict` hook: return the whole dict in place of this rank's part; None if
+    `state_dict` is already whole.
+    """
+    with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
+        outline = Outline(optimizer)
+        if not outline.special:
+            return None
+        outline.refuse_moment(_SAVE)
+        parts, said = OptimizerParts(optimizer), list[_Said]()
+        with parts.keeping_errors():
+            for each in outline.engines:
+                each.transfers.check()
+            said = _described(optimizer, outline, parts)
+        state: dict[Any, Any] = {}
+        for number, found in enumerate(zip(*parts.tell(_SAVE, outline, said), strict=True)):
+            param, here = outline.params[number], [each for each in found if each is not None]
+            kinds = [{key: dtype for key, (dtype, _) in each.items()} for each in here]
+            if any(kind != kinds[0] for kind in kinds):
+                name = "" if param.entry is None else param.entry.name
+                raise ValueError(
+                    f"{_SAVE}: the ranks keep different states of parameter {name!r} ({kinds}): an"
+                    " optimizer must step on all ranks alike."
+                )
+            for key, (dtype, value) in here[0].items() if here else ():
+                if dtype is not None:
+                    assert param.entry is not None
+                    item, resources = StateItem(param.entry, key, dtype), _resources(param.entry)
+                    value = to_first(resources, parts, item, everywhere=not outline.divided)
+                elif isinstance(value, _OwnShape):
+                    assert param.entry is not None
+                    value = _own_shape(parts, param.entry, key, value)
+                state.setdefault(number, {})[key] = value
+        parts.tell(_SAVE, outline)
+        if outline.engines[0].rank == 0 or not outline.divided:
+            kept: Mapping[Any, Any] = optimizer.state
+            state |= {k: value for k, value in kept.items() if not isinstance(k, torch.Tensor)}
+        else:
+            state = {}
+        return {**state_dict, "state": state}
+
+
+def _resources(entry: Entry) -> Resources:
+    engine = engine_of_entry(entry)
+    assert engine is not None
+    return engine.resources
+
+
+def _described(optimizer: Optimizer, outline: Outline, parts: OptimizerParts) -> list[_Said]:
+    """Return what this rank holds for each parameter. Those without elements that this rank accounts
+    for are None.
+
+    Raises:
+        ValueError: it has a state that cannot be combined.
+    """
+    states: list[dict[Any, Any]] = [optimizer.state.get(p.param) or {} for p in outline.params]
+    shapes = [p.shape if p.entry is None else parts.shape(p.entry) for p in outline.params]
+    sharded = [n for n, param in enumerate(outline.params) if param.entry is not None]
+    kinds = dict(zip(sharded, kinds_of([(shapes[n], states[n]) for n in sharded]), strict=True))
+    said: list[_Said] = []
+    for number, (param, state) in enumerate(zip(outline.params, states, strict=True)):
+        entry = param.entry
+        if entry is None:
+            said.append({key: (None, value) for key, value in state.items()} or None)
+            continue
+        a, b = parts.accounted(entry) if outline.divided else parts.held(entry)
+        if a == b and entry.numel:
+            said.append(None)
+            continue
+        found: dict[Any, Any] = {}
+        for key, kind in kinds[number].items():
+            value = state[key]
+            if (part := packed(key)) is not None:
+                found.setdefault(part.key, (torch.float32, None))
+            elif kind == "elements":
+                how, dtype = parts.policy(entry, key), value.dtype
+                if how is not None:
+                    dtype = torch.promote_types(dtype, entry.flat.dtypes.master)
+                found[key] = dtype, None
+            elif kind == "other" and parts.owned(entry) is not None and param.whole:
+                found[key] = None, _OwnShape(tuple(value.shape), value.dtype)
+            elif kind == "other" and outline.divided:
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)}"
+                    f" for parameter {entry.name!r}: neither one number nor one for each"
+                    " element, so that the parts of several ranks cannot be put together."
+                )
+            else:
+                tensor = isinstance(value, torch.Tensor)
+                found[key] = None, value.detach().cpu().clone() if tensor else value
+        said.append(found)
+    return said
+
+
+def _own_shape(
+    parts: OptimizerParts, entry: Entry, key: str, said: _OwnShape
+) -> torch.Tensor | None:
+    """Return a state of the owner's on the host of the first rank of the entry's holders; None on
+    other ranks. Collective.
+    """
+    resources, group = _resources(entry), entry.flat.group
+    (source,) = [p for p in range(group.size) if parts.accounted(entry, p)[1]]
+    sends, recvs = [], []
+    if group.rank == source:
+        value = parts.optimizer.state[entry.param][key].detach().to(resources.device)
+        sends = [(0, value.reshape(-1))]
+    elif group.rank == 0:
+        value = torch.empty(said.shape, dtype=said.dtype, device=resources.device)
+        recvs = [(source, value.view(-1))]
+    if source:  # every rank calls it: messages are told apart by their count
+        context = state_context(resources, entry.flat.unit_name)
+        group.exchange(sends, recvs, context, entry.flat.index, move="state").wait()
+    return value.to("cpu", copy=True) if group.rank == 0 else None
+
+
+# -- load_state_dict() -----------------------------------------------------------------------------
+#
+# before torch's load   the ranks compare their dicts ──► element-wise states are created and filled
+# torch's load          numbers and groups
+# after it              the element-wise states are put into `optimizer.state`
+
+
+#: Element-wise states being loaded: filled before torch's load, given to the optimizer after it.
+_loaded: weakref.WeakKeyDictionary[Optimizer, Made] = weakref.WeakKeyDictionary()
+
+
+class _Refused(ValueError):
+    """The dict cannot be loaded here."""
+
+
+class _Elements(NamedTuple):
+    """Placeholder for an element-wise tensor, which is moved by itself."""
+
+    dtype: torch.dtype
+
+
+def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """The `load_state_dict` hook: return this rank's part in place of the whole dict; None if torch
+    can load the dict as it is.
+    """
+    _loaded.pop(optimizer, None)
+    with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
+        outline = Outline(optimizer)
+        if not outline.engines or (outline.engines[0].group.size == 1 and not outline.special):
+            return None
+        outline.refuse_moment(_LOAD)
+        resources, group = outline.engines[0].resources, outline.engines[0].group
+        parts, complaint = OptimizerParts(optimizer), None
+        heads, digest = dict[str, Any](), b""
+        try:
+            heads, digest = _heads(optimizer, outline, parts, state_dict)
+        except _Refused as error:
+            complaint = str(error)
+        except Exception as error:  # not raised yet: the other ranks wait for this one's report
+            complaint = (
+                f"expected what optimizer.state_dict() returned ({type(error).__name__}: {error})."
+            )
+        said = complaint, digest, bool(state_dict.get("state"))
+        told = tell_all(resources, _LOAD, said)
+        scattered = told[0][2] and not all(full for _, _, full in told)
+        for rank, each in enumerate(told[:1] if scattered else told):
+            who = sorted(group.ranks)[rank]
+            if each[0] is not None:
+                raise ValueError(f"{_LOAD}: {each[0]}{f' (rank {who})' if len(told) > 1 else ''}")
+            if each != told[0]:
+                raise ValueError(
+                    f"{_LOAD}: rank {min(group.ranks)} and rank {who} were given different dicts. Give"
+                    " every rank the same whole one (the file that rank 0 saved), or rank"
+                    f" {min(group.ranks)} the whole one and the others what state_dict() returned"
+                    " there."
+                )
+        if not scattered and not outline.special:
+            return None
+        if scattered:  # rank 0 tells all but the element-wise tensors, which follow one by one
+            heads = tell_all(resources, _LOAD, heads)[0]
+        wholes = state_dict if not scattered or outline.engines[0].rank == 0 else None
+        return _take(optimizer, outline, parts, heads, wholes, scattered)
+
+
+def _heads(
+    optimizer: Optimizer, outline: Outline, parts: OptimizerParts, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], bytes]:
+    """Return the dict with placeholders for its element-wise tensors, and a digest of it.
+
+    Raises:
+        _Refused: it does not fit the optimizer.
+    """
+    state, groups = dict(given.get("state", {})), given.get("param_groups", [])
+    if not state and not groups:
+        raise _Refused(
+            "the dict has neither 'state' nor 'param_groups'; expected what"
+            " optimizer.state_dict() returned."
+        )
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [len(group["params"]) for group in groups]
+    if ours != theirs:
+        raise _Refused(
+            f"the dict has parameter groups of {theirs} parameters, this {type(optimizer).__name__}"
+            f" has groups of {ours}. Make the groups as they were when it was saved, of the same"
+            " model."
+        )
+    text: list[Any] = [[sorted((str(k), _simple(v)) for k, v in group.items()) for group in groups]]
+    numbered = zip(numbers_of(given), outline.params, strict=True)
+    there = [(n, param) for n, param in numbered if n in state]
+    kinds = kinds_of([(param.shape, state[n]) for n, param in there])
+    for (number, (_, entry, shape)), kind_of in zip(there, kinds, strict=True):
+        state[number] = dict(state[number])
+        for key, value in state[number].items():
+            text.append((number, str(key), _simple(value)))
+            tensor, name = isinstance(value, torch.Tensor), "" if entry is None else entry.name
+            where = f"state {key!r} of parameter {number} ({name!r})"
+            if tensor and value.is_meta:
+                raise _Refused(
+                    f"{where} is on the meta device, without values: give tensors with values."
+                )
+            if entry is None:
+                continue
+            if kind_of[key] == "elements":
+                state[number][key] = _Elements(value.dtype)
+                continue
+            owned = parts.owned(entry) is not None and entry.region is None
+            cut = outline.divided or (tensor and value.numel() > 1 and entry.flat.storage.on_disk)
+            if tensor and value.ndim and cut and not owned:
+                raise _Refused(
+                    f"{where} has shape {tuple(value.shape)}, expected {shape}: it is of another model."
+                )
+    return {**given, "state": state}, hashlib.sha256(repr(text).encode()).digest()
+
+
+def _simple(value: Any) -> Any:
+    """Return a description of a value that is the same on every rank: no addresses, no elements."""
+    if isinstance(value, torch.Tensor):
+        number = value.numel() == 1 and value.device.type != "meta"
+        return tuple(value.shape), value.item() if number else ""
+    plain = isinstance(value, (int, float, str, bool, type(None), list, tuple))
+    return value if plain else type(value).__name__
+
+
+def _take(
+    optimizer: Optimizer, outline: Outline, parts: OptimizerParts, heads: dict[str, Any],
+    wholes: Mapping[str, Any] | None, scattered: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Return this rank's part for torch to load. Element-wise states are created here, and given to
+    the optimizer after torch's own load.
+
+    Args:
+        heads: the dict with placeholders. wholes: the dict with its tensors, which only rank 0 has if
+            they are `scattered`.
+    """
+    numbers, state = numbers_of(heads), heads["state"]
+    mine: dict[Any, Any] = {key: value for key, value in state.items() if key not in set(numbers)}
+    with parts.keeping_errors():
+        for each in outline.engines:
+            each.transfers.check()
+    for number, (_, entry, _) in zip(numbers, outline.params, strict=True):
+        if number not in state:
+            continue
+        held = parts.owned(entry) if entry is not None else None
+        mine[number] = {}
+        for key, value in state[number].items():
+            if not isinstance(value, _Elements):
+                if held is None or held.mine:
+                    # clone: the caller's dict must not change
+                    copied = isinstance(value, torch.Tensor) and entry is not None
+                    mine[number][key] = value.clone() if copied else value
+                continue
+            assert entry is not None
+            item, whole = StateItem(entry, key, value.dtype), None
+            parts.create(item)
+            if wholes is not None:
+                whole = wholes["state"][number][key]
+                if type(whole).__module__.startswith("torchao."):
+                    packed_whole, whole = whole, torch.zeros(whole.shape)
+                    with parts.keeping_errors():  # the other ranks wait for values
+                        whole = packed_whole.dequantize()
+            if scattered:
+                from_first(_resources(entry), parts, item, whole)
+            elif whole is not None:
+                with parts.keeping_errors():
+                    from_own(parts, item, whole)
+    with parts.keeping_errors():
+        for each in outline.engines:
+            if each.on_disk:
+                each.transfers.flush()
+    errors = tell_all(outline.engines[0].resources, _LOAD, parts.error)
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise RuntimeError(
+                f"{_LOAD}: the states could not be put in their places. rank {rank}: {error}"
+            )
+    _loaded[optimizer] = parts.made
+    return {**heads, "state": mine}
+
+
+def _after_load(optimizer: Optimizer) -> None:
+    with disable_torch_function():
+        for entry, made in _loaded.pop(optimizer, {}).items():
+            optimizer.state[entry.param].update(made)
+        show_states(optimizer)
+
+
+def numbers_of(state_dict: Any) -> list[Any]:
+    """Return the numbers of all parameters in a state dict, group after group."""
+    return [number for group in state_dict["param_groups"] for number in group["params"]]

@@ -1,0 +1,575 @@
+"""Updates that look at whole matrices: who owns which matrix, and the step of the owners.
+
+    a round          every rank                       the owner of a matrix                      every rank
+    of matrices      pieces of gradients ───────►     whole gradient, whole master
+                     (and of masters)                 ─► the optimizer's own step ─►             new pieces into
+                                                      whole states stay with it        ───────►  its masters
+
+The next round's pieces travel while a round is stepped. Owners, rounds and bytes: layout/owners.py.
+
+| masters are                                              | travel to the owner    |
+|----------------------------------------------------------|------------------------|
+| whole on every rank (stages 1 and 2 in one dtype), and nobody has written to them since they were gathered | gradients |
+| else                                                     | gradients and masters  |
+| whole on this rank alone (one rank; stage 0 of a box)    | nothing                |
+
+[Note: once a step] The optimizer's own `step` runs on the owner once for each round, over that
+round's matrices: each is updated once in an optimizer step, after accumulation, unscaling and
+clipping. Then it runs as the user called it, over what is left of its groups: without these
+parameters. So what it counts for itself or for a group is counted once.
+
+[Note: states of owners] The states of a matrix are the owner's, whole, in whatever shape the
+optimizer makes them. `optimizer.state[p]` is theirs on the owner; on other ranks it is a
+`StateElsewhere`, which is empty and says where they are. Owners depend on the parameters and the
+number of ranks alone. They are saved by their owners, and loaded by whoever owns the matrix then.
+"""  # fmt: skip
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from onefold.comm import OWNERS, CollectiveContext, Group, alike, both
+from onefold.layout.owners import Matrix, assign, rounds
+from onefold.memory import OWNED, nbytes_of
+from onefold.optim.verdict import takes_stacks, verdict_for
+from onefold.quant.moments import moment_policy, torchao_format
+from onefold.recipe.optimizers import WHOLE
+from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.hooks import engine_of_entry
+from onefold.runtime.parameters.values import written
+from onefold.runtime.stepper import (
+    GroupVerdict,
+    Part,
+    Stepper,
+    groups_of,
+    held_inside,
+    is_cut,
+    step_parts,
+)
+from onefold.runtime.unit import State
+
+_WHERE = "(whole matrices)"
+
+
+# -- owners ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter that is stepped whole.
+
+    Attributes:
+        group: the ranks that exchange its pieces.
+        owner: the place in `group` of its owner.
+        matrix: its pieces, by place in `group`.
+    """
+
+    entry: Entry
+    group: Group
+    owner: int
+    matrix: Matrix
+
+    @property
+    def mine(self) -> bool:
+        """Whether this rank owns it."""
+        return self.group.rank == self.owner
+
+    def at(self, position: int | None = None) -> bool:
+        """Whether this rank (or that at `position` of the flat buffer's group) has its states. Each
+        shard group has an owner, at the same place.
+        """
+        flat = self.entry.flat
+        if position is None or flat.whole_master:
+            return self.mine
+        if self.group is flat.group:
+            return position == self.owner
+        return flat.group.topology.intra_group(position).index(position) == self.owner
+
+    def counts(self, position: int | None = None) -> bool:
+        """Whether this rank (or that at `position`) accounts for its states: the first of those that
+        have them.
+        """
+        group = self.entry.flat.group
+        here = group.rank if position is None else position
+        return here == next(filter(self.at, range(group.size)))
+
+
+@dataclass
+class _Known:
+    """The owners of an optimizer's matrices, at the last look.
+
+    Attributes:
+        looked_at: what the answer depends on.
+        chosen: {entry: owner}, which stays: of matrices that may have states.
+    """
+
+    looked_at: Any = None
+    owned: dict[int, Owned] = field(default_factory=dict)
+    chosen: weakref.WeakKeyDictionary[Entry, int] = field(default_factory=weakref.WeakKeyDictionary)
+
+
+_known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+epoch = [0]  # how many times engines have come or gone
+
+
+def owned_by(optimizer: Optimizer, stays: bool = False) -> dict[int, Owned]:
+    """Return the parameters that `optimizer` steps whole, by id. Local, and the same on every rank,
+    whenever it asks. `stays`: these owners stay when groups are added. All ranks alike say so, where
+    states are made.
+    """
+    known = _known.setdefault(optimizer, _Known())
+    groups = [(id(group), len(group["params"])) for group in optimizer.param_groups]
+    if known.looked_at != (epoch[0], groups):
+        known.owned = _find(optimizer, known.chosen)
+        known.looked_at = epoch[0], groups
+    if stays:
+        known.chosen.update({each.entry: each.owner for each in known.owned.values()})
+    return known.owned
+
+
+def owned(optimizer: Optimizer, param: Any) -> Owned | None:
+    """Return how `param` is stepped whole; None if it is not."""
+    return owned_by(optimizer).get(id(param))
+
+
+def _find(optimizer: Optimizer, chosen: Mapping[Entry, int]) -> dict[int, Owned]:
+    wanted: dict[Group, list[tuple[Entry, tuple[tuple[int, int, int], ...]]]] = {}
+    out, inside = dict[int, Owned](), held_inside(optimizer)
+    for inner in {id(each): each for each in inside.values()}.values():
+        out |= owned_by(inner)
+    params = [(p, i) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    for param, number in params:
+        known = param.__dict__.get("_onefold_entry") if id(param) not in inside else None
+        entry = known() if known is not None else None
+        engine = engine_of_entry(entry) if entry is not None else None
+        if entry is None or engine is None or not engine.started or engine.closed:
+            continue
+        with contextlib.suppress(ValueError):  # raised again when it steps
+            verdict = partial(verdict_for(engine.recipe), optimizer, number)
+            if entry.slot.numel and steps_whole(engine, optimizer, entry.flat, verdict):
+                among, pieces = _pieces(entry)
+                wanted.setdefault(among, []).append((entry, pieces))
+    for among, found in wanted.items():
+        matrices = [Matrix(i, entry.slot.shape, pieces) for i, (entry, pieces) in enumerate(found)]
+        kept = {i: chosen[entry] for i, (entry, _) in enumerate(found) if entry in chosen}
+        # One rank alone, in a group of its own: it owns all, whatever its place is
+        places = {place for matrix in matrices for place, _, _ in matrix.pieces}
+        if len(places) == 1:
+            kept = dict.fromkeys(range(len(found)), places.pop())
+        owners = assign(matrices, among.size, kept)
+        for matrix, (entry, _) in zip(matrices, found, strict=True):
+            out[id(entry.param)] = Owned(entry, among, owners[matrix.key], matrix)
+    return out
+
+
+def _pieces(entry: Entry) -> tuple[Group, tuple[tuple[int, int, int], ...]]:
+    """Return the ranks that exchange pieces of `entry`, and what each holds, by place in them."""
+    flat = entry.flat
+    if flat.whole_master:
+        return flat.group, ((flat.group.rank, 0, entry.slot.numel),)
+    among = flat.owners_group
+    held = [(p, *entry.owned(flat.group.ranks.index(rank))) for p, rank in enumerate(among.ranks)]
+    return among, tuple(piece for piece in held if piece[1] < piece[2])
+
+
+def steps_whole(
+    engine: Engine, optimizer: Optimizer, flat: Flat, verdict: Callable[[], GroupVerdict]
+) -> bool:
+    """Return whether the optimizer steps the parameters of `flat` whole.
+
+    Raises:
+        ValueError: it would have to, and the recipe does not allow it.
+    """
+    # torchao's optimizers are known to be element-wise, and a trial would compile them. With a policy
+    # it is Adam; with whole= the next stepper says what is wrong
+    if (
+        not is_cut(flat)
+        or torchao_format(optimizer) is not None
+        or moment_policy(optimizer, engine.recipe, flat) is not None
+        or verdict().update != WHOLE
+    ):
+        return False
+    recipe = engine.recipe
+    refusals = {
+        f"the states of {flat.entries[0].name!r} are on NVMe, where they are stepped chunk by chunk."
+        " Use offload_optimizer='cpu', or an element-wise optimizer.": flat.storage.on_disk,
+        "step_in_backward=True steps pieces as soon as their gradients are there. Leave it out.": (
+            recipe.step_in_backward
+        ),
+        "stochastic_rounding=True rounds element by element. Leave it out, or keep fp32 master"
+        " weights.": flat.dtypes.master.itemsize < 4 and recipe.stochastic_rounding,
+    }
+    for what, refused in refusals.items():
+        if refused:
+            raise ValueError(
+                f"{type(optimizer).__name__} steps whole matrices, and {what} ({verdict().reason})"
+            )
+    return True
+
+
+def refuse_parts(optimizer: Optimizer, entry: Entry) -> None:
+    """Raise ValueError if no rank has the matrix `entry` whole, but for the other data ranks' pieces."""
+    box = entry.box
+    if box is None or not box.divided:
+        return
+    cut = {p.dim % len(entry.shape) for p in box.kind.placements if hasattr(p, "dim")}
+    if len(entry.shape) == 3 and cut == {0} and takes_stacks(optimizer):
+        return
+    raise ValueError(
+        f"{type(optimizer).__name__} steps whole matrices, and {entry.name!r} is divided as"
+        f" {box.kind.describe()}: no rank has all of it. Use an element-wise optimizer for it, in a"
+        " parameter group or an optimizer of its own, or leave it out of the tensor parallel plan."
+        " Stacks of experts, divided by expert, are stepped by optimizers that take three dimensions."
+    )
+
+
+class StateElsewhere(dict[Any, Any]):
+    """The state of a matrix on ranks that do not own it: empty. See [Note: states of owners]."""
+
+    def __init__(self, owned: Owned) -> None:
+        super().__init__()
+        self.of, self.where = owned.entry.name, owned.group.ranks[owned.owner]
+
+    def __missing__(self, key: Any) -> Any:
+        raise KeyError(
+            f"state {key!r} of {self.of!r} is whole on rank {self.where}, which steps this matrix for"
+            " all ranks. optimizer.state_dict() returns whole states on the first rank."
+        )
+
+    def __reduce__(self) -> Any:
+        return dict, ()
+
+
+def put_elsewhere(optimizer: Optimizer, stepped: Iterable[Owned] = ()) -> None:
+    """On ranks that do not own a matrix, drop what the optimizer has of its states, and say where
+    they are. `stepped`: those whose owners have states now. See [Note: states of owners].
+    """
+    state = optimizer.state
+    known = owned_by(optimizer, stays=True).values() if state else ()
+    for each in [*stepped, *(e for e in known if dict.get(state, e.entry.param) is not None)]:
+        if not each.mine:
+            dict.__setitem__(state, each.entry.param, StateElsewhere(each))
+
+
+# -- their step ------------------------------------------------------------------------------------
+
+
+class WholeStep(Stepper):
+    """Steps matrices on their owners. See this module."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def accepts(
+        self, optimizer: Optimizer, flat: Flat, verdict: Callable[[], GroupVerdict]
+    ) -> bool:
+        # The groups may have other parameters in the place of those at the last step
+        _known.setdefault(optimizer, _Known()).looked_at = None
+        return steps_whole(self.engine, optimizer, flat, verdict)
+
+    def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
+        """Step `entries`, those that have a gradient. Collective.
+
+        Raises:
+            RuntimeError: on every rank, if the optimizer's own step failed on one, or the ranks
+                have gradients of different parameters.
+            ValueError: a matrix is divided over another axis.
+        """
+        known = owned_by(optimizer, stays=True)
+        for entry in entries:
+            refuse_parts(optimizer, entry)
+        graded = [e for e in entries if e.param.grad is not None or e.graded_elsewhere]
+        ready = [known[id(e.param)] for e in graded if id(e.param) in known]
+        current = self._agree(optimizer, ready)
+        error: Exception | None = None
+        by_kind: dict[_Kind, list[Owned]] = {}
+        for each in ready:
+            flat = each.entry.flat
+            whole, away = current and _has_whole(flat), flat.storage.offloaded
+            kind = _Kind(each.group, flat.dtypes.master, whole, away)
+            by_kind.setdefault(kind, []).append(each)
+        for number, (kind, some) in enumerate(by_kind.items()):
+            error = _Rounds(self.engine, optimizer, kind, number).run(some) or error
+        for flat in dict.fromkeys(each.entry.flat for each in ready):
+            flat.storage.masters_written()
+            flat.storage.follow()
+        put_elsewhere(optimizer, ready)
+        self._agree_on_failure(optimizer, error)
+
+    def _agree(self, optimizer: Optimizer, ready: Sequence[Owned]) -> bool:
+        """Return whether the whole masters that ranks have are up to date on all of them.
+
+        Raises:
+            RuntimeError: on every rank, if the ranks have gradients of different parameters.
+        """
+        current = all(self._is_current(each.entry) for each in ready)
+        if self.engine.group.alone:
+            return current
+        what = type(optimizer).__name__, [each.entry.number for each in ready]
+        digest = both(zlib.crc32(repr(what).encode()).to_bytes(4, "little"))
+        found = self.engine.group.any_of(digest + bytes([not current]), _context(self.engine))
+        if not alike(found[:-1]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): the ranks have gradients of different"
+                " parameters, or step different optimizers, so that nobody could bring the pieces of"
+                " a matrix together. Nothing has been stepped. Every rank must step the same"
+                " optimizers in one order, after the same zero_grad()."
+            )
+        return not found[-1]
+
+    def _is_current(self, entry: Entry) -> bool:
+        """Whether the resident whole of `entry`, if its flat buffer has one that is made of the
+        masters, has their values: nobody has written to any since they were gathered.
+        """
+        flat = entry.flat
+        return not _has_whole(flat) or (
+            self.engine.unit_of[entry.number].state is not State.STALE
+            and entry.last_write <= flat.copied
+            and flat.versions == sum(written(e.param) for e in flat.entries)
+        )
+
+    def _agree_on_failure(self, optimizer: Optimizer, error: Exception | None) -> None:
+        group, name = self.engine.group, type(optimizer).__name__
+        bits = bytearray(-(-group.size // 8))
+        if error is not None:
+            bits[group.rank // 8] |= 1 << group.rank % 8
+        found = group.any_of(bytes(bits), _context(self.engine))
+        failed = sorted(rank for p, rank in enumerate(group.ranks) if found[p // 8] >> p % 8 & 1)
+        if not failed:
+            return
+        self.engine.transfers.broken = (
+            f"{name}'s step failed half way, so that some matrices are of two steps. Start again"
+            " from the last checkpoint."
+        )
+        if error is not None:
+            raise RuntimeError(
+                f"{name}.step() failed on this rank ({type(error).__name__}: {error})."
+            ) from error
+        raise RuntimeError(
+            f"{name}.step() failed on rank {', '.join(map(str, failed))}, which steps some of the"
+            " matrices for all: look at the error there."
+        )
+
+
+def _context(engine: Engine, move: str = "control") -> CollectiveContext:
+    return CollectiveContext(move, _WHERE, engine.step_count, "optimizer")
+
+
+def _has_whole(flat: Flat) -> bool:
+    """Whether the resident whole of `flat` is made of the masters themselves."""
+    return flat.full is not None and flat.resident and not flat.storage.copies
+
+
+class _Kind(NamedTuple):
+    """What matrices have in common that travel in the same rounds.
+
+    Attributes:
+        group: the ranks that exchange their pieces. dtype: of masters and gradients.
+        whole: every rank has the whole masters.
+        away: masters and states are on the host.
+    """
+
+    group: Group
+    dtype: torch.dtype
+    whole: bool
+    away: bool
+
+
+#: Rows of a matrix that travels.
+_GRADIENT, _MASTER = 0, 1
+_Pieces = dict[int, list[torch.Tensor]]  # by the place of the other rank
+
+
+@dataclass
+class _Round:
+    """Matrices that travel together. `whole`: [gradient, master], [numel] each, by the entry's number,
+    of those that this rank owns. `mail`: what is under way.
+    """
+
+    owned: list[Owned]
+    whole: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    mail: list[_Mail] = field(default_factory=list)
+
+    @property
+    def mine(self) -> list[Owned]:
+        return [each for each in self.owned if each.mine]
+
+    def land(self) -> None:
+        for mail in self.mail:
+            mail.land()
+        self.mail = []
+
+
+class _Mail:
+    """One exchange of pieces. A piece that is alone on its way between two ranks is sent from where it
+    lies, and received where it belongs; several, or those on the host, go in a buffer together.
+    Every rank makes it, in the same order, also without pieces.
+    """
+
+    def __init__(self, rounds: _Rounds, number: int, sends: _Pieces, recvs: _Pieces) -> None:
+        self._rounds = rounds
+        self._landing: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._buffers = 0  # bytes
+        out = [(peer, self._one(parts, sent=True)) for peer, parts in sorted(sends.items())]
+        into = [(peer, self._one(parts, sent=False)) for peer, parts in sorted(recvs.items())]
+        rounds.count(self._buffers)
+        self._pending = rounds.group.exchange(
+            out, into, _context(rounds.engine, OWNERS), 3 * rounds.number + number, move=OWNERS
+        )
+
+    def _one(self, parts: list[torch.Tensor], sent: bool) -> torch.Tensor:
+        """Return what is sent, or where it is received."""
+        if len(parts) == 1 and not self._rounds.away and parts[0].is_contiguous():
+            return parts[0].view(-1)
+        if sent:
+            buffer = torch.cat([t.reshape(-1).to(self._rounds.engine.device) for t in parts])
+        else:
+            buffer = self._rounds.empty(sum(t.numel() for t in parts))
+            self._landing.append((buffer, parts))
+        self._buffers += nbytes_of(buffer)
+        return buffer
+
+    def land(self) -> None:
+        """Wait, and bring what came together to its places."""
+        self._pending.wait()
+        for buffer, places in self._landing:
+            pieces = buffer.split([place.numel() for place in places])
+            for place, piece in zip(places, pieces, strict=True):
+                place.copy_(piece.view(place.shape))
+        self._rounds.count(-self._buffers)
+
+
+class _Rounds:
+    """The rounds of one step, over matrices whose pieces the same ranks exchange in the same way."""
+
+    def __init__(self, engine: Engine, optimizer: Optimizer, kind: _Kind, number: int) -> None:
+        """`number`: tells the messages from those of other kinds."""
+        self.engine, self.optimizer, self.groups = engine, optimizer, groups_of(optimizer)
+        self.group, self.dtype, self.whole, self.away = kind
+        self.number = number
+        self.error: Exception | None = None
+
+    def run(self, owned: Sequence[Owned]) -> Exception | None:
+        """Step all of `owned`. Returns the first error of the optimizer's own step."""
+        of_key = {each.entry.number: each for each in owned}
+        matrices = [Matrix(n, each.matrix.shape, each.matrix.pieces) for n, each in of_key.items()]
+        in_order = rounds(matrices, {n: each.owner for n, each in of_key.items()})
+        todo = [_Round([of_key[m.key] for m in some]) for some in in_order]
+        self._send_pieces(todo[0])
+        for at, now in enumerate(todo):
+            if at + 1 < len(todo):
+                self._send_pieces(todo[at + 1])
+            self._step(now)
+            if at:
+                self._take_back(todo[at - 1])
+            self._exchange(now, 2, _MASTER, back=True)
+        self._take_back(todo[-1])
+        return self.error
+
+    def _send_pieces(self, now: _Round) -> None:
+        for each in now.mine:
+            numel = each.matrix.numel
+            now.whole[each.entry.number] = [self.empty(numel), self.empty(numel)]
+            self.count(2 * numel * self.dtype.itemsize)
+        for row in (_GRADIENT,) if self.whole else (_GRADIENT, _MASTER):
+            self._exchange(now, row, row)
+
+    def _exchange(self, now: _Round, number: int, row: int, back: bool = False) -> None:
+        """Begin to send pieces to the owners, or `back`."""
+        of_holders, of_owners = _Pieces(), _Pieces()
+        for each, place, start, stop in _all_pieces(now.owned):
+            whole = now.whole[each.entry.number][row][start:stop] if each.mine else None
+            if place != self.group.rank:
+                if whole is not None:
+                    of_owners.setdefault(place, []).append(whole)
+                continue
+            param: Any = each.entry.param
+            own = param.detach() if row == _MASTER else param.grad.detach().to(self.dtype)
+            if whole is None:
+                of_holders.setdefault(each.owner, []).append(own)
+            elif back:
+                own.copy_(whole.view(own.shape))
+            else:
+                whole.copy_(own.reshape(-1))
+        sends, recvs = (of_owners, of_holders) if back else (of_holders, of_owners)
+        now.mail.append(_Mail(self, number, sends, recvs))
+
+    def _take_back(self, now: _Round) -> None:
+        now.land()
+        self.count(-sum(each.matrix.numel for each in now.mine) * self.dtype.itemsize)
+        now.whole.clear()
+
+    def _step(self, now: _Round) -> None:
+        """Step this rank's matrices: the masters of `now.whole` get their new values."""
+        now.land()
+        parts: list[Part] = []
+        for each in now.mine:
+            grad, master = now.whole[each.entry.number]
+            flat, shape = each.entry.flat, each.matrix.shape
+            if self.whole:
+                assert flat.full is not None
+                master.copy_(flat.view(flat.full, each.entry).detach().reshape(-1))
+            known: dict[Any, Any] = self.optimizer.state.get(each.entry.param) or {}
+            state = _moved(known, self.engine.device, {}) if self.away else known
+            parts.append(
+                Part(each.entry.param, master.view(shape), grad.view(shape), state or None)
+            )
+            del grad, master
+        if parts:
+            try:
+                self._own_step(parts)
+            except Exception as error:
+                # The others wait for their pieces: they are told at the end
+                self.error = self.error or error
+        for each, part in zip(now.mine, parts, strict=True):
+            # The optimizer may have given the parameter other memory
+            now.whole[each.entry.number] = [self.empty(0), part.data.reshape(-1)]
+            self.count(-each.matrix.numel * self.dtype.itemsize)
+
+    def _own_step(self, parts: Sequence[Part]) -> None:
+        state = self.optimizer.state
+        try:
+            step_parts(self.optimizer, self.groups, parts, self.engine.device)
+        finally:
+            for part in parts:
+                if part.state is not None:
+                    before: dict[Any, Any] = state.get(part.param) or {}
+                    host = torch.device("cpu")
+                    new = _moved(part.state, host, before) if self.away else part.state
+                    state[part.param] = new
+
+    def empty(self, numel: int) -> torch.Tensor:
+        return torch.empty(numel, dtype=self.dtype, device=self.engine.device)
+
+    def count(self, nbytes: int) -> None:
+        self.engine.memory.add(OWNED, nbytes)
+
+
+def _all_pieces(owned: Iterable[Owned]) -> Iterator[tuple[Owned, int, int, int]]:
+    return ((each, *piece) for each in owned for piece in each.matrix.pieces)
+
+
+def _moved(
+    state: Mapping[Any, Any], device: torch.device, before: Mapping[Any, Any]
+) -> dict[Any, Any]:
+    """Return a state with its tensors on a device: in those of the state before, where they fit."""
+    out = dict(state)
+    for key, value in state.items():
+        old = before.get(key)
+        if not isinstance(value, torch.Tensor) or value.numel() <= 1:
+            continue
+        if isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
+            out[key] = old.copy_(value)
+        else:
+            out[key] = value.to(device, non_blocking=device.type != "cpu")
+    return out
