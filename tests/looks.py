@@ -133,7 +133,7 @@ def guarded_at_every_line() -> frozenset[Any]:
     from onefold.runtime.state import dicts, start
 
     functions = [f for f in vars(step_hooks._Step).values() if inspect.isfunction(f)]
-    functions += [dicts.showing, start.full_params, Forward.enter]
+    functions += [dicts.standing_in, start.full_params, Forward.enter]
     functions += [step_hooks._before, step_hooks._after, stepper.step_parts, stepper.only]
     functions += [stepper.raw_step, stepper.note, stepper.undo, stepper._give, stepper._count_apart]
     codes = [inspect.unwrap(f).__code__ for f in functions]

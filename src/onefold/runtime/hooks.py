@@ -162,10 +162,6 @@ def guard_uninitialized(engine: Engine, module: nn.Module) -> None:
     )
 
 
-#: Marks the hook that refuses `load_state_dict()` of a sharded model among a module's own.
-GUARD = "_onefold_guard"
-
-
 def guard_state_dict(engine: Engine, module: nn.Module) -> None:
     """Refuse `state_dict()` of a sharded model: it would hold one rank's intervals under the names
     of whole parameters.
@@ -193,7 +189,6 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
                 " load inside `with onefold.full_params(model, write=True):`."
             )
 
-    on_load.__dict__[GUARD] = True
     engine.handles += [
         module.register_state_dict_pre_hook(on_save),
         module.register_load_state_dict_pre_hook(on_load),
