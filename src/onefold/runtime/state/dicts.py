@@ -232,7 +232,6 @@ def load_full_state_dict(
             {n for e in engine.entries if e.name in incoming for n in e.names}
             | (buffers.keys() - set(missing))
         )
-        engine.uninitialized.remember()
     return missing, unexpected
 
 
