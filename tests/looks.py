@@ -183,7 +183,7 @@ def activations(model: nn.Module) -> Any:
 
 def disk(model: nn.Module) -> Any:
     """The store of the model's state on NVMe."""
-    return engine(model).transfers.open_store
+    return engine(model).transfers._store
 
 
 # -- what the plan says of the same ----------------------------------------------------------------

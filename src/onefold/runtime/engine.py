@@ -179,7 +179,7 @@ class Engine:
             self.write_counters,
             self.backward_event,
         )
-        if Marks.wanted(self.entries, self.mesh):
+        if self.mesh.several:
             self.reduce.marks = Marks(self.entries, self.resources, self.mesh)
         self.copies = Copies(
             self.units, self.entries, self.progress, self.gather, self.write_counters

@@ -40,7 +40,7 @@ Does = Enum(
 EXCEPTIONS: dict[str, Does] = {
     # Element by element, but without the tag, or without a schema of this name
     **dict.fromkeys(words("copy_ fill_ zero_ __invert__ true_divide true_divide_"), Does.POINTWISE),
-    **dict.fromkeys(words("masked_fill masked_fill_"), Does.POINTWISE),
+    "masked_fill_": Does.POINTWISE,
     # The result may be the tensor itself, and a meta tensor cannot show what another device does.
     # Methods named like a dtype or a device count too: `float`, `cuda`
     **dict.fromkeys(("to", "type", "type_as", "pin_memory"), Does.CONVERT),
