@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onefold.runtime.parameters.interval import entry_of
+
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
 
@@ -102,11 +104,7 @@ def _leaves(value: Any) -> Any:
 
 
 def _entry_of(value: Any) -> Entry | None:
-    known = (
-        getattr(value, "_onefold_entry", None) if isinstance(value, torch.nn.Parameter) else None
-    )
-    entry: Entry | None = known() if known is not None else None
-    return entry
+    return entry_of(value) if isinstance(value, torch.nn.Parameter) else None
 
 
 def accumulates(entries: Iterable[Entry]) -> bool:

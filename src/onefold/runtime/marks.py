@@ -23,7 +23,6 @@ axis there is nothing to compare, and nothing of this exists.
 (the half of an adapter whose other half starts as zeros; everything, if fp16 overflows) is looked at
 again in steps 1, 2, 4, 8 and so on, until all is known: few looks, however long a parameter gets no
 gradient. Steps are counted by reductions, which all ranks have; micro-batches may be unequally many.
-
 """
 
 from __future__ import annotations

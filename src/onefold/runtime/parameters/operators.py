@@ -555,12 +555,10 @@ def norms_of(tensors: Sequence[torch.Tensor], p: float) -> list[torch.Tensor]:
         alike.setdefault((t.device, t.dtype, s is not None), []).append(i)
         if s is not None:
             apart.setdefault(s.owners.meet(s.name)[0], []).append(i)
-    nothing = math.inf if p < 0 else 0.0
-    for (_, dtype, part), indices in alike.items():
-        some = [
-            t if (t := tensors[i]).numel() or not part else t.new_full((1,), nothing)
-            for i in indices
-        ]
+    for (device, dtype, part), indices in alike.items():
+        # The neutral element when the parts are combined, for those of which none is here
+        none = torch.full((1,), math.inf if p < 0 else 0.0, dtype=dtype, device=device)
+        some = [tensors[i] if tensors[i].numel() or not part else none for i in indices]
         low = torch.float32 if part and dtype in _NARROW else None
         for i, norm in zip(indices, torch._foreach_norm(some, p, dtype=low), strict=True):
             out[i] = norm
