@@ -140,7 +140,7 @@ def guarded_at_every_line() -> frozenset[Any]:
     from onefold.runtime.state import dicts, start
 
     functions = [f for f in vars(steps._Step).values() if inspect.isfunction(f)]
-    functions += [dicts.showing, start.full_params, Forward.enter]
+    functions += [dicts.standing_in, start.full_params, Forward.enter]
     functions += [steps._run, steps._begin, steps._leave_out, steps._give_back]
     functions += [stepper.step_parts, stepper.only]
     functions += [stepper.raw_step, stepper.note, stepper.undo, stepper.give, stepper._count_apart]
@@ -189,7 +189,7 @@ def activations(model: nn.Module) -> Any:
 
 def disk(model: nn.Module) -> Any:
     """The store of the model's state on NVMe."""
-    return engine(model).transfers.open_store
+    return engine(model).transfers._store
 
 
 # -- what the plan says of the same ----------------------------------------------------------------

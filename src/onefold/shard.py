@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,7 @@ from onefold.runtime.hooks import (
     install,
     register,
 )
+from onefold.runtime.parts import tell_all
 from onefold.runtime.reduce_paths import (
     BackendAllReduce,
     BackendReduce,
@@ -140,12 +141,12 @@ def shard(
     wanted = units if units is not None else recipe.units
     incoming = _open(weights, module, where, init)
     with contextlib.ExitStack() as undo:  # if anything below raises
-        engine, specs, uninitialized = _laid_out(
+        engine, specs = _laid_out(
             module, recipe, ranks, partial, wanted, init, where, incoming, undo
         )
         engine.buffers.find(module)
         engine.buffers.start(engine.resources)
-        _note_uninitialized(engine, uninitialized, specs, module)
+        _note_uninitialized(engine, specs, module, incoming.names if incoming else ())
         engine.start(_steppers(engine))
         _install_hooks(engine, specs, module)
         install_step_hooks(engine)
@@ -172,9 +173,6 @@ def _ranks(group: Any, mesh: Any, data: Sequence[str] | str | None) -> Mesh:
     return one_axis(numbers, given)
 
 
-Missing = list[tuple[str, nn.Module, str]]  # (name in the model, module, attribute)
-
-
 def _laid_out(
     module: nn.Module,
     recipe: Recipe,
@@ -185,13 +183,12 @@ def _laid_out(
     where: torch.device,
     incoming: Weights | None,
     undo: contextlib.ExitStack,
-) -> tuple[Engine, list[UnitSpec], Missing]:
-    """Return the engine of the model, whose units have their flat buffers and values; what they
-    were made of; and what has no value yet. `undo` closes what is made here.
+) -> tuple[Engine, list[UnitSpec]]:
+    """Return the engine of the model, whose units have their flat buffers and values, and what they
+    were made of. `undo` closes what is made here.
     """
     names = set(incoming.names) if incoming else set()
     specs = find_units(module, wanted)
-    missing: Missing = []
     alone = ranks.axes.size == 1
     mark_partial(specs, partial, ranks)
     refuse_max_norm(module, alone)
@@ -199,7 +196,7 @@ def _laid_out(
     stays = recipe.parameters.tier is Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE
     if alone and stays and has_meta(module) and (incoming is None or incoming.error is None):
         for spec in specs:
-            missing += materialize(spec, specs, where, init, module, True, names, memory=True)
+            materialize(spec, specs, where, init, module, True, names, memory=True)
         tie(specs)
         specs = find_units(module, wanted)
     group = Group.over(
@@ -218,15 +215,15 @@ def _laid_out(
     refuse_uneven_groups(engine)
     for spec, unit in zip(specs, engine.units, strict=True):
         fetch(found.param for found in spec.found)
-        missing += materialize(spec, specs, where, init, module, values, names)
+        materialize(spec, specs, where, init, module, values, names)
         without: set[str] = set()
         if values or engine.world_size == 1:
             without = without_value(engine.group, unit, names)
         state_start.lay_out(engine, unit, names | without)
         for entry in unit.entries:
-            if entry.slot.name in without:
-                engine.uninitialized.add(entry)
-    return engine, specs, [row for row in missing if row[0] not in names]
+            if entry.name in without:
+                engine.uninitialized.add(entry, unit)
+    return engine, specs
 
 
 def _install_hooks(engine: Engine, specs: list[UnitSpec], module: nn.Module) -> None:
@@ -440,24 +437,26 @@ def _open(
 
 
 def _note_uninitialized(
-    engine: Engine,
-    uninitialized: list[tuple[str, nn.Module, str]],
-    specs: list[UnitSpec],
-    module: nn.Module,
+    engine: Engine, specs: list[UnitSpec], module: nn.Module, incoming: Collection[str]
 ) -> None:
-    """Record parameters and buffers without a value, and guard against their use: see
-    runtime/uninitialized.py.
+    """Record rank 0's buffers that have no value, beside the parameters that were found before, and
+    guard against their use: see runtime/uninitialized.py. Collective.
     """
     inside = {
-        id(m): unit
+        f"{name}.{key}" if name else key: (owner, unit)
         for spec, unit in zip(specs, engine.units, strict=True)
-        for _, m in modules_of(spec, specs)
+        for name, owner in modules_of(spec, specs)
+        for key in owner._buffers
     }
-    for name, owner, key in uninitialized:
-        if is_marked(owner._buffers[key]):  # type: ignore[arg-type]
-            engine.uninitialized.add_buffer(
-                name, owner, key, inside.get(id(owner), engine.units[0])
-            )
+    mine = [
+        name
+        for name, (owner, _) in inside.items()
+        if (b := owner._buffers[name.rpartition(".")[2]]) is not None and is_marked(b)
+    ]
+    for name in tell_all(engine.resources, "shard()", mine)[0]:
+        owner, unit = inside[name]
+        engine.uninitialized.add_buffer(name, owner._buffers, unit)
+    engine.uninitialized.given(incoming)
     if engine.uninitialized:
         guard_uninitialized(engine, module)
 

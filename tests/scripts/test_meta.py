@@ -255,3 +255,16 @@ def test_an_initializer_that_leaves_something_out_is_noticed(stage: int) -> None
     onefold.shard(model, recipe(stage), init=forgets)
     said = said_by(lambda: model(X))
     assert "'gain'" in said and "weight'" not in said
+
+
+@on_ranks(2)
+def test_rank_0_alone_may_save_what_every_rank_has_written(folder: Path) -> None:
+    with torch.device("meta"):
+        model: Any = Model()
+    onefold.shard(model, recipe(0))
+    for block in model.blocks:
+        block.hidden = torch.ones(1)
+    directly(model, {name: t.clone() for name, t in real().state_dict().items()}, folder)
+    if dist.get_rank() == 0:
+        model.state_dict()
+    model(X).sum().backward()

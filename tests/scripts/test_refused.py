@@ -286,7 +286,7 @@ CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
     "arrays as weights": (
         given(lambda w: {n: t.numpy() for n, t in w.items()}),
         (3,),
-        ("is a ndarray",),
+        ("expected torch.Tensor",),
     ),
     "weights of another shape": (
         given(lambda w: {**w, "enter.weight": torch.zeros(3, 3)}),

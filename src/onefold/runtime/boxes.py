@@ -50,7 +50,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -322,7 +321,8 @@ def local_gradient(grad: Any, box: Box) -> torch.Tensor:
 
 
 class _Scaled(torch.autograd.Function):
-    """A part of a gradient, times the ranks that have parts. See `as_global_gradient`."""
+    """A part of a gradient, times the ranks that have parts. Autograd adds it to gradients that
+    came whole, and backwards through the mean over the copies each part gets the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, factor: int) -> torch.Tensor:
@@ -331,44 +331,6 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad, None
-
-
-class _Averaged(torch.autograd.Function):
-    """The mean over the ranks that hold the same. See `as_global_gradient`."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, box: Box) -> torch.Tensor:
-        from torch.distributed.tensor import Partial, Replicate
-
-        kind = box.kind
-        parts = tuple(p if divides(p) else Partial("sum") for p in kind.placements)
-        own = tuple(p if divides(p) else Replicate() for p in kind.placements)
-        copies = prod(kind.mesh.size(i) for i, p in enumerate(own) if p.is_replicate())
-        spread: Any = dtensor_over(local / copies, box.spec(local.dtype, parts))
-        mean: torch.Tensor = spread.redistribute(placements=own).to_local()
-        return mean
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
-
-
-def as_global_gradient(local: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return a DTensor with the parameter's placements, of what `local_gradient` has returned and
-    autograd has added up. In the graph, if that is. Collective over the box's mesh, if that has
-    ranks that hold the same.
-
-    Gradients that came whole and parts (times `copies`) have the same mean over the copies: the
-    gradient. Backwards through this mean, each copy and each part gets the whole gradient of it: a
-    copy is the same on every rank, and a sum passes its gradient on. So neither `_Scaled` nor
-    `_Averaged` scales it.
-    """
-    copies = prod(
-        box.kind.mesh.size(i) for i, p in enumerate(box.kind.placements) if not divides(p)
-    )
-    if copies > 1:
-        local = _Averaged.apply(local, box)
-    return as_dtensor(local, box)
 
 
 # -- at the start ----------------------------------------------------------------------------------

@@ -362,43 +362,32 @@ class Structure:
 
     def look(self, everywhere: bool) -> bool:
         """Compare some modules, or all of them if `everywhere`. Returns True if modules have
-        changed, but no parameters.
-
-        Raises:
-            RuntimeError: the model has other parameters than when it was sharded, or other ties
-                between them; the message names them.
+        changed, but no parameters. Raises as `refuse_changes`.
         """
-        root = self._root()
-        if root is None:
+        start = 0 if everywhere else self._next
+        part = self._seen[start : None if everywhere else start + _MODULES_A_PASS]
+        self._next = start + len(part) if start + len(part) < len(self._seen) else 0
+        if all((m := ref()) is not None and _signature(m) == then for ref, then in part):
             return False
-        start, self._next = (0, 0) if everywhere else (self._next, self._next + _MODULES_A_PASS)
-        part = self._seen if everywhere else self._seen[start : self._next]
-        if self._next >= len(self._seen):
-            self._next = 0
-        if all((module := ref()) is not None and _signature(module) == then for ref, then in part):
-            return False
-        if said := changes(root, self._entries):
-            now = sum(1 for _ in root.parameters())
-            raise RuntimeError(
-                f"the model had {len(self._entries)} parameters when it was sharded and has {now}"
-                f" now: {said}. Change its structure (adapters, heads, ties) before shard(), or"
-                " between onefold.unshard(model) and a new shard()."
-            )
-        self._remember(root)
+        self.refuse_changes("a pass")
+        if (root := self._root()) is not None:
+            self._remember(root)
         return True
 
     def refuse_changes(self, call: str) -> None:
-        """Check that the parameters that `shard()` found are those of the model. Called before
-        `call` reads or writes their values.
+        """Check that the parameters that `shard()` found are those of the model, before `call`.
 
         Raises:
-            RuntimeError: the model has other parameters now; the message names them.
+            RuntimeError: the model has other parameters now, or other ties between them; the
+                message names them.
         """
         root = self._root()
         if root is not None and (said := changes(root, self._entries)):
             raise RuntimeError(
-                f"{call} of a model that has other parameters than when it was sharded: {said}. "
-                "Change its structure before shard(), or between onefold.unshard(model) and a new shard()."
+                f"{call}: the model had {len(self._entries)} parameters when it was sharded and has"
+                f" {sum(1 for _ in root.parameters())} now: {said}."
+                " Change its structure (adapters, heads, ties) before shard(), or between"
+                " onefold.unshard(model) and a new shard()."
             )
 
 

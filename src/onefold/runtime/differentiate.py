@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onefold.runtime.boxes import as_global_gradient
+from onefold.runtime.parameters.interval import entry_of
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
@@ -47,8 +47,7 @@ def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
 #     loss.backward(inputs=parameters)    the same for these parameters alone
 #     torch.autograd.grad(loss, inputs)   gradients are returned: this rank's own, whole, in the compute dtype; nothing is reduced
 #
-# The gradient of a DTensor parameter is returned as a DTensor with the parameter's placements: that
-# of the loss of this rank's data, whole over the ranks that divide the parameter.
+# The gradient of a DTensor parameter is not returned: a sentence refuses it.
 #
 # At stage 3 the last kind of pass gathers units when it comes to them, so all ranks must make it in
 # the same way. What it saves with `create_graph=True` may lie in gathered buffers. The pool does not
@@ -84,24 +83,17 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     autograd knows only the former.
 
     Raises:
-        ValueError: batched gradients of DTensor parameters are asked for.
+        ValueError: gradients of DTensor parameters are to be returned.
     """
-    boxed: list[Any] = []
     if func == torch.autograd.grad:
-        entries = map(_entry_of, args[1] if len(args) > 1 else kwargs["inputs"])
-        boxed = [None if entry is None else entry.box for entry in entries]
-    if any(boxed) and kwargs.get("is_grads_batched"):
-        raise ValueError(
-            "torch.autograd.grad(..., is_grads_batched=True) was asked for gradients of DTensor"
-            " parameters, which it does not batch: call it once for each of grad_outputs."
-        )
-    found = func(*(_leaves(a) for a in args), **{k: _leaves(v) for k, v in kwargs.items()})
-    if not any(boxed):
-        return found
-    return tuple(
-        grad if box is None or grad is None else as_global_gradient(grad, box)
-        for grad, box in zip(found, boxed, strict=True)
-    )
+        for entry in map(_entry_of, args[1] if len(args) > 1 else kwargs["inputs"]):
+            if entry is not None and entry.box is not None:
+                raise ValueError(
+                    f"torch.autograd.grad was asked for the gradient of {entry.name!r}, a DTensor."
+                    " Use loss.backward() and read `.grad`, or torch.autograd.grad with respect to"
+                    " activations."
+                )
+    return func(*(_leaves(a) for a in args), **{k: _leaves(v) for k, v in kwargs.items()})
 
 
 def _leaves(value: Any) -> Any:
@@ -112,11 +104,7 @@ def _leaves(value: Any) -> Any:
 
 
 def _entry_of(value: Any) -> Entry | None:
-    known = (
-        getattr(value, "_onefold_entry", None) if isinstance(value, torch.nn.Parameter) else None
-    )
-    entry: Entry | None = known() if known is not None else None
-    return entry
+    return entry_of(value) if isinstance(value, torch.nn.Parameter) else None
 
 
 def accumulates(entries: Iterable[Entry]) -> bool:

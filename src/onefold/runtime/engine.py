@@ -142,7 +142,7 @@ class Engine:
         self.full_params_write = False
         self.buffers = Buffers(recipe, self.group, mesh, specs)
         # What was on the meta device and has no value yet; empty once everything is loaded
-        self.uninitialized = Uninitialized(self.group, self.progress)
+        self.uninitialized = Uninitialized(self.group)
         # For onefold.unshard: the hooks on modules, and the finalizer that closes the engine
         self.handles: list[Any] = []
         self.finalizer: Any = None
@@ -175,7 +175,7 @@ class Engine:
             self.write_counters,
             self.backward_event,
         )
-        if Marks.wanted(self.entries, self.mesh):
+        if self.mesh.several:
             self.reduce.marks = Marks(self.entries, self.resources, self.mesh)
         self.copies = Copies(
             self.units, self.entries, self.progress, self.gather, self.write_counters
@@ -479,9 +479,8 @@ class Engine:
             self.structure.refuse_changes(call)
 
     def whole(self, entry: Entry) -> torch.Tensor:
-        if self.uninitialized:
-            self.uninitialized.look()
-            self.uninitialized.refuse_entry(entry)
+        self.uninitialized.look()
+        self.uninitialized.refuse("gather() would give", entry.names)
         return entry.flat.view(whole_masters(self.resources, entry.flat), entry).clone()
 
     def summary(self) -> str:

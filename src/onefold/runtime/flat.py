@@ -349,11 +349,6 @@ class Flat:
     def holders(self) -> Group:
         return self.group if self.whole_master else self.group.inter_group
 
-    @property
-    def own_interval(self) -> slice:
-        """This rank's interval among the elements that it owns."""
-        return slice(self.interval[0] - self.owned[0], self.interval[1] - self.owned[0])
-
     # -- building ----------------------------------------------------------------------------------
 
     def build(self, fill: Callable[[torch.Tensor], None], device: torch.device) -> None:

@@ -133,7 +133,7 @@ class Forward:
                 # A re-entrant checkpoint runs its part of the pass without gradients
                 unit.calls += 1
             if self.uninitialized:
-                self.uninitialized.refuse_in(unit)
+                self.uninitialized.refuse(f"the forward pass of {unit.name!r} uses", unit=unit)
             if self.run_ahead is not None:
                 self.run_ahead.comes(unit.index, self.progress.phase, again=not recompute)
             self.gather.acquire(unit, backward=recompute)
@@ -258,7 +258,6 @@ class Forward:
         refresh(self.gather)
         if self._over_model:
             self.buffers.before_pass(self.resources)
-            self.uninitialized.remember()
 
     def _end_pass(self, this: OpenPass, aborted: bool) -> None:
         self._borrowed.clear()
@@ -288,7 +287,7 @@ class Forward:
         """
         unit = self.reduce.unit_of[entry.number]
         if self.uninitialized:
-            self.uninitialized.refuse_entry(entry)
+            self.uninitialized.refuse("a forward pass uses", entry.names)
         recompute = in_autograd()
         if recompute:
             self.backward.event()

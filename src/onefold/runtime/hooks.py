@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -141,29 +142,22 @@ def guard_uninitialized(engine: Engine, module: nn.Module) -> None:
     """
     seen = weakref.ref(engine)
 
-    def on_save(*_: Any) -> None:
-        if (e := seen()) is not None and e.uninitialized and not (e.full_params_depth or e.closed):
-            e.uninitialized.look_alone()  # rank 0 may be here alone
-            e.uninitialized.refuse("state_dict() would hold")
+    def refuse(doing: str, among: list[str] | None = None) -> None:
+        if (e := seen()) is not None and not (e.full_params_depth or e.closed):
+            if among is not None:
+                e.uninitialized.look()
+            e.uninitialized.refuse(doing, among, here=among is None)
 
-    def on_use(part: nn.Module, *_: Any) -> None:
-        if (e := seen()) is None or not e.uninitialized or e.closed:
-            handles.pop(id(part)).remove()
-        elif not e.full_params_depth:
-            e.uninitialized.look_alone()
-            e.uninitialized.refuse_of(part)
-
-    for part in module.modules():
-        part.register_state_dict_pre_hook(on_save)
-    handles = (
-        {id(m): m.register_forward_pre_hook(on_use, prepend=True) for m in module.modules()}
-        if engine.unsharded
-        else {}
-    )
-
-
-#: Marks the hook that refuses `load_state_dict()` of a sharded model among a module's own.
-GUARD = "_onefold_guard"
+    guards = engine.uninitialized.guards
+    for name, part in module.named_modules():
+        dot, kind = f"{name}." if name else "", type(part).__name__
+        guards.append(
+            part.register_state_dict_pre_hook(lambda *_: refuse("state_dict() would hold"))
+        )
+        if engine.unsharded:
+            own = [dot + key for key in (*part._parameters, *part._buffers)]
+            use = partial(refuse, f"the forward pass of a {kind} uses", own)
+            guards.append(part.register_forward_pre_hook(lambda *_, use=use: use(), prepend=True))
 
 
 def guard_state_dict(engine: Engine, module: nn.Module) -> None:
@@ -193,7 +187,6 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
                 " load inside `with onefold.full_params(model, write=True):`."
             )
 
-    on_load.__dict__[GUARD] = True
     engine.handles += [
         module.register_state_dict_pre_hook(on_save),
         module.register_load_state_dict_pre_hook(on_load),

@@ -120,11 +120,6 @@ class Transfers:
             self._store = self._make(self.recipe, self.rank, self.up.asynchronous)
         return self._store
 
-    @property
-    def open_store(self) -> Store | None:
-        """The store, or None if it was not made yet."""
-        return self._store
-
     def check(self) -> None:
         """Raise TierError if an earlier failure may have left wrong state."""
         if self.broken is not None:

@@ -6,7 +6,7 @@ only this rank's interval of its data and gradient.
 | What does a parameter show, and what does it ask of the engine? | `parameter`, `values`            |
 | What is an interval?                                            | `interval`                       |
 | What does a function of torch do on one, by its schema?         | `schema`                         |
-| How does it do that?                                            | `operators`, `reductions`        |
+| How does it do that?                                            | `operators`                      |
 | What if its shard has no storage on the device?                 | `values`                         |
 | What does code in a pass get by `module.weight`?                | `in_pass`, `whole`               |
 | What if it is used outside of a forward pass?                   | `outside`                        |

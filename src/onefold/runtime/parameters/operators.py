@@ -19,6 +19,7 @@ A function with traffic is a collective: every rank must run it.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +39,6 @@ from onefold.runtime.parameters.interval import (
     spec_of,
     tensors_among,
 )
-from onefold.runtime.parameters.reductions import norms_of, reduce_to_number
 from onefold.runtime.parameters.schema import QUESTIONS, Does, Operator, operator_of
 
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
@@ -70,12 +70,11 @@ def compute(op: Operator, func: Any, args: Any, kwargs: Any, among: Sequence[tor
         if not args:  # its first argument was given by name
             first = next((k for k in _FIRST if k in kwargs), next(iter(kwargs)))
             args, kwargs = (kwargs[first],), {k: v for k, v in kwargs.items() if k != first}
-        does = op.does_with(args, kwargs)
-        if does not in QUESTIONS and op.name != "data":
+        if op.does not in QUESTIONS and op.name != "data":
             _refuse_unreduced(op, among)
-        if does is Does.POINTWISE and op.writes_with(kwargs) and not op.writes:
-            does = Does.WRITE  # `out` or `inplace`
-        return _RUN[does](op, func, args, kwargs)
+        other = op.writes_with(kwargs) and not op.writes  # `out` or `inplace`
+        run = on_whole if other and op.does is Does.POINTWISE else _RUN[op.does]
+        return run(op, func, args, kwargs)
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -92,7 +91,7 @@ def subject_of(given: Any) -> str:
 
 def refusal(op: Operator, given: Any) -> ShardedParameterError:
     said = f"{op.name} of {subject_of(given)} cannot be done on a part. "
-    if op.does in (Does.VIEW, Does.ITEM, Does.SET_ITEM):
+    if op.does in (Does.VIEW, Does.SET_ITEM):
         said += "A view in another order would be a copy, and what is written to it would be lost. "
     return ShardedParameterError(
         said + "Every rank: read a whole copy with `parameter.onefold.gather()`, or read and write"
@@ -128,28 +127,19 @@ def _refuse_unreduced(op: Operator, among: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _refuse_leaf(target: torch.Tensor) -> None:
-    if target.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(LEAF)
-
-
 # -- questions and new tensors ---------------------------------------------------------------------
 
 
-def _asked_of_whole(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+def _ask(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     spec = spec_of(args[0])
-    first = args[0] if spec is None else spec.stand_in(args[0].dtype)
-    return func(first, *args[1:], **kwargs)
-
-
-def _asked_of_part(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     if op.name == "requires_grad_" and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
         raise ShardedParameterError(
             f"requires_grad_() on one rank's part of {subject_of(args)}: gradients of it"
             " would be of a part. Use the parameter itself, which is gathered where gradients are"
             " needed, or a whole copy: parameter.onefold.gather() (on every rank)."
         )
-    return func(*args, **kwargs)
+    whole = op.does is Does.SHAPE and spec is not None
+    return func(spec.stand_in(args[0].dtype) if whole else args[0], *args[1:], **kwargs)  # type: ignore[union-attr]
 
 
 def _made_like(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -158,37 +148,15 @@ def _made_like(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     if spec is None:
         return func(*args, **kwargs)
     if kwargs.get("requires_grad"):
-        raise ShardedParameterError(
-            f"{op.name}({subject_of(args)}, requires_grad=True) would be one rank's part,"
-            " and gradients of it would be lost. Make a whole: torch.zeros(p.shape,"
-            " device=p.device, requires_grad=True)."
-        )
-    kwargs = _without_format(kwargs)
-    if not op.random:
-        return dress(func(*args, **kwargs), spec)
-    like = torch.empty(spec.shape, dtype=args[0].dtype, device=args[0].device)
-    drawn = func(like, *args[1:], **kwargs)
-    return dress(spec.piece(drawn).clone(), spec)
+        raise refusal(op, args)  # gradients of a part would be lost
+    if op.random:
+        like = torch.empty(spec.shape, dtype=args[0].dtype, device=args[0].device)
+        return dress(spec.piece(func(like, *args[1:], **kwargs)).clone(), spec)
+    return dress(func(*args, **_without_format(kwargs)), spec)
 
 
 def _new(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0], *whole_of(args[1:], op.name), **whole_of(kwargs, op.name))
-
-
-def _draw(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    """Fill an interval by `func`, which uses no elements (normal_, nn.init): fill a temporary
-    tensor of the whole's shape, and take this rank's slice of it.
-
-    If ranks have equal seeds, their slices are of one draw; else each rank's slice is of its own.
-    """
-    target, spec = args[0], spec_of(args[0])
-    if spec is None:
-        return read_whole(op, func, args, kwargs)
-    with torch.no_grad():
-        whole = torch.empty(spec.shape, dtype=target.dtype, device=target.device)
-        func(whole, *args[1:], **kwargs)
-        target.copy_(spec.piece(whole))
-    return target
 
 
 def _convert(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -214,11 +182,11 @@ def _on_parts(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     base = spec_of(args[0]) if op.writes else _base_among(tensors)
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors if spec_of(t) is None)
     if graded and not (op.writes and base):
-        return read_whole(op, func, args, kwargs)  # autograd needs the whole result
+        return on_whole(op, func, args, kwargs)  # autograd needs the whole result
     if base is None:
         if op.writes and _is_all_local(args[0], tensors[1:]):
             return func(*args, **kwargs)
-        return read_whole(op, func, args, kwargs)
+        return on_whole(op, func, args, kwargs)
     others = tensors[1:] if op.writes else ()
     fits = not others or _broadcast([base.shape, *map(shape_of, others)]) == base.shape
     if not fits and not any(_is_local(t, base) for t in others):
@@ -238,10 +206,10 @@ def _base_among(tensors: Sequence[torch.Tensor]) -> IntervalSpec | None:
 def _on_lists(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a `_foreach_` function on lists with intervals, item by item."""
     if op.name == "_foreach_norm":
-        return norms_of(args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2))
+        return norms_of(args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
     lists = [a for a in args if _is_list(a)]
     if any(len(a) != len(lists[0]) for a in lists):
-        return read_whole(op, func, args, kwargs)
+        return on_whole(op, func, args, kwargs)
     columns = list(zip(*lists, strict=True))
     bases = [spec_of(c[0]) if op.writes else _base_among(c) for c in columns]
 
@@ -338,8 +306,9 @@ def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
 def _view(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """Return a view of an interval as an interval. Its elements must keep their order."""
     if spec_of(args[0]) is None:  # of a plain tensor, by an interval's shape or elements
-        return read_whole(op, func, args, kwargs)
+        return on_whole(op, func, args, kwargs)
     others = bool(tensors_among((args[1:], kwargs)))
+    func = _T.unbind if op.name == "iter" else func
     try:
         seen = _seen(func, args, kwargs, others)
     except RuntimeError:
@@ -347,8 +316,9 @@ def _view(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
             raise
         seen = None  # by the elements of another tensor
     if seen is None:
-        return read_whole(op, func, args, kwargs)
-    return mapped(seen, lambda t: _cut(op, t, args[0]))
+        return on_whole(op, func, args, kwargs)
+    out = mapped(seen, lambda t: _cut(op, t, args[0]))
+    return iter(out) if op.name == "iter" else out
 
 
 def _seen(func: Any, args: Any, kwargs: Any, others: bool = True) -> Any:
@@ -397,19 +367,16 @@ def _set_item(op: Operator, func: Any, args: Any, kwargs: Any) -> None:
     target, index, value = args
     spec = spec_of(target)
     if spec is None:
-        return read_whole(op, func, args, kwargs)
-    _refuse_leaf(target)
+        return on_whole(op, func, args, kwargs)
+    if target.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(LEAF)
     try:
         seen = _seen(_T.__getitem__, (target, index), {})
     except RuntimeError:
         seen = None  # by the elements of the index
     if seen is not None and seen.is_contiguous():
         return _write_into(_cut(op, seen, target), value)
-    number = not isinstance(value, torch.Tensor) or (value.dim() == 0 and spec_of(value) is None)
-    if number and getattr(index, "dtype", None) is torch.bool and shape_of(index) == spec.shape:
-        _on_parts(operator_of(_T.masked_fill_), _T.masked_fill_, (target, index, value), {})
-    else:
-        write_whole(op, func, args, kwargs)
+    on_whole(op, func, args, kwargs)
 
 
 def _write_into(into: torch.Tensor, value: Any) -> None:
@@ -428,7 +395,7 @@ def _set_data(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     target, value = args
     spec = spec_of(target)
     if spec is None:
-        return read_whole(op, func, args, kwargs)
+        return on_whole(op, func, args, kwargs)
     if value.dtype != target.dtype or shape_of(value) != spec.shape:
         raise mismatch(".data =", spec, [value])
     with torch.no_grad():
@@ -452,26 +419,49 @@ def whole_of(value: Any, what: str) -> Any:
     return mapped(value, gathered)
 
 
-def read_whole(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function on the gathered whole.
+def on_whole(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function on gathered copies, and keep this rank's slice of the one that it writes to. A
+    random fill (`normal_`, nn.init) reads no elements: nothing is gathered for it, and its slices
+    are of one draw where ranks have equal seeds.
 
     Raises:
-        ShardedParameterError: it wrote to the copy, or returns a view of it in another order.
+        ShardedParameterError: it wrote to another copy, or returns a view of one in another order.
     """
-    copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+    target: Any = None
+    if op.writes_with(kwargs):
+        target = args[0] if kwargs.get("out") is None else kwargs["out"]
+    spec = None if target is None else spec_of(target)
+    draws = op.does is Does.DRAW
+    if spec is not None and target.requires_grad and torch.is_grad_enabled() and not draws:
+        raise RuntimeError(LEAF)
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
-    def gathered(t: torch.Tensor) -> torch.Tensor:
-        if spec_of(t) is None:
+    def copied(t: torch.Tensor) -> torch.Tensor:
+        found = spec_of(t)
+        if found is None:
             return t
-        copy: torch.Tensor = whole_of(t, op.name)
-        copies.append((t, copy, _version(copy)))
-        return copy
+        if id(t) not in copies:
+            if t is not target:
+                copy = whole_of(t, op.name)
+            elif draws:
+                copy = torch.empty(found.shape, dtype=t.dtype, device=t.device)
+            else:
+                copy = found.gather(t, op.name)
+            copies[id(t)] = t, copy, _version(copy)
+        return copies[id(t)][1]
 
-    given_args, given = mapped((args, kwargs), gathered)
-    out = func(*given_args, **given)
-    if any(_version(copy) != before for _, copy, before in copies):
-        raise refusal(op, (args, kwargs))
-    return _returned(op, out, copies)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and spec is None):
+        given_args, given = mapped((args, kwargs), copied)
+        out = func(*given_args, **given)
+        if any(t is not target and _version(c) != before for t, c, before in copies.values()):
+            raise refusal(op, (args, kwargs))
+        if spec is None:
+            return _returned(op, out, copies.values())
+        whole = copies[id(target)][1]
+        if whole.shape != spec.shape:
+            raise refusal(op, (args, kwargs))
+        target.copy_(spec.piece(whole))
+    return target
 
 
 def _version(t: torch.Tensor) -> int:
@@ -500,63 +490,119 @@ def _returned(op: Operator, out: Any, copies: Any) -> Any:
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, torch.dtype, type)
 
 
-def write_whole(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an in-place operation on the gathered whole, and keep this rank's slice of the result."""
-    target = args[0] if kwargs.get("out") is None else kwargs["out"]
-    spec = spec_of(target)
-    if spec is None:
-        return read_whole(op, func, args, kwargs)
-    _refuse_leaf(target)
-    with torch.no_grad():
-        whole = spec.gather(target, op.name)
-        swapped = mapped((args, kwargs), lambda t: whole if t is target else whole_of(t, op.name))
-        func(*swapped[0], **swapped[1])
-        if whole.shape != spec.shape:
-            raise refusal(op, (args, kwargs))
-        target.copy_(spec.piece(whole))
-    return target
+# -- to one number ---------------------------------------------------------------------------------
+
+_NARROW = (torch.float16, torch.bfloat16)
+#: Reductions of one number a rank: {name: (of this rank's elements, of the ranks' numbers, of none)}
+_NUMBERS: dict[str, tuple[Any, Any, float]] = {
+    "sum": (_T.sum, _T.sum, 0),
+    "mean": (_T.sum, _T.sum, 0),
+    "max": (_T.amax, _T.amax, -math.inf),
+    "amax": (_T.amax, _T.amax, -math.inf),
+    "min": (_T.amin, _T.amin, math.inf),
+    "amin": (_T.amin, _T.amin, math.inf),
+    "any": (_T.any, _T.any, 0),
+    "all": (_T.all, _T.all, 1),
+    "count_nonzero": (_T.count_nonzero, _T.sum, 0),
+}
 
 
 def _reduce(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    if kwargs.get("out") is not None:
-        return write_whole(op, func, args, kwargs)
-    answer = reduce_to_number(op.name, args, kwargs)
-    return read_whole(op, func, args, kwargs) if answer is None else answer
+    """Reduce the whole to one number, by one exchange of a number of every rank; on the whole where
+    that is not enough (a dimension, a matrix norm).
+    """
+    x = args[0]
+    spec = spec_of(x)
+    if spec is not None and op.name.endswith("norm"):
+        p = _order(op.name, spec, args, kwargs) if x.is_floating_point() else None
+        return on_whole(op, func, args, kwargs) if p is None else norms_of([x], p)[0]
+    more = len(args) > 1 or kwargs or op.name not in _NUMBERS
+    if spec is None or not spec.numel or more or x.is_complex():
+        return on_whole(op, func, args, kwargs)
+    kind = func(spec.stand_in(x.dtype)).dtype  # raises where torch does
+    here, every, nothing = _NUMBERS[op.name]
+    wide = torch.float64 if x.is_floating_point() else torch.int64
+    if x.numel():
+        mine = here(x, dtype=torch.float32) if here is _T.sum and x.dtype in _NARROW else here(x)
+    else:
+        limit = nothing if wide is torch.float64 else max(min(nothing, 2**63 - 1), -(2**63))
+        mine = torch.full((), limit, device=x.device, dtype=wide)
+    total = every(spec.exchange(mine.to(wide).reshape(1), op.name))
+    return (total / spec.numel if op.name == "mean" else total).to(x.device, kind)
 
 
-def _read(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    run = write_whole if op.writes_with(kwargs) else read_whole
-    return run(op, func, args, kwargs)
+def _order(name: str, spec: IntervalSpec, args: Any, kwargs: Any) -> float | None:
+    """Return the p of a norm over all elements; None of another norm."""
+    key, usual = {"norm": ("p", "fro"), "linalg_norm": ("ord", None)}.get(name, ("ord", 2))
+    p = args[1] if len(args) > 1 else kwargs.get(key, usual)
+    more = any(v is not None and v is not False for k, v in kwargs.items() if k != key)
+    if len(args) > 2 or more or (name == "linalg_norm" and p is not None and len(spec.shape) != 1):
+        return None
+    p = 2.0 if p in (None, "fro") else p
+    return float(p) if isinstance(p, (int, float)) else None
 
 
-def _iterate(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    return iter(_view(op, torch.Tensor.unbind, args, kwargs))
+def norms_of(tensors: Sequence[torch.Tensor], p: float) -> list[torch.Tensor]:
+    """Return the p-norms of whole tensors, each 0-dim. Takes one exchange of numbers for each group
+    of ranks, and one call for all that share a device and a dtype.
+
+    Norms of 16-bit parts are in fp32: the result is rounded once, when all parts are combined.
+    """
+    specs, out = [spec_of(t) for t in tensors], list(tensors)
+    alike: dict[Any, list[int]] = {}
+    apart: dict[Any, list[int]] = {}
+    for i, (t, s) in enumerate(zip(tensors, specs, strict=True)):
+        alike.setdefault((t.device, t.dtype, s is not None), []).append(i)
+        if s is not None:
+            apart.setdefault(s.owners.meet(s.name)[0], []).append(i)
+    for (device, dtype, part), indices in alike.items():
+        # The neutral element when the parts are combined, for those of which none is here
+        none = torch.full((1,), math.inf if p < 0 else 0.0, dtype=dtype, device=device)
+        some = [tensors[i] if tensors[i].numel() or not part else none for i in indices]
+        low = torch.float32 if part and dtype in _NARROW else None
+        for i, norm in zip(indices, torch._foreach_norm(some, p, dtype=low), strict=True):
+            out[i] = norm
+    for indices in apart.values():
+        spec, *others = (s for i in indices if (s := specs[i]) is not None)
+        device = out[indices[0]].device
+        parts = torch.stack([out[i].to(device) for i in indices]).to(torch.float64)
+        mine = parts if math.isinf(p) else parts.pow(p) if p else parts
+        what = "the norm" if p == 2 else f"the {p:g}-norm"
+        every = spec.exchange(mine, what, others).to(device)
+        most = every.amax(0) if p > 0 else every.amin(0)
+        total = most if math.isinf(p) else every.sum(0).pow(1.0 / p) if p else every.sum(0)
+        rounded: dict[torch.dtype, Sequence[torch.Tensor]] = {}
+        for at, i in enumerate(indices):
+            kind = tensors[i].dtype.to_real()
+            if kind not in rounded:
+                rounded[kind] = total.to(kind).unbind()
+            out[i] = rounded[kind][at]
+    return out
+
+
+# -- what each does ---------------------------------------------------------------------------------
 
 
 def _format(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """A number is read; anything larger says what it is, for which no other rank is needed."""
-    return repr(args[0]) if shape_of(args[0]) else read_whole(op, func, args, kwargs)
+    return repr(args[0]) if shape_of(args[0]) else on_whole(op, func, args, kwargs)
 
 
 _RUN: dict[Does, Callable[[Operator, Any, Any, Any], Any]] = {
-    Does.SHAPE: _asked_of_whole,
-    Does.ITSELF: _asked_of_part,
+    Does.SHAPE: _ask,
+    Does.ITSELF: _ask,
     Does.LIKE: _made_like,
     Does.NEW: _new,
-    Does.DRAW: _draw,
+    Does.DRAW: on_whole,
     Does.CONVERT: _convert,
     Does.POINTWISE: _on_parts,
     Does.LISTS: _on_lists,
     Does.UNSCALE: _unscale,
     Does.VIEW: _view,
-    Does.ITEM: _view,
     Does.SET_ITEM: _set_item,
     Does.SET_DATA: _set_data,
-    Does.ITERATE: _iterate,
     Does.FORMAT: _format,
     Does.REDUCE: _reduce,
-    Does.READ: _read,
-    Does.WRITE: write_whole,
+    Does.WHOLE: on_whole,
     Does.REFUSED: _refuse,
-    Does.FOREIGN: _refuse,
 }

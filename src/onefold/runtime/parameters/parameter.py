@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -232,15 +232,6 @@ def _recomputing() -> bool:
     return differentiate.in_autograd() and torch.is_grad_enabled()
 
 
-def _in_own_pass(engine: OwningEngine) -> bool:
-    """Whether the parameter's own model is in a pass. A pass of another model does not count."""
-    return engine.in_pass
-
-
-def _computing(engine: OwningEngine) -> bool:
-    return engine.computing
-
-
 class ShardedParameter(nn.Parameter):
     """See the table of this module."""
 
@@ -270,7 +261,7 @@ class ShardedParameter(nn.Parameter):
             # Recomputed code must take the same path as in the forward pass, where its module had
             # the whole parameter: adapters cast their input to this dtype
             entry = entry_of(self)
-            if entry is not None and (engine := entry.engine()) and _in_own_pass(engine):
+            if entry is not None and (engine := entry.engine()) and engine.in_pass:
                 return entry.compute.dtype
         return self.__dict__["_onefold_declared"]
 
@@ -370,7 +361,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if differentiate.in_autograd() and not (
             op.name == "data" or op.about_itself or op.writes_with(kwargs)
         ):
-            args, kwargs = _substitute(op, args, kwargs, _in_own_pass)
+            args, kwargs = _substitute(op, args, kwargs, "in_pass")
         return _between_passes(op, func, args, kwargs)
 
 
@@ -387,7 +378,7 @@ def _between_passes(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         _wait_before_write(t, seen)
     if seen and isinstance(first, ShardedParameter):
         return _given_out(op, func, first)
-    if op.name in ("dtype", "device", "is_complex") and _asked_by(_ELSEWHERE):
+    if op.name in ("dtype", "device", "is_complex"):
         _refuse_elsewhere(first, params)
     if getattr(func, "__module__", None) == _C10D_MODULE and op.name not in _SENDS:
         _refuse_collective(op.name, among)
@@ -536,23 +527,18 @@ WRAPPED = (
     " else the wrapper holds should be sharded with it."
 )
 _DDP = ("nn/parallel/distributed.py", "nn\\parallel\\distributed.py")
-_C10D = ("distributed_c10d.py",)
-_ELSEWHERE = (*_DDP, *_C10D)
-
-
-def _asked_by(files: tuple[str, ...]) -> bool:
-    """Whether the code that uses the tensor (four frames up) is in one of `files`."""
-    return sys._getframe(4).f_code.co_filename.endswith(files)
 
 
 def _refuse_elsewhere(tensor: Any, params: list[ShardedParameter]) -> None:
-    if sys._getframe(4).f_code.co_filename.endswith(_DDP):
-        if params:
-            raise ShardedParameterError(WRAPPED)
-        return
+    """Raise ShardedParameterError if the code that uses the tensor (four frames up) is that of
+    DistributedDataParallel, or of a collective of torch's.
+    """
+    code = sys._getframe(4).f_code
+    if params and code.co_filename.endswith(_DDP):
+        raise ShardedParameterError(WRAPPED)
     spec = spec_of(tensor)
-    if spec is not None:
-        raise _elsewhere_error(sys._getframe(4).f_code.co_name, spec)
+    if spec is not None and code.co_filename.endswith("distributed_c10d.py"):
+        raise _elsewhere_error(code.co_name, spec)
 
 
 def _elsewhere_error(function: str, spec: IntervalSpec) -> ShardedParameterError:
@@ -586,18 +572,17 @@ def infos(args: Any, kwargs: Any) -> list[ShardInfo]:
     ]
 
 
-def _substitute(
-    op: Operator, args: Any, kwargs: Any, wanted: Callable[[OwningEngine], bool] = _computing
-) -> tuple[Any, Any]:
+def _substitute(op: Operator, args: Any, kwargs: Any, during: str = "computing") -> tuple[Any, Any]:
     """Return the arguments with sharded parameters replaced by whole ones, gathered if need be.
 
-    `wanted` is asked for each parameter's engine; where it returns False the parameter stays.
+    `during`: what the parameter's own model must be doing, by an attribute of its engine; else the
+    parameter stays.
     """
 
     def swap(t: torch.Tensor) -> torch.Tensor:
         entry = entry_of(t) if isinstance(t, ShardedParameter) else None
         engine = entry.engine() if entry is not None else None
-        if entry is None or engine is None or not wanted(engine):
+        if entry is None or engine is None or not getattr(engine, during):
             return t
         if op.about_itself and op.name != "detach":
             return entry.compute

@@ -7,11 +7,10 @@
 | arguments for dtype, layout and device                     | LIKE, NEW: makes a new tensor                     |
 | a random generator, and a write to its only tensor         | DRAW: this rank's slice of a whole draw           |
 | `Tag.inplace_view`, or a write to another argument         | REFUSED                                           |
-| a write to the first argument                              | WRITE: on the gathered whole                      |
 | a result that shares memory with an argument               | VIEW: an interval if elements keep their order    |
-| none of these                                              | READ: on the gathered whole                       |
-| no schema, but it is torch's                               | READ: refused if it writes, or returns its memory |
-| not torch's, and not `Tag.pointwise`                       | FOREIGN: refused                                  |
+| none of these, or overloads that differ                    | WHOLE: on the gathered whole                      |
+| no schema, but it is torch's                               | WHOLE: refused if it writes, or returns its memory |
+| not torch's, and not `Tag.pointwise`                       | REFUSED                                           |
 
 `EXCEPTIONS` names the functions of which torch declares too little. What a function does is decided
 once, and is one lookup from then on.
@@ -33,14 +32,15 @@ def words(text: str) -> frozenset[str]:
 
 Does = Enum(
     "Does",
-    "POINTWISE CONVERT LISTS SHAPE ITSELF LIKE NEW DRAW REFUSED WRITE VIEW READ REDUCE FOREIGN"
-    " PYTHON ITEM SET_ITEM SET_DATA ITERATE FORMAT UNSCALE",
+    "POINTWISE CONVERT LISTS SHAPE ITSELF LIKE NEW DRAW REFUSED VIEW WHOLE REDUCE"
+    " PYTHON SET_ITEM SET_DATA FORMAT UNSCALE",
 )
 
 #: {name: what the function does}, where torch declares too little.
 EXCEPTIONS: dict[str, Does] = {
     # Element by element, but without the tag, or without a schema of this name
-    **dict.fromkeys(("copy_", "fill_", "zero_", "__invert__"), Does.POINTWISE),
+    **dict.fromkeys(words("copy_ fill_ zero_ __invert__ true_divide true_divide_"), Does.POINTWISE),
+    "masked_fill_": Does.POINTWISE,
     # The result may be the tensor itself, and a meta tensor cannot show what another device does.
     # Methods named like a dtype or a device count too: `float`, `cuda`
     **dict.fromkeys(("to", "type", "type_as", "pin_memory"), Does.CONVERT),
@@ -51,9 +51,9 @@ EXCEPTIONS: dict[str, Does] = {
     # Questions with a second argument
     **dict.fromkeys(("as_subclass", "_has_compatible_shallow_copy_type"), Does.ITSELF),
     # Syntax of Python, not operators
-    "__getitem__": Does.ITEM,
+    "__getitem__": Does.VIEW,
     "__setitem__": Does.SET_ITEM,
-    "__iter__": Does.ITERATE,
+    "__iter__": Does.VIEW,
     "__format__": Does.FORMAT,
     "data__set__": Does.SET_DATA,
     # It writes to the rows of this rank's batch
@@ -64,10 +64,9 @@ EXCEPTIONS: dict[str, Does] = {
     "_amp_foreach_non_finite_check_and_unscale_": Does.UNSCALE,
 }
 
-#: Reductions that ranks can make of one number each (reductions.py).
+#: Reductions that ranks can make of one number each (operators.py).
 REDUCTIONS = words(
-    "sum mean prod norm linalg_vector_norm linalg_norm max min amax amin any all count_nonzero"
-    " equal"
+    "sum mean norm linalg_vector_norm linalg_norm max min amax amin any all count_nonzero"
 )
 
 QUESTIONS = frozenset((Does.SHAPE, Does.ITSELF))
@@ -80,7 +79,7 @@ _MODULES = {
 }
 _DECLARED = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _ACCESSORS = ("__get__", "__set__", "__delete__")
-_SAID = {"__getitem__": "[...]", "__setitem__": "[...] =", "__iter__": "unbind"}
+_SAID = {"__getitem__": "[...]", "__setitem__": "[...] =", "__iter__": "iter"}
 _ANSWERS = (
     bool, int, float, str, bytes, tuple, list, type, torch.dtype, torch.device, torch.layout,
     torch.UntypedStorage, torch.TypedStorage,
@@ -97,33 +96,18 @@ class Operator:
         about_itself: whether it needs no elements.
         asks: whether it may be given a tensor that has a shape and no memory.
         random: whether it draws random numbers.
-        overloads: what each overload does, if they differ.
     """
 
-    __slots__ = ("about_itself", "asks", "calls", "does", "name", "overloads", "random", "writes")
+    __slots__ = ("about_itself", "asks", "does", "name", "random", "writes")
 
-    def __init__(
-        self, name: str, does: Does, writes: bool = False, random: bool = False, overloads: Any = ()
-    ) -> None:
+    def __init__(self, name: str, does: Does, writes: bool = False, random: bool = False) -> None:
         self.name, self.does, self.writes, self.random = _SAID.get(name, name), does, writes, random
         self.about_itself = does in _ABOUT_ITSELF or name == "detach"
         self.asks = does in QUESTIONS and name != "data_ptr"
-        self.overloads = overloads
-        self.calls: dict[Any, Does] = {}
 
     def writes_with(self, kwargs: dict[str, Any]) -> bool:
         """Whether a call with these keywords changes its first argument, or `out`."""
         return self.writes or kwargs.get("out") is not None or kwargs.get("inplace") is True
-
-    def does_with(self, args: Any, kwargs: Any) -> Does:
-        """Return what a call with these arguments does."""
-        if not self.overloads:
-            return self.does
-        call = (*map(_kind, args), None, *((k, _kind(v)) for k, v in kwargs.items()))
-        if call not in self.calls:
-            found = {does for schema, does in self.overloads if _fits(schema, args, kwargs)}
-            self.calls[call] = found.pop() if len(found) == 1 else self.does
-        return self.calls[call]
 
 
 _known: dict[Any, Operator] = {}
@@ -146,7 +130,7 @@ def _decided(func: Any) -> Operator:
     if module == "torch.nn.init":
         return Operator("init", Does.DRAW, True)
     if not _is_torchs(func, module):
-        return Operator(name, Does.FOREIGN)
+        return Operator(name, Does.REFUSED)
     in_place = name.endswith("_") and not name.endswith("__")
     if module == "torch._tensor" and hasattr(func, "__wrapped__"):
         return Operator(name, Does.PYTHON, in_place)
@@ -159,7 +143,7 @@ def _decided(func: Any) -> Operator:
         return Operator(name, asks)
     if overloads:
         return _by_overloads(name, overloads)
-    return Operator(name, Does.REFUSED if in_place else Does.READ, in_place)
+    return Operator(name, Does.REFUSED if in_place else Does.WHOLE, in_place)
 
 
 def _is_torchs(func: Any, module: str | None) -> bool:
@@ -228,18 +212,14 @@ def _is_written(argument: Any) -> bool:
 
 
 def _by_overloads(name: str, overloads: list[Any]) -> Operator:
-    """Return what is known of an operator. Where its overloads differ, each call is looked at; a
-    call that none or several of them fit is done on the whole.
-    """
+    """Return what is known of an operator. One whose overloads differ is done on the whole."""
     writes = any(_is_written(o._schema.arguments[0]) for o in overloads)
     random = any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
-    found = [(o._schema, _by_schema(o)) for o in overloads]
-    kinds = {does for _, does in found}
-    if len(kinds) == 1:
-        return Operator(name, kinds.pop(), writes, random)
-    if kinds & {Does.FOREIGN, Does.REFUSED} or not kinds:
-        return Operator(name, Does.FOREIGN, writes, random, found)
-    return Operator(name, Does.WRITE if writes else Does.READ, writes, random, found)
+    kinds = {_by_schema(o) for o in overloads} or {Does.REFUSED}
+    does = kinds.pop() if len(kinds) == 1 else Does.WHOLE
+    if rest := kinds & {Does.REFUSED, Does.REDUCE}:
+        does = Does.REFUSED if Does.REFUSED in rest else Does.REDUCE
+    return Operator(name, does, writes, random)
 
 
 def _by_schema(op: Any) -> Does:
@@ -251,7 +231,7 @@ def _by_schema(op: Any) -> Does:
     if _is_pointwise(op) and (in_place or not written):
         return Does.POINTWISE
     if op.namespace != "aten":
-        return Does.FOREIGN
+        return Does.REFUSED
     if (does := EXCEPTIONS.get(name)) is not None:
         return does
     if name.startswith("_foreach_") and (in_place or not written) and _is_by_item(name[9:]):
@@ -264,7 +244,7 @@ def _by_schema(op: Any) -> Does:
         alone = not _has_tensor(arguments[1:]) and not {"non_blocking"} & set(names)
         if alone and {"memory_format", "size"} & set(names):
             return Does.LIKE if "memory_format" in names else Does.NEW
-    return Does.REDUCE if name in REDUCTIONS else Does.READ
+    return Does.REDUCE if name in REDUCTIONS else Does.WHOLE
 
 
 def _by_write(arguments: Sequence[Any], tags: Sequence[Any]) -> Does:
@@ -275,7 +255,7 @@ def _by_write(arguments: Sequence[Any], tags: Sequence[Any]) -> Does:
     # Layers that draw in training read their elements, too
     if draws and "training" not in names and not _has_tensor(arguments[1:]):
         return Does.DRAW
-    return Does.WRITE
+    return Does.WHOLE
 
 
 def _is_pointwise(op: Any) -> bool:
@@ -297,22 +277,3 @@ def _is_by_item(name: str) -> bool:
         return name == "norm"
     of_item = _overloads(getattr(torch.ops.aten, name, None))
     return EXCEPTIONS.get(name) is Does.POINTWISE or any(map(_is_pointwise, of_item))
-
-
-def _kind(value: Any) -> bool | None:
-    """What tells overloads apart: whether an argument is a tensor. None for None."""
-    return None if value is None else isinstance(value, torch.Tensor)
-
-
-def _fits(schema: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call is one of this overload, judged by which arguments are tensors."""
-    declared = schema.arguments
-    given = dict(zip([a.name for a in declared if not a.kwarg_only], args, strict=False)) | kwargs
-    if len(given) < len(args) + len(kwargs) or not given.keys() <= {a.name for a in declared}:
-        return False
-    return all(
-        _kind(given[a.name]) == (str(a.type) in ("Tensor", "Optional[Tensor]"))
-        if given.get(a.name) is not None
-        else a.has_default_value()
-        for a in declared
-    )

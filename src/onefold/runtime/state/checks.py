@@ -23,6 +23,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import is_sharded
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.parameter import ShardedParameter
+from onefold.runtime.parts import tell_all
 from onefold.runtime.state.start import KEEPER, has_meta
 from onefold.runtime.uninitialized import value_of
 from onefold.runtime.units import UnitSpec
@@ -228,17 +229,16 @@ def compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec], weights
         "weights": weights,
         "names as partial": [f.partial for s in specs for f in s.found],
     }
-    digest = b"".join(hashlib.sha256(repr(part).encode()).digest()[:8] for part in parts.values())
-    payload = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    said = [bytes(p.tolist()) for p in engine.group.exchange_control(payload, _START)]
-    for at, name in enumerate(parts):
-        cut = slice(8 * at, 8 * at + 8)
+    mine = {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
+    said = tell_all(engine.resources, "shard()", mine)
+    ranks = sorted(engine.group.ranks)
+    for name in parts:
         others = [
-            engine.group.ranks[r] for r, digests in enumerate(said) if digests[cut] != said[0][cut]
+            r for r, digests in zip(ranks, said, strict=False) if digests[name] != said[0][name]
         ]
         if others:
             raise ValueError(
-                f"shard() was given different {name} on rank {engine.group.ranks[0]} and on"
+                f"shard() was given different {name} on rank {ranks[0]} and on"
                 f" {', '.join(f'rank {r}' for r in others)}. Every rank must shard the same model"
                 " by the same recipe (weights may differ: rank 0's are taken)."
             )

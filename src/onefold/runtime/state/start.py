@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
@@ -28,7 +27,7 @@ from onefold.runtime.parts import (
     whole_masters,
     within_holders,
 )
-from onefold.runtime.uninitialized import is_marked, mark, value_of
+from onefold.runtime.uninitialized import fill_blank, is_marked, mark, value_of
 from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec
 
@@ -269,26 +268,24 @@ def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
             continue
 
         def fill(master: torch.Tensor, flat: Flat = flat) -> None:
-            if any(entry.slot.name in incoming for entry in flat.entries):
+            dtype = flat.dtypes.master
+            if any(entry.name in incoming for entry in flat.entries):
                 master.zero_()
-                parts, dtype = MasterParts((flat, master)), flat.dtypes.master
+                parts = MasterParts((flat, master))
                 for entry in flat.entries:
-                    if entry.slot.name not in incoming:
+                    if entry.name not in incoming:
                         item = StateItem(entry, "", dtype)
-                        source = _source(engine, entry, dtype)
-                        within_holders(engine.resources, parts, item, source)
-                    elif master.is_floating_point() and not flat.storage.encoded:
-                        # See [Note: marks of what is uninitialized] in runtime/uninitialized.py
+                        within_holders(engine.resources, parts, item, _source(engine, item))
+                    elif not flat.storage.encoded:
                         a, b = flat.local(entry)
-                        master[a - flat.owned[0] : b - flat.owned[0]].fill_(math.nan)
+                        fill_blank(master[a - flat.owned[0] : b - flat.owned[0]])
                 return
             full = None
             if flat.rank == 0:
-                dtype = flat.dtypes.master
                 full = torch.zeros(flat.layout.numel, dtype=dtype, device=engine.device)
-                for entry in flat.entries:
-                    source = _source(engine, entry, dtype)
-                    assert source is not None
+            for entry in flat.entries:
+                source = _source(engine, StateItem(entry, "", dtype))
+                if full is not None and source is not None:
                     flat.view(full, entry).copy_(source)
             scatter_masters(engine.resources, flat, full, master)
 
@@ -296,21 +293,21 @@ def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
             flat.build(fill, engine.device)
 
 
-def _source(engine: Engine, entry: Entry, dtype: torch.dtype) -> torch.Tensor | None:
+def _source(engine: Engine, item: StateItem) -> torch.Tensor | None:
     """Return the value of a parameter that is about to be laid out, on the first rank of its
     holders; None on other ranks. Collective over these first ranks if the value is a global tensor
     on rank 0, as `materialize` makes them.
     """
+    entry = item.entry
     if entry.flat.rank != 0:
         return None
     parameters, attribute, _ = entry.places[0]
     source = value_of(entry)
     source = parameters[attribute] if source is None else source  # None: it has no elements
     assert source is not None
-    if entry.box is None or not entry.box.divided or is_dtensor(source):
+    if item.box is None or is_dtensor(source):
         return local_of(source.detach())
-    item = StateItem(entry, "", dtype)
-    return boxes_from_first(engine.resources, item, entry.box, source.detach())
+    return boxes_from_first(engine.resources, item, item.box, source.detach())
 
 
 # -- from the meta device --------------------------------------------------------------------------
@@ -349,51 +346,38 @@ def materialize(
     values: bool,
     incoming: Collection[str] = (),
     memory: bool = False,
-) -> list[tuple[str, nn.Module, str]]:
+) -> None:
     """Give the unit's own meta tensors memory on `device`, and initialize them if `values`.
 
     Initial values come from `init(module)`, else from the module's `reset_parameters()`, else from
     the root's `_init_weights(module)`, which transformers models have. A parameter that nothing
-    initializes stays on the meta device, or is marked (runtime/uninitialized.py).
+    initializes stays on the meta device, or is marked, as such buffers are
+    (runtime/uninitialized.py).
 
     Args:
         values: False if another rank has the values; only buffers then get memory.
         incoming: names of parameters that will be loaded. They stay on the meta device while the
             initializer runs, so that no value is made for them.
         memory: give the parameters that are loaded, or not initialized, memory of their own.
-
-    Returns:
-        the buffers that nothing gave a value: (name, module, key).
     """
-    uninitialized = []
     for name, module in modules_of(spec, others):
         dot = f"{name}." if name else ""
-        buffers = [key for key, b in module._buffers.items() if b is not None and b.is_meta]
+        buffers = {key: b for key, b in module._buffers.items() if b is not None and b.is_meta}
         ours = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
         later = {key: p for key, p in ours.items() if dot + key in incoming}
-        for key in buffers:
-            module._buffers[key] = mark(torch.empty_like(module._buffers[key], device=device))  # type: ignore[arg-type]
-        how = _initializer(module, init, root)
         # Whether the module has parameters with values, which the initializer would overwrite
         there = any(p is not None and not p.is_meta for p in module._parameters.values())
-        if values and how is not None and (len(later) < len(ours) or (buffers and not there)):
-            for key in ours.keys() - later.keys():
-                _put(module, key, mark(_empty(ours[key], device)))  # type: ignore[arg-type]
+        how = _initializer(module, init, root) if values else None
+        runs = how is not None and (len(later) < len(ours) or (bool(buffers) and not there))
+        for key, buffer in buffers.items():
+            module._buffers[key] = mark(torch.empty_like(buffer, device=device))
+        for key in ours.keys() - later.keys() if runs or (values and memory) else ():
+            _put(module, key, mark(_empty(ours[key], device)))
+        if how is not None and runs:
             with torch.no_grad():
                 how()
-        elif values and memory:
-            for key in ours.keys() - later.keys():
-                _put(module, key, mark(_empty(ours[key], device)))  # type: ignore[arg-type]
-        if values:
-            uninitialized += [
-                (dot + key, module, key)
-                for key in buffers
-                if (b := module._buffers[key]) is not None and is_marked(b)
-            ]
-        if memory:
-            for key, param in later.items():
-                _put(module, key, _empty(param, device))
-    return uninitialized
+        for key, param in later.items() if memory else ():
+            _put(module, key, _empty(param, device))
 
 
 def _empty(like: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -133,13 +133,12 @@ class GatheredParameters:
         """Turn sharded parameters into plain whole ones."""
         if self.modifier_rank is not None:
             _refuse_unwritable(entries)
-        if engine.uninitialized:
-            engine.uninitialized.look()
+        engine.uninitialized.look()
         all_of_it = len(entries) == len(engine.entries)
         for flat, wanted in _by_flat(entries):
             full = whole_masters(engine.resources, flat)
             for entry in wanted:
-                engine.uninitialized.refuse_entry(entry)
+                engine.uninitialized.refuse("GatheredParameters would show", entry.names)
                 whole = flat.view(full, entry)
                 if all_of_it and self.modifier_rank is None:
                     whole = whole.to(flat.dtypes.compute)
