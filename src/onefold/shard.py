@@ -202,7 +202,7 @@ def _laid_out(
             missing += materialize(spec, specs, where, init, module, True, names, memory=True)
         tie(specs)
         specs = find_units(module, wanted)
-    group = Group(ranks.group if ranks.plain else ranks, where, recipe.stall_timeout, recipe.group)
+    group = Group(ranks.group if ranks.plain else ranks, where, recipe.stall_timeout, recipe.inner)
     undo.callback(group.close)
     engine = Engine(specs, recipe, group, where, capabilities(), ranks)
     undo.callback(_close, engine)
