@@ -80,7 +80,7 @@ def refuse_arguments(args: Any, recipe: Recipe) -> None:
         raise ValueError(
             'the recipe has reduce_op="sum", and Trainer multiplies its loss by the number of ranks'
             " for engines that take the mean: gradients would be that many times too large. Leave"
-            " gradients= out: the loss is divided by the number of tokens on all ranks anyway."
+            " reduce_op= out: the loss is divided by the number of tokens on all ranks anyway."
         )
     if args.n_gpu > 1:
         raise ValueError(
