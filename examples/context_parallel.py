@@ -106,7 +106,7 @@ def main() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2, attn_implementation="over_cp")  # fmt: skip
-    recipe = onefold.Recipe.zero(given.stage, gradients="sum")
+    recipe = onefold.Recipe.zero(given.stage, reduce_op="sum")
     model = onefold.shard(LlamaForCausalLM(config), recipe, mesh=mesh, data=DATA, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 

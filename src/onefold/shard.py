@@ -200,7 +200,7 @@ def _laid_out(
         tie(specs)
         specs = find_units(module, wanted)
     group = Group.over(
-        ranks.group if ranks.plain else ranks, where, recipe.stall_timeout, recipe.group
+        ranks.group if ranks.plain else ranks, where, recipe.stall_timeout, recipe.inner
     )
     undo.callback(group.close)
     engine = Engine(specs, recipe, group, where, capabilities(), ranks)

@@ -63,11 +63,15 @@ def test_tables_say_what_the_json_says() -> None:
 
 def test_where_state_rests_is_said_as_in_training_and_shown_by_tier() -> None:
     asked = ("gpt2-xl", "--gpus", "1", "--gpu", "rtx4090", "--seq", "512")
-    asked_for = "--offload-optimizer nvme:0.6 --offload-gradients cpu --nvme /mnt/fast --stage 2"
+    asked_for = "--offload-optimizer nvme --offload-amount 0.6 --offload-gradients cpu --nvme /mnt/fast --stage 2"
     tiers = asked_for.split()
     found = said(*asked, *tiers)
     recipe, account = found["recipe"], found["recommended"]["account"]
-    assert recipe["offload_optimizer"] == "nvme:0.6" and recipe["nvme"] == ["/mnt/fast"]
+    assert (
+        recipe["offload_optimizer"] == "nvme"
+        and recipe["offload_amount"] == 0.6
+        and recipe["nvme"] == ["/mnt/fast"]
+    )
     assert set(account["offloaded"]) == {"host", "nvme"}
     assert set(account["moved"]) == {"up", "down", "read", "written"}
     table = command(*asked, *tiers).stdout

@@ -88,7 +88,7 @@ Seen = tuple[list[float], list[float], dict[str, Tensor]]
 
 def trained(stage: int, case: Case) -> Seen:
     """(losses, norms, weights)"""
-    given, model, mesh = sharded(stage, case, gradients="sum")
+    given, model, mesh = sharded(stage, case, reduce_op="sum")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     losses, norms = [], []
     for step in range(STEPS):

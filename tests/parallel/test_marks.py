@@ -52,7 +52,7 @@ def mesh_of(*sizes: int, names: tuple[str, ...] = ("dp", "tp")) -> DeviceMesh:
 
 def over(mesh: DeviceMesh, model: Any, stage: int, **options: Any) -> Any:
     recipe = onefold.Recipe.zero(
-        stage, stall_timeout=20.0, gradients=options.pop("gradients", "mean")
+        stage, stall_timeout=20.0, reduce_op=options.pop("reduce_op", "mean")
     )
     return onefold.shard(model, recipe, mesh=mesh, **{"data": "dp", **options})
 
@@ -81,12 +81,12 @@ def as_one(model: Any, mesh: DeviceMesh, share: float = 0.5, micro_batches: int 
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    ("stage", "gradients"), [(0, "mean"), (3, "sum"), pytest.param(2, "mean", marks=slow)]
+    ("stage", "reduce_op"), [(0, "mean"), (3, "sum"), pytest.param(2, "mean", marks=slow)]
 )
-def test_a_marked_partial_gradient_is_summed_over_the_copies(stage: int, gradients: str) -> None:
+def test_a_marked_partial_gradient_is_summed_over_the_copies(stage: int, reduce_op: str) -> None:
     mesh = mesh_of()
-    model = over(mesh, Sequence(), stage, partial=PARTIAL, gradients=gradients)
-    as_one(model, mesh, 0.5 if gradients == "mean" else 1.0)
+    model = over(mesh, Sequence(), stage, partial=PARTIAL, reduce_op=reduce_op)
+    as_one(model, mesh, 0.5 if reduce_op == "mean" else 1.0)
 
 
 @on_ranks(4)

@@ -27,7 +27,7 @@ def test_what_rounds_is_named_and_never_taken(link: str, stages: tuple[int, ...]
     )
     assert (
         found.recipe.parameters.codec is found.recipe.gradients.codec is None
-        and found.recipe.group in (None, "node")
+        and found.recipe.inner in (None, "node")
     )
     assert slow.named is not None and COMMUNICATION[slow.named.scheme.communication].lossy
     assert (

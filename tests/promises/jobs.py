@@ -318,6 +318,7 @@ def train(row: Row, folder: Path) -> Seen:
     seen.next = job.step(STEPS)
     engine = weakref.ref(looks.engine(model))
     del model, optimizer, job
+    dist.barrier()  # files of other ranks are there too
     held = sum(t.nbytes for t in (*seen.weights.values(), *seen.states.values()))
     files = [file for file in (folder / "disk").rglob("*") if file.is_file()]
     seen.left = engine() is not None, looks.living() - before - held, len(files)

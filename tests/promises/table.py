@@ -236,20 +236,23 @@ def tiers() -> Iterator[Row]:
         for kind in ("sgd", "fused adamw", "two groups"):
             loop = Loop(optimizer=kind)
             yield row("tiers", stage, HOST, loop=loop, ci=stage == 2 and kind == "two groups")
-        yield row("tiers", stage, {"offload_optimizer": 0.6}, ci=stage == 1)
+        yield row(
+            "tiers", stage, {"offload_optimizer": "cpu", "offload_amount": 0.6}, ci=stage == 1
+        )
     for stage in (2, 3):
         for where in (HOST, DISK):
             yield row("tiers", stage, where | BF16, loop=THREE, ci=stage == 2 and where == HOST)
             yield row("tiers", stage, where | BEHIND, ci=stage == 2)
             yield row("tiers", stage, where | {"reduce_at": "boundary"}, loop=THREE)
             yield row("tiers", stage, where, loop=Loop(optimizer="rmsprop", clip=0.5))
-        yield row("tiers", stage, {"offload_optimizer": 60_000})
-        share = {"offload_optimizer": "nvme:0.6", "offload_gradients": "cpu"}
+        yield row("tiers", stage, {"offload_optimizer": "cpu", "offload_amount": 60_000})
+        share = {"offload_optimizer": "nvme", "offload_amount": 0.6, "offload_gradients": "cpu"}
         yield row("tiers", stage, share, ci=stage == 3)
         yield row("tiers", stage, share, loop=THREE)
     whole = (
         ALL_ON_HOST, ALL_ON_HOST | BF16, ALL_ON_DISK, ALL_ON_DISK | BF16, ALL_ON_DISK | BEHIND,
-        {"offload_optimizer": "nvme", "offload_param": "cpu"}, {"offload_optimizer": "nvme:0.5", "offload_param": "nvme", "prefetch": 2},
+        {"offload_optimizer": "nvme", "offload_param": "cpu"},
+        {"offload_optimizer": "nvme", "offload_amount": 0.5, "offload_param": "nvme", "prefetch": 2},
     )  # fmt: skip
     for options in whole:
         ci = options not in (ALL_ON_HOST, ALL_ON_DISK | BF16, ALL_ON_DISK | BEHIND)
@@ -260,7 +263,7 @@ def tiers() -> Iterator[Row]:
         DISK,
         ALL_ON_HOST,
         ALL_ON_DISK,
-        {"offload_optimizer": "nvme:0.5", **BEHIND},
+        {"offload_optimizer": "nvme", "offload_amount": 0.5, **BEHIND},
     ):
         yield row("tiers", 3, options, loop=Loop(2 if len(options) == 1 else 1), model="big gpt")
     yield row("tiers", 3, {"offload_param": "cpu"}, model="adapted gpt", ci=True)
@@ -384,7 +387,12 @@ def moments() -> Iterator[Row]:
     for kind in ("bf16", "int8"):
         options = {"moments": kind, **DISK, "chunk": 262144}
         yield row("moments", 3, options, model="wide gpt", ci=kind == "int8")
-        yield row("moments", 2, {"moments": kind, "offload_optimizer": 0.5}, model="wide gpt")
+        yield row(
+            "moments",
+            2,
+            {"moments": kind, "offload_optimizer": "cpu", "offload_amount": 0.5},
+            model="wide gpt",
+        )
     chance = {"moments": "bf16", "stochastic_rounding": True, "master_dtype": "bf16", **BF16}
     for stage in (1, 3):
         yield row("moments", stage, chance, model="wide gpt", ci=stage == 3)

@@ -25,7 +25,9 @@ def test_as_many_units_leave_the_device_as_a_share_or_a_budget_says(
     stage: int, given: float | str
 ) -> None:
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS)]
-    recipe = onefold.Recipe.zero(stage, precision="bf16", offload_optimizer=given)
+    recipe = onefold.Recipe.zero(
+        stage, precision="bf16", offload_optimizer="cpu", offload_amount=given
+    )
     model = onefold.shard(built(lambda: nn.Sequential(*layers)), recipe)
     optimizer = adamw(model)
     train(model, optimizer, [features_of(0, 4, WIDTH)])

@@ -183,7 +183,7 @@ def test_a_budget_too_small_for_any_unit_is_said(
 
 TIERS: dict[str, dict[str, Any]] = {
     "host": {"offload_optimizer": "cpu"},
-    "half of it on the host": {"offload_optimizer": 0.5},
+    "half of it on the host": {"offload_optimizer": "cpu", "offload_amount": 0.5},
     "NVMe": {"offload_optimizer": "nvme", "chunk": 65536},
     "NVMe, gradients on the host": {"offload_optimizer": "nvme", "offload_gradients": "cpu"},
 }
@@ -266,7 +266,7 @@ def test_steps_on_the_host_have_the_same_bits_at_any_number_of_threads() -> None
     [
         (2, 1, {"offload_optimizer": "cpu"}),
         (3, 3, {"offload_optimizer": "cpu", "offload_param": "cpu", "precision": "bf16"}),
-        (3, 2, {"offload_optimizer": 0.5}),
+        (3, 2, {"offload_optimizer": "cpu", "offload_amount": 0.5}),
         (3, 2, {"precision": "bf16", **BEHIND}),
     ],
 )

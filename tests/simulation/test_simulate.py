@@ -131,7 +131,7 @@ def test_state_beyond_the_device_is_counted_apart_and_moves_what_the_closed_form
     disk = {"offload_optimizer": "nvme", "nvme": "/nowhere"}
     for stage, micro_batches, places in (
         (1, 2, {"offload_optimizer": "cpu"}),
-        (2, 1, {"offload_optimizer": "cpu:0.5"}),
+        (2, 1, {"offload_optimizer": "cpu", "offload_amount": 0.5}),
         (3, 1, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
         (2, 2, disk),
         (3, 1, disk | {"offload_param": "nvme"}),

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from onefold.recipe.options import OPTIONS, Option, choices_of
+from onefold.recipe.core import OPTIONS
+from onefold.recipe.options import Option, choices_of
 
 Command = typing.TypeVar("Command", bound=Callable[..., Any])
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from onefold.cli.options import asked_of, option, recipe_parameter, refuse, with_parameters
-from onefold.recipe.options import DIVISION, OPTIONS, TIERS, Precision, bytes_of
+from onefold.recipe.core import DIVISION, OPTIONS, TIERS
+from onefold.recipe.options import Precision, bytes_of
 
 Schedule = Literal["1f1b", "gpipe"]
 Checkpointing = Literal["auto", "none", "selective", "full"]
@@ -235,13 +236,12 @@ def _refuse_few_bytes(options: dict[str, Any], words: dict[str, Any]) -> None:
     was probably meant in another unit.
     """
     wanted = {
-        "offload_optimizer": "give a share of at most 1 such as 0.6, or at least",
+        "offload_amount": "give a share of at most 1 such as 0.6, or at least",
         "offload_activations": "give at least",
     }
     for name in options.keys() & wanted.keys():
-        kept = OPTIONS[name].read(options[name])
-        nbytes = kept[2] if name == "offload_optimizer" else kept
-        if nbytes is not None and nbytes < _FEWEST:
+        nbytes = OPTIONS[name].read(options[name])
+        if isinstance(nbytes, int) and nbytes < _FEWEST:
             raise ValueError(
                 f"{OPTIONS[name].flag} {words[name]} is {nbytes:,} byte{'s' if nbytes > 1 else ''}:"
                 f" {wanted[name]} {_FEWEST:,}, such as 512MB."

@@ -52,10 +52,10 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
     scheme = candidate.scheme
     recipe = scheme.recipe(plan.job)
     # A simulation has no launcher that tells the nodes, so give their size in ranks
-    if recipe.group in (None, NODE) and plan.machine.nodes > 1:
-        recipe = recipe.replace(group=plan.machine.local)
-    elif recipe.group == NODE:
-        recipe = recipe.replace(group=plan.machine.ranks)
+    if recipe.inner in (None, NODE) and plan.machine.nodes > 1:
+        recipe = recipe.in_groups_of(plan.machine.local)
+    elif recipe.inner == NODE:
+        recipe = recipe.in_groups_of(plan.machine.ranks)
     timed = not plan.machine.shared
     return simulate(
         plan.model if plan.job.lora_rank or isinstance(model, float) else model,

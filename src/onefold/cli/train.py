@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from onefold.cli.options import option, parameter, recipe_parameter, refuse, with_parameters
 from onefold.processes.claim import Claim
 from onefold.processes.signals import end_with_parent
-from onefold.recipe.options import DIVISION
+from onefold.recipe.core import DIVISION
 from onefold.train.config import OPTIONS, TrainConfig, read_options
 from onefold.train.output import run_of
 from onefold.wording import TrainError

@@ -100,7 +100,7 @@ class Dtypes:
         compute = dtype if keeps_dtype else recipe.parameters.dtype or dtype
         return cls(
             compute,
-            recipe.master_dtype if trainable else compute,
+            recipe.masters_dtype if trainable else compute,
             recipe.sums_dtype,
             recipe.gradients.wire or compute,
         )

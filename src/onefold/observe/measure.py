@@ -62,7 +62,7 @@ def measured(
     engine = engine_of(model)
     if ranks_per_node is not None and engine.group.topology.outer > 1:
         raise ValueError(
-            f"ranks_per_node={ranks_per_node} with group={engine.recipe.group!r}: what moves inside"
+            f"ranks_per_node={ranks_per_node} with group={engine.recipe.inner!r}: what moves inside"
             " groups and across them depends on where they are, and is known from the ledger only;"
             " leave ranks_per_node out."
         )

@@ -245,7 +245,7 @@ def recipe_for(
     if found.recommended is None:
         raise ValueError(found.why_not)
     recipe = found.recipe
-    return recipe.replace(notes=(*recipe.notes, _planned(found.recommended, ranks)))
+    return recipe.replace(remarks=(_planned(found.recommended, ranks),))
 
 
 def _planned(best: Candidate, ranks: int) -> str:

@@ -321,6 +321,6 @@ def topology_over(
         data: data ranks of the stage. A recipe's number of ranks is one of data ranks: holders that
             have the same data are in one group, and experts divide what it leaves.
     """
-    if isinstance(recipe.group, int):
-        return Topology(len(ranks), max(1, recipe.group * len(ranks) // data))
-    return Topology(len(ranks), inner_of(recipe.group, ranks, per_node))
+    if isinstance(recipe.inner, int):
+        return Topology(len(ranks), max(1, recipe.inner * len(ranks) // data))
+    return Topology(len(ranks), inner_of(recipe.inner, ranks, per_node))

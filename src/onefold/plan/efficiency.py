@@ -124,7 +124,7 @@ def work_of(step: StepPoint, machine: Machine, traced: bool = True) -> Work:
         step.calls,
         machine,
         resident=recipe.parameters.placement is Placement.REPLICATED,
-        at_boundary=recipe.reduce_at == "boundary",
+        at_boundary=recipe.reduces_at == "boundary",
         nccl=machine.measured is None or machine.measured.backend != "gloo",
     )
     return Work(

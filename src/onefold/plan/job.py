@@ -27,9 +27,10 @@ from typing import Any
 
 from onefold.plan.formulas import RECOMPUTE, Convention
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
+from onefold.recipe.core import NODES, OPTIONS
 from onefold.recipe.moments import bytes_an_element
 from onefold.recipe.optimizers import PLANNED, WHOLE
-from onefold.recipe.options import MOST, NODES, OPTIONS, Dtype, Precision, refuse_unknown
+from onefold.recipe.options import MOST, Dtype, Precision, refuse_unknown
 from onefold.recipe.tiers import Tier, disks
 
 #: Arguments of `Recipe.zero` about groups, codecs and frozen weights.
@@ -193,7 +194,7 @@ class Job:
         if PLANNED[self.optimizer].update != WHOLE:
             return
         on_disk = recipe.optimizer.tier.on_disk or OFFLOAD[self.offload or "none"].on_disk
-        low = recipe.stochastic_rounding and recipe.master_dtype.itemsize < 4
+        low = recipe.stochastic_rounding and recipe.masters_dtype.itemsize < 4
         for refused, what in (
             (on_disk, "states on NVMe are stepped chunk by chunk"),
             (recipe.step_in_backward, "step_in_backward=True steps pieces in the backward pass"),
@@ -274,7 +275,7 @@ class Job:
     def convention(self) -> Convention:
         """Bytes of a trained parameter by kind of state, by the recipe's rows."""
         rows, computed = self.recipe(3), COMPUTE_DTYPES[self.computes]
-        copy = rows.master_dtype.itemsize if computed != rows.master_dtype else 0
+        copy = rows.masters_dtype.itemsize if computed != rows.masters_dtype else 0
         return Convention(computed.itemsize, rows.sums_dtype.itemsize, copy + self.moment_bytes)
 
     @property
@@ -284,7 +285,7 @@ class Job:
 
         rows, count = self.recipe(3), MOMENTS_OF[self.optimizer]
         if rows.moments is None:
-            return count * rows.master_dtype.itemsize
+            return count * rows.masters_dtype.itemsize
         return round(bytes_an_element(rows.moments, count), 3)
 
     @property
@@ -365,7 +366,7 @@ class Scheme:
         """Arguments of `Recipe.zero` beside the job's own."""
         places = dict(OFFLOAD[self.offload].options)
         if self.share < 1:
-            places["offload_optimizer"] += f":{self.share!r}"
+            places["offload_amount"] = self.share
         return places | dict(self.way.options)
 
     def recipe(self, job: Job) -> Recipe:

@@ -216,7 +216,7 @@ class MeshQuestion:
             computed.itemsize,
             (recipe.gradients.wire or computed).itemsize,
             RECOMPUTED[checkpointing],
-            recipe.reduce_at == "micro-batch",
+            recipe.reduces_at == "micro-batch",
             recipe.reshard_after_forward,
         )
 

@@ -340,10 +340,10 @@ def _of_recipe(question: Question, shown: Candidate) -> Iterator[str]:
     divides = "second_copy" in asked or "shard_group" in asked
     if machine.ranks == 1 and (divides or "gather_codec" in asked or "reduce_codec" in asked):
         yield f"{', '.join(sorted(asked))}: no effect on one rank, from which nothing travels"
-    elif topology.outer == 1 and (named or divides) and recipe.group != FLAT:
-        why = "they are on one node" if recipe.group == "node" else "they are all"
+    elif topology.outer == 1 and (named or divides) and recipe.inner != FLAT:
+        why = "they are on one node" if recipe.inner == "node" else "they are all"
         yield (
-            f"group={recipe.group!r} makes one group of the {machine.ranks} ranks ({why}): nothing"
+            f"group={recipe.inner!r} makes one group of the {machine.ranks} ranks ({why}): nothing"
             " is divided inside groups only"
         )
     if recipe.frozen is not None:

@@ -181,7 +181,7 @@ class Replay:
         for k in range(micro_batches):
             last = k + 1 == micro_batches
             self._forward(k)
-            deferring = not last and self.recipe.reduce_at == "boundary"
+            deferring = not last and self.recipe.reduces_at == "boundary"
             self.holding = not last and not deferring and self.recipe.gradients.over == GROUP
             self._backward(k, deferring)
         self.ledger.add(OWNED, whole)

@@ -71,7 +71,7 @@ def topology_of(recipe: Recipe, ranks: int, per_node: int | None = None) -> Topo
     """Return the groups of a recipe. A node is `per_node` successive ranks; None: all ranks. Raises
     ValueError: the groups do not divide the ranks.
     """
-    return _topology(recipe.group, ranks, per_node)
+    return _topology(recipe.inner, ranks, per_node)
 
 
 def decided(recipe: Recipe, ranks: int, per_node: int | None, nccl: bool) -> Recipe:
@@ -285,7 +285,7 @@ def bound_of(
     rest = sum(sum(resting(f).values()) for u in units for f in u.flats)
     prefetch, in_flight = units_ahead(units, recipe), recipe.in_flight if recipe.overlap else 0
     gathered = [sum(f.gathered_bytes for f in u.flats if not f.resident) for u in units]
-    late, again = recipe.reduce_at == "boundary" and micro_batches > 1, micro_batches > 1
+    late, again = recipe.reduces_at == "boundary" and micro_batches > 1, micro_batches > 1
     names = outer(units)
     around = {u.path: g for g, u in zip(gathered, units, strict=True) if u.name in names}
     nested = max(

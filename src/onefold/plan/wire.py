@@ -120,7 +120,7 @@ def gather_legs(flat: ShardSpec, gathers: int) -> list[Leg]:
 def reduction_legs(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> list[Leg]:
     """Return the legs of one buffer's gradients, and of its sums to other ranks that hold them."""
     times = 1
-    phase: Phase = "last backward" if recipe.reduce_at == "boundary" else "backward"
+    phase: Phase = "last backward" if recipe.reduces_at == "boundary" else "backward"
     kind = "all-reduce" if flat.whole_master else "reduce-scatter"
     legs = []
     for hop, times in hops_in_a_step(flat, recipe, micro_batches):
@@ -162,7 +162,7 @@ def wire(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> d
 def calls_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int) -> dict[str, int]:
     """Return the collectives of a step by move: one for each flat buffer that travels."""
     out = dict.fromkeys(MOVES, 0)
-    reductions = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    reductions = micro_batches if recipe.reduces_at == "micro-batch" else 1
     for unit in units:
         for flat in unit.flats:
             out["all-gather"] += gathers_of(unit, flat, recipe, micro_batches)
@@ -225,7 +225,7 @@ def hops_in_a_step(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> list[
     """Return each hop of a reduction, and how often a step takes it. If gradients are divided in
     the group, the group's sums wait for the boundary and cross once.
     """
-    times = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    times = micro_batches if recipe.reduces_at == "micro-batch" else 1
     once = recipe.gradients.over == GROUP
     return [(hop, 1 if once and hop.level == "inter-group" else times) for hop in flat.hops]
 
@@ -300,7 +300,7 @@ def handled_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int 
 def _stored(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
     """Bytes of copies of gradients into the buffer that is reduced."""
     d = flat.dtypes
-    if recipe.reduce_at == "micro-batch" or micro_batches == 1:
+    if recipe.reduces_at == "micro-batch" or micro_batches == 1:
         return micro_batches * flat.numel * (d.compute.itemsize + d.wire.itemsize)
     first, more = d.compute.itemsize + d.sums.itemsize, d.compute.itemsize + 2 * d.sums.itemsize
     return flat.numel * (first + (micro_batches - 1) * more)
@@ -309,7 +309,7 @@ def _stored(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
 def _passed_on(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
     """Bytes of casts for further hops, and of sums on their way to the optimizer."""
     d, total, times = flat.dtypes, 0.0, 1
-    late = recipe.reduce_at == "boundary" and micro_batches > 1
+    late = recipe.reduces_at == "boundary" and micro_batches > 1
     for at, (hop, times) in enumerate(hops_in_a_step(flat, recipe, micro_batches)):
         # Parts for others are cast from the sums' dtype to the wire's; this rank's part stays, in
         # the wider dtype

@@ -1,27 +1,22 @@
-"""Room `recipe`: placements, tiers, dtypes, the presets, the tables of options and of known
-optimizers. Knows no modules and no processes.
-
-`options` and `optimizers` must not import torch, so the names below are imported on first use.
+"""Room `recipe`: the options of a recipe and the rows that they come to, tiers, dtypes, formats of
+moments, and the table of known optimizers. Knows no modules and no processes.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from onefold.recipe.core import Recipe
+from onefold.recipe.rows import PLACEMENTS_OF_STAGE, Placement, Row
+from onefold.recipe.tiers import Tier
+
 if TYPE_CHECKING:
-    from onefold.recipe.core import (
-        COMPUTE_DTYPES,
-        PLACEMENTS_OF_STAGE,
-        Placement,
-        Recipe,
-        Row,
-        Tier,
-    )
+    from onefold.recipe.dtypes import COMPUTE_DTYPES
 
 __all__ = ["COMPUTE_DTYPES", "PLACEMENTS_OF_STAGE", "Placement", "Recipe", "Row", "Tier"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name != "COMPUTE_DTYPES":
         raise AttributeError(f"module 'onefold.recipe' has no attribute {name!r}")
-    from onefold.recipe import core
+    from onefold.recipe.dtypes import COMPUTE_DTYPES  # it imports torch
 
-    return getattr(core, name)
+    return COMPUTE_DTYPES

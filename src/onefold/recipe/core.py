@@ -1,4 +1,5 @@
-"""The recipe: three rows that say where every byte of training state is stored and how it is sent.
+"""The recipe: its options, and the three rows that they come to, which say where every byte of
+training state is stored and how it is sent.
 
 | kind of state | placement              | tier                  | dtype stored            | dtype on the wire |
 |---------------|------------------------|-----------------------|-------------------------|-------------------|
@@ -10,31 +11,34 @@
 computes as it would without Onefold.
 
 A ZeRO stage is only a name for three placements (`PLACEMENTS_OF_STAGE`). The runtime reads the
-rows, never the stage.
+rows, not the stage.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Concatenate, Literal, ParamSpec
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from onefold.recipe.checks import check_dtype, check_recipe, divided_among, remarks, without_effect
-from onefold.recipe.moments import BLOCK, FORMATS
-from onefold.recipe.options import (
-    OPTIONS,
-    UNLIMITED,
-    EngineOptions,
-    ReduceAt,
-    ZeroOptions,
-    refuse_unknown,
+from onefold.recipe import options as of
+from onefold.recipe.options import Dtype, Folder, OffloadTier, Option, number, one_of, tier_of
+from onefold.recipe.rows import (
+    ALL,
+    FLAT,
+    GROUP,
+    NATIVE,
+    NODE,
+    PLACEMENTS_OF_STAGE,
+    Row,
 )
-from onefold.recipe.rows import FLAT, GROUP, NATIVE, NODE, Placement
-from onefold.recipe.tiers import ROWS, Tier, disks
+from onefold.recipe.tiers import ROWS, Tier
+
+if TYPE_CHECKING:
+    import torch
 
 #: Bytes of small units that may be gathered ahead, and of small reductions that may be in flight,
 #: beyond the counts `prefetch` and `in_flight`. For so few bytes latency dominates, and waiting for
@@ -46,112 +50,38 @@ SMALL_TRAFFIC = 256 << 10
 #: bandwidth dominates: one more would wait for the same link, and hold its buffers meanwhile.
 LARGE_TRAFFIC = 1 << 30
 
+DIVISION, NODES, TIERS, ENGINE = (
+    "How it is divided among the ranks",
+    "Between nodes, where links are slow",
+    "Where state is stored",
+    "How the engine works",
+)
+_BOTH, _TRAIN, _PLAN = ("train", "plan"), ("train",), ("plan",)
 
-@dataclass(frozen=True)
-class Row:
-    """One row of the recipe.
+
+def _option(
+    panel: str, default: Any, help: str, check: Any = None, commands: Any = _BOTH, kind: Any = None
+) -> Any:
+    """Return a field that is an option. Without `check` its type says which values it takes.
+    `kind`: what a caller gives, where a recipe keeps something else.
+    """
+    row = {"panel": panel, "help": help, "check": check, "commands": commands, "kind": kind}
+    return field(default=default, metadata=row)
+
+
+_division, _nodes, _tiers, _engine = (
+    functools.partial(_option, panel) for panel in (DIVISION, NODES, TIERS, ENGINE)
+)
+
+
+# fmt: off
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The options of `onefold.shard`; docs/options.md has a table. Its rows are computed from them.
 
     Attributes:
-        placement: replicated or sharded.
-        dtype: the dtype stored. None, for parameters only: each parameter's own.
-        wire: the dtype on the wire. None: not sent, or, for gradients, as the backward pass makes
-            them.
-        tier: where the row is stored.
-        over: the ranks that a sharded row is divided among: "all", or those of each "group".
-        codec: the codec on the wire; None sends plain values.
-        total: for gradients only, what ranks with different data make of theirs: "mean" or "sum".
-    """
-
-    placement: Placement
-    dtype: torch.dtype | None
-    wire: torch.dtype | None = None
-    tier: Tier = Tier.DEVICE
-    over: str = "all"
-    codec: str | None = None
-    total: Literal["mean", "sum"] = "mean"
-
-    def __post_init__(self) -> None:
-        if self.total not in ("mean", "sum"):
-            raise ValueError(f"total={self.total!r}: expected 'mean' or 'sum'.")
-        if not isinstance(self.placement, Placement):
-            raise ValueError(
-                f"placement={self.placement!r}: expected Placement.REPLICATED or Placement.SHARDED."
-            )
-        if not isinstance(self.tier, Tier):
-            raise ValueError(f"tier={self.tier!r}: expected one of {', '.join(map(str, Tier))}.")
-        check_dtype("dtype", self.dtype, optional=True)
-        check_dtype("wire", self.wire, optional=True)
-
-
-_R, _S = Placement.REPLICATED, Placement.SHARDED
-
-# stage -> (parameters, gradients, optimizer states). "Replicated" gradients stay whole until the
-# boundary.
-PLACEMENTS_OF_STAGE: Mapping[int, tuple[Placement, Placement, Placement]] = {
-    0: (_R, _R, _R),
-    1: (_R, _R, _S),
-    2: (_R, _S, _S),
-    3: (_S, _S, _S),
-}
-
-COMPUTE_DTYPES: Mapping[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-#: The values of options that name a dtype.
-DTYPES: Mapping[str, torch.dtype] = {"fp64": torch.float64, **COMPUTE_DTYPES}
-
-P = ParamSpec("P")
-_Preset = Callable[[type["Recipe"], Mapping[str, Any]], "Recipe"]
-
-
-def _takes(
-    options: Callable[P, ZeroOptions],
-) -> Callable[[_Preset], Callable[Concatenate[type[Recipe], P], Recipe]]:
-    """Decorate a preset: it takes the options as arguments and is given all of them, checked. Its
-    recipe has a note for each option that the caller gave and that has no effect.
-    """
-
-    def decorate(make: _Preset) -> Callable[Concatenate[type[Recipe], P], Recipe]:
-        @functools.wraps(make)
-        def preset(cls: type[Recipe], *stage: P.args, **given: P.kwargs) -> Recipe:
-            refuse_unknown(f"Recipe.{make.__name__}", given, OPTIONS)
-            asked = vars(options(*stage, **given))
-            recipe = make(cls, {name: row.read(asked[name]) for name, row in OPTIONS.items()})
-            told = {name: getattr(recipe, name) for name in given if name in _FIELDS}
-            return replace(recipe, notes=(*without_effect(recipe, told), *remarks(recipe)))
-
-        preset.__signature__ = _signature()  # type: ignore[attr-defined]
-        return preset
-
-    return decorate
-
-
-def _signature() -> inspect.Signature:
-    """Return the arguments of a preset: `stage`, and the other options by name."""
-    found = [inspect.Parameter("cls", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for option in OPTIONS.values():
-        positional, nothing = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-        kind = positional if option.default is ... else inspect.Parameter.KEYWORD_ONLY
-        default = nothing if option.default is ... else option.default
-        found.append(inspect.Parameter(option.name, kind, default=default, annotation=option.type))
-    return inspect.Signature(found, return_annotation="Recipe")
-
-
-@dataclass(frozen=True)
-class Recipe(EngineOptions):
-    """The options of `onefold.shard`. Build one with `Recipe.zero`, or row by row.
-
-    Attributes:
-        parameters: where parameters are stored, and how they are sent.
-        gradients: the same for gradients.
-        optimizer: the same for master weights and optimizer states.
-        offload_share: the share of the optimizer's states that is stored on their row's tier
-            (`offload_optimizer=0.6` of `zero`). The last units of the model are offloaded first:
-            their transfers overlap with the rest of the backward pass and the next forward pass.
-        offload_bytes: the same as a budget, in bytes of each rank (`offload_optimizer="6GB"`).
-        offload_activations: bytes of host memory.
+        offload_amount: the last units of the model are offloaded first: their transfers overlap with
+            the rest of the backward pass and the next forward pass.
         prefetch: units gathered ahead, on each level. With groups there are two levels, inter-group
             and intra-group, so that each link can carry a unit. Unless it is 0, small units of up
             to SMALL_TRAFFIC bytes together do not count; the same holds for `in_flight`. Units of
@@ -161,118 +91,217 @@ class Recipe(EngineOptions):
             of the units that the forward pass uses last); False keeps them gathered (2Ψ).
         sync_buffers: which buffers rank 0 sends, at the same times as DDP: in the first pass, and
             in each pass after one with gradients outside `no_sync`.
-        moments: the format in which Adam's moments are stored. Steps compute in fp32. Moments of
-            fp64 parameters stay fp64.
+        moments: steps compute in fp32. Moments of fp64 parameters stay fp64.
+        remarks: sentences of who made the recipe.
         stochastic_rounding: random numbers depend only on the step and the element's index in its
             parameter.
         reduce: "ordered" sends gradients unchanged and adds them in rank order in the accumulation
             dtype: all stages have the same bits. "native" lets the backend (NCCL) add them, in the
             wire dtype and in its own order: stages agree within rounding. None decides: see
             `with_sums`.
-        notes: sentences about options that have no effect; `shard` logs them once.
 
-    The other fields are options of `Recipe.zero`: docs/options.md has a table.
+    Raises:
+        ValueError: an invalid value, or options that contradict each other; the message says what
+            to write.
     """
 
-    parameters: Row
-    gradients: Row
-    optimizer: Row
-    offload_share: float = 1.0
-    offload_bytes: int | None = None
-    offload_activations: int | None = None
-    nvme: tuple[str, ...] = ()
-    units: tuple[str | type, ...] | None = None
-    notes: tuple[str, ...] = field(default=(), compare=False)
+    stage: int = field(kw_only=False, metadata={"panel": DIVISION, "help": "ZeRO stage: what is divided among the ranks; 0 is DDP.",
+        "check": None, "commands": _BOTH, "kind": of.Stage})
+    precision: of.Precision | None = _division(None,
+        "Compute precision (default: as the model is). Master weights and sums are fp32 either way.")
+    wire: Dtype | None = _division(None, "Dtype in which gradients are sent (default: as the backward pass makes them).", commands=())
+    master_dtype: Dtype = _division("fp32", "Dtype of the weights that the optimizer steps.", commands=())
+    accumulate_dtype: Dtype = _division("fp32", "Dtype in which gradients are summed and stored.", commands=_PLAN)
+    reduce_op: Literal["mean", "sum"] = _division("mean",
+        "What a gradient is of those that ranks with different data have: their mean, or their"
+        " sum (for losses that are divided by the number of tokens on all ranks).", commands=())
+    units: Any = _division(None, "Modules that become units, by name or class, comma separated (default: the repeated block).",
+        of.unit_names, _TRAIN, Sequence[str | type] | None)
+    reduce_at: Literal["micro-batch", "boundary"] | None = _division(None,
+        "When stages 2 and 3 reduce gradients (default: every micro-batch).")
+
+    shard_group: int | Literal["node"] | None = _nodes(None,
+        "HSDP, MiCS: divide state within such groups only, and sum gradients over the groups once a step.")
+    optimizer_over: Literal["all"] | None = _nodes(None,
+        "With a shard group: divide optimizer states over all ranks nevertheless; stage 3.")
+    second_copy: bool = _nodes(False,
+        "ZeRO++ hpZ: a second copy of the parameters, sharded within each group, to gather from; renewed once a step; stage 3.")
+    gather_codec: of.WireCodec | None = _nodes(None, "ZeRO++ qwZ: the format in which parameters are sent; stage 3.")
+    reduce_codec: of.WireCodec | None = _nodes(None, "ZeRO++ qgZ: the format in which gradients are sent; they are summed in fp32.")
+    group: int | Literal["node", "flat"] | None = _nodes(None,
+        "Ranks of a group; gathers and reductions are intra-group, then inter-group: node (the launcher's),"
+        " a number of ranks, or flat: no groups (default: node where there are several).")
+    reduce: Literal["ordered", "native"] | None = _nodes(None,
+        "Who adds gradients up: ordered, with the same bits at every stage; native, the backend (not gloo)"
+        " (default: ordered; native where every rank sends to every other over nodes of several ranks).")
+    frozen: of.FrozenCodec | None = _nodes(None,
+        "Format in which frozen matrices are stored and sent (nf4 under adapters: QLoRA); stage 3.")
+
+    offload_optimizer: Any = _tiers(None, "Where masters and moments are stored.", tier_of("optimizer"), kind=OffloadTier | None)
+    offload_amount: Any = _tiers(None,
+        "How much of them: a share (0.6), or a budget of each rank (6GB); default: all.", of.share_or_size, kind=str | float | None)
+    offload_gradients: Any = _tiers(None,
+        "Where gradients wait for the step (default: with the optimizer).", tier_of("gradients"), kind=OffloadTier | None)
+    offload_param: Any = _tiers(None,
+        "Where parameters are stored between uses; stage 3 only.", tier_of("parameters"), kind=OffloadTier | None)
+    offload_activations: Any = _tiers(None,
+        "Host memory for activations between forward and backward: cpu for as much as it takes, or a budget (8GB).",
+        of.room, kind=str | int | None)
+    nvme: Any = _tiers(None,
+        "Folder on the disk for state on NVMe; data is striped over several.", of.folders, kind=Folder | Sequence[Folder] | None)
+    nvme_threads: int = _tiers(4, "Concurrent transfers to and from the disk.", number(1, 64, "a number of threads from 1 to 64"), ())
+    chunk: int = _tiers(1 << 21, "With states on NVMe: elements stepped at a time.",
+        number(16 * of.SECTOR, of.MOST, f"a number of elements, a multiple of {of.SECTOR} from {16 * of.SECTOR} up"), ())
+    moments: of.Moments | None = _tiers(None, "Format in which Adam's moments are stored, on any tier (default: as torch makes them);"
+        " int8, fp8 and int4 need torchao.")
+    stochastic_rounding: bool = _tiers(False, "Round moments and masters to bf16 stochastically: unbiased.", commands=_TRAIN)
+    step_in_backward: bool = _tiers(False, "Step offloaded units in the backward pass; nothing may look at gradients before the step.")
+
+    reshard_after_forward: bool = _engine(True,
+        "Drop sharded parameters after the forward pass and gather them again in backward.", commands=())
+    prefetch: int = _engine(1,
+        "Units gathered ahead of their use (above 1 GiB together: one).", number(0, math.inf, "a whole number of units, 0 or more"), ())
+    in_flight: int = _engine(2, "Reductions under way while the backward pass goes on (above 1 GiB together, sent and received: one).",
+        number(0, math.inf, "a whole number of units, 0 or more"), ())
+    overlap: bool = _engine(True, "False: no prefetch and nothing in flight, for debugging; the same bits.", commands=())
+    cast_inputs: bool = _engine(True, "Cast floating-point inputs to the precision that is named.", commands=())
+    sync_buffers: bool | Literal["norms"] = _engine(True,
+        "Buffers that become rank 0's before a forward pass, when DDP would send them: all, those of norms, or none.", commands=())
+    elementwise_optimizer: bool | None = _engine(None,
+        "Assert that the optimizer treats every element alike, where a trial cannot tell (default: it is tried).", commands=())
+    whole: Any = _engine(None,
+        "Which parameter groups are stepped as whole matrices, each by one owner: True for all, False for none, or patterns of"
+        " names for the groups of such parameters (default: those whose update looks at whole matrices, as a trial shows).",
+        of.whole_groups, (), bool | Sequence[str] | None)
+    stall_timeout: float = _engine(300.0, "Seconds a rank waits for the others before every rank gets an error.",
+        number(1e-9, 1e9, "a finite number of seconds above 0, and below 1e9", whole=False), _TRAIN)
+    # fmt: on
+    remarks: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        for name in ROWS:
-            if not isinstance(getattr(self, name), Row):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}: expected a Row(placement, dtype, wire)."
-                )
-            if name != "parameters":
-                check_dtype(f"{name}.dtype", getattr(self, name).dtype)
-        for option in (OPTIONS[name] for name in _FIELDS & OPTIONS.keys()):
-            value = getattr(self, option.name)
-            # A recipe has () for no folders, `zero` takes None
-            none = option.repeated and not value
-            object.__setattr__(self, option.name, option.read(None if none else value))
-        if self.reduce_at is None:
-            object.__setattr__(self, "reduce_at", _usual_time(self.gradients.placement))
-        check_recipe(self)
-        fields = self.__dataclass_fields__
-        given = {
-            name: getattr(self, name)
-            for name in _FIELDS - {"reduce_at"}
-            if getattr(self, name) != fields[name].default
-        }
-        found = [*self.notes, *without_effect(self, given), *remarks(self)]
-        object.__setattr__(self, "notes", tuple(dict.fromkeys(found)))
-
-    # -- presets -----------------------------------------------------------------------------------
+        for option in OPTIONS.values():
+            object.__setattr__(self, option.name, option.read(getattr(self, option.name)))
+        check(self)
 
     @classmethod
-    @_takes(ZeroOptions)
-    def zero(cls, given: Mapping[str, Any]) -> Recipe:
-        """Return the recipe of a ZeRO stage (Rajbhandari et al. 2020, section 5). Takes the fields
-        of `ZeroOptions`; docs/options.md has a table of them.
-
-        Raises:
-            ValueError: an unknown option, an invalid value, or options that contradict each other;
-                the message says what to write.
+    def zero(cls, stage: int, **options: Any) -> Recipe:
+        """Return the recipe of a ZeRO stage (Rajbhandari et al. 2020, section 5). It is `Recipe`
+        itself with a word for a misspelt option.
         """
-        optimizer_tier, share, budget = given["offload_optimizer"]
-        over, group = divided_among(given)
-        compute = DTYPES[given["precision"]] if given["precision"] is not None else None
-        gradients_tier = given["offload_gradients"]
-        if gradients_tier is Tier.DEVICE:
-            there = "gradients" in optimizer_tier.holds
-            gradients_tier = optimizer_tier if there else Tier.HOST
-        p, g, o = PLACEMENTS_OF_STAGE[given["stage"]]
-        parameters = Row(
-            p,
-            compute,
-            compute if p is _S or o is _S else None,
-            given["offload_param"],
-            over["parameters"],
-            given["gather_codec"],
-        )
-        gradients = Row(
-            g,
-            DTYPES[given["accumulate_dtype"]],
-            DTYPES[given["wire"]] if given["wire"] is not None else compute,
-            gradients_tier,
-            over["gradients"],
-            given["reduce_codec"],
-            given["gradients"],
-        )
-        optimizer = Row(
-            o, DTYPES[given["master_dtype"]], tier=optimizer_tier, over=over["optimizer"]
-        )
-        kept = {name: value for name, value in given.items() if name in _FIELDS}
-        kept["group"] = group
-        return cls(
-            parameters, gradients, optimizer, offload_share=share, offload_bytes=budget, **kept
-        )
+        of.refuse_unknown("Recipe.zero", options, OPTIONS)
+        return cls(stage, **options)
 
     def replace(self, **changes: Any) -> Recipe:
-        """Return a copy with some fields changed, checked again.
+        """Return a copy with some options changed, checked again.
 
         Raises:
-            ValueError: an unknown field or an invalid value.
+            ValueError: an unknown option or an invalid value.
         """
-        refuse_unknown("a recipe", changes, self.__dataclass_fields__)
-        if "reduce_at" not in changes and self.reduce_at == _usual_time(self.gradients.placement):
-            changes["reduce_at"] = None  # the default of the new gradient row
-        if "notes" not in changes:
-            # Drop notes about options without effect: they are made again for the copy
-            changes["notes"] = tuple(n for n in self.notes if " has no effect " not in n)
-            given = {name: value for name, value in changes.items() if name in _FIELDS}
-            copy = replace(self, **changes)
-            return replace(copy, notes=(*copy.notes, *without_effect(copy, given)))
+        of.refuse_unknown("a recipe", changes, {*OPTIONS, "remarks"})
         return replace(self, **changes)
 
-    # -- derived values ----------------------------------------------------------------------------
+    def in_groups_of(self, ranks: Any) -> Recipe:
+        """Return a copy whose groups have so many ranks, or are those that a word names."""
+        return self.replace(**{"group" if self.shard_group is None else "shard_group": ranks})
+
+    # -- what the options come to ------------------------------------------------------------------
+
+    @functools.cached_property
+    def _rows(self) -> dict[str, Row]:
+        from onefold.recipe.dtypes import DTYPES
+
+        dtype: dict[Any, Any] = {None: None, **DTYPES}
+        sharded, in_groups = self.stage > 0, self.shard_group is not None
+        states, gradients = self.offload_optimizer, self.offload_gradients
+        dtypes = (self.precision, self.accumulate_dtype, self.master_dtype)
+        wires = (self.precision if sharded else None, self.wire or self.precision, None)
+        tiers = (self.offload_param, states if gradients is Tier.DEVICE else gradients, states)
+        grouped = (
+            in_groups or self.second_copy,
+            in_groups,
+            in_groups and self.optimizer_over is None,
+        )
+        codecs = (self.gather_codec, self.reduce_codec, None)
+        return {
+            name: Row(placement, dtype[rest], dtype[wire], tier, GROUP if one else ALL, codec)
+            for name, placement, rest, wire, tier, one, codec in zip(
+                ROWS, PLACEMENTS_OF_STAGE[self.stage], dtypes, wires, tiers, grouped, codecs,
+                strict=True,
+            )
+        }  # fmt: skip
+
+    @property
+    def parameters(self) -> Row:
+        """Where parameters are stored, and how they are sent."""
+        return self._rows["parameters"]
+
+    @property
+    def gradients(self) -> Row:
+        """The same for gradients."""
+        return self._rows["gradients"]
+
+    @property
+    def optimizer(self) -> Row:
+        """The same for master weights and optimizer states."""
+        return self._rows["optimizer"]
+
+    @property
+    def inner(self) -> Any:
+        """The ranks of a group, if moves run inside groups and then between them: "node" or a
+        number; "flat" or None as of the option `group`.
+        """
+        return self.shard_group or self.group or (NODE if self.second_copy else None)
+
+    @property
+    def reduces_at(self) -> str:
+        """When gradients are reduced: "micro-batch" or "boundary"."""
+        return self.reduce_at or ("boundary" if self.stage < 2 else "micro-batch")
+
+    @property
+    def offload_share(self) -> float:
+        """The share of the optimizer's states that is stored on their row's tier."""
+        return self.offload_amount if isinstance(self.offload_amount, float) else 1.0
+
+    @property
+    def offload_bytes(self) -> int | None:
+        """The same as a budget, in bytes of each rank; None for no limit."""
+        return self.offload_amount if isinstance(self.offload_amount, int) else None
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype that parameters and inputs are converted to; None computes in each parameter's
+        own dtype.
+        """
+        return self.parameters.dtype
+
+    @property
+    def masters_dtype(self) -> torch.dtype:
+        """The dtype of the weights that the optimizer steps."""
+        assert self.optimizer.dtype is not None
+        return self.optimizer.dtype
+
+    @property
+    def sums_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are added up."""
+        assert self.gradients.dtype is not None
+        return self.gradients.dtype
+
+    @property
+    def disk(self) -> Tier | None:
+        """The tier of files that some of the state is stored on; None: all of it is in memory."""
+        return next((row.tier for row in self._rows.values() if row.tier.on_disk), None)
+
+    def folders_of(self, tier: Tier | None) -> tuple[str, ...]:
+        """Return the folders that were named for a tier of files; () for memory and for None."""
+        found: tuple[str, ...] = getattr(self, tier.folders) if tier and tier.folders else ()
+        return found
+
+    @property
+    def block(self) -> int:
+        """Elements in a block that ranks must not divide; 0 if there are no blocks."""
+        from onefold.recipe.moments import BLOCK, FORMATS
+
+        return BLOCK if self.moments is not None and FORMATS[self.moments].packed else 0
 
     def units_ahead(self, two_levels: bool) -> int:
         """Return how many units are gathered ahead of use. `two_levels`: there are several groups
@@ -292,152 +321,163 @@ class Recipe(EngineOptions):
             native: the backend has sums of its own (NCCL).
             flat_over_nodes: see above; `onefold.comm.communicators.flat_over`.
         """
-        decides = self.reduce is None and self.gradients.codec is None
+        decides = self.reduce is None and self.reduce_codec is None
         return replace(self, reduce=NATIVE) if decides and native and flat_over_nodes else self
 
-    @property
-    def disk(self) -> Tier | None:
-        """The tier of files that some of the state is stored on; None: all of it is in memory."""
-        rows = self.parameters, self.gradients, self.optimizer
-        return next((row.tier for row in rows if row.tier.on_disk), None)
+    # -- in words ----------------------------------------------------------------------------------
 
-    def folders_of(self, tier: Tier | None) -> tuple[str, ...]:
-        """Return the folders that were named for a tier of files; () for memory and for None."""
-        found: tuple[str, ...] = getattr(self, tier.folders) if tier and tier.folders else ()
-        return found
-
-    @property
-    def stage(self) -> int | None:
-        """The ZeRO stage with these placements, or None. For display only: the runtime does not
-        read it.
+    @functools.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each option that was given and has no effect, and the remarks of who made the
+        recipe; `shard` logs them once.
         """
-        rows = (self.parameters.placement, self.gradients.placement, self.optimizer.placement)
-        return next(
-            (s for s, placements in PLACEMENTS_OF_STAGE.items() if placements == rows), None
-        )
+        return (*without_effect(self), *self.remarks)
 
     @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """The dtype that parameters and inputs are converted to; None computes in each parameter's
-        own dtype.
-        """
-        return self.parameters.dtype
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """The dtype of the weights that the optimizer steps."""
-        assert self.optimizer.dtype is not None
-        return self.optimizer.dtype
-
-    @property
-    def sums_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are added up."""
-        assert self.gradients.dtype is not None
-        return self.gradients.dtype
-
-    @property
-    def block(self) -> int:
-        """Elements in a block that ranks must not divide; 0 if there are no blocks."""
-        return BLOCK if self.moments is not None and FORMATS[self.moments].packed else 0
+    def given(self) -> dict[str, Any]:
+        """The options that are not at their defaults."""
+        every = {name: getattr(self, name) for name in OPTIONS if name != "stage"}
+        return {n: v for n, v in every.items() if v != OPTIONS[n].read(OPTIONS[n].default)}
 
     def describe(self) -> str:
-        """Return the recipe as a table like the one in this module's docstring."""
+        """Return the recipe as a table like the one in this module's docstring, the options that
+        were given, and the notes.
+        """
         lines = [f"{'':12}{'placement':12}{'tier':8}{'at rest':10}{'wire':10}"]
-        for name in ROWS:
-            row: Row = getattr(self, name)
+        for name, row in self._rows.items():
             at_rest, wire = self.in_words(name)
-            lines.append(
-                f"{name:12}{row.placement.value:12}{row.tier.value:8}{at_rest:10}{wire or '-':10}"
-            )
-        again = (
-            "gathered again in backward"
-            if self.reshard_after_forward
-            else "kept from forward to backward"
-        )
-        tail = [f"gradients reduced at the {self.reduce_at}"]
-        if self.parameters.placement is _S:
-            tail.append(f"parameters {again}")
-        tail += self._tails() + self._levels()
-        return "\n".join([*lines, "; ".join(tail), *self.notes])
+            place, tier = row.placement.value, row.tier.value
+            lines.append(f"{name:12}{place:12}{tier:8}{at_rest:10}{wire or '-':10}")
+        given = "; ".join(f"{name}={_said(value)}" for name, value in self.given.items())
+        return "\n".join([*lines, *([given] if given else []), *self.notes])
 
     def in_words(self, name: str) -> tuple[str, str]:
         """Return the dtypes of a row, stored and on the wire, as a table shows them: by name,
         "model's" for each parameter's own, "" if not sent.
         """
-        row: Row = getattr(self, name)
-        at_rest = _short(row.dtype) if row.dtype is not None else MODELS
-        if row.wire is not None:
-            return at_rest, _short(row.wire)
-        if name == "gradients":  # as the backward pass makes them
-            return at_rest, _short(self.compute_dtype) if self.compute_dtype is not None else MODELS
-        travels = (
-            name == "parameters"
-            and row.dtype is None
-            and _S in (row.placement, self.optimizer.placement)
-        )
-        return at_rest, MODELS if travels else ""
-
-    def _levels(self) -> list[str]:
-        """Return phrases about groups and codecs, for `describe`."""
-        rows = {
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimizer states": self.optimizer,
-        }
-        tail = []
-        in_group = [name for name, row in rows.items() if row.over == GROUP]
-        what = (
-            f"{', '.join(in_group)} divided inside each"
-            if in_group
-            else "moves are intra-group and inter-group"
-        )
-        if self.group is None:
-            tail.append("moves are intra-node and inter-node, where there are several nodes")
-        elif self.group == FLAT:
-            tail.append("moves go from every rank to every other")
-        else:
-            tail.append(
-                f"groups: {'nodes' if self.group == NODE else f'of {self.group} ranks'}, {what}"
-            )
-        tail += [f"{name} travel as {row.codec}" for name, row in rows.items() if row.codec]
-        if self.frozen:
-            tail.append(f"frozen weights are stored as {self.frozen}")
-        if self.gradients.total == "sum":
-            tail.append("gradients are summed over ranks, not averaged")
-        if self.reduce == NATIVE:
-            tail.append("gradients added by the backend, in the dtype of the wire")
-        return tail
-
-    def _tails(self) -> list[str]:
-        """Return phrases about tiers and formats, for `describe`."""
-        tail = []
-        if self.moments is not None:
-            tail.append(f"moments in {self.moments}")
-        if self.stochastic_rounding:
-            tail.append("stochastic rounding to bf16")
-        if self.offload_bytes is not None or self.offload_share < 1:
-            share, budget = f"{self.offload_share:.0%} of the states", self.offload_bytes
-            amount = share if budget is None else f"{budget:,} bytes of states a rank"
-            tail.append(f"{amount} off the device, the last units first")
-        if self.step_in_backward:
-            tail.append("offloaded units stepped in the backward pass")
-        if (room := self.offload_activations) is not None:
-            most = "" if room >= UNLIMITED else f" up to {room:,} bytes"
-            tail.append(f"activations on the host{most}")
-        for tier in disks():
-            if folders := self.folders_of(tier):
-                tail.append(f"{tier.title}: {', '.join(folders)}")
-        return tail
+        row = self._rows[name]
+        sent = name == "gradients" or (name == "parameters" and self.stage > 0)
+        return _short(row.dtype), _short(row.wire or self.compute_dtype) if sent else ""
 
 
 #: The name of each parameter's own dtype in a table.
 MODELS = "model's"
-_FIELDS = frozenset(Recipe.__dataclass_fields__) - {*ROWS, "notes"}
-
-
-def _usual_time(gradients: Placement) -> ReduceAt:
-    return "boundary" if gradients is _R else "micro-batch"
 
 
 def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.") if dtype is not None else MODELS
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Tier):
+        return repr(value.option)
+    if value == of.UNLIMITED:
+        return "'cpu'"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(one if isinstance(one, str) else one.__name__ for one in value) + "]"
+    return f"{value:,} bytes" if isinstance(value, int) and value >= 1e6 else repr(value)
+
+
+def _table() -> dict[str, Option]:
+    """Return the options, panel by panel."""
+    kinds, found = typing.get_type_hints(Recipe), []
+    for one in (each for each in fields(Recipe) if each.metadata):
+        row = dict(one.metadata)
+        kind = row.pop("kind") or kinds[one.name]
+        row["check"] = row["check"] or one_of(kind)
+        found.append(Option(one.name, kind, ... if one.default is MISSING else one.default, **row))
+    return {option.name: option for option in found}
+
+
+OPTIONS: Mapping[str, Option] = _table()
+Recipe.zero.__func__.__signature__ = inspect.signature(Recipe.__init__)  # type: ignore[attr-defined]
+
+
+# -- the options together --------------------------------------------------------------------------
+
+
+def check(r: Recipe) -> None:
+    """Raise ValueError if no run can follow the recipe; the message says what to change."""
+    p, g, o = r.parameters.tier, r.gradients.tier, r.optimizer.tier
+    device, disk = Tier.DEVICE, r.disk
+    sector = of.SECTOR
+    if r.moments is not None and o.on_disk:
+        from onefold.recipe.moments import FORMATS
+
+        sector *= max(1, FORMATS[r.moments].block // 4)
+    in_groups, divided = r.shard_group, r.stage > 2
+    wrong: tuple[tuple[Any, str], ...] = (
+        (r.stage < 2 and r.reduce_at == "micro-batch",
+         f"stage {r.stage} keeps gradients whole until the boundary, so reduce_at='micro-batch' cannot apply: use stage 2 or 3, or leave"
+         " reduce_at out."),
+        (p is not device and not divided,
+         f"offload_param={p.option!r} at stage {r.stage}, where every rank computes from all parameters all the time: use stage 3, or leave"
+         " offload_param out."),
+        (p.on_disk and o is not p,
+         f"parameters {p.where} with optimizer states elsewhere would keep three times as many bytes in the faster memory: give"
+         f" offload_optimizer={p.option!r} too."),
+        ((o is device) != (g is device) or (g.on_disk and g is not o),
+         f"gradients are stored on {g.value!r} and the optimizer's states on {o.value!r}: gradients go where the states are stepped,"
+         f" or to the"
+         " host for states on NVMe."),
+        (disk is not None and not r.folders_of(disk),
+         f"the recipe keeps state {disk and disk.where} but names no folder: give nvme='/path/on/the/disk', or a list of such."),
+        (r.chunk % sector, f"chunk={r.chunk}: expected a multiple of {sector} elements, which fill whole sectors of {of.SECTOR} bytes."),
+        (r.step_in_backward and o is device,
+         "step_in_backward=True steps offloaded states in the backward pass; offload_optimizer says where they are."),
+        (r.optimizer_over and not in_groups,
+         f"optimizer_over={r.optimizer_over!r} needs a shard_group that parameters and gradients are divided in."),
+        (in_groups and r.group is not None,
+         f"shard_group={in_groups!r} and group={r.group!r}: they are the same groups; give one of them."),
+        (in_groups and r.second_copy,
+         "second_copy=True with a shard_group: parameters are divided inside the group already; leave one of them out."),
+        (in_groups and r.stage < 1, "at stage 0 nothing is divided, over a shard_group neither: use stage 1, 2 or 3."),
+        ((r.second_copy or r.optimizer_over) and not divided,
+         "a second copy, or optimizer states over more ranks than the parameters, needs sharded parameters: stage 3."),
+        (r.second_copy and r.group == FLAT,
+         "second_copy=True is divided over a group, but the recipe says group='flat': give group='node' or a number of ranks."),
+        (r.gather_codec and not divided,
+         f"gather_codec={r.gather_codec!r}: parameters that are kept whole are gathered in full; use stage 3."),
+        (r.frozen and not divided, f"frozen={r.frozen!r}: below stage 3 every rank keeps the whole weights to compute with; use stage 3."),
+        (r.frozen and p is not device,
+         f"frozen={r.frozen!r} with offload_param: frozen weights are stored encoded on the device; leave one of them out"
+         f" (offload_optimizer"
+         " may stay)."),
+        (r.reduce_codec and r.stage < 1, f"reduce_codec={r.reduce_codec!r}: stage 0 reduces and gathers sums; use stage 1, 2 or 3."),
+        (r.reduce_codec and r.accumulate_dtype != "fp32",
+         f"reduce_codec={r.reduce_codec!r} with accumulate_dtype={r.accumulate_dtype!r}: encoded gradients are summed in fp32; leave"
+         " accumulate_dtype out."),
+        (r.reduce_codec and r.reduce == NATIVE,
+         f"reduce='native' with reduce_codec={r.reduce_codec!r}: a backend cannot add encoded gradients; leave one of them out."),
+    )  # fmt: skip
+    for holds, sentence in wrong:
+        if holds:
+            raise ValueError(sentence)
+
+
+def without_effect(r: Recipe) -> list[str]:
+    """Return a sentence for each option that was given and has no effect: none is silently
+    ignored.
+    """
+    below = f"at stage {r.stage}: it is about gathering sharded parameters (stage 3)"
+    idle: tuple[tuple[Any, tuple[str, ...], str], ...] = (
+        (r.stage < 3, ("prefetch", "reshard_after_forward"), below),
+        (not r.overlap, ("prefetch", "in_flight"), "under overlap=False"),
+        (r.precision in (None, "fp32"), ("cast_inputs",), "where no 16-bit precision is named: inputs stay as they come"),
+        (r.stage < 1, ("elementwise_optimizer", "whole"), "at stage 0: every optimizer sees whole parameters"),
+        ("bf16" not in (r.moments, r.master_dtype), ("stochastic_rounding",),
+         "where nothing is rounded to bf16: give moments='bf16' or master_dtype='bf16'"),
+        (r.optimizer.tier is Tier.DEVICE, ("offload_amount",), "where the optimizer's states stay on the device: give offload_optimizer"),
+        (r.disk is None, ("nvme", "chunk", "nvme_threads"), "where no state is stored on NVMe"),
+    )  # fmt: skip
+    said: dict[str, str] = {}
+    for holds, names, why in idle:
+        for name in names:
+            if holds and name in r.given:
+                said.setdefault(name, f"{name}={_said(getattr(r, name))} has no effect {why}.")
+    moves = r.offload_param is not Tier.DEVICE and r.optimizer.tier is Tier.DEVICE
+    only = (
+        f"offload_param={r.offload_param.option!r} without offload_optimizer moves frozen parameters"
+        " only: trained ones are gathered from their master weights, which stay on the device."
+    )
+    return [*said.values(), *([only] if moves else [])]

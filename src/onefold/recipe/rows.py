@@ -1,5 +1,5 @@
-"""The vocabulary of recipe rows: placements, and the ranks that a row is divided among. tiers.py has
-the tiers.
+"""The rows of a recipe: what it comes to for parameters, gradients and optimizer states. Their tiers
+are in tiers.py; here are placements, and the ranks that a row is divided among.
 
 Ranks are arranged in groups, usually the ranks of a node, because links inside a node are faster
 than between nodes. If the launcher says that there are several nodes, everything moves over two
@@ -25,7 +25,14 @@ Sources: Zhao et al. 2023 (PyTorch FSDP, hybrid sharding), Zhang et al. 2022 (Mi
 from __future__ import annotations
 
 import enum
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from onefold.recipe.tiers import Tier
+
+if TYPE_CHECKING:
+    import torch
 
 #: Values of `Row.over`.
 ALL, GROUP = "all", "group"
@@ -44,3 +51,35 @@ class Placement(enum.Enum):
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
+
+
+_R, _S = Placement.REPLICATED, Placement.SHARDED
+#: stage -> (parameters, gradients, optimizer states). "Replicated" gradients stay whole until the
+#: boundary.
+PLACEMENTS_OF_STAGE: Mapping[int, tuple[Placement, Placement, Placement]] = {
+    0: (_R, _R, _R),
+    1: (_R, _R, _S),
+    2: (_R, _S, _S),
+    3: (_S, _S, _S),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a recipe says of one kind of state.
+
+    Attributes:
+        placement: replicated or sharded.
+        dtype: the dtype stored. None, for parameters only: each parameter's own.
+        wire: the dtype on the wire. None: not sent, or as the model or its backward pass makes it.
+        tier: where the row is stored.
+        over: the ranks that a sharded row is divided among: "all", or those of each "group".
+        codec: the codec on the wire; None sends plain values.
+    """
+
+    placement: Placement
+    dtype: torch.dtype | None
+    wire: torch.dtype | None = None
+    tier: Tier = Tier.DEVICE
+    over: str = ALL
+    codec: str | None = None

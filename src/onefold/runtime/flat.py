@@ -293,7 +293,7 @@ class Flat:
         # ranks that they were made of; see [Note: the mean over ranks] in runtime/reduce_paths.py
         self.scales_late = dtypes.wire != dtypes.sums
         self.early_scale = ranks.scale_of_mean if self.scales_late else ranks.scale
-        if recipe.gradients.total == "sum":
+        if recipe.reduce_op == "sum":
             self.early_scale *= ranks.data
         # The hop that sends sums on to the other ranks that hold them too; None if none do
         self.broadcast_back = self.hops[-1] if spec.broadcast_back else None

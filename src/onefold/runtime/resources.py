@@ -193,7 +193,7 @@ class Progress:
         self.last_failure: BaseException | None = None
         self.closed = False
         self._several = group.size > 1
-        self._defers = recipe.reduce_at == "boundary"
+        self._defers = recipe.reduces_at == "boundary"
         # In groups of one rank there is no sum to hold
         self._holds = (
             not self._defers

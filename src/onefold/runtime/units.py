@@ -260,7 +260,7 @@ def offload_notes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]
     if recipe.offload_bytes is None or offloaded_of_sizes(sizes, recipe, ranks) or not any(sizes):
         return []
     return [
-        f"offload_optimizer: {recipe.offload_bytes:,} bytes a rank are too few for the states of"
+        f"offload_amount: {recipe.offload_bytes:,} bytes a rank are too few for the states of"
         " any unit, so all of them stay on the device. Give more, or a share such as 0.5 (units go"
         " as a whole)."
     ]

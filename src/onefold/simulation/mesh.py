@@ -136,7 +136,7 @@ def simulate_mesh(
     begun = time.perf_counter()
     index, number = divmod(rank, degrees.ranks // degrees.pp)
     stage = stages_of(model, degrees)[index]
-    if recipe.group is None and per_node is None:
+    if recipe.inner is None and per_node is None:
         recipe = recipe.replace(group=FLAT)
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.device_mesh import init_device_mesh

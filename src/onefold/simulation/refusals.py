@@ -25,7 +25,7 @@ def check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer: 
             "a simulation computes nothing, so nothing is encoded in it, and the recipe has"
             f" {', '.join(codecs)}: leave codecs out. The plan itself counts their bytes."
         )
-    if recipe.group == "node":
+    if recipe.inner == "node":
         raise ValueError(
             "group='node' in a simulation, which knows no nodes: give the number of ranks of one."
         )

@@ -163,9 +163,10 @@ def _in_groups(recipe: Recipe, machine: Machine | None) -> Recipe:
     """
     if machine is not None:
         recipe = decided(recipe, machine.ranks, machine.node_ranks, nccl=not machine.shared)
-    if machine is not None and recipe.group in (None, NODE):
-        return recipe.replace(group=machine.local if machine.nodes > 1 else FLAT)
-    return recipe.replace(group=FLAT) if recipe.group is None else recipe
+    if machine is not None and recipe.inner in (None, NODE):
+        alone = FLAT if recipe.inner is None else machine.ranks
+        return recipe.in_groups_of(machine.local if machine.nodes > 1 else alone)
+    return recipe.replace(group=FLAT) if recipe.inner is None else recipe
 
 
 @contextmanager

@@ -28,9 +28,9 @@ from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.stages import STAGES_JOINED
 from onefold.checkpoint.values import fits
 from onefold.models.names import weights_digest
+from onefold.recipe.core import NODES
+from onefold.recipe.core import OPTIONS as RECIPE_OPTIONS
 from onefold.recipe.optimizers import TRAINED
-from onefold.recipe.options import NODES
-from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.train.config import TrainConfig
 from onefold.train.stage_checkpoints import load_stage
 from onefold.wording import TrainError

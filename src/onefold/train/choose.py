@@ -27,8 +27,8 @@ from onefold.plan.modules import model_shape
 from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.schema import Account
 from onefold.plan.states import at_rest, units_of
+from onefold.recipe.core import NODES, OPTIONS, TIERS
 from onefold.recipe.optimizers import PLANNED, WHOLE
-from onefold.recipe.options import NODES, OPTIONS, TIERS
 from onefold.wording import TrainError, readable
 
 

@@ -29,8 +29,8 @@ from pydantic import (
 )
 
 from onefold.models.names import precision_of
+from onefold.recipe.core import OPTIONS as RECIPE_OPTIONS
 from onefold.recipe.options import MOST, Precision
-from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.train import optimizers
 from onefold.train.config_file import read_config_file
 from onefold.wording import TrainError, did_you_mean, seconds_of

@@ -16,7 +16,7 @@ from pathlib import Path
 from onefold.data.sources import check_data
 from onefold.data.text import check_tokenizer
 from onefold.models.names import check_hub, kind_of
-from onefold.recipe.options import OPTIONS
+from onefold.recipe.core import OPTIONS
 from onefold.recipe.tiers import disks
 from onefold.train.config import TrainConfig
 from onefold.train.optimizers import check_optimizer

@@ -40,7 +40,7 @@ import onefold
 from onefold.observe.measure import measured, reconciled
 from onefold.observe.runfile import write_observed
 from onefold.observe.trace import Recording, record
-from onefold.recipe.options import NODES
+from onefold.recipe.core import NODES
 from onefold.train.optimizers import peak_lr, rates
 from onefold.train.prepare import steps_of
 from onefold.wording import readable

@@ -76,11 +76,11 @@ def refuse_arguments(args: Any, recipe: Recipe) -> None:
             )
     if getattr(args, "parallelism_config", None) is not None:
         raise NotImplementedError(_instead(args.parallelism_config))
-    if recipe.gradients.total == "sum":
+    if recipe.reduce_op == "sum":
         raise ValueError(
-            'the recipe has gradients="sum", and Trainer multiplies its loss by the number of ranks'
+            'the recipe has reduce_op="sum", and Trainer multiplies its loss by the number of ranks'
             " for engines that take the mean: gradients would be that many times too large. Leave"
-            " gradients= out: the loss is divided by the number of tokens on all ranks anyway."
+            " reduce_op= out: the loss is divided by the number of tokens on all ranks anyway."
         )
     if args.n_gpu > 1:
         raise ValueError(

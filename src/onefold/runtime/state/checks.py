@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import hashlib
 import sys
@@ -15,7 +14,7 @@ from torch import nn
 from onefold.comm import CollectiveContext, Group
 from onefold.comm.mesh import REPLICATE, Mesh
 from onefold.recipe import Recipe
-from onefold.recipe.options import OPTIONS
+from onefold.recipe.core import OPTIONS
 from onefold.recipe.rows import GROUP
 from onefold.runtime.boxes import is_dtensor, local_of
 from onefold.runtime.buffers import unlike
@@ -125,20 +124,17 @@ def with_replicas(recipe: Recipe, ranks: Mesh) -> Recipe:
     replicas = sizes.get(REPLICATE, 1) if axes.carries(REPLICATE) else 1
     if replicas == 1 or recipe.stage == 0:
         return recipe
-    each, rows = axes.data_size // replicas, (recipe.parameters, recipe.gradients, recipe.optimizer)
-    divides = any(row.over == GROUP for row in rows)
-    if divides and isinstance(recipe.group, int) and recipe.group != each:
+    each = axes.data_size // replicas
+    divides = recipe.parameters.over == GROUP
+    if divides and isinstance(recipe.inner, int) and recipe.inner != each:
         raise ValueError(
-            f"the recipe divides state inside groups of {recipe.group} ranks, and the mesh has"
+            f"the recipe divides state inside groups of {recipe.inner} ranks, and the mesh has"
             f" {replicas} replicas of {each} data ranks ({REPLICATE}). Leave the recipe's group out,"
             " or make it the same."
         )
     if not divides:
-        parameters, gradients, optimizer = (dataclasses.replace(r, over=GROUP) for r in rows)
-        recipe = recipe.replace(
-            parameters=parameters, gradients=gradients, optimizer=optimizer, group=each
-        )
-    return recipe.replace(group=each)
+        return recipe.replace(shard_group=each, group=None)
+    return recipe.in_groups_of(each)
 
 
 def refuse_uneven_groups(engine: Engine) -> None:

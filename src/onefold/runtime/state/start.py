@@ -54,7 +54,7 @@ def precision_notes(engine: Engine) -> list[str]:
     names = " and ".join(
         _short(dtype) for dtype in dict.fromkeys(flat.dtypes.compute for flat in flats)
     )
-    masters = recipe.master_dtype
+    masters = recipe.masters_dtype
     numel = sum(e.slot.numel for flat in narrow for e in flat.entries if e.active)
     mended = "" if masters in _NARROW else ", or master_dtype='bf16' to step them as they are"
     return [
@@ -110,11 +110,11 @@ def idle_notes(engine: Engine) -> list[str]:
         if idle:
             said.append(f"{' and '.join(idle)}: no effect on one rank, from which nothing travels.")
     # Only if the user named a group: the default takes nodes as groups, or does without groups.
-    if recipe.group not in (None, FLAT) and engine.group.topology.outer == 1 < engine.world_size:
+    if recipe.inner not in (None, FLAT) and engine.group.topology.outer == 1 < engine.world_size:
         node = "all are on one node, by the launcher (LOCAL_WORLD_SIZE) or by their hosts"
-        why = node if recipe.group == "node" else "they are all"
+        why = node if recipe.inner == "node" else "they are all"
         said.append(
-            f"group={recipe.group!r} makes one group of the {engine.world_size} ranks ({why}):"
+            f"group={recipe.inner!r} makes one group of the {engine.world_size} ranks ({why}):"
             " nothing is divided inside groups only."
         )
     if recipe.frozen and not any(

@@ -326,7 +326,7 @@ def recipe_from(config: Mapping[str, Any] | str, world_size: int | None = None) 
     refuse_auto(
         [path for path in read.undecided() if path.startswith(("zero_optimization.", *OF_RECIPES))]
     )
-    return Recipe.zero(**read.recipe_arguments).replace(notes=tuple(read.recipe_notes))
+    return Recipe.zero(**read.recipe_arguments).replace(remarks=tuple(read.recipe_notes))
 
 
 def resolve_batch_sizes(

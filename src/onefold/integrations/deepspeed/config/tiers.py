@@ -2,7 +2,7 @@
 
 | the file says                                     | becomes                                                          |
 |---------------------------------------------------|------------------------------------------------------------------|
-| offload_optimizer: device, ratio                  | offload_optimizer: "cpu", "nvme", or "nvme:0.6" with the ratio    |
+| offload_optimizer: device, ratio                  | offload_optimizer, offload_amount                                |
 | offload_param: device                             | offload_param                                                    |
 | nvme_path of either                               | nvme: the folder; striped over both where they differ            |
 | sub_group_size                                    | chunk: the next smaller multiple of 4,096 elements, 65,536 or more |
@@ -68,9 +68,9 @@ def read_tiers(read: Reading, zero: Mapping[str, Any], aio: Mapping[str, Any]) -
     arguments: dict[str, Any] = {}
     if states["device"] != "none":
         ratio = states.get("ratio", 1.0)
-        arguments["offload_optimizer"] = (
-            states["device"] if ratio == 1 else f"{states['device']}:{ratio!r}"
-        )
+        arguments["offload_optimizer"] = states["device"]
+        if ratio != 1:
+            arguments["offload_amount"] = ratio
     if parameters["device"] != "none":
         arguments["offload_param"] = parameters["device"]
     if parameters["device"] == "nvme" != states["device"]:
