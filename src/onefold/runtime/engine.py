@@ -175,7 +175,7 @@ class Engine:
             self.write_counters,
             self.backward_event,
         )
-        if self.mesh.several:
+        if Marks.wanted(self.entries, self.mesh):
             self.reduce.marks = Marks(self.entries, self.resources, self.mesh)
         self.copies = Copies(
             self.units, self.entries, self.progress, self.gather, self.write_counters

@@ -23,11 +23,17 @@ axis there is nothing to compare, and nothing of this exists.
 (the half of an adapter whose other half starts as zeros; everything, if fp16 overflows) is looked at
 again in steps 1, 2, 4, 8 and so on, until all is known: few looks, however long a parameter gets no
 gradient. Steps are counted by reductions, which all ranks have; micro-batches may be unequally many.
+
+[Note: data that is no data] Weights divided along a data axis are experts, whose gradients are divided by
+all data ranks. Under tensor parallelism with its axis among data (or on a mesh of that axis alone, whose
+data it then is) that is too small by its size. Nothing but the data tells them apart: where two ranks
+along the axis have the same gradients of all that both hold, the first rank warns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -55,18 +61,32 @@ class Marks:
     def __init__(self, entries: Sequence[Entry], resources: Resources, mesh: Mesh) -> None:
         self._resources, self._mesh = resources, mesh
         self._unknown = [e for e in entries if e.flat.ranks.copies > 1]
+        #: (a data axis, two ranks that are apart along it, what both of them hold)
+        self._doubted = list(_doubted(entries, mesh))
         self._seen: dict[int, torch.Tensor] = {}
         self._looked = False
         self._next = 0  # the step of the next look, counted from 0
-        self.open = bool(self._unknown)
+        self._choose()
+
+    @staticmethod
+    def wanted(entries: Sequence[Entry], mesh: Mesh) -> bool:
+        """Whether there is anything to compare on this mesh."""
+        return mesh.several or any(_doubted(entries, mesh))
+
+    def _choose(self) -> None:
+        """Choose whose gradients are noted from now on."""
+        chosen = [*self._unknown, *(e for _, _, _, held in self._doubted for e in held)]
+        self._noted = list({e.number: e for e in chosen}.values())
+        self._numbers = {e.number for e in self._noted}
+        self.open = bool(self._noted)
 
     def begin_backward(self) -> None:
         """Open the pass if it is one of a step to look at."""
-        self.open = bool(self._unknown) and self._resources.progress.step_count >= self._next
+        self.open = bool(self._noted) and self._resources.progress.step_count >= self._next
 
     def note(self, entry: Entry, grad: torch.Tensor) -> None:
         """Note a gradient that has come, in a pass that is open."""
-        if entry not in self._unknown:
+        if entry.number not in self._numbers:
             return
         numbers = torch.zeros(2 + DRAWN, dtype=torch.float64, device=grad.device)
         if entry.box is not None and entry.box.came_partial:
@@ -104,20 +124,24 @@ class Marks:
         steps = self._resources.progress.step_count  # with the one that ends here, if it does
         self._looked, self._next = True, max(0, 2 * steps - 1)
         nothing = torch.zeros(2 + DRAWN, dtype=torch.float64, device=self._resources.device)
-        mine = torch.stack([self._seen.get(e.number, nothing) for e in self._unknown])
+        mine = torch.stack([self._seen.get(e.number, nothing) for e in self._noted])
         self._seen.clear()
         group = self._resources.group
         context = self._resources.progress.context("control", "(marks of parameters)")
         table = group.gather_values(mine, context).cpu()
-        row_of = {} if group.alone else {rank: table[p] for p, rank in enumerate(group.ranks)}
-        self._unknown = [
-            e
-            for i, e in enumerate(self._unknown)
-            if row_of and not self._is_right(e, {rank: row[i] for rank, row in row_of.items()})
-        ]
+        if group.alone:
+            self._unknown, self._doubted = [], []
+        else:
+            row_of = {rank: table[p] for p, rank in enumerate(group.ranks)}
+            at = {e.number: i for i, e in enumerate(self._noted)}
+            self._unknown = [
+                e for e in self._unknown if not self._is_right(e, row_of, at[e.number])
+            ]
+            self._doubted = [d for d in self._doubted if not self._is_told(*d, row_of, at)]
+        self._choose()
         self.open = False
 
-    def _is_right(self, entry: Entry, row_of: dict[int, torch.Tensor]) -> bool:
+    def _is_right(self, entry: Entry, row_of: dict[int, torch.Tensor], i: int) -> bool:
         """Return whether its mark is known to be right; raise if it is wrong."""
         data_of = self._mesh.data_of
         pairs = [
@@ -126,8 +150,33 @@ class Marks:
             for a, b in combinations(holders, 2)
             if data_of[a] == data_of[b]
         ]
-        known = [self._judge(entry, a, b, row_of[a], row_of[b]) for a, b in pairs]
+        known = [self._judge(entry, a, b, row_of[a][i], row_of[b][i]) for a, b in pairs]
         return any(known)
+
+    def _is_told(
+        self,
+        axis: str,
+        a: int,
+        b: int,
+        held: Sequence[Entry],
+        row_of: dict[int, torch.Tensor],
+        at: dict[int, int],
+    ) -> bool:
+        """Return whether anything is known of the data along a doubted axis. Warns on the first rank
+        if the two ranks have the same.
+        """
+        found = [_equal(row_of[a][at[e.number]], row_of[b][at[e.number]]) for e in held]
+        known = [equal for equal in found if equal is not None]
+        if known and all(known) and self._resources.group.rank == 0:
+            logging.getLogger("onefold").warning(
+                f"ranks {a} and {b}, apart along {axis!r}, have the same gradients of everything that"
+                f" both hold, so they compute with the same data. Weights are divided along {axis!r},"
+                f" and data={self._mesh.axes.data} names it: their gradients are divided by its size."
+                f" Under tensor parallelism, leave {axis!r} out of data; a mesh of (1, n) ranks with"
+                " mesh_dim_names=('dp', 'tp') and data='dp' has no other data. Under expert"
+                " parallelism, give these ranks different samples."
+            )
+        return bool(known)
 
     def _judge(self, entry: Entry, a: int, b: int, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Return whether anything can be said; raise if that is not what was marked."""
@@ -177,3 +226,22 @@ def _drawn(n: int, seed: int, like: torch.Tensor) -> torch.Tensor:
     """Return random numbers [n, DRAWN], the same on every rank; on the device of `like`."""
     drawn = torch.randn(n, DRAWN, generator=torch.Generator().manual_seed(seed), device="cpu")
     return drawn.to(like, non_blocking=True)
+
+
+def _doubted(
+    entries: Sequence[Entry], mesh: Mesh
+) -> Iterator[tuple[str, int, int, tuple[Entry, ...]]]:
+    """Return the data axes along which weights are divided, as experts are; with the first two ranks
+    along each, and what both hold. Tensor parallelism whose axis is among data looks the same.
+    """
+    if not any(e.box is not None and e.box.divided for e in entries):
+        return
+    rank_at = dict(zip(mesh.axes.coordinates, mesh.ranks, strict=True))
+    first = (0,) * len(mesh.axes.names)
+    for i, (axis, size) in enumerate(zip(mesh.axes.names, mesh.axes.sizes, strict=True)):
+        if size == 1 or not mesh.axes.carries(axis):
+            continue
+        a, b = rank_at[first], rank_at[(*first[:i], 1, *first[i + 1 :])]
+        held = tuple(e for e in entries if b in e.flat.ranks.group_of(a))
+        if held and len(held) < len(entries):
+            yield axis, a, b, held
