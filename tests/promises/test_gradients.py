@@ -239,3 +239,17 @@ def test_what_is_not_finite_on_one_rank_skips_the_step(codec: str, what: float) 
         moved = bool(differences(before, weights(model)))
         found.append((bool(torch.isfinite(norm)), scaler.get_scale(), moved))
     assert found == [(True, 64.0, True), (False, 32.0, False), (True, 32.0, True)], found
+
+
+@on_ranks(2)
+def test_a_rank_adds_its_own_part_of_an_encoded_gradient_as_it_is() -> None:
+    mine = features_of(7, 64, 64) * (dist.get_rank() == 0)
+    model = built(lambda: nn.Linear(64, 64, bias=False))
+    model = onefold.shard(model, onefold.Recipe.zero(2, reduce_codec="int4", stall_timeout=20.0))
+    before = onefold.full_state_dict(model)
+    (model(torch.eye(64)).t() * mine).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    after = onefold.full_state_dict(model)
+    for weight, now in zip(before.values(), after.values(), strict=True):
+        exact = now == weight - mine / 2  # of rank 0, whose rows are the first half
+        assert exact[:32].all() and not exact[32:].all()

@@ -175,7 +175,7 @@ def test_gradients_on_nvme_are_not_written_to_through_data(tmp_path: Path) -> No
 def test_a_budget_too_small_for_any_unit_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sharded(tmp_path, offload_optimizer="1KB")
+    sharded(tmp_path, offload_optimizer="cpu", offload_amount="1KB")
     assert "1,000 bytes a rank are too few for the states of any unit" in caplog.text
 
 

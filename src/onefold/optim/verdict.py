@@ -398,6 +398,8 @@ def _knows_only(
                 {k: copy.copy(v) for k, v in own.items() if type(v) in _CONTAINERS}
             )
             each.__dict__.update(own_numbers(own))
+            for name in ("grad_scale", "found_inf"):  # a GradScaler's, for the step under way
+                each.__dict__.pop(name, None)
             each.state = defaultdict(dict)
             each.param_groups = [{**some, **own_numbers(some)} for some in groups]
             for some in each.param_groups:

@@ -13,7 +13,7 @@ import torch
 import onefold.runtime
 from onefold.machine.kernels import kernels_of, values_in
 from onefold.memory import nbytes_of
-from onefold.runtime.parameters import interval, operators, outside, parameter, reductions
+from onefold.runtime.parameters import interval, operators, outside, parameter
 
 
 def of_engine() -> bool:
@@ -37,9 +37,7 @@ def of_engine() -> bool:
 _MODULE = torch.nn.modules.module.__file__
 _RUNTIME = str(Path(onefold.runtime.__file__).parent)
 #: Files of the runtime that carry out the model's operations on parameters.
-_BETWEEN = tuple(
-    str(module.__file__) for module in (parameter, interval, outside, operators, reductions)
-)
+_BETWEEN = tuple(str(module.__file__) for module in (parameter, interval, outside, operators))
 
 
 #: Operations that do not read the tensor that they write to.

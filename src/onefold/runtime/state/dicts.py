@@ -193,11 +193,13 @@ def whole_state_dict(
         wholes = {name: whole for name, whole in found if whole is not None}
         with standing_in(engine, wholes) as shown:
             held = module.state_dict(keep_vars=True)
-        return {
-            name: value.detach() if id(value) in shown else value.detach().cpu().clone()
-            for name, value in held.items()
-            if isinstance(value, torch.Tensor)
+        tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+        # Names of one tensor stay names of one: a file then holds it once
+        values = {
+            id(value): value.detach() if id(value) in shown else value.detach().cpu().clone()
+            for value in tensors.values()
         }
+        return {name: values[id(value)] for name, value in tensors.items()}
 
 
 def load_full_state_dict(
