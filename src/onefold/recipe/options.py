@@ -137,7 +137,8 @@ def tier_of(row: RowName) -> Check:
             meant = {"host": "cpu", "none": None}.get(str(value).lower(), str(value).lower())
             hint = f" Did you mean {meant!r}?" if meant in (None, *known) else ""
             names = ", ".join(map(repr, known))
-            raise ValueError(f"expected {names}, or None to keep it on the device.{hint}")
+            much = " A share or a budget is offload_amount." if row == "optimizer" else ""
+            raise ValueError(f"expected {names}, or None to keep it on the device.{hint}{much}")
         return known[value]
 
     return check
@@ -276,9 +277,22 @@ class Option:
         return tuple(value) if isinstance(value, list) else value
 
 
+#: Options that are gone, and what to write instead.
+GONE = {
+    "error_feedback": "leave it out",
+    "wire_rounding": "leave it out: encoded gradients are rounded to the nearest value",
+    "rounding_seed": "leave it out: random bits depend on the step and the element",
+    "borders": "leave it out",
+    "tile": "call onefold.tiling.tile_linears(model, size) before shard()",
+    "gradients": "write reduce_op",
+}
+
+
 def refuse_unknown(asker: str, given: Collection[str], known: Collection[str]) -> None:
     """Raise ValueError if a name in `given` is unknown, with the one that was probably meant."""
     if unknown := sorted(set(given) - set(known)):
+        if unknown[0] in GONE:
+            raise ValueError(f"{asker} has no {unknown[0]} any more: {GONE[unknown[0]]}.")
         raise ValueError(
             f"{asker} does not know {', '.join(unknown)}. {did_you_mean(unknown[0], known)}"
         )
