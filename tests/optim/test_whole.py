@@ -96,8 +96,7 @@ RUN: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {"stage": 2, "offload_optimizer": "cpu"}),
 )
 IN_CI = {
-    "Muon and AdamW", "Adafactor", "Shampoo of one's own", "a norm from the second step on", "a norm of large matrices",
-    "a norm in one group", "steps counted everywhere", "rates kept by parameters",
+    "Muon and AdamW", "Adafactor", "a norm from the second step on", "a norm of large matrices", "rates kept by parameters",
 }  # fmt: skip
 #: Onefold knows these by the names of their classes; of others the recipe says whole=True.
 KNOWN = {"Muon and AdamW", "Adafactor", *(name for name in WHOLE if "pytorch-optimizer" in name)}

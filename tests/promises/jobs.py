@@ -297,6 +297,7 @@ def train(row: Row, folder: Path) -> Seen:
             job.step(number)
         del job
     gc.collect(0)
+    gc.freeze()  # what is there goes into no count: some thousand tensors of other rows
     before, seen = looks.living(), Seen()
     job = sharded(row, folder / "disk")
     model, optimizer = job.model, job.optimizer
