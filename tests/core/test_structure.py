@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import looks
 import onefold
@@ -227,6 +229,30 @@ def test_under_autocast_autograd_holds_no_casts_of_the_weights_of_stage_3(
             loss.backward()
         found.append(sum(held.values()))
     assert found[1] == 0 and (found[0] > 0 or checkpointing != "none")
+
+
+@on_ranks(2)
+def test_autocasts_cache_holds_no_casts_of_units_that_were_released() -> None:
+    casts: list[weakref.ref[Tensor]] = []
+
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and args[0].numel() in sizes:
+                casts.append(weakref.ref(out))
+            return out
+
+    for stage in (2, 3):
+        model = sharded(stage)
+        sizes = {p.numel() for p in model.blocks.parameters() if p.dim() > 1}
+        casts.clear()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            with Notes():
+                model(tokens_of(0))
+            kept = [cast for cast in casts if cast() is not None]
+        assert len(casts) > len(model.blocks) and bool(kept) == (stage == 2)
 
 
 @on_ranks(2, fresh=True, seconds=250)

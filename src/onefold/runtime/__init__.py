@@ -13,7 +13,7 @@ commands.
 | How do parts become wholes, and wholes parts?  | `parts`                                                |
 | Which copies are out of date?                  | `refresh`                                              |
 | Which parameters train, and what waits?        | `pending_gradients`                                    |
-| What does autograd keep of a forward pass?     | `saved_tensors`                                        |
+| What does autograd keep of a forward pass?     | `saved`                                                |
 | What do autograd and the compiler do?          | `differentiate`                                        |
 | What else is checked and kept?                 | `buffers`, `uninitialized`, `updates`                  |
 

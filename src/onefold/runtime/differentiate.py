@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onefold.runtime.parameters.interval import entry_of
-
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
 
@@ -104,7 +102,8 @@ def _leaves(value: Any) -> Any:
 
 
 def _entry_of(value: Any) -> Entry | None:
-    return entry_of(value) if isinstance(value, torch.nn.Parameter) else None
+    known = value.__dict__.get("_onefold_entry") if isinstance(value, nn.Parameter) else None
+    return known() if known is not None else None
 
 
 def accumulates(entries: Iterable[Entry]) -> bool:

@@ -40,8 +40,8 @@ from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.forward import Forward
 from onefold.runtime.gather import Gatherer
 from onefold.runtime.marks import Marks
+from onefold.runtime.open_passes import OpenPass, still_open
 from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
-from onefold.runtime.parameters.open_passes import OpenPass, still_open
 from onefold.runtime.parameters.values import WriteCounters
 from onefold.runtime.parts import whole_masters
 from onefold.runtime.pending_gradients import (
@@ -325,11 +325,6 @@ class Engine:
             self.backward.reset()
         return bool(self.stack) or self.progress.backward_open
 
-    @property
-    def gathered_buffers(self) -> dict[int, tuple[Unit, Flat]]:
-        """The (unit, flat buffer) that each gathered buffer belongs to, by the buffer's storage."""
-        return self.gather.by_storage
-
     def begin_outside(self, entry: Entry) -> Unit:
         """Prepare for an operation with gradients outside a forward pass, which is about to use
         whole parameters of the unit of `entry`. Returns that unit.
@@ -345,20 +340,6 @@ class Engine:
             self.gather.launch(unit)
         unit.calls += 1
         return unit
-
-    def gather_outside(self, unit: Unit) -> bool:
-        """Gather the unit's whole parameters, if they are not here. Collective at stage 3.
-
-        Returns True if that took a gather of its own; the caller then has to release the unit.
-        """
-        alone = unit.ungathered
-        if alone:
-            self.gather.launch(unit)
-        self.gather.wait(unit)
-        return alone
-
-    def release_outside(self, unit: Unit) -> None:
-        self.gather.release(unit)
 
     # -- other requests of parameters --------------------------------------------------------------
 

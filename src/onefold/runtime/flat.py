@@ -17,6 +17,7 @@ from onefold.layout.holders import Holders, TensorBox
 from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.gather_paths import Gather, group_hops
+from onefold.runtime.open_passes import in_forward
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.in_pass import follow_reads, put
 from onefold.runtime.parameters.interval import (
@@ -26,7 +27,6 @@ from onefold.runtime.parameters.interval import (
     dispatches,
     over,
 )
-from onefold.runtime.parameters.open_passes import in_forward
 from onefold.runtime.parameters.parameter import ShardedParameter, ShardInfo, faced_class
 from onefold.runtime.parameters.whole import Released, Whole, point, set_requires_grad
 from onefold.runtime.storage import Storage

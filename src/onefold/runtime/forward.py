@@ -31,8 +31,8 @@ from onefold.runtime.differentiate import (
 )
 from onefold.runtime.flat import Entry
 from onefold.runtime.gather import Gatherer, Recorded
+from onefold.runtime.open_passes import OpenPass, here, still_open
 from onefold.runtime.parameters.in_pass import put, take_back
-from onefold.runtime.parameters.open_passes import OpenPass, here, still_open
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parameters.values import ForwardPass, WriteCounters
 from onefold.runtime.pending_gradients import follow_trainable

@@ -22,7 +22,7 @@ from onefold.runtime.differentiate import tensors_in
 from onefold.runtime.flat import Flat
 from onefold.runtime.gather_paths import StreamContext
 from onefold.runtime.parameters.values import written
-from onefold.runtime.saved_tensors import CachedCasts, saving
+from onefold.runtime.saved import saving
 from onefold.runtime.schedule import Schedule, Walk
 from onefold.runtime.unit import State, Unit
 
@@ -85,10 +85,10 @@ class Gatherer:
         self.on_copy_stream: StreamContext = (
             self.transfers.up.on_stream if self.transfers.up.asynchronous else nullcontext
         )
-        # Where torch.autocast may cast gathered parameters, see runtime/saved_tensors.py
-        fp32 = any(f.dtypes.compute == torch.float32 for u in self.sharded for f in u.flats)
-        self.casts = CachedCasts(resources.device) if fp32 else None
-        self.boxed = any(f.boxed for u in self.sharded for f in u.flats)
+        # Whether torch.autocast may cast gathered parameters
+        self.holds_fp32 = any(
+            f.dtypes.compute == torch.float32 for u in self.sharded for f in u.flats
+        )
         self.hooks: saved_tensors_hooks | None = None  # of the forward pass under way
         self.reached = 0  # how often a backward pass has reached the output of a unit
         # Units that stay gathered between passes without gradients (runtime/state/start.py)
@@ -110,7 +110,7 @@ class Gatherer:
             self.schedule.begin_forward(over_model)
             if torch.is_grad_enabled():
                 differentiate.refuse_transforms()
-                self.hooks = saving(self)
+                self.hooks = saving((self,))
                 self.hooks.__enter__()
 
     def end_forward(self, aborted: bool) -> None:
@@ -285,6 +285,17 @@ class Gatherer:
             if walk and schedule.gathers_agreed:
                 self._look_ahead(walk)
 
+    def gather_alone(self, unit: Unit) -> bool:
+        """Gather the unit for something outside the order of passes. Collective at stage 3.
+
+        Returns True if it was not gathered: then the caller has to release it.
+        """
+        alone = unit.ungathered
+        if alone:
+            self.launch(unit)
+        self.wait(unit)
+        return alone
+
     def _look_ahead(self, walk: Walk) -> None:
         waiting = [u for u in self.gathered.values() if not (u.leases.used or u.leases.kept)]
         for unit in self.schedule.ahead(walk, waiting):
@@ -422,8 +433,6 @@ class Gatherer:
         for flat in unit.flats:
             if not flat.resident:
                 flat.point_at(flat.full)
-        if self.casts is not None:
-            self.casts.fill(unit)
 
     def _order_after_copies(self, unit: Unit) -> None:
         """Make later work on the current stream wait for the unit's copies to the device."""
@@ -444,8 +453,8 @@ class Gatherer:
         unit.leases.released()
         unit.move(State.SHARDED, self.progress.step_count)
         self.gathered.pop(unit.index, None)
-        if self.casts is not None:
-            self.casts.drop(unit)
+        if self.holds_fp32:
+            torch.clear_autocast_cache()  # [Note: casts are handles] in runtime/saved.py
         for flat in unit.flats:
             flat.storage.forget()
             # On one rank, a unit may have frozen parameters, which stay, and others that are cast

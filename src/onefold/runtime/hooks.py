@@ -14,7 +14,7 @@ from torch import nn
 from onefold.runtime.differentiate import in_autograd, keep_from_compiler, tensors_in
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.parameters.open_passes import still_open
+from onefold.runtime.open_passes import still_open
 from onefold.runtime.parameters.parameter import disable_torch_function, infos, refuse_pickling
 from onefold.runtime.unit import Unit
 

@@ -17,7 +17,7 @@ sees the memory of a tensor. So the weight must be whole when a module's attribu
 forward pass gathers nothing.
 
 A tensor saved for backward in gathered memory becomes a handle, whoever saves it: see
-runtime/saved_tensors.py. What code keeps without saving it is gathered again before its backward pass:
+runtime/saved.py. What code keeps without saving it is gathered again before its backward pass:
 see [Note: kept by hand] in runtime/forward.py.
 """
 
@@ -29,13 +29,11 @@ import torch
 from torch import nn
 
 from onefold.runtime.differentiate import in_autograd, keep_from_compiler
+from onefold.runtime.open_passes import here, in_forward
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.runtime.parameters.open_passes import here, in_forward
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Flat
     from onefold.runtime.parameters.parameter import OwningEngine
-    from onefold.runtime.unit import Unit
 
 
 class ModuleParameters(dict[str, Any]):
@@ -115,7 +113,7 @@ def _lend(engine: OwningEngine, entry: Any) -> torch.Tensor:
     if all(u is not unit for _, u in here.lent):
         here.lent.append((engine, unit))
         unit.leases.lent = True
-    engine.gather_outside(unit)
+    engine.gather.gather_alone(unit)
     seen: torch.Tensor = entry.seen()
     return seen
 
@@ -126,17 +124,7 @@ def take_back() -> None:
         engine, unit = here.lent.pop()
         unit.leases.lent = False
         if not engine.progress.closed and not unit.resident and not unit.ungathered:
-            engine.release_outside(unit)
-
-
-def lent_buffer(storage: int) -> tuple[OwningEngine, Unit, Flat] | None:
-    """Return the engine, unit and flat buffer of a lent unit's gathered buffer, by `storage_of` its
-    memory; None if there is none.
-    """
-    for engine, _ in here.lent:
-        if (found := engine.gathered_buffers.get(storage)) is not None:
-            return engine, *found
-    return None
+            engine.gather.release(unit)
 
 
 keep_from_compiler(seen)

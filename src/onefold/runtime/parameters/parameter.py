@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from onefold.runtime import differentiate
+from onefold.runtime.open_passes import in_forward
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.interval import (
     GivenOut,
@@ -27,7 +28,6 @@ from onefold.runtime.parameters.interval import (
     spec_of,
     tensors_among,
 )
-from onefold.runtime.parameters.open_passes import in_forward
 from onefold.runtime.parameters.operators import compute
 from onefold.runtime.parameters.outside import compute_outside
 from onefold.runtime.parameters.schema import Does, Operator, operator_of, words
@@ -46,7 +46,8 @@ from onefold.runtime.resources import MasterAccess, Progress
 
 if TYPE_CHECKING:
     from onefold.comm import Group
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.flat import Entry
+    from onefold.runtime.gather import Gatherer
     from onefold.runtime.parameters.values import WriteCounters
     from onefold.runtime.unit import Unit
 
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 # | user code                                         | needs                                                     |
 # |---------------------------------------------------|-----------------------------------------------------------|
 # | in a pass of the model, with a sharded parameter  | `computing`, `in_pass`, `use`                             |
-# | between passes, with gradients (outside.py)       | `begin_outside` to `release_outside`, `backward_event`    |
+# | between passes, with gradients (outside.py)       | `begin_outside`, `gather`, `backward_event`               |
 # | between passes, reading or writing values         | `whole`, `masters`                                        |
 # | torch.amp.GradScaler                              | `agree_on_overflow`                                       |
 
@@ -72,6 +73,7 @@ class OwningEngine(Protocol):
     device: torch.device
     group: Group
     progress: Progress
+    gather: Gatherer
     masters: MasterAccess
     write_counters: WriteCounters
 
@@ -105,24 +107,11 @@ class OwningEngine(Protocol):
         """Tell the engine that a backward pass has reached something of its own."""
         ...
 
-    @property
-    def gathered_buffers(self) -> dict[int, tuple[Unit, Flat]]:
-        """The unit and the flat buffer of each gathered buffer, by `storage_of` its memory."""
-        ...
-
     def begin_outside(self, entry: Entry) -> Unit:
         """Begin an operation with gradients outside a forward pass. Returns the unit whose whole
         parameters it uses.
         """
         ...
-
-    def gather_outside(self, unit: Unit) -> bool:
-        """Make the unit's whole parameters available. Returns True if that took a gather; the
-        caller must then call `release_outside`. Collective at stage 3.
-        """
-        ...
-
-    def release_outside(self, unit: Unit) -> None: ...
 
 
 # -- the parameter ---------------------------------------------------------------------------------

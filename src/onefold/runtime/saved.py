@@ -1,0 +1,151 @@
+"""What autograd saves of gathered buffers, and of casts of them.
+
+[Note: saved tensors are handles] Where autograd saves a tensor that lies in a gathered buffer, it keeps
+a `Handle`: the place in the flat buffer, no elements. Reading it in the backward pass gathers the unit.
+So a unit can be released after its forward pass whatever the model's outputs look like, and the
+backward pass finds its parameters by whatever path it comes to them. A unit whose backward pass reads
+no parameter (an embedding) is not gathered again.
+
+[Note: casts are handles] A cast of a whole fp32 parameter, as torch.autocast makes one, is saved as a
+handle too: the cast of what is gathered then. Autocast keeps its casts in a cache until its outermost
+context is left, so the cache is emptied whenever a unit is released. A unit that is used again in that
+context is cast again: the gradients of its uses are added in fp32, under DDP in the autocast's dtype.
+Casts of parts of a parameter, and of frozen ones, stay with autograd, as under DDP.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from onefold.memory import storage_of
+from onefold.runtime.boxes import dtensor_over, local_of
+from onefold.runtime.differentiate import (
+    is_checkpoint,
+    keep_from_compiler,
+    keep_hooks_from_compiler,
+)
+from onefold.runtime.open_passes import here
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from onefold.runtime.flat import Flat
+    from onefold.runtime.gather import Gatherer
+    from onefold.runtime.unit import Unit
+
+#: The dtypes that autocast casts to.
+CASTS = frozenset((torch.bfloat16, torch.float16))
+
+
+class Handle:
+    """What autograd keeps in place of `t`, which lies in a gathered buffer from `offset` on, or is a
+    cast of what lies there.
+
+    `spec`: of the DTensor whose local tensor it is. `stays`: the unit that is gathered to read it
+    stays as long as the backward pass needs it. Otherwise it is released at once, and the reader
+    gets a copy.
+    """
+
+    __slots__ = ("dtype", "flat", "gather", "offset", "size", "spec", "stays", "stride", "unit")
+
+    def __init__(
+        self,
+        gather: Gatherer,
+        found: tuple[Unit, Flat],
+        t: torch.Tensor,
+        offset: int,
+        spec: Any,
+        stays: bool,
+    ) -> None:
+        self.gather, (self.unit, self.flat), self.stays = gather, found, stays
+        self.size, self.stride, self.dtype = t.size(), t.stride(), t.dtype
+        self.offset, self.spec = offset, spec
+        if stays:
+            self.unit.leases.saved += 1
+            self.unit.saved_apart += not self.unit.leases.in_use
+
+    def __del__(self) -> None:
+        if self.stays:
+            self.unit.leases.saved -= 1
+            if not self.unit.leases.saved or self.unit.looks_up_only:
+                self.gather.maybe_release(self.unit)
+
+    def read(self) -> torch.Tensor:
+        gather, unit, alone = self.gather, self.unit, False
+        gather.backward_event()
+        if self.stays:
+            gather.acquire(unit, backward=True)
+        else:
+            alone = gather.gather_alone(unit)
+        full = self.flat.full
+        assert full is not None
+        out = full.as_strided(self.size, self.stride, self.offset).to(self.dtype)
+        if not self.stays:
+            out = out.clone()
+        if alone:
+            gather.release(unit)
+        return out if self.spec is None else dtensor_over(out, self.spec)
+
+
+def _handle(gather: Gatherer, t: torch.Tensor, stays: bool) -> Handle | None:
+    """Return the handle to save in place of `t`; None if it does not lie in a gathered buffer and is
+    no cast of a whole parameter.
+    """
+    local = local_of(t)
+    spec = None if local is t else t._spec  # type: ignore[attr-defined]
+    found = gather.by_storage.get(storage_of(local))
+    if found is not None and t.dtype == found[1].dtypes.compute:
+        return Handle(gather, found, local, int(local.storage_offset()), spec, stays)
+    leaf = _cast_from(t) if gather.holds_fp32 and t.dtype in CASTS else None
+    found = gather.by_storage.get(storage_of(leaf)) if leaf is not None else None
+    if leaf is None or found is None:
+        return None
+    offset = int(leaf.storage_offset()) + int(t.storage_offset())
+    return Handle(gather, found, t, offset, None, stays)
+
+
+def _cast_from(t: torch.Tensor) -> torch.Tensor | None:
+    """Return the leaf whose cast `t` is, or is a view of; None if it is none, or was written to."""
+    cast = t if t._base is None else t._base
+    node: Any = cast.grad_fn
+    if node is None or node.name() != "ToCopyBackward0" or cast._version or cast.dtype != t.dtype:
+        return None
+    leaf: torch.Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    return leaf if leaf is not None and leaf.stride() == cast.stride() else None
+
+
+def saving(gathers: Iterable[Gatherer], stays: bool = True) -> saved_tensors_hooks:
+    """Inside this context, autograd saves tensors in buffers of `gathers` as handles, and others as
+    before. A checkpoint around this code must see the gathered buffers themselves, see [Note: a
+    checkpoint around a pass].
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
+    outer_pack, outer_unpack = top if top else (None, None)
+    recomputed = is_checkpoint(outer_pack)
+
+    def pack(t: torch.Tensor) -> Any:
+        if t.layout is torch.strided and not recomputed:
+            for gather in gathers:
+                if (handle := _handle(gather, t, stays)) is not None:
+                    return handle
+            for engine, _ in here.lent:
+                if (handle := _handle(engine.gather, t, stays=False)) is not None:
+                    return handle
+        if outer_pack:
+            return outer_pack(t)
+        # A node that saves its own output must not keep alive the tensor that refers to the node.
+        return t if t.grad_fn is None else t.detach()
+
+    def unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, Handle):
+            return saved.read()
+        return outer_unpack(saved) if outer_unpack else saved
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+keep_hooks_from_compiler(saving)
+keep_from_compiler(Handle.__del__)
