@@ -139,9 +139,9 @@ def guarded_at_every_line() -> frozenset[Any]:
     from onefold.runtime.forward import Forward
     from onefold.runtime.state import dicts, start
 
-    functions = [f for f in vars(steps._Step).values() if inspect.isfunction(f)]
-    functions += [dicts.standing_in, start.full_params, Forward.enter]
-    functions += [steps._run, steps._begin, steps._leave_out, steps._give_back]
+    functions = [dicts.standing_in, start.full_params, Forward.enter]
+    functions += [steps._run, steps._begin, steps._end, steps._written]
+    functions += [steps._leave_out, steps._give_back]
     functions += [stepper.step_parts, stepper.only]
     functions += [stepper.raw_step, stepper.note, stepper.undo, stepper.give, stepper._count_apart]
     codes = [inspect.unwrap(f).__code__ for f in functions]

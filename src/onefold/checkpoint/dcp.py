@@ -280,14 +280,16 @@ class OptimizerState(_State):
                         _take(f"{name} ({key})", _part(entry, mine[key], key, whole), value)
                     else:
                         mine[key] = _local(entry, value, whole)
-            for optimizer in self.optimizers:
-                show_states(optimizer)
+            elsewhere: dict[Optimizer, list[Any]] = {each: [] for each in self.optimizers}
             for optimizer, _, name, entry in self._parameters():
                 if owned(optimizer, entry.param) is not None:
                     continue
                 known = entry.param.requires_grad or optimizer.state.get(entry.param)
                 if (known or name in self._frozen) and not _holds_some(entry, None):
-                    loaded_elsewhere(optimizer, entry.param)
+                    elsewhere[optimizer].append(entry.param)
+            for optimizer, params in elsewhere.items():
+                show_states(optimizer)
+                loaded_elsewhere(optimizer, params)
 
     def _stored_for_frozen(self) -> set[str]:
         """Return the names of optimizer states in the checkpoint that `dcp.load` is loading, if

@@ -20,14 +20,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from onefold.optim.verdict import fresh_state
-from onefold.optim.whole import owned, owned_by
+from onefold.optim.whole import owned_by
 from onefold.quant.moments import MomentPolicy, moment_policy, torchao_format
 from onefold.recipe.moments import SIGNED, packed
 from onefold.runtime.parameters.interval import (
@@ -40,15 +40,16 @@ from onefold.runtime.parameters.interval import (
 from onefold.runtime.parameters.values import StatePlace
 
 
-def policy_of(optimizer: Optimizer, entry: Any) -> MomentPolicy | None:
-    """Return how the moments of `entry` are stored; None: as the optimizer makes them."""
-    return moment_policy(optimizer, entry.engine().recipe, entry.flat)
+def policy_of(optimizer: Optimizer, entry: Any, key: Any = "exp_avg") -> MomentPolicy | None:
+    """Return how the state `key` of `entry` is stored; None: as the optimizer makes it."""
+    return moment_policy(optimizer, entry.engine().recipe, entry.flat) if key in SIGNED else None
 
 
 def stored_as(
-    how: MomentPolicy | None, entry: Any, key: str, dtype: torch.dtype
+    optimizer: Optimizer, entry: Any, key: str, dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
-    """Return {key: dtype} of what is stored for the state `key`, by the policy for it."""
+    """Return {key: dtype} of what is stored for the state `key`."""
+    how = policy_of(optimizer, entry, key)
     if how is None:
         return {key: dtype}
     format = how.of(entry)
@@ -68,6 +69,7 @@ class PlainStates(defaultdict[Any, Any]):
             since its state was last filled}. Each has a key here, which keeps it alive.
     """
 
+    optimizer: weakref.ref[Optimizer]
     dressed: list[tuple[IntervalSpec, dict[str, Any]]]
     elsewhere: dict[int, int]
 
@@ -75,115 +77,88 @@ class PlainStates(defaultdict[Any, Any]):
 class FacedStates(PlainStates):
     """The states as code outside a step sees them, with the same keys and order on every rank."""
 
-    optimizer: weakref.ref[Optimizer]
-    complete: bool
-    donors: tuple[dict[int, Any], Any] | None
+    complete = True
 
     def __getitem__(self, key: Any) -> Any:
+        self._complete()
         return self._face(key, super().__getitem__(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401 (it is what this is written with)
 
-    def __contains__(self, key: object) -> bool:
-        self._complete()
-        return super().__contains__(key)
-
-    def __len__(self) -> int:
-        self._complete()
-        return super().__len__()
-
-    def __iter__(self) -> Iterator[Any]:
-        self._complete()
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        self._complete()
-        return super().keys()
-
-    def items(self) -> Any:
-        self._face_all()
-        return super().items()
-
-    def values(self) -> Any:
-        self._face_all()
-        return super().values()
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._changed(key)
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        super().__delitem__(key)
-        self._changed(key)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        if key in self:
-            self[key]
-        self._changed(key)
-        return super().pop(key, *default)
-
-    def popitem(self) -> tuple[Any, Any]:
-        keys = list(self)
-        if not keys:
-            raise KeyError("popitem(): the dictionary is empty")
-        return keys[-1], self.pop(keys[-1])
-
-    def clear(self) -> None:
-        super().clear()
-        self.elsewhere.clear()
-        self.donors = None
-
-    def _changed(self, key: Any) -> None:
-        self.elsewhere.pop(id(key), None)
-        self.donors = None
-
-    def _is_owned(self, key: Any) -> bool:
-        """Whether it is stepped whole: its owner has its states as they are."""
-        optimizer = self.optimizer()
-        with disable_torch_function():
-            return optimizer is not None and owned(optimizer, key) is not None
-
-    def _face_all(self) -> None:
-        self._complete()
-        if _enabled():
-            for key, state in list(super().items()):
-                self._face(key, state)
-
     def _complete(self) -> None:
-        """Put the states in the order of the groups. Drop those of parameters elsewhere that the
-        optimizer keeps no state for.
-        """
-        optimizer = self.optimizer()
-        if self.complete or optimizer is None or not _enabled():
+        """Fill the states elsewhere, and put all in the order of the groups."""
+        optimizer = self.optimizer() if not self.complete and _enabled() else None
+        if optimizer is None:
             return
         self.complete = True
         with disable_torch_function():
-            for param, state in list(super().items()):
-                if not state and id(param) in self.elsewhere and not self.like_others(param):
-                    del self[param]
-            own = dict(super().items())
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            wanted = [p for p in params if p in own]
-            if [id(p) for p in wanted] == [id(key) for key, _ in zip(own, wanted, strict=False)]:
-                return
-            super().clear()
-            for key in [*wanted, *own]:
-                if key not in self:
-                    super().__setitem__(key, own[key])
+            self.fill(optimizer)
+            own = dict(self)
+            params = [p for group in optimizer.param_groups for p in group["params"] if p in own]
+            self.clear()
+            for key in dict.fromkeys([*params, *own]):
+                self[key] = own[key]
+
+    def fill(self, optimizer: Optimizer) -> None:
+        """See [Note: states elsewhere]. Drops those that the optimizer keeps no state for."""
+        whole, waiting = owned_by(optimizer), self.elsewhere
+        self.elsewhere = {}
+        donors: list[list[Any]] = []
+        for group in optimizer.param_groups if waiting else ():
+            some = (p for p in group["params"] if _has_some(p) and id(p) not in whole)
+            donors.append([p for p in some if dict.get(self, p)][:1])
+        for group, own in zip(optimizer.param_groups, donors, strict=False):
+            for param in group["params"]:
+                steps, known = waiting.get(id(param)), dict.get(self, param)
+                if steps is None or known is None:
+                    continue
+                donor = own or next(filter(None, donors), [])
+                others = self._without_elements(optimizer, param, *donor) if donor else {}
+                # The keys of another group may be others
+                like = ({} if own else _fresh(optimizer, group, param)) or others
+                if "step" in like:
+                    number = others.get("step", like["step"])
+                    like["step"] = number * 0 + known.get("step", 0) + steps if steps else number
+                known |= {k: value for k, value in like.items() if k in known or not known}
+                if not known:
+                    dict.__delitem__(self, param)
+
+    def _without_elements(self, optimizer: Optimizer, param: Any, donor: Any) -> dict[str, Any]:
+        """Return the state of `donor` as one of `param`, of which this rank has no element."""
+        spec, out = spec_of(donor), dict[str, Any]()
+        assert spec is not None
+        for name, value in dict.__getitem__(self, donor).items():
+            part = packed(name)
+            if not isinstance(value, torch.Tensor):
+                out[name] = value
+            elif part is None and tuple(value.shape) != (spec.stop - spec.start,):
+                out[name] = value.detach().clone()
+            else:
+                # The sizes of the two decide separately whether moments are packed. On the host if
+                # the format differs: with states on NVMe this rank has no region for it
+                entry, key = param.__dict__["_onefold_entry"](), name if part is None else part.key
+                for stored, kind in stored_as(optimizer, entry, key, value.dtype).items():
+                    device = "cpu" if value.is_meta and stored != name else value.device
+                    out[stored] = torch.empty(0, dtype=kind, device=device)
+        return out
+
+    def _face_all(self) -> None:
+        for key, state in list(dict.items(self)):
+            self._face(key, state)
 
     def _face(self, key: Any, state: Any) -> Any:
         spec = spec_of(key) if _enabled() and isinstance(state, dict) else None
-        if spec is None or self._is_owned(key):
+        optimizer = self.optimizer() if spec is not None else None
+        if spec is None or optimizer is None:
             return state
         with disable_torch_function():
-            numel = spec.stop - spec.start
-            if not numel and spec.numel:
-                self._fill(key, state)
+            if id(key) in owned_by(optimizer):  # its owner has its states as they are
+                return state
             for name, value in state.items():
                 if (
                     type(value) not in (torch.Tensor, StatePlace)
-                    or tuple(value.shape) != (numel,)
+                    or tuple(value.shape) != (spec.stop - spec.start,)
                     or packed(name) is not None
                     or name == "step"
                 ):
@@ -195,108 +170,51 @@ class FacedStates(PlainStates):
             self.dressed.append((spec, state))
         return state
 
-    def _fill(self, param: Any, state: dict[str, Any]) -> None:
-        """See [Note: states elsewhere]."""
-        since = self.elsewhere.pop(id(param), None)
-        if since is None and not state:
-            return  # the other ranks have no state of it either
-        others, before = self.like_others(param), state.get("step", 0)
-        new = not state
-        state |= {
-            name: value
-            for name, value in others.items()
-            if new or (name in state and not isinstance(state[name], Interval))
-        }
-        step = state.get("step")
-        if isinstance(step, torch.Tensor):
-            state["step"] = torch.full_like(step, float(before) + (since or 0))
-        elif isinstance(step, (int, float)):
-            state["step"] = type(step)(before + (since or 0))
 
-    def like_others(self, param: Any) -> dict[str, Any]:
-        """Return empty states, and the numbers of another parameter's state, for a parameter of
-        which this rank has no element.
-        """
-        entry, optimizer = param.__dict__["_onefold_entry"](), self.optimizer()
-        if entry is None or optimizer is None:
-            return {}
-        other, anyone = self._donor(optimizer, param)
-        if other is None:
-            # Another group may have other keys
-            if fresh := self._fresh(optimizer, entry, param):
-                return fresh
-            other = anyone
-        if other is None:
-            return {}
-        state = dict.__getitem__(self, other)
-        spec = spec_of(other)
-        assert spec is not None
-        out: dict[str, Any] = {}
-        for name, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                out[name] = value
-            elif packed(name) is not None or (
-                value.dim() == 1 and value.numel() == spec.stop - spec.start
-            ):
-                # The sizes of the two decide separately whether moments are packed
-                part = packed(name)
-                key = part.key if part is not None else name
-                how = policy_of(optimizer, entry) if key in SIGNED else None
-                kinds = stored_as(how, entry, key, value.dtype)
-                # On the host if the format differs: with states on NVMe this rank has no region
-                # for it
-                for key, kind in kinds.items():
-                    device = "cpu" if value.is_meta and key != name else value.device
-                    out[key] = torch.empty(0, dtype=kind, device=device)
-            else:
-                out[name] = value.detach().clone()
-        return out
+def _looked_at(name: str, faced: bool) -> Callable[..., Any]:
+    """Return the method of a dict as code outside a step calls it. `faced`: it gives states."""
+    method = getattr(dict, name)
 
-    def _donor(self, optimizer: Optimizer, param: Any) -> tuple[Any, Any]:
-        """Return a parameter with a state, of which this rank has elements: one of the same group,
-        and one of any. None where there is none.
-        """
-        if self.donors is None:
-            found: dict[int, Any] = {}
-            whole = owned_by(optimizer)
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    spec = spec_of(p)
-                    if id(p) in whole:
-                        continue
-                    if spec is not None and spec.start < spec.stop and dict.get(self, p):
-                        found |= dict.fromkeys(map(id, group["params"]), p)
-                        break
-            self.donors = found, next(iter(found.values()), None)
-        return self.donors[0].get(id(param)), self.donors[1]
+    def looked_at(self: FacedStates, *args: Any) -> Any:
+        self._complete()
+        if faced:
+            self._face_all()
+        return method(self, *args)
 
-    def _fresh(self, optimizer: Optimizer, entry: Any, param: Any) -> dict[str, Any]:
-        """Return the state that the optimizer gives a parameter at its first step, where this rank
-        has no state of any other parameter; {} if it cannot be known.
-        """
-        recipe = entry.engine().recipe
-        group = next(
-            (g for g in optimizer.param_groups if any(p is param for p in g["params"])), {}
-        )
-        if recipe.moments or entry.flat.storage.offloaded or torchao_format(optimizer) is not None:
-            return {}
-        with contextlib.suppress(Exception), torch.no_grad():
-            return fresh_state(optimizer, group, param)
-        return {}
+    return looked_at
+
+
+for _name in ("__contains__", "__len__", "__iter__", "keys", "__setitem__", "__delitem__", "clear"):
+    setattr(FacedStates, _name, _looked_at(_name, faced=False))
+for _name in ("items", "values", "pop", "popitem", "setdefault"):
+    setattr(FacedStates, _name, _looked_at(_name, faced=True))
+
+
+def _has_some(param: Any) -> bool:
+    """Whether it is sharded, and this rank has elements of it."""
+    spec = spec_of(param)
+    return spec is not None and spec.start < spec.stop
+
+
+def _fresh(optimizer: Optimizer, group: dict[str, Any], param: Any) -> dict[str, Any]:
+    """Return the state that the optimizer gives a parameter at its first step; {} if it cannot be
+    known.
+    """
+    flat = param.__dict__["_onefold_entry"]().flat
+    plain = policy_of(optimizer, flat.entries[0]) is None and torchao_format(optimizer) is None
+    with contextlib.suppress(Exception), torch.no_grad():
+        return fresh_state(optimizer, group, param) if plain and not flat.storage.offloaded else {}
+    return {}
 
 
 def show(optimizer: Optimizer) -> None:
     """From now on show intervals to code outside the step."""
     state: Any = optimizer.state
-    if type(state) is PlainStates:
-        state.__class__ = FacedStates
-    elif type(state) is not FacedStates:
-        faced = FacedStates(dict)
-        faced.dressed, faced.elsewhere, faced.optimizer = [], {}, weakref.ref(optimizer)
-        for key, value in state.items():
-            dict.__setitem__(faced, key, value)
+    if not isinstance(state, PlainStates):
+        faced = PlainStates(dict, state)
+        faced.optimizer, faced.dressed, faced.elsewhere = weakref.ref(optimizer), [], {}
         optimizer.state = state = faced
-    state.complete, state.donors = False, None
+    state.__class__, state.complete = FacedStates, False
 
 
 def stepped_elsewhere(optimizer: Optimizer, params: list[Any]) -> None:
@@ -309,23 +227,22 @@ def stepped_elsewhere(optimizer: Optimizer, params: list[Any]) -> None:
         for param in params:
             if id(param) in whole:
                 continue  # its owner has its states
-            known = counts.get(id(param))
-            if known is None:
-                dict.setdefault(state, param, {})
-            counts[id(param)] = (known or 0) + 1
+            if dict.get(state, param) is None:
+                dict.__setitem__(state, param, {})
+                counts[id(param)] = 0
+            counts[id(param)] = counts.get(id(param), 0) + 1
 
 
-def loaded_elsewhere(optimizer: Optimizer, param: Any) -> None:
-    """Note that a load has given the other ranks states of `param`, of which this rank has no
-    element. Its numbers are taken from another parameter's state. Called after `show`.
+def loaded_elsewhere(optimizer: Optimizer, params: list[Any]) -> None:
+    """Take in that a load has given the other ranks states of `params`, of which this rank has no
+    element. Their numbers are those of another parameter's state. Called after `show`.
     """
     state: Any = optimizer.state
-    if type(state) is FacedStates and (like := state.like_others(param)):
-        same_group, anyone = state._donor(optimizer, param)
-        if same_group is None and anyone is not None and "step" in like:
-            step = dict.__getitem__(state, anyone).get("step", like["step"])
-            like["step"] = step.clone() if isinstance(step, torch.Tensor) else step
-        state[param] = like
+    if type(state) is FacedStates:
+        for param in params:
+            dict.__setitem__(state, param, {})
+            state.elsewhere[id(param)] = 0
+        state.fill(optimizer)
 
 
 def hide(optimizer: Optimizer) -> None:

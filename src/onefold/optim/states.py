@@ -38,7 +38,7 @@ from torch.optim.optimizer import Optimizer
 import onefold.optim.faced_states as faced_states
 import onefold.quant.moments as moments
 from onefold.optim.whole import Owned, epoch, owned_by, put_elsewhere
-from onefold.recipe.moments import SIGNED, grain_of, packed
+from onefold.recipe.moments import grain_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.gather_paths import state_context
@@ -132,7 +132,7 @@ class OptimizerParts(HeldParts):
 
     def policy(self, entry: Entry, key: Any = "exp_avg") -> moments.MomentPolicy | None:
         """Return how the state `key` is stored; None: as the optimizer makes it."""
-        return faced_states.policy_of(self.optimizer, entry) if key in SIGNED else None
+        return faced_states.policy_of(self.optimizer, entry, key)
 
     def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
         value = self._states(entry)[key]
@@ -201,7 +201,7 @@ class OptimizerParts(HeldParts):
 
     def kinds(self, entry: Entry, key: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Return {key: dtype} of what is stored for the state `key`."""
-        return faced_states.stored_as(self.policy(entry, key), entry, key, dtype)
+        return faced_states.stored_as(self.optimizer, entry, key, dtype)
 
     def _stored(
         self, entry: Entry, key: str, x: int, values: torch.Tensor

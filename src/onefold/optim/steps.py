@@ -25,9 +25,9 @@ torch/optim/optimizer.py). While no model is sharded they do nothing else than t
 
 A wrapper on an optimizer would make a reference cycle with it, and would be lost in its copies. torch
 itself wraps the `step` of a class when the class gets its first object (`Optimizer.profile_hook_step`).
-A learning-rate scheduler that was made before the first `shard()` has put the method as it was into
-`optimizer.step`. Such a step is made between torch's global hooks (`_begin_late`); if the very first
-one raises, the next one ends it.
+Ours is put into torch's wrapper, in the place of the `step` that it calls. So it is also there where
+somebody holds the wrapper already: a learning-rate scheduler that was made before the first
+`shard()` has put it into `optimizer.step`.
 """  # fmt: skip
 
 from __future__ import annotations
@@ -36,18 +36,12 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from onefold.optim import faced_states, states
 from onefold.optim.states import engines
@@ -72,7 +66,6 @@ from onefold.runtime.updates import of_step
 
 _changes = threading.RLock()  # several threads may shard models, and free them
 _active: list[bool] = []  # not empty while a model is sharded: what compiled code asks
-_OURS, _LATE = "_onefold_steps", "_onefold_late"  # marks of functions
 
 
 def install_step_hooks(engine: Engine) -> None:
@@ -101,17 +94,14 @@ def _put_around_torchs() -> None:
     kind: Any = Optimizer
     module: Any = nn.Module
     torchs = kind.profile_hook_step
-    kind.profile_hook_step = staticmethod(lambda step: torchs(_with_ours(step)))
+    kind.profile_hook_step = staticmethod(lambda step: _put_inside(torchs(step)))
     for each in _kinds(Optimizer):  # classes that had an object already
-        own: Any = each.__dict__.get("step")
-        if getattr(own, "hooked", False):
-            each.step = kind.profile_hook_step(own.__wrapped__)  # type: ignore[attr-defined]
+        if getattr(own := each.__dict__.get("step"), "hooked", False):
+            _put_inside(own)
     kind.state_dict = _met_before(kind.state_dict)
     kind.load_state_dict = _met_before(_reads("casts_states", kind.load_state_dict))
     for zeroing in (kind, module):
         zeroing.zero_grad = _reads("drops_gradients", zeroing.zero_grad)
-    register_optimizer_step_pre_hook(_begin_late)
-    register_optimizer_step_post_hook(_end_late)
 
 
 def _kinds(kind: type) -> Iterable[type]:
@@ -119,16 +109,26 @@ def _kinds(kind: type) -> Iterable[type]:
     return {kind}.union(*map(_kinds, kind.__subclasses__()))
 
 
-def _with_ours(step: Any) -> Any:
+#: The code of the functions that `Optimizer.profile_hook_step` returns.
+_TORCHS_WRAPPER = Optimizer.profile_hook_step(print).__code__
+
+
+def _put_inside(hooked: Any) -> Any:
+    """Let torch's wrapper of a `step`, which calls the hooks, call ours in the place of the `step`."""
+    torchs = hooked
+    while torchs.__code__ is not _TORCHS_WRAPPER:  # somebody has wrapped it in turn
+        torchs = torchs.__wrapped__
+    cell = torchs.__closure__[_TORCHS_WRAPPER.co_freevars.index("func")]
+    step = cell.cell_contents
+
     @functools.wraps(step)
     def ours(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not _active:
             return step(self, *args, **kwargs)
         return _run(self, step, args, kwargs)
 
-    # torch marks what it wraps by `hooked`; whoever wraps this in turn takes both marks with it
-    ours.__dict__ |= {_OURS: True, "hooked": True}
-    return ours
+    cell.cell_contents = ours
+    return hooked
 
 
 def _met_before(method: Any) -> Any:
@@ -161,105 +161,31 @@ def _reads(flag: str, method: Any) -> Any:
 # -- one step --------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Step:
-    """A step under way.
-
-    Attributes:
-        noted: how many changes were noted when it began (runtime/stepper.py).
-        bare: the parameters that are plain until it ends. See [Note: bare parameters].
-        found: the sharded parameters that may be written to, by engine.
-        elsewhere: those of which other ranks alone have elements.
-        inner: calls of `super().step()` under way, of a step that torch's hooks alone tell of.
-    """
-
-    optimizer: Optimizer
-    noted: int
-    bare: list[nn.Parameter] = field(default_factory=list)
-    found: dict[Engine, list[Entry]] = field(default_factory=dict)
-    elsewhere: list[Any] = field(default_factory=list)
-    inner: int = 0
-
-    def written(self) -> None:
-        of_engines = (engine.optimizer_has_stepped(e) for engine, e in self.found.items())
-        self.elsewhere = [entry.param for entries in of_engines for entry in entries]
-
-    def end(self) -> None:
-        """Undo what the step has changed for its time."""
-        with disable_torch_function():
-            undo(self.noted)
-
-    def succeed(self) -> None:
-        with disable_torch_function():
-            faced_states.stepped_elsewhere(self.optimizer, self.elsewhere)
-
-
 _inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_late: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
 
 
 def _run(optimizer: Optimizer, step: Any, args: Any, kwargs: Any) -> Any:
     """Make a step of which `step` is the optimizer's own."""
     if _is_part(optimizer):
         return step(optimizer, *args, **kwargs)
-    ours = _Step(optimizer, len(raw.notes))
+    noted, elsewhere = len(raw.notes), list[nn.Parameter]()
     try:
         try:
-            args, kwargs = _begin(ours, args, kwargs)
+            args, kwargs = _begin(optimizer, elsewhere, args, kwargs)
             out = step(optimizer, *args, **kwargs)
         finally:
-            ours.end()
-        ours.succeed()
+            _end(noted)
+        with disable_torch_function():
+            faced_states.stepped_elsewhere(optimizer, elsewhere)
         return out
     finally:
-        ours.end()  # an interrupt may have left something
+        _end(noted)  # an interrupt may have left something
 
 
-def _begin_late(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """The global hook before a step: begin one that torch makes without `_run`."""
-    own = optimizer.__dict__.get("step")
-    if not _active or not isinstance(own, FunctionType):
-        return None
-    if optimizer in _late:
-        _late[optimizer].inner += 1
-        return None
-    if (hasattr(own, _OURS) and not hasattr(own, _LATE)) or _is_part(optimizer):
-        return None
-    if not hasattr(own, _LATE):
-        optimizer.step = _ended(own, weakref.ref(optimizer))  # type: ignore[method-assign]
-    ours = _late[optimizer] = _Step(optimizer, len(raw.notes))
-    args, kwargs = _begin(ours, args[1:], kwargs)
-    return (optimizer, *args), kwargs
-
-
-def _end_late(optimizer: Optimizer, *_: Any) -> None:
-    ours = _late.get(optimizer)
-    if ours is not None and ours.inner:
-        ours.inner -= 1
-    elif ours is not None:
-        ours.end()
-        ours.succeed()
-        _late.pop(optimizer, None)
-
-
-def _ended(step: Any, of: weakref.ref[Optimizer]) -> Any:
-    """Put the end of a late step around `step`, which somebody put into an optimizer."""
-
-    @functools.wraps(step)
-    def ours(*args: Any, **kwargs: Any) -> Any:
-        _end_raised(of())
-        try:
-            return step(*args, **kwargs)
-        finally:
-            _end_raised(of())
-
-    ours.__dict__ |= {_OURS: True, _LATE: True}
-    return ours
-
-
-def _end_raised(optimizer: Optimizer | None) -> None:
-    if optimizer is not None and optimizer in _late:
-        _late.pop(optimizer).end()
+def _end(noted: int) -> None:
+    """Undo what a step has changed for its time. `noted`: see `undo`."""
+    with disable_torch_function():
+        undo(noted)
 
 
 def _is_part(optimizer: Optimizer) -> bool:
@@ -285,9 +211,13 @@ def _is_part(optimizer: Optimizer) -> bool:
     return False
 
 
-def _begin(ours: _Step, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Do all that comes before the optimizer's own step. Return its arguments."""
-    optimizer = ours.optimizer
+def _begin(
+    optimizer: Optimizer, elsewhere: list[nn.Parameter], args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Do all that comes before the optimizer's own step. Return its arguments.
+
+    `elsewhere`: gets the parameters of which other ranks alone have elements, once they are stepped.
+    """
     note(_inside.discard, optimizer)
     _inside.add(optimizer)
     with disable_torch_function():
@@ -298,27 +228,30 @@ def _begin(ours: _Step, args: Any, kwargs: Any) -> tuple[Any, Any]:
         apart = _choose(optimizer, found)
     if any(entries for by_stepper in apart.values() for entries in by_stepper.values()):
         _refuse_arguments(optimizer, args, kwargs)
-    args, kwargs = _with_closure(ours, args, kwargs, first=any(apart.values()))
+    params = [e.param for entries in found.values() for e in entries]
+    args, kwargs = _with_closure(params, args, kwargs, first=any(apart.values()))
     with disable_torch_function():
         for engine in found:
             engine.optimizer_is_stepping()
             members = engine.stepper.members(optimizer)
             engine.note_update(f"{type(optimizer).__name__}.step()", of_step(optimizer, members))
-        note(ours.written)
-        ours.found = found
+        note(_written, found, elsewhere)
         for engine, by_stepper in apart.items():
             with torch.no_grad():
                 engine.stepper.step(optimizer, by_stepper)
             _leave_out(optimizer, [e.param for some in by_stepper.values() for e in some])
         if found:
             choose_implementation(optimizer, optimizer.param_groups, next(iter(found)).device)
-            params = [e.param for entries in found.values() for e in entries]
             note(face, params)
             note(setattr, stepping, "depth", stepping.depth)
             stepping.depth += 1
             bare(params)
-            ours.bare = params
     return args, kwargs
+
+
+def _written(found: dict[Engine, list[Entry]], elsewhere: list[nn.Parameter]) -> None:
+    for engine, entries in found.items():
+        elsewhere += [entry.param for entry in engine.optimizer_has_stepped(entries)]
 
 
 def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
@@ -377,9 +310,12 @@ def _refuse_arguments(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-def _with_closure(ours: _Step, args: Any, kwargs: Any, first: bool) -> tuple[Any, Any]:
-    """Return the arguments with a closure that sees parameters as code outside the step does. `first`:
-    it is called now, and later returns the loss: what is stepped before needs its gradients.
+def _with_closure(
+    params: list[nn.Parameter], args: Any, kwargs: Any, first: bool
+) -> tuple[Any, Any]:
+    """Return the arguments with a closure that sees `params`, which are bare in the step, as code
+    outside of it does. `first`: it is called now, and later returns the loss: what is stepped before
+    needs its gradients.
     """
     closure = kwargs.get("closure", args[0] if args else None)
     if closure is None:
@@ -391,7 +327,6 @@ def _with_closure(ours: _Step, args: Any, kwargs: Any, first: bool) -> tuple[Any
     def faced() -> Any:
         if first:
             return loss
-        params = list(ours.bare)
         face(params)
         try:
             return closure()
@@ -423,5 +358,4 @@ def _give_back(param: nn.Parameter, grad: torch.Tensor | None) -> None:
         param.grad = grad
 
 
-for _function in (_run, _begin_late, _end_late):  # a compiled step calls them as they are
-    keep_from_compiler(_function)
+keep_from_compiler(_run)  # a compiled step calls it as it is
