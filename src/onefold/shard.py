@@ -148,6 +148,10 @@ def shard(
         engine.buffers.start(engine.resources)
         _note_uninitialized(engine, specs, module, incoming.names if incoming else ())
         engine.start(_steppers(engine))
+        if engine.mesh.several:
+            from onefold.parallel.marks import Marks
+
+            engine.reduce.marks = Marks(engine)
         _install_hooks(engine, specs, module)
         install_step_hooks(engine)
         if engine.rank == 0:

@@ -8,7 +8,6 @@ is therefore partial.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -272,20 +271,3 @@ def test_buffers_of_columns_are_each_ranks_own_also_in_a_checkpoint(folder: Path
         onefold.load(folder / "saved", model=one)
     assert onefold.load(folder / "saved", model=one, strict=False).missing == ("slopes", "mean")
     assert one.slopes[7] == 8
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("same", [True, False])
-def test_tensor_parallelism_along_a_data_axis_is_warned_of(same: bool) -> None:
-    mesh = mesh_of(2, names=("tp",))
-    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6))
-    parallelize_module(model, mesh, {"1": ColwiseParallel(), "2": RowwiseParallel()})
-    sharded = over(mesh, model, 2, data="tp")
-    said: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("onefold").addHandler(listener)
-    sharded(features_of(0 if same else dist.get_rank(), 4, 6)).square().mean().backward()
-    logging.getLogger("onefold").removeHandler(listener)
-    told = [text for text in said if "compute with the same data" in text]
-    assert len(told) == (same and dist.get_rank() == 0), said

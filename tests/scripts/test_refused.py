@@ -208,7 +208,17 @@ CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
         ("had 16 parameters", "has 18 now", "added 'blocks.1.extra.weight'", "before shard()"),
     ),
     "an adapter, late": (
-        after(lambda m: setattr(m.blocks[1], "up", Adapter(m.blocks[1].up)), 3),
+        after(lambda m: setattr(m.blocks[1], "up", Adapter(m.blocks[1].up)), 1),
+        ALL,
+        ("has 18 now", "adapters"),
+    ),
+    "an adapter, later still, at the next save": (
+        lambda m, s: (
+            run(m, 3),
+            setattr(m.blocks[1], "up", Adapter(m.blocks[1].up)),
+            run(m),
+            onefold.full_state_dict(m),
+        ),
         ALL,
         ("has 18 now", "adapters"),
     ),

@@ -823,14 +823,27 @@ class Group:
 
     def broadcast(self, tensors: list[torch.Tensor], context: CollectiveContext) -> None:
         """Broadcast the first rank's tensors to all ranks, in place, in one message. Waits."""
-        some = [t.detach() for t in tensors if t.numel()] if self.size > 1 else []
-        if not some:
+        # Autograd may have saved a tensor for a backward pass that is still to come. On the host equal
+        # tensors are not written to. On a device the host would have to wait to know, so they are
+        # written to without a sign for autograd (`data` has a version counter of its own).
+        some = [
+            _once(t.detach() if t.device.type == "cpu" else t.data) for t in tensors if t.numel()
+        ]
+        if self.size == 1 or not some:
             return
-        flat = [t.reshape(-1).view(torch.uint8).to(self.device) for t in some]
-        message = torch.cat(flat) if len(flat) > 1 or self.rank else flat[0]
-        self.from_first(message, context, 0x7FFF).wait()
-        for t, part in zip(some, message.split([t.nbytes for t in some]), strict=True):
-            if self.rank:
+        # A number made of shapes and dtypes: messages of ranks whose tensors differ in these, or in
+        # number, do not match.
+        number = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in some]).encode()) & 0x7FFF
+        sizes = [t.numel() * t.element_size() for t in some]
+        if self.rank == 0:
+            message = torch.cat([as_bytes(t).to(self.device) for t in some])
+        else:
+            message = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        self.from_first(message, context, number).wait()
+        if self.rank == 0 or self.alone:
+            return
+        for t, part in zip(some, message.split(sizes), strict=True):
+            if t.device.type != "cpu" or not torch.equal(as_bytes(t), part):
                 # clone(): a part may begin at an address that is not aligned for the dtype
                 t.copy_(part.clone().view(t.dtype).view(t.shape))
 
@@ -1073,6 +1086,18 @@ class Group:
             work = dist.all_gather_single(out.view(-1), mine, group=over, async_op=True)
         self.wait([work], context)
         return out if self._row_of is None else out.index_select(0, self._row_of)
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with each element of the memory once, that is, without expanded dimensions."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _operation(mean: bool) -> Any:

@@ -30,7 +30,7 @@ from onefold.plan.job import Job
 from onefold.plan.modules import model_shape, module_of
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape, architecture, find, known
 from onefold.recipe import COMPUTE_DTYPES, Recipe
-from onefold.runtime.buffers import Buffers
+from onefold.runtime.buffers import buffers_in, sent_before_passes
 from onefold.tracing.repeat import repeated_blocks
 from onefold.tracing.trace import trace_at
 
@@ -257,11 +257,10 @@ def _traced(
 
 def _of_buffers(module: nn.Module, recipe: Recipe, machine: Machine) -> Iterator[str]:
     """Yield a note about large buffers, which every stage sends in full."""
-    buffers = Buffers(recipe)
-    buffers.find(module)
-    if machine.ranks > 1 and buffers.nbytes >= _HEAVY_BUFFERS:
+    nbytes = sum(b.nbytes for b in buffers_in(sent_before_passes(module, recipe)))
+    if machine.ranks > 1 and nbytes >= _HEAVY_BUFFERS:
         yield (
-            f"buffers: rank 0 sends {buffers.nbytes / 2**20:,.1f} MiB of them to each other rank"
+            f"buffers: rank 0 sends {nbytes / 2**20:,.1f} MiB of them to each other rank"
             " before the forward pass behind a synchronized one, as DDP does, beside the wire's"
             " figures; sync_buffers='norms' or False sends fewer"
         )

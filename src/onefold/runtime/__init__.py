@@ -4,7 +4,7 @@ commands.
 | question                                       | files, in the order to read them                       |
 |------------------------------------------------|--------------------------------------------------------|
 | Which blocks are units, and what are they?     | `units`, `unit`, `flat`                                |
-| What do other axes leave of a parameter?       | `boxes`, `marks`                                       |
+| What do other axes leave of a parameter?       | `boxes`                                                |
 | What happens in a step?                        | `engine`, `hooks`, `forward`, `schedule`, `resources`  |
 | How does the whole of a unit come together?    | `gather` (when), `gather_paths` (how)                  |
 | How do gradients become this rank's sums?      | `reduce` (when), `reduce_paths` (how)                  |

@@ -119,7 +119,7 @@ class Backward:
             for unit in reduce.units:
                 unit.leases.gradients = set()
             if used and reduce.marks is not None:
-                reduce.marks.end_backward()
+                reduce.marks.compare()
 
     def reduce_pending(self) -> None:
         """Reduce the gradients that wait for the boundary, as the backward pass of the boundary
@@ -144,7 +144,7 @@ class Backward:
             for unit in reduce.units:
                 unit.leases.gradients = set()
             if reduce.marks is not None:
-                reduce.marks.after_reduction()
+                reduce.marks.compare()
 
     def take_gradients(self) -> None:
         """Take the gradients that lie on whole parameters: those of a backward pass that was run in

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from onefold.comm import CollectiveContext, Group, alike, both
+from onefold.comm import CollectiveContext, Group, alike, as_bytes, both
 from onefold.comm.mesh import Mesh
 from onefold.memory import STAGING, storage_of
 from onefold.recipe import Recipe
 from onefold.runtime.boxes import local_of
+from onefold.runtime.gather_paths import state_context
 from onefold.runtime.parameters.interval import ShardedParameterError, spec_of
 from onefold.runtime.parameters.parameter import WRAPPED
 from onefold.runtime.uninitialized import is_marked
@@ -44,9 +45,31 @@ if TYPE_CHECKING:
 Key = TypeVar("Key")
 #: Ranks that share a buffer, for every rank.
 Sharing = tuple[tuple[int, ...], ...]
-
+#: A module's buffers, by their names in it.
+Table = dict[str, torch.Tensor | None]
 
 _START = CollectiveContext("control", "(buffers)", 0, "state")
+
+
+def sent_before_passes(module: nn.Module, recipe: Recipe) -> list[Table]:
+    """Return the tables of the modules whose buffers rank 0 sends before passes."""
+    wanted, norms = recipe.sync_buffers, nn.modules.batchnorm._NormBase
+    return [
+        m._buffers
+        for m in module.modules()
+        if wanted is True or (wanted == "norms" and isinstance(m, norms))
+    ]
+
+
+def buffers_in(tables: Iterable[Table]) -> list[torch.Tensor]:
+    """Return the buffers in `tables`, each once."""
+    found = {
+        id(b): local_of(refuse_parts(name, b))
+        for table in tables
+        for name, b in table.items()
+        if b is not None
+    }
+    return [*found.values()]
 
 
 class Buffers:
@@ -56,42 +79,30 @@ class Buffers:
         due: the next pass over the model begins with a copy of rank 0's buffers.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        group: Group | None = None,
-        mesh: Mesh | None = None,
-        specs: Iterable[UnitSpec] = (),
-    ) -> None:
-        self._wanted = recipe.sync_buffers
-        self._group, self._mesh = group, mesh
-        # By id of a module's table: who holds the same of its parameters, where not all ranks do
-        self._divided: dict[int, set[Sharing]] = {}
+    def __init__(self, recipe: Recipe, group: Group, mesh: Mesh, specs: Iterable[UnitSpec]) -> None:
+        self._recipe, self._group, self._mesh = recipe, group, mesh
+        # By id of the table of a module, of whose parameters not all ranks hold the same
+        divided: dict[int, set[Sharing]] = {}
         for found in (f for spec in specs for f in spec.found):
             if found.box is not None and found.box.divided:
                 for module, _ in found.places:
                     groups = found.box.kind.holders.groups
-                    self._divided.setdefault(id(module._buffers), set()).add(groups)
-        #: Each module's table, who shares what is in it, and whether it is sent before passes
-        self._tables: list[tuple[dict[str, torch.Tensor | None], Sharing, bool]] = []
+                    divided.setdefault(id(module._buffers), set()).add(groups)
+        kinds = {frozenset(groups) for groups in divided.values()}
+        sharings = {groups: self._sharing(groups) for groups in kinds}
+        self._divided = {table: sharings[frozenset(of)] for table, of in divided.items()}
+        self._others = self._sharing(())
+        self._tables: list[Table] = []
+        self._sent: list[Table] = []
         self.due = True
 
     def find(self, module: nn.Module) -> None:
         """Look at the modules of the model. Before passes go the buffers that the recipe names."""
-        norms = nn.modules.batchnorm._NormBase
-        known: dict[frozenset[Sharing], Sharing] = {}
-        self._tables = []
-        for m in module.modules():
-            divided = frozenset(self._divided.get(id(m._buffers), ()))
-            if divided not in known:
-                known[divided] = self._sharing(divided)
-            sent = self._wanted is True or (self._wanted is not False and isinstance(m, norms))
-            self._tables.append((m._buffers, known[divided], sent))
+        self._tables = [m._buffers for m in module.modules()]
+        self._sent = sent_before_passes(module, self._recipe)
 
     def _sharing(self, divided: Iterable[Sharing]) -> Sharing:
         """Return who shares buffers of a module, by who holds the same of its parameters."""
-        if self._mesh is None:
-            return ()
         axes = self._mesh.axes
         others = axes.along([name for name in axes.names if not axes.carries(name)])
         held = [{r: ranks for ranks in groups for r in ranks} for groups in sorted(divided)]
@@ -100,35 +111,28 @@ class Buffers:
             out.setdefault((at, *(of[rank] for of in held)), []).append(rank)
         return tuple(map(tuple, out.values()))
 
+    def _sharing_of(self, table: Table) -> Sharing:
+        return self._divided.get(id(table), self._others)
+
     def close(self) -> None:
-        self._tables = []
+        self._tables = self._sent = []
 
-    def _shared(self, every: bool = False) -> dict[Sharing, list[torch.Tensor]]:
-        """Return the buffers that are sent before passes, or all, by who shares them; each once."""
-        out: dict[Sharing, dict[int, torch.Tensor]] = {}
-        for table, sharing, sent in self._tables:
-            for name, b in table.items() if table and (sent or every) else ():
-                if b is not None:
-                    out.setdefault(sharing, {})[id(b)] = local_of(refuse_parts(name, b))
-        return {sharing: [*found.values()] for sharing, found in out.items()}
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the buffers that are sent before passes, as they are now."""
-        return [b for found in self._shared().values() for b in found]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one message: what rank 0 sends to each other rank."""
-        return sum(map(_nbytes, self.tensors()))
+    def _shared(self, tables: Iterable[Table]) -> dict[Sharing, list[torch.Tensor]]:
+        """Return the buffers in `tables`, by who shares them."""
+        by: dict[Sharing, list[Table]] = {}
+        for table in tables:
+            by.setdefault(self._sharing_of(table), []).append(table)
+        return {sharing: buffers_in(some) for sharing, some in by.items()}
 
     def before_pass(self, resources: Resources) -> None:
         """Called when a pass over the model begins: send rank 0's buffers, if that is due."""
-        if not self.due or resources.group.size == 1:
+        if not self.due or self._group.size == 1:
             return
-        for sharing, tensors in self._shared().items():
-            nbytes = sum(map(_nbytes, tensors))
+        for sharing, tensors in self._shared(self._sent).items():
+            nbytes = sum(b.nbytes for b in tensors)
             resources.memory.add(STAGING, nbytes, "buffers")
-            from_rank_0(resources, resources.group.part(sharing), tensors, "forward")
+            context = resources.progress.context("state", "buffers")
+            self._group.part(sharing).broadcast(tensors, context)
             resources.memory.add(STAGING, -nbytes, "buffers")
 
     def after_pass(self, synchronized: bool) -> None:
@@ -141,42 +145,40 @@ class Buffers:
         """Give every rank the values of the first that shares a buffer, or of rank 0 where that one
         has none: its model was on the meta device. Collective.
         """
-        group, shared = resources.group, self._shared(every=True)
-        if group.size == 1:
-            return
+        group, shared = self._group, self._shared(self._tables)
+        context = state_context(resources, "buffers")
         own = [b for sharing, found in shared.items() if len(sharing) > 1 for b in found]
         if own and not group.alone:
             without = group.any_of(bytes(map(is_marked, own)), _START)
-            from_rank_0(
-                resources, group, [b for b, no in zip(own, without, strict=True) if no], "state"
-            )
+            group.broadcast([b for b, no in zip(own, without, strict=True) if no], context)
         for sharing, tensors in shared.items():
-            from_rank_0(resources, group.part(sharing), tensors, "state")
+            group.part(sharing).broadcast(tensors, context)
 
     # -- buffers of which ranks have values of their own -------------------------------------------
 
     @property
     def several(self) -> bool:
         """Whether some buffers are shared by some of the ranks only."""
-        return any(len(sharing) > 1 for _, sharing, _ in self._tables)
+        return any(len(self._sharing_of(table)) > 1 for table in self._tables)
 
     def places(self, named: Mapping[Key, torch.Tensor]) -> dict[Key, tuple[Sharing, str]]:
         """Return who shares each buffer, and in words whose values this rank's are: "tp: 1 of 2"; ""
         if all ranks share it.
         """
-        shared = self._sharing(())  # of what a hook of the state dict has made, in no table
-        found = {
-            id(local_of(b)): sharing
-            for table, sharing, _ in self._tables
+        sharing_of = {
+            id(local_of(b)): self._sharing_of(table)
+            for table in self._tables
             for b in table.values()
             if b is not None
         }
-        every = {name: found.get(id(local_of(b)), shared) for name, b in named.items()}
-        words = {sharing: self._words(sharing) for sharing in {*every.values()}}
-        return {name: (sharing, words[sharing]) for name, sharing in every.items()}
+        out = {}
+        for name, b in named.items():  # what a hook of the state dict has made is in no table
+            sharing = sharing_of.get(id(local_of(b)), self._others)
+            out[name] = sharing, self._words(sharing)
+        return out
 
     def _words(self, sharing: Sharing) -> str:
-        if self._group is None or self._mesh is None or len(sharing) < 2:
+        if len(sharing) < 2:
             return ""
         me, axes = self._group.ranks[self._group.rank], self._mesh.axes
         at, mine = next((i, ranks) for i, ranks in enumerate(sharing) if me in ranks)
@@ -189,12 +191,11 @@ class Buffers:
         """Return those buffers of which ranks have other values than ranks that do not share them,
         and in words whose this rank's are. Collective if there are `several`; the host waits.
         """
-        group = self._group
-        if group is None or not self.several:
+        if not self.several:
             return {}
         places = {name: at for name, at in self.places(named).items() if at[1]}
-        first = {name: group.part(sharing).rank == 0 for name, (sharing, _) in places.items()}
-        apart = unlike(group, [named[name] if first[name] else None for name in places])
+        first = {name: self._group.part(at).rank == 0 for name, (at, _) in places.items()}
+        apart = unlike(self._group, [named[name] if first[name] else None for name in places])
         return {name: places[name][1] for name, other in zip(places, apart, strict=True) if other}
 
     def refuse_own(self, module: nn.Module, call: str) -> None:
@@ -204,7 +205,7 @@ class Buffers:
         if own := self.own(persistent(module)):
             raise ValueError(
                 f"{call} has one value of each buffer, and ranks have values of their own of"
-                f" {_few([*map(repr, own)])} (here {next(iter(own.values()))}). onefold.save stores"
+                f" {_few(own)} (here {next(iter(own.values()))}). onefold.save stores"
                 " them all. Register what is computed anew with persistent=False."
             )
 
@@ -226,43 +227,11 @@ def unlike(group: Group, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
     mine = [
         bytes(8)
         if t is None
-        else both(zlib.crc32(_as_bytes(t).cpu().numpy().tobytes()).to_bytes(4, "little"))
+        else both(zlib.crc32(as_bytes(t).cpu().numpy().tobytes()).to_bytes(4, "little"))
         for t in tensors
     ]
     found = group.any_of(b"".join(mine), _START) if mine else b""
     return [not alike(found[i : i + 8]) for i in range(0, len(found), 8)]
-
-
-@torch.no_grad()
-def from_rank_0(
-    resources: Resources, group: Group, tensors: Sequence[torch.Tensor], phase: str
-) -> None:
-    """Copy the values of the first rank of `group` into `tensors` on all of its ranks, in one message.
-    Collective; waits.
-    """
-    device, sizes = resources.device, list(map(_nbytes, tensors))
-    if group.size == 1 or not sum(sizes):
-        return
-    # A number made of shapes and dtypes: messages of ranks whose buffers differ in these, or in
-    # number, do not match.
-    number = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode()) & 0x7FFF
-    if group.rank == 0:
-        message = torch.cat([_as_bytes(_once(t)).to(device) for t in tensors])
-    else:
-        message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    group.from_first(
-        message, CollectiveContext("state", "buffers", resources.progress.step_count, phase), number
-    ).wait()
-    if group.rank == 0 or group.alone:
-        return
-    for buffer, size, part in zip(tensors, sizes, message.split(sizes), strict=True):
-        # Autograd may have saved a constant for a backward pass that is still to come. On the host
-        # equal buffers are not written to. On a device the host would have to wait to know, so they
-        # are written to without a sign for autograd (`data` has a version counter of its own).
-        on_host = buffer.device.type == "cpu"
-        mine = _once(buffer.detach() if on_host else buffer.data)
-        if size and not (on_host and torch.equal(_as_bytes(mine), part)):
-            mine.copy_(part.clone().view(mine.dtype).view(mine.shape))
 
 
 def refuse_parts(name: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -283,31 +252,9 @@ def refuse_parts(name: str, buffer: torch.Tensor) -> torch.Tensor:
     return buffer
 
 
-def _once(buffer: torch.Tensor) -> torch.Tensor:
-    """Return a view of the buffer with each element of its memory once, that is, without expanded
-    dimensions.
-    """
-    for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            buffer = buffer.narrow(dim, 0, 1)
-    return buffer
-
-
-def _as_bytes(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.detach().reshape(-1).view(torch.uint8)
-
-
-def _nbytes(buffer: torch.Tensor) -> int:
-    once = _once(buffer)
-    return once.numel() * once.element_size()
-
-
 # -- checks of what a model has become -------------------------------------------------------------
 #
 # Checks at the beginning of a pass over the model: is the model still the one that was sharded?
-
-
-_MODULES_A_PASS = 64
 
 
 def check_in_place(units: Iterable[Unit]) -> None:
@@ -343,89 +290,43 @@ def check_not_wrapped(module: nn.Module | None) -> None:
         raise RuntimeError(WRAPPED)
 
 
-class Structure:
-    """The modules of a model as shard() found them. Parameters added later would train on every
-    rank by itself.
-
-    Walking the whole model costs a millisecond or more, so each look compares only the next few
-    modules: their number of parameters, and which children they have. A change is found within some
-    passes, in the same pass on every rank.
+def modules_in(root: nn.Module) -> list[tuple[weakref.ref[nn.Module], int]]:
+    """Return the modules of `root`, and how many parameters each has: what may not change. Which
+    parameters these are does not matter here, since `torch.func.functional_call` puts others there.
     """
-
-    def __init__(self, root: nn.Module, entries: Sequence[Entry]) -> None:
-        self._root, self._entries = weakref.ref(root), entries
-        self._remember(root)
-
-    def _remember(self, root: nn.Module) -> None:
-        self._seen = [(weakref.ref(m), _signature(m)) for m in root.modules()]
-        self._next = 0
-
-    def look(self, everywhere: bool) -> bool:
-        """Compare some modules, or all of them if `everywhere`. Returns True if modules have
-        changed, but no parameters. Raises as `refuse_changes`.
-        """
-        start = 0 if everywhere else self._next
-        part = self._seen[start : None if everywhere else start + _MODULES_A_PASS]
-        self._next = start + len(part) if start + len(part) < len(self._seen) else 0
-        if all((m := ref()) is not None and _signature(m) == then for ref, then in part):
-            return False
-        self.refuse_changes("a pass")
-        if (root := self._root()) is not None:
-            self._remember(root)
-        return True
-
-    def refuse_changes(self, call: str) -> None:
-        """Check that the parameters that `shard()` found are those of the model, before `call`.
-
-        Raises:
-            RuntimeError: the model has other parameters now, or other ties between them; the
-                message names them.
-        """
-        root = self._root()
-        if root is not None and (said := changes(root, self._entries)):
-            raise RuntimeError(
-                f"{call}: the model had {len(self._entries)} parameters when it was sharded and has"
-                f" {sum(1 for _ in root.parameters())} now: {said}."
-                " Change its structure (adapters, heads, ties) before shard(), or between"
-                " onefold.unshard(model) and a new shard()."
-            )
+    return [
+        (weakref.ref(m), sum(p is not None for p in m._parameters.values())) for m in root.modules()
+    ]
 
 
-def changes(root: nn.Module, entries: Iterable[Entry]) -> str:
-    """Return a text that names the parameters of `root` that were added, removed, replaced or tied
-    to others since `entries` were found there; "" if none were.
+def refuse_changes(root: nn.Module | None, entries: Iterable[Entry], call: str) -> None:
+    """Check that the parameters that `shard()` found are those of the model, before `call`.
+    Parameters added later would train on every rank by itself.
+
+    Raises:
+        RuntimeError: the model has other parameters now, or other ties between them; the message
+            names them.
     """
-    then = {name: entry for entry in entries for name in entry.names}
-    known = {id(entry.param): entry for entry in entries}
-    now = {
-        name: param
-        for name, param in root.named_parameters(remove_duplicate=False)
-        if isinstance(param, nn.Parameter)
+    if root is None:
+        return
+    then = {name: entry.param for entry in entries for name in entry.names}
+    now = dict(root.named_parameters(remove_duplicate=False))
+    known, there = set(map(id, then.values())), set(map(id, now.values()))
+    lists = {
+        "replaced": [n for n, p in now.items() if n in then and p is not then[n]],
+        "added": [n for n, p in now.items() if n not in then and id(p) not in known],
+        "removed": [n for n, p in then.items() if n not in now and id(p) not in there],
     }
-    there = {id(param) for param in now.values()}
-    replaced = [name for name, param in now.items() if id(param) not in known and name in then]
-    added = [name for name, param in now.items() if id(param) not in known and name not in then]
-    tied = [
-        f"{name!r} to {entry.names[0]!r}"
-        for name, param in now.items()
-        if (entry := known.get(id(param))) is not None and name in then and then[name] is not entry
-    ]
-    removed = [
-        name for name, entry in then.items() if name not in now and id(entry.param) not in there
-    ]
-    lists = {"replaced": replaced, "added": added, "removed": removed}
-    said = [
-        f"{what} {_few([repr(name) for name in names])}" for what, names in lists.items() if names
-    ]
-    return ", ".join([*said, *([f"tied {_few(tied)}"] if tied else [])])
+    if any(lists.values()):
+        said = ", ".join(f"{what} {_few(names)}" for what, names in lists.items() if names)
+        raise RuntimeError(
+            f"{call}: the model had {len(known)} parameters when it was sharded and has"
+            f" {len(there)} now: {said}."
+            " Change its structure (adapters, heads, ties) before shard(), or between"
+            " onefold.unshard(model) and a new shard()."
+        )
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _signature(module: nn.Module) -> tuple[int, ...]:
-    return (
-        sum(p is not None for p in module._parameters.values()),
-        *map(id, module._modules.values()),
-    )
+def _few(names: Iterable[str]) -> str:
+    first, *rest = [repr(name) for name in names]
+    return ", ".join([first, *rest[:4]]) + (f" and {len(rest) - 4} more" if len(rest) > 4 else "")

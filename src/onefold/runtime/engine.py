@@ -34,12 +34,11 @@ from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import NATIVE
 from onefold.runtime.backward import Backward, agree_on_failure
 from onefold.runtime.boxes import find_boxes
-from onefold.runtime.buffers import Buffers, Structure, check_in_place
+from onefold.runtime.buffers import Buffers, check_in_place, refuse_changes
 from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.forward import Forward
 from onefold.runtime.gather import Gatherer
-from onefold.runtime.marks import Marks
 from onefold.runtime.open_passes import OpenPass, still_open
 from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
 from onefold.runtime.parameters.values import WriteCounters
@@ -175,8 +174,6 @@ class Engine:
             self.write_counters,
             self.backward_event,
         )
-        if Marks.wanted(self.entries, self.mesh):
-            self.reduce.marks = Marks(self.entries, self.resources, self.mesh)
         self.copies = Copies(
             self.units, self.entries, self.progress, self.gather, self.write_counters
         )
@@ -190,9 +187,6 @@ class Engine:
             self.spans,
         )
         self.started = True
-        root = self.units[0].module()
-        assert root is not None
-        self.structure = Structure(root, self.entries)
         self.forward = Forward(
             self.units,
             self.resources,
@@ -203,7 +197,6 @@ class Engine:
             self.activations,
             self.buffers,
             self.uninitialized,
-            self.structure,
             self.write_counters,
             self.spans,
             self._stack,
@@ -457,7 +450,7 @@ class Engine:
         before `call` reads or writes the values of those parameters.
         """
         if not self.stack and not self.full_params_depth:
-            self.structure.refuse_changes(call)
+            refuse_changes(self.units[0].module(), self.entries, call)
 
     def whole(self, entry: Entry) -> torch.Tensor:
         self.uninitialized.look()

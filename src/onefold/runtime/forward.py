@@ -21,7 +21,13 @@ import torch
 from onefold.memory import storage_of
 from onefold.runtime.backward import Backward
 from onefold.runtime.boxes import local_of
-from onefold.runtime.buffers import Buffers, Structure, check_in_place, check_not_wrapped
+from onefold.runtime.buffers import (
+    Buffers,
+    check_in_place,
+    check_not_wrapped,
+    modules_in,
+    refuse_changes,
+)
 from onefold.runtime.differentiate import (
     TRANSFORMS,
     in_autograd,
@@ -84,7 +90,6 @@ class Forward:
         activations: Activations,
         buffers: Buffers,
         uninitialized: Uninitialized,
-        structure: Structure,
         write_counters: WriteCounters,
         spans: Spans,
         stack: list[OpenPass],
@@ -93,7 +98,7 @@ class Forward:
         self.run_ahead = resources.group.run_ahead
         self.gather, self.reduce, self.backward = gather, reduce, backward
         self.copies, self.activations, self.buffers = copies, activations, buffers
-        self.uninitialized, self.structure, self.spans = uninitialized, structure, spans
+        self.uninitialized, self.spans = uninitialized, spans
         self.write_counters, self.stack = write_counters, stack
         self.raised_in: tuple[str, str] | None = None
         # Units whose parameters other modules used in this pass, and those whose module was called
@@ -102,6 +107,9 @@ class Forward:
         self._current = ForwardPass(write_counters)
         self._recorded: Recorded | None = None  # of the pass under way
         self._over_model = False
+        # The modules that shard() found, and the last step in which they were compared
+        root = units[0].module()
+        self._modules, self._compared = [] if root is None else modules_in(root), -1
 
     def enter(self, unit: Unit, call: FrameType, part: bool = False) -> bool:
         """Begin the forward pass of a unit's module. Returns True if this begins a pass over the
@@ -230,13 +238,18 @@ class Forward:
         self.resources.memory.look()
         self.resources.transfers.host.look()
         check_in_place(self.units)
+        root = self.units[0].module()
         early = self.progress.step_count < 2  # most changes of a model and wrappers come by now
-        if self.structure.look(everywhere=early) and (root := self.units[0].module()) is not None:
-            self.buffers.find(root)
+        if early and self._compared < self.progress.step_count and root is not None:
+            self._compared = self.progress.step_count
+            if (now := modules_in(root)) != self._modules:
+                refuse_changes(root, [e for u in self.units for e in u.entries], "a pass")
+                self._modules = now
+                self.buffers.find(root)
         if early:
-            check_not_wrapped(self.units[0].module())
+            check_not_wrapped(root)
             if self.gather.sharded:
-                refuse_cuda_graphs(self.units[0].module(), self.resources.device)
+                refuse_cuda_graphs(root, self.resources.device)
         # Before `follow_trainable`: it must see what was trainable when the optimizer stepped
         self.copies.look_for_writes()
         # A pass without gradients in between (a reference pass with adapters off) must not change
@@ -250,8 +263,6 @@ class Forward:
         ):
             for u in self.units:
                 u.calls = 0
-        if self._over_model and self.buffers.due:
-            self.buffers.tensors()  # raises on parts of parameters, before anything is sent
         this.outermost = True  # from here on there is something to end
         self.activations.begin_forward()  # first: the gatherer's hooks call the hooks set here
         self.gather.begin_forward(self._over_model)

@@ -30,7 +30,6 @@ import torch
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.pool import TierError
 from onefold.runtime.flat import Entry, Flat, Shares
-from onefold.runtime.marks import Marks
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
 from onefold.runtime.pending_gradients import take_pending
@@ -38,6 +37,7 @@ from onefold.runtime.reduce_paths import Reduction, broadcast_back
 from onefold.runtime.unit import Unit
 
 if TYPE_CHECKING:
+    from onefold.parallel.marks import Marks
     from onefold.runtime.gather import Gatherer
     from onefold.runtime.parameters.values import WriteCounters
     from onefold.runtime.resources import Resources, Spans

@@ -21,7 +21,7 @@ Any other hook is called, and watched (`_Collectives`):
 | of a DTensor parameter                          | raise: DTensor's own placements say what is added up      |
 | in two micro-batches whose gradients accumulate | raise: the first one's was added up twice                 |
 | else                                            | fine; if the parameter is marked too, or needs a mark,    |
-|                                                 | runtime/marks.py raises                                   |
+|                                                 | parallel/marks.py raises                                  |
 
 While a hook of the second kind runs, its parameter is whole: `.grad` reads and writes the whole
 local gradient, and the values are gathered on first use. A hook must not write to the values: they
