@@ -72,8 +72,6 @@ _PARTS = {
     "DeepSpeed": ("integrations/deepspeed", "deepspeed.py"),
     "Hugging Face": ("integrations/hf", "integrations/vllm.py", "hf.py"),
     "Lightning": ("integrations/lightning", "lightning.py"),
-    "Other trainers": ("integrations/axolotl.py", "integrations/llamafactory.py", "integrations/prometheus.py",
-                       "integrations/torchtitan.py", "integrations/verl.py"),
     "The plan, the doctor": ("plan", "simulation", "tracing", "doctor", "machine"),
     "Observing, the report": ("observe",),
     "Training from the command line": ("train", "models", "data", "processes", "reading.py", "wording.py", "cli"),

@@ -1,4 +1,4 @@
-"""Lightning on Onefold: a strategy for its Trainer, and a callback that averages sharded weights.
+"""Lightning on Onefold: a strategy for its Trainer.
 
 trainer = L.Trainer(strategy=onefold.lightning.Strategy(stage=3), devices=8)
 trainer.fit(module, data)
@@ -8,7 +8,7 @@ Importing this module registers the names "onefold" (stage 3), "onefold_stage_1"
 """
 
 try:
-    from onefold.integrations.lightning import EMA, Strategy
+    from onefold.integrations.lightning import Strategy
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "lightning":
         raise
@@ -19,4 +19,4 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-__all__ = ["EMA", "Strategy"]
+__all__ = ["Strategy"]

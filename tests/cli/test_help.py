@@ -15,11 +15,10 @@ from onefold.cli.app import app
 
 
 def commands(part: Any, *names: str) -> Iterator[list[str]]:
-    """The words of each command, groups included, but for those that others' parsers answer."""
+    """The words of each command, groups included."""
     yield list(names)
     for name, inner in getattr(part, "commands", {}).items():
-        if name != "accelerate":
-            yield from commands(inner, *names, name)
+        yield from commands(inner, *names, name)
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -5,6 +5,7 @@ with the name deepspeed served.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,16 +89,14 @@ def test_checkpoints_go_on_at_other_stages_and_by_ddp(folder: Path) -> None:
 
 @slow
 @on_ranks(2)
-def test_its_loops_callbacks_figures_and_models_without_memory(folder: Path) -> None:
+def test_its_loops_callbacks_and_models_without_memory(folder: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.loggers import CSVLogger
 
     from others.lit import Tuned, loader, trainer
 
     best = ModelCheckpoint(folder / "best", filename="{step}", monitor="val_loss", save_top_k=1)
-    logger = CSVLogger(folder)
     used = trainer(
-        {"stage": 3}, folder, logger=logger, log_every_n_steps=2, val_check_interval=2, callbacks=[best],
+        {"stage": 3}, folder, val_check_interval=2, callbacks=[best],
         enable_checkpointing=True, max_epochs=2, enable_model_summary=True,
     )  # fmt: skip
     with used.init_module(empty_init=True):
@@ -117,14 +116,6 @@ def test_its_loops_callbacks_figures_and_models_without_memory(folder: Path) -> 
     assert told.ndim == 0
     used.fit(tuned, loader(), loader(4))  # max_epochs is reached: nothing happens
     assert used.global_step == 8
-    if used.is_global_zero:
-        lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
-        head, rows = lines[0].split(","), [line.split(",") for line in lines[1:]]
-        for name in ("wire_bytes", "memory_bytes", "memory_peak_bytes", "wire_wait_ms"):
-            values = [float(r[at]) for r in rows if r[at := head.index(f"onefold/{name}")]]
-            assert len(values) == 4 and values[-1] > 0, name
-            if name == "wire_bytes":  # three times half of the model, and what is logged
-                assert nbytes / 2 < values[-1] < 4 * nbytes / 2
     strategy = used.strategy
     assert strategy.broadcast(f"from {used.global_rank}") == "from 0"
     assert strategy.reduce(torch.tensor(used.global_rank + 1.0), reduce_op="sum").item() == 3.0
@@ -223,6 +214,22 @@ def test_what_cannot_be_is_refused_in_words(folder: Path) -> None:
         with pytest.raises(ValueError, match=f"(?s){words}"):
             call()
     assert on_each_rank("all refused") == ["all refused"] * 2
+
+
+@slow
+@on_ranks(2)
+def test_the_pages_callback_evaluates_averages(folder: Path) -> None:
+    from others.lit import fitted
+
+    page = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text()
+    block = re.search(r'```python title="Lightning"\n(.*?)```', page, re.DOTALL)
+    assert block is not None
+    made: dict[str, Any] = {}
+    exec(block[1], made)
+    averages = made["Averages"]()
+    plain = fitted(folder, {"stage": 3}, validate=True)
+    averaged = fitted(folder, {"stage": 3}, validate=True, callbacks=[averages])
+    assert averaged.losses == plain.losses and averaged.evaluated != plain.evaluated
 
 
 @slow

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
+import looks
 import onefold
 from needed import skip_without
 from on_ranks import on_ranks, slow
@@ -148,9 +148,7 @@ def test_a_frozen_base_is_held_quantized_and_goes_on(folder: Path) -> None:
     for codec, most in (("int8", 0.02), ("nf4", 0.1)):
         recipe = {"stage": 3, "frozen": codec}
         ours = trained(folder, recipe, lora=True, save=True, **SAVES)
-        memory = [
-            run.trainer.state.log_history[-2]["onefold/memory_bytes"] for run in (plain, ours)
-        ]
+        memory = [sum(looks.held(run.trainer.model)["device"].values()) for run in (plain, ours)]
         assert memory[1] < memory[0], codec
         assert ours.losses != plain.losses
         assert ours.losses == pytest.approx(plain.losses, abs=most)
@@ -213,18 +211,16 @@ def test_the_scale_of_fp16_grows_skips_and_goes_on(folder: Path) -> None:
 
 @slow
 @on_ranks(2)
-def test_it_evaluates_and_predicts_before_and_after_and_shows_figures(folder: Path) -> None:
+def test_it_evaluates_and_predicts_before_and_after(folder: Path) -> None:
     import transformers
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from others.runs import arguments, fresh, opened, saved, tokens, with_recipe
 
     found: dict[Any, Any] = {}
     for recipe in (None, 3):
         with fresh():
-            os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/board {recipe}"
             kind, more = with_recipe(transformers.Trainer, recipe)
-            args = arguments(folder, report_to=["tensorboard"])
+            args = arguments(folder)
             data = {"train_dataset": tokens(), "eval_dataset": tokens()}
             trainer: Any = kind(opened(saved(folder)), args, **data, **more)
             first = trainer.evaluate()["eval_loss"]
@@ -237,13 +233,6 @@ def test_it_evaluates_and_predicts_before_and_after_and_shows_figures(folder: Pa
     batch = {"input_ids": torch.zeros(2, 16, dtype=torch.long)}
     expected = transformers.Trainer.floating_point_ops(trainer, batch)
     assert trainer.floating_point_ops(batch) == expected
-    if dist.get_rank() == 0:
-        board = EventAccumulator(f"{folder}/board 3")
-        board.Reload()
-        wire = [e.value for e in board.Scalars("train/onefold/wire_bytes")]
-        # Three times half the model, less what stays gathered from forward to backward, and padding
-        nbytes = 4 * sum(p.numel() for p in trainer.model.parameters())
-        assert len(wire) == 4 and nbytes <= wire[-1] <= 1.05 * 3 * nbytes / 2
 
 
 class Plain(nn.Module):

@@ -41,6 +41,8 @@ NOT_RUN = {
     "onefold.checkpoint.join_stages(": "it needs ranks",
     "config = DistributedConfig(": "it needs ranks",
 }
+#: Packages of other trainers: blocks that import them are run where they are installed.
+NOT_INSTALLED = {"axolotl", "llamafactory"}
 
 
 def run(block: Block) -> None:
@@ -49,7 +51,7 @@ def run(block: Block) -> None:
     given = Given(block.text)
     steps = "optim.step()" in block.text
     before = {n: t.clone() for n, t in given["model"].state_dict().items()} if steps else {}
-    exec(compile(block.text, str(block), "exec"), given)
+    exec(compile(block.text.replace("9400", "0"), str(block), "exec"), given)  # any free port
     if steps:
         after = onefold.full_state_dict(given["model"])
         assert before.keys() == after.keys()
@@ -74,6 +76,9 @@ def test_python_that_is_printed_runs_and_trains(tmp_path: Path) -> None:
             with contextlib.chdir(tmp_path):
                 run(block)
         except Exception as error:
+            name = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+            if str(name).partition(".")[0] in NOT_INSTALLED:
+                continue
             wrong.append(f"{block}: {type(error).__name__}: {error}")
     assert not wrong, "\n".join(wrong)
     assert left_out == NOT_RUN.keys(), "a block that is not run is printed no more"

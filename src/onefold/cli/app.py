@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from onefold.cli.accelerate import app as accelerate_app
 from onefold.cli.checkpoint import app as checkpoint_app
 from onefold.cli.config import app as config_app
 from onefold.cli.doctor import doctor_command
@@ -31,7 +30,6 @@ app.command("doctor")(doctor_command)
 app.command("report")(report_command)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
-app.add_typer(accelerate_app, name="accelerate")
 with_readable_help(app)
 
 

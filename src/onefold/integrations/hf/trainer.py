@@ -28,7 +28,6 @@ import onefold
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.values import refuse_another_state
 from onefold.integrations import vllm
-from onefold.integrations.figures import Figures
 from onefold.integrations.hf import loading, saving
 from onefold.integrations.hf.accelerator import adopt
 from onefold.integrations.hf.arguments import (
@@ -102,7 +101,6 @@ class TrainerMixin(_Host):
 
     def __init__(self, *args: Any, recipe: Any = None, **kwargs: Any) -> None:
         self._onefold_given: Any = recipe
-        self._onefold_figures: Figures | None = None
         self._onefold_parameters: int | None = None
         self._onefold_made = False
         super().__init__(*args, **kwargs)
@@ -203,7 +201,6 @@ class TrainerMixin(_Host):
         finally:
             accelerator.device_placement = placement
         self._onefold_parameters = None
-        self._onefold_figures = Figures(self.model, self._torch_optimizer(), self._steps_done())
         return prepared
 
     def _torch_optimizer(self) -> Any:
@@ -241,12 +238,6 @@ class TrainerMixin(_Host):
         if self._onefold_parameters is None:
             self._onefold_parameters = self.model.num_parameters(exclude_embeddings=True)
         return 6 * inputs[name].numel() * self._onefold_parameters
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        figures = self._onefold_figures
-        if figures is not None and "loss" in logs:
-            logs |= figures.look(self._steps_done())
-        super().log(logs, start_time)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._shard_model()

@@ -6,14 +6,12 @@
 | checkpoints | a Lightning checkpoint as a folder of shards, and as one file          |
 | precision   | which recipe a Trainer's `precision=` means                            |
 | refusals    | errors for arguments that contradict each other                        |
-| ema         | `EMA`: a callback that averages weights                                |
 
 This package imports Lightning. No other part of Onefold imports it.
 """
 
-from onefold.integrations.lightning.ema import EMA
 from onefold.integrations.lightning.strategy import Strategy, register
 
 register()
 
-__all__ = ["EMA", "Strategy"]
+__all__ = ["Strategy"]

@@ -69,8 +69,8 @@ def check_trainer(trainer: Any, form: str, io: Any) -> None:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
                 f"{type(callback).__name__} copies the whole module on every rank and mixes it with"
-                " this rank's parts. Use the callback onefold.lightning.EMA(decay=0.999), which is"
-                " sharded as the model is (decay=None weighs all steps alike, as SWA does)."
+                " this rank's parts. Average with onefold.ema.EMA in a callback of yours, as"
+                " docs/lightning.md shows: it is sharded as the model is."
             )
     if form == "folder" and isinstance(io, AsyncCheckpointIO):
         raise ValueError(

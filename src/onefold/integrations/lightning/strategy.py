@@ -21,7 +21,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 import onefold
-from onefold.integrations.figures import Figures
 from onefold.integrations.lightning import checkpoints, refusals
 from onefold.integrations.lightning.precision import converts, in_precision
 from onefold.recipe import Recipe
@@ -40,8 +39,6 @@ class Strategy(DDPStrategy):
         stage: 0 to 3.
         checkpoint: what `save_checkpoint` and ModelCheckpoint write. "folder": each rank writes its
             part. "file": rank 0 writes one file, as under DDP. Both resume on any number of ranks.
-        figures: whether memory and communication are logged by the Trainer's loggers, under
-            `onefold/...`.
         init: initializes one module in place. It is used for modules on the meta device that have
             no `reset_parameters()`.
         cluster_environment: as in Lightning's DDPStrategy.
@@ -67,7 +64,6 @@ class Strategy(DDPStrategy):
         *,
         stage: int | None = None,
         checkpoint: str = "folder",
-        figures: bool = True,
         init: Callable[[nn.Module], object] | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -93,8 +89,7 @@ class Strategy(DDPStrategy):
             **waits,
         )
         self.recipe, self.form = self._given, checkpoint
-        self._init, self._shows = init, figures
-        self._figures: Figures | None = None
+        self._init = init
         # DDPStrategy's redirection sets flags of a DDP wrapper. Here there is no wrapper.
         self._forward_redirection = _ForwardRedirection()
 
@@ -115,7 +110,6 @@ class Strategy(DDPStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
-        self._figures = None
 
     def _shard(self, fitting: bool) -> None:
         """Shard the module, unless it is sharded already. Collective."""
@@ -265,33 +259,6 @@ class Strategy(DDPStrategy):
         states = checkpoint[checkpoints.STATES]
         for optimizer, state in zip(refusals.bare_optimizers(self.optimizers), states, strict=True):
             optimizer.load_state_dict(state)
-
-    # -- figures -----------------------------------------------------------------------------------
-
-    def on_train_start(self) -> None:
-        trainer = self._module().trainer
-        if self._shows and trainer.loggers and self.optimizers:
-            optimizer = refusals.bare_optimizers(self.optimizers)[0]
-            self._figures = Figures(self._module(), optimizer, trainer.global_step)
-            self._shown = trainer.global_step
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        trainer = self._module().trainer
-        steps, every = trainer.global_step, trainer.log_every_n_steps
-        if self._figures is not None and every and steps - self._shown >= every:
-            self._show(trainer)
-
-    def on_train_end(self) -> None:
-        trainer = self._module().trainer
-        if self._figures is not None and trainer.global_step > self._shown:
-            self._show(trainer)
-
-    def _show(self, trainer: Any) -> None:
-        assert self._figures is not None
-        self._shown = trainer.global_step
-        row = self._figures.look(self._shown)
-        for logger in trainer.loggers:
-            logger.log_metrics(row, step=self._shown - 1)
 
     # -- the end -----------------------------------------------------------------------------------
 

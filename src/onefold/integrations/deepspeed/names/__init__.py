@@ -24,7 +24,6 @@
 | accelerator.py   | `get_accelerator`, `OnDevice`                                                 |
 | recompute.py     | activation checkpointing                                                      |
 | rendezvous.py    | the check that all ranks do the same with parameters of no engine             |
-| trl_digest.py    | TRL's digest of a model that was made under `zero.Init`                       |
 | whole_model.py   | the whole model from a checkpoint folder                                      |
 | data.py, logs.py | loaders and nested containers; the logger                                     |
 

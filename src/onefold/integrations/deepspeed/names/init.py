@@ -15,7 +15,6 @@ from onefold.integrations.deepspeed.names import divided
 from onefold.integrations.deepspeed.names.gathered import mark_parameters
 from onefold.integrations.deepspeed.names.parameter_facts import alone, check_writes, entry_of
 from onefold.integrations.deepspeed.names.rendezvous import leave, rendezvous
-from onefold.integrations.deepspeed.names.trl_digest import digest_by_parameter
 from onefold.integrations.deepspeed.setup import join
 from onefold.recipe import COMPUTE_DTYPES
 
@@ -163,7 +162,6 @@ class Init:
 
     def _end(self) -> None:
         """Divide the parameters that are still whole, and cast all."""
-        digest_by_parameter()
         # `to_empty` puts new parameters in the place of those on the meta device (skip_init)
         for module in self._modules.values():
             for param in module._parameters.values():

@@ -1,13 +1,11 @@
-"""verl on Onefold: an engine under the name `onefold`, for language models.
+"""verl on Onefold: an engine under the name `onefold`, for language models. verl loads it itself:
 
-VERL_USE_EXTERNAL_MODULES=onefold.integrations.verl torchrun ... -m verl.trainer.sft_trainer
-    engine._target_=onefold.integrations.verl.EngineConfig engine.strategy=onefold
+PYTHONPATH=examples VERL_USE_EXTERNAL_MODULES=verl_engine torchrun ... -m verl.trainer.sft_trainer
+    engine._target_=verl_engine.EngineConfig engine.strategy=onefold
     +engine.recipe={stage: 3}        # or a stage; the options are those of Recipe.zero
 
 Batches, losses, schedules and the model are built as in verl's FSDP engine. Onefold shards,
-reduces, clips, saves, and gives whole tensors to the inference engine.
-
-This module imports verl. No other part of Onefold imports it.
+reduces, clips, saves, and gives whole tensors to the inference engine. Written for verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 import onefold
-from onefold.recipe import Recipe
+from onefold import Recipe
 
 logger = logging.getLogger("onefold")
 NAME = "onefold"
