@@ -252,7 +252,7 @@ CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
     "a gradient of another shape": (
         lambda m, s: setattr(m.leave.bias, "grad", torch.ones(3)),
         SHARDED,
-        ("`.grad` of parameter 'leave.bias' was given shape (3,)",),
+        ("'leave.bias.grad' of shape (5,) was given a tensor of shape (3,)",),
     ),
     "torch.func.grad": (
         lambda m, s: torch.func.grad(

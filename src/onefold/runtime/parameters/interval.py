@@ -169,9 +169,24 @@ class IntervalSpec:
         return None if self.box is None else (self.box.kind, self.box.shape)
 
     def piece(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements, [stop - start], of a tensor of `shape`."""
-        held = whole if self.box is None else self.box.cut_here(whole)
-        return held.reshape(-1)[self.start : self.stop]
+        """Return this rank's elements, [stop - start], of a tensor that broadcasts to `shape`."""
+        try:
+            whole = whole.expand(self.shape or (1,))
+        except RuntimeError:
+            raise self.mismatch(whole) from None
+        if self.box is not None:
+            return self.box.cut_here(whole).reshape(-1)[self.start : self.stop]
+        row = max(prod(self.shape[1:]), 1)  # copy only the rows that this rank has elements of
+        first = self.start // row
+        held = whole[first : -(-self.stop // row)].reshape(-1)
+        return held[self.start - first * row : self.stop - first * row]
+
+    def mismatch(self, given: torch.Tensor) -> ShardedParameterError:
+        return ShardedParameterError(
+            f"{self.said} of shape {tuple(self.shape)} was given a tensor of shape"
+            f" {tuple(shape_of(given))}, {given.dtype}: expected a number, or a tensor of the whole's"
+            " shape, or one that broadcasts to it (each rank takes its slice)."
+        )
 
     def within(self, offset: int, shape: Any) -> IntervalSpec:
         """Return the spec of a tensor of `shape` that begins `offset` elements into this one."""

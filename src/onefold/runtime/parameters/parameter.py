@@ -28,9 +28,9 @@ from onefold.runtime.parameters.interval import (
     spec_of,
     tensors_among,
 )
-from onefold.runtime.parameters.operators import compute
+from onefold.runtime.parameters.operators import Operator, call_python, compute, convert
 from onefold.runtime.parameters.outside import compute_outside
-from onefold.runtime.parameters.schema import Does, Operator, operator_of, words
+from onefold.runtime.parameters.schema import operator_of, words
 from onefold.runtime.parameters.values import (
     dropped_grad,
     give_data,
@@ -328,8 +328,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     ):
         return answer
     op = operator_of(func)
-    if op.does is Does.PYTHON:
-        return func.__wrapped__(*args, **kwargs)
+    if op.run is call_python:
+        return call_python(op, func, args, kwargs)
     first = args[0] if args else None
     if op.name in _HOOKS and isinstance(first, ShardedParameter) and (entry := entry_of(first)):
         return gradient_hooks.register(entry, func, args, kwargs)
@@ -356,7 +356,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _between_passes(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     first = args[0] if args else None
-    if op.does is Does.CONVERT and not getattr(type(first), "_onefold_faced", False):
+    if op.run is convert and not getattr(type(first), "_onefold_faced", False):
         return func(*_as_declared(args), **_as_declared(kwargs))
     among = tensors_among((args, kwargs))
     params = [t for t in among if isinstance(t, ShardedParameter)]

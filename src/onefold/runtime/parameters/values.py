@@ -21,8 +21,8 @@ from onefold.runtime.parameters.interval import (
     spec_of,
     tensors_among,
 )
-from onefold.runtime.parameters.operators import part_of
-from onefold.runtime.parameters.schema import Does, operator_of, words
+from onefold.runtime.parameters.operators import of_shape, part_of
+from onefold.runtime.parameters.schema import operator_of, words
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
@@ -90,7 +90,7 @@ class Storageless(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first, kwargs = args[0] if args else None, kwargs or {}
         op = operator_of(func)
-        if op.does is Does.SHAPE and isinstance(first, Storageless) and first.spec is not None:
+        if op.run is of_shape and isinstance(first, Storageless) and first.spec is not None:
             return func(first.spec.stand_in(first.dtype), *args[1:], **kwargs)
         if needs_no_elements(func):
             with disable_torch_function():
@@ -131,7 +131,7 @@ class StatePlace(torch.Tensor):
         first, kwargs = args[0] if args else None, kwargs or {}
         with disable_torch_function():
             spec = first.spec if isinstance(first, StatePlace) else None
-            if spec is not None and operator_of(func).does is Does.SHAPE:
+            if spec is not None and operator_of(func).run is of_shape:
                 args = (spec.stand_in(args[0].dtype), *args[1:])
             return func(*args, **kwargs)
 
@@ -223,7 +223,7 @@ def give_grad(param: Any, value: torch.Tensor | None) -> None:
     absent = value is None or isinstance(value, Storageless)
     # Every rank checks, also one that has no element of the parameter
     if spec is not None and value is not None and not absent and shape_of(value) != spec.shape:
-        raise _other_shape("`.grad`", spec, value)
+        raise spec.of("grad").mismatch(value)
     if entry is not None and (spec is not None or value is None):
         entry.graded_elsewhere = value is not None and elsewhere
     if value is None or absent:
@@ -235,7 +235,7 @@ def give_grad(param: Any, value: torch.Tensor | None) -> None:
     elif elsewhere:
         set_grad(param, None)
     else:
-        set_grad(param, _local_of(value, spec, "`.grad`").to(param.dtype))
+        set_grad(param, _local_of(value, spec).to(param.dtype))
 
 
 def give_data(param: Any, value: torch.Tensor) -> None:
@@ -259,7 +259,7 @@ def give_data(param: Any, value: torch.Tensor) -> None:
     wait_before_write(param, seen=False)
     spec = spec_of(param)
     with torch.no_grad():
-        local = value if spec is None else _local_of(value, spec, "`.data`")
+        local = value if spec is None else _local_of(value, spec)
         if spec is None and tuple(value.shape) != tuple(info.shape):
             raise ShardedParameterError(
                 f"parameter {info.name!r} of shape {tuple(info.shape)} was given data of shape"
@@ -308,7 +308,7 @@ def give_whole(entry: Entry, whole: torch.Tensor, value: torch.Tensor) -> None:
     whole.data = value.detach()
 
 
-def _local_of(value: torch.Tensor, spec: IntervalSpec, what: str) -> torch.Tensor:
+def _local_of(value: torch.Tensor, spec: IntervalSpec) -> torch.Tensor:
     """Return this rank's elements of `value`, an interval or a plain tensor of the whole's shape.
     An interval of another cut is gathered, which is collective.
 
@@ -316,16 +316,9 @@ def _local_of(value: torch.Tensor, spec: IntervalSpec, what: str) -> torch.Tenso
         ShardedParameterError: `value` has another shape.
     """
     if shape_of(value) != spec.shape:
-        raise _other_shape(what, spec, value)
-    local = part_of(value, spec, what).detach()
+        raise spec.mismatch(value)
+    local = part_of(value, spec).detach()
     return local if spec_of(value) is not None else local.clone()
-
-
-def _other_shape(what: str, spec: IntervalSpec, value: torch.Tensor) -> ShardedParameterError:
-    return ShardedParameterError(
-        f"{what} of parameter {spec.name!r} was given shape {tuple(shape_of(value))}, expected"
-        f" {tuple(spec.shape)} (the whole's)."
-    )
 
 
 def seen_data(param: Any) -> torch.Tensor:

@@ -24,7 +24,6 @@ from onefold.optim.states import OptimizerParts, met
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.interval import disable_torch_function, dress, spec_of
-from onefold.runtime.parameters.operators import slice_of
 from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.parameters.values import Storageless
 from onefold.runtime.parts import MasterParts
@@ -140,7 +139,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     grad = param.grad
     if spec is not None and isinstance(grad, Storageless):
         if spec.start < spec.stop:
-            _set_gradient(param, grad, slice_of(value, spec))
+            _set_gradient(param, grad, spec.piece(value))
     else:
         param.grad = value.to(held, copy=True)  # later changes of `value` must not reach it
 
@@ -155,8 +154,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         with torch.no_grad():
             param.data = value.to(device, held, copy=True)
         return
-    mine = slice_of(value, spec) if spec.start < spec.stop else value.new_empty(0)
-    _write_masters("safe_set_full_fp32_param", param, entry, mine)
+    _write_masters("safe_set_full_fp32_param", param, entry, spec.piece(value))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -172,7 +170,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         return
     if held is None:
         raise _no_state("safe_set_full_optimizer_state", optim_state_key)
-    mine = value.reshape(-1) if spec is None else slice_of(value, spec)
+    mine = value.reshape(-1) if spec is None else spec.piece(value)
     _write_state("safe_set_full_optimizer_state", param, optim_state_key, held, mine)
 
 

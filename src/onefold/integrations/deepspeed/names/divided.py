@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onefold.device import available, default_device
-from onefold.runtime.parameters.schema import Does, operator_of, words
+from onefold.runtime.parameters.operators import convert
+from onefold.runtime.parameters.schema import operator_of, words
 from onefold.runtime.state.start import KEEPER
 
 #: The attribute for the number that a parameter got under `Init`, the same on all ranks.
@@ -73,7 +74,7 @@ class _Divided:
                 return func(*args, **kwargs).as_subclass(nn.Parameter)
             return func(*args, **kwargs)
         # Another tensor of the same elements is a stand-in, too
-        follows = op.does is Does.CONVERT or op.name in ("data", "detach")
+        follows = op.run is convert or op.name in ("data", "detach")
         if follows and isinstance(args[0], _Divided):
             return _follow(func, *args, **kwargs)
         _refuse(op.name, args)
