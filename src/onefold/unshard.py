@@ -65,7 +65,7 @@ def _refuse_unless_possible(engine: Engine) -> None:
             flat.storage.encoded for flat in flats
         ),
         "some parameters are DTensors, of which each rank has its own part": any(
-            flat.boxed for flat in flats
+            entry.box for entry in engine.entries
         ),
     }
     if why := next((why for why, yes in reasons.items() if yes), None):

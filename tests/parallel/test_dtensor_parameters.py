@@ -111,6 +111,20 @@ def test_the_gradient_of_a_dtensor_is_that_of_the_global_tensor(stage: int) -> N
 
 
 @on_ranks(4)
+def test_a_dtensor_that_code_keeps_is_usable_while_it_is_gathered() -> None:
+    job, kept = sharded(3, Case()), []
+    of = job.model.get_submodule(NAME.removesuffix(".weight"))
+    of.register_forward_hook(lambda module, *_: kept.append(module.weight))
+    batch = batches_of(job.case, job.data_rank)[0]
+    job.model(batch).backward()
+    with pytest.raises(RuntimeError, match="kept it from an earlier pass"):
+        kept[0].to_local().sum()
+    job.model(batch)
+    of.register_forward_hook(lambda module, *_: kept[0].to_local().sum())
+    job.model(batch)
+
+
+@on_ranks(4)
 @STAGES
 def test_state_dicts_and_contexts_know_the_global_tensors(stage: int) -> None:
     case = Case()

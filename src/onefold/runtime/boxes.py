@@ -1,12 +1,13 @@
 """Parameters that are boxes of global tensors: DTensors, as tensor and expert parallelism make them.
 
 The engine works on this rank's local part as on any plain parameter. Only its module sees a DTensor,
-and only in a pass:
+and only in a pass. It is one object for good, the leaf of the graph:
 
-    entry.compute        plain, [local shape]     a view of the gathered buffer; the leaf that gets the gradient
-        │ `Box.wrap`, in the graph                ▲ `_AsDTensor.backward`: the local part of the gradient
-        ▼                                         │
-    module.weight        DTensor, [global shape]  over the same memory
+    entry.local          plain, [local shape]     a view of the gathered buffer
+        │ its local tensor while it is gathered
+        ▼
+    entry.compute        DTensor, [global shape]  what the module sees; autograd gives it the gradient, and
+                                                  `Box.settle` leaves this rank's part of the gradient there
 
 [Note: gradients of DTensors] A gradient may come with other placements than its parameter has. In
 each dimension of the parameter's mesh:
@@ -30,14 +31,12 @@ that dimension unfolded:
     gate  rows 0 .. n      rank 0: the first halves of both, [2, n / 2, k] = [n, k]
     up    rows n .. 2n     rank 1: the second halves
 
-The engine needs no more than this. What asks for the box in the global tensor itself (`Box.region`:
+The engine needs no more than this. What asks for the box in the global tensor itself (`Box.here`:
 checkpoints) is refused.
 
-[Note: wrappers follow their buffer] A DTensor refers to its local tensor, and code may keep one
-longer than its unit is gathered: a closure, the arguments of a checkpoint. So an entry knows the
-wrappers that are alive. When its unit is released, they lose their memory (a meta tensor takes its
-place: to compute with it raises); when it is gathered again, they get it back. Nothing that is
-gathered stays alive through a wrapper.
+[Note: a DTensor follows its buffer] Code may keep the DTensor longer than its unit is gathered: a
+closure, the arguments of a checkpoint. While its unit is not gathered, a `Freed` takes the place of its
+memory; when it is gathered again, the DTensor gets it back.
 """
 
 from __future__ import annotations
@@ -45,22 +44,19 @@ from __future__ import annotations
 import hashlib
 import struct
 import sys
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+from torch import nn
 
 from onefold.comm import CollectiveContext, Group, alike, both
 from onefold.comm.mesh import Mesh
 from onefold.layout.holders import AxisCut, Holders, TensorBox, region_of
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry
     from onefold.runtime.units import UnitSpec
 
 
@@ -95,22 +91,30 @@ class Box:
 
     Attributes:
         kind: see `BoxKind`. shape, stride: of the global tensor.
+        local_shape, numel: of what this rank holds. largest: elements of the largest part that any
+            rank holds.
         came_partial: of the last gradient, ranks that hold the same had parts.
     """
 
-    def __init__(self, kind: BoxKind, shape: torch.Size, stride: tuple[int, ...]) -> None:
-        self.kind, self.shape, self.stride = kind, shape, stride
+    def __init__(self, kind: BoxKind, param: Any) -> None:
+        self.kind, self.shape, self.stride = kind, param.shape, tuple(param.stride())
+        self.local_shape, self.numel = param._local_tensor.shape, param._local_tensor.numel()
         #: {dimension: weights packed along it}, see [Note: packed parts]
         self.packed = {p.dim: p.split_factor for p in kind.placements if _is_packed(p)}
+        self.unfolded: list[int] = []
+        for dim, size in enumerate(self.shape):
+            pieces = self.packed.get(dim)
+            self.unfolded += [size] if pieces is None else [pieces, size // pieces]
+        self.largest = self._region([0] * kind.mesh.ndim).numel  # the first ranks have it
         self.came_partial = False
-        self._wrappers: list[weakref.ref[Any]] = []
 
     @property
     def divided(self) -> bool:
         return self.kind.divided
 
-    def region(self, rank: int) -> TensorBox:
-        """Return what a global rank holds of the global tensor.
+    @property
+    def here(self) -> TensorBox:
+        """What this rank holds of the global tensor.
 
         Raises:
             ValueError: these are parts of packed weights.
@@ -121,31 +125,12 @@ class Box:
                 " part is no box of it, so it cannot be saved in a checkpoint. Read the whole by"
                 " onefold.full_state_dict(), or divide the experts by expert parallelism."
             )
-        return self._region(self.kind.coordinates[rank])
-
-    @property
-    def here(self) -> TensorBox:
-        """What this rank holds of the global tensor. Raises as `region` does."""
-        return self.region(dist.get_rank())
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements that this rank holds."""
-        return self._mine.numel
-
-    @cached_property
-    def local_shape(self) -> tuple[int, ...]:
-        """The shape of what this rank holds."""
-        return self._folded(self._mine)
-
-    @cached_property
-    def _mine(self) -> TensorBox:
         return self._region(self.kind.mesh.get_coordinate())
 
     def _region(self, at: Sequence[int]) -> TensorBox:
         """Return the box of the unfolded tensor at some coordinates of its mesh."""
         return region_of(
-            self._unfolded,
+            self.unfolded,
             [
                 AxisCut(p.dim + sum(d <= p.dim for d in self.packed), self.kind.mesh.size(i), at[i])
                 for i, p in enumerate(self.kind.placements)
@@ -153,128 +138,84 @@ class Box:
             ],
         )
 
-    @cached_property
-    def _unfolded(self) -> tuple[int, ...]:
-        sizes: list[int] = []
-        for dim, size in enumerate(self.shape):
-            pieces = self.packed.get(dim)
-            sizes += [size] if pieces is None else [pieces, size // pieces]
-        return tuple(sizes)
-
-    def _folded(self, region: TensorBox) -> tuple[int, ...]:
-        sizes = iter(region.shape)
-        return tuple(
-            next(sizes) * next(sizes) if dim in self.packed else next(sizes)
-            for dim in range(len(self.shape))
-        )
+    def part(self, whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """Return the part of a global tensor that this rank (or that global rank) holds: a view,
+        whose elements are in the order of the local tensor.
+        """
+        kind = self.kind
+        at = kind.mesh.get_coordinate() if rank is None else kind.coordinates[rank]
+        return whole.view(self.unfolded)[self._region(at).slices]
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the global tensor, from each rank's box of it. Collective over the box's own mesh,
         by DTensor.
         """
-        local = local.to(self.kind.mesh.device_type)
-        whole: torch.Tensor = dtensor_over(local, self.spec(local.dtype)).full_tensor()  # type: ignore[attr-defined]
+        whole: torch.Tensor = self.over(local.to(self.kind.mesh.device_type)).full_tensor()  # type: ignore[attr-defined]
         return whole
+
+    def over(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor over `local`, outside the graph."""
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        meta = TensorMeta(self.shape, self.stride, local.dtype)
+        return dtensor_over(
+            local, DTensorSpec(self.kind.mesh, self.kind.placements, tensor_meta=meta)
+        )
+
+    def leaf(self, local: torch.Tensor, trained: bool) -> nn.Parameter:
+        """Return the parameter that a pass sees, as a DTensor over `local`."""
+        self.freed = Freed(local)
+        return nn.Parameter(self.over(local), requires_grad=trained)
 
     def firsts(self, ranks: Sequence[int]) -> list[int]:
         """Return the place, in `ranks`, of one holder of each box: the one that is first there."""
         return [min(map(ranks.index, group)) for group in self.kind.holders.groups]
 
-    @property
-    def largest(self) -> int:
-        """Elements of the largest part that any rank holds: the first ranks have it."""
-        return self._region([0] * self.kind.mesh.ndim).numel
-
-    def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the part of a global tensor that a rank holds: a view, if it is not packed."""
-        region = self._region(self.kind.coordinates[rank])
-        return whole.view(self._unfolded)[region.slices].reshape(self._folded(region))
-
-    def cut_here(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the part of a global tensor that this rank holds."""
-        return whole.view(self._unfolded)[self._mine.slices].reshape(self.local_shape)
-
-    def put(self, whole: torch.Tensor, rank: int, part: torch.Tensor) -> None:
-        """Write the part that a rank holds, of any shape, into a global tensor."""
-        region = self._region(self.kind.coordinates[rank])
-        whole.view(self._unfolded)[region.slices].copy_(part.reshape(region.shape))
-
-    def numel_of(self, rank: int) -> int:
-        """Return how many elements a rank holds."""
-        return self._region(self.kind.coordinates[rank]).numel
-
-    def spec(self, dtype: torch.dtype, placements: tuple[Any, ...] | None = None) -> Any:
-        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-        meta = TensorMeta(self.shape, self.stride, dtype)
-        return DTensorSpec(self.kind.mesh, placements or self.kind.placements, tensor_meta=meta)
-
-    # -- in a pass ---------------------------------------------------------------------------------
-
-    def wrap(self, entry: Entry) -> torch.Tensor:
-        """Return a DTensor over the whole local parameter, whose gradient reaches it. See [Note:
-        wrappers follow their buffer].
+    def settle(self, leaf: torch.Tensor) -> None:
+        """Bring the gradient that has come to `leaf` into the placements of the parameter, by the
+        table of [Note: gradients of DTensors].
         """
-        made = as_dtensor(entry.compute, self)
-        made.__dict__["_onefold_entry"] = weakref.ref(entry)
-        self._wrappers = [ref for ref in self._wrappers if ref() is not None]
-        self._wrappers.append(weakref.ref(made))
-        return made
+        from torch.distributed.tensor import Replicate
 
-    def point(self, local: torch.Tensor) -> None:
-        """Give the wrappers that are alive other memory."""
-        if not self._wrappers:
-            return
-        self._wrappers = [ref for ref in self._wrappers if ref() is not None]
-        for ref in self._wrappers:
-            if (wrapper := ref()) is not None:
-                wrapper._local_tensor = local
-
-    def release(self, like: torch.Tensor) -> None:
-        """Take the memory from the wrappers that are alive. `like` has the local shape."""
-        if self._wrappers:
-            self.point(torch.empty_like(like, device="meta"))
-
-
-class _AsDTensor(torch.autograd.Function):
-    """See [Note: gradients of DTensors]."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, box: Box) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor
-
-        ctx.box = box
-        ctx.set_materialize_grads(False)
-        made: torch.Tensor = DTensor(
-            _again(local), box.spec(local.dtype), requires_grad=local.requires_grad
-        )
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return None if grad is None else local_gradient(grad, ctx.box), None
+        grad: Any = leaf.grad
+        wanted, factor = [], 1
+        for i, (own, came) in enumerate(zip(self.kind.placements, grad.placements, strict=True)):
+            if divides(own):
+                wanted.append(own)
+            elif came.is_partial("sum"):
+                wanted.append(came)
+                factor *= self.kind.mesh.size(i)
+            else:
+                wanted.append(Replicate())
+        self.came_partial = factor > 1
+        if tuple(wanted) != tuple(grad.placements):
+            grad = grad.redistribute(placements=wanted)
+        local = grad._local_tensor
+        if type(local).__name__ == "AsyncCollectiveTensor":  # a collective under way
+            local = local.wait()
+        if factor > 1:
+            local = local * factor
+        if local is not leaf.grad._local_tensor:  # type: ignore[union-attr]
+            leaf.grad = self.over(local)
 
 
-#: The modes by which torch's selective checkpointing sees operations.
-_SELECTIVE = {"_CachingTorchDispatchMode", "_CachedTorchDispatchMode"}
+class Freed(torch.Tensor):
+    """The local tensor of a DTensor whose unit is not gathered: it has a shape and no memory."""
 
-
-def _again(local: torch.Tensor) -> torch.Tensor:
-    """Return another tensor over the same memory.
-
-    Selective checkpointing does not see it. It counts the operations of a region and wants the same
-    ones in the recomputation, where wrappers may be made at other times.
-    """
-    if torch._C._len_torch_dispatch_stack():
-        from torch.utils._python_dispatch import (
-            _disable_current_modes,
-            _get_current_dispatch_mode_stack,
+    def __new__(cls, local: torch.Tensor) -> Any:
+        return cls._make_wrapper_subclass(
+            cls, local.shape, local.stride(), dtype=local.dtype, device=local.device
         )
 
-        if any(type(mode).__name__ in _SELECTIVE for mode in _get_current_dispatch_mode_stack()):
-            with _disable_current_modes():
-                return local.view_as(local)
-    return local.view_as(local)
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Autograd asks for views of a leaf to find its node
+        if func in (torch.ops.aten.view.default, torch.ops.aten.detach.default):
+            return cls(args[0])
+        raise RuntimeError(
+            f"{func} was given a DTensor parameter that is not gathered: code has kept it from an"
+            " earlier pass, or from another module's. Read it from its module again."
+        )
 
 
 def dtensor_over(local: torch.Tensor, spec: Any) -> torch.Tensor:
@@ -283,54 +224,6 @@ def dtensor_over(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
     made: torch.Tensor = DTensor(local, spec, requires_grad=False)
     return made
-
-
-def as_dtensor(local: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return a DTensor over `local`, in the graph if gradients are recorded."""
-    made: torch.Tensor = _AsDTensor.apply(local, box)
-    return made
-
-
-def local_gradient(grad: Any, box: Box) -> torch.Tensor:
-    """Return this rank's part of a gradient, by the table of [Note: gradients of DTensors]."""
-    from torch.distributed.tensor import Replicate
-
-    wanted, factor = [], 1
-    for i, (own, came) in enumerate(zip(box.kind.placements, grad.placements, strict=True)):
-        if divides(own):
-            wanted.append(own)
-        elif came.is_partial("sum"):
-            wanted.append(came)
-            factor *= box.kind.mesh.size(i)
-        else:
-            wanted.append(Replicate())
-    box.came_partial = factor > 1
-    if tuple(wanted) != tuple(grad.placements):
-        grad = grad.redistribute(placements=wanted)
-    if torch.is_grad_enabled() and grad.requires_grad:  # create_graph=True
-        parts = [Replicate() if p.is_partial() else p for p in wanted]
-        local: torch.Tensor = grad.to_local(grad_placements=parts)
-    else:
-        local = grad._local_tensor
-    if type(local).__name__ == "AsyncCollectiveTensor":  # a collective under way
-        local = local.wait()  # type: ignore[attr-defined]
-    if factor == 1:
-        return local
-    scaled: torch.Tensor = _Scaled.apply(local, factor)
-    return scaled
-
-
-class _Scaled(torch.autograd.Function):
-    """A part of a gradient, times the ranks that have parts. Autograd adds it to gradients that
-    came whole, and backwards through the mean over the copies each part gets the whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, factor: int) -> torch.Tensor:
-        return part * factor
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
 
 
 # -- at the start ----------------------------------------------------------------------------------
@@ -385,7 +278,7 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
             raise ValueError(f"parameter {of_kind[0].names[0]!r}: {error}") from None
         kind = BoxKind(device_mesh, tuple(placements), coordinates, holders)
         for f in of_kind:
-            f.box = Box(kind, f.param.shape, tuple(f.param.stride()))
+            f.box = Box(kind, f.param)
     return whole
 
 

@@ -59,7 +59,8 @@ def declare(param: torch.Tensor, dtype: torch.dtype) -> None:
 
 class Entry:
     """One parameter: `param` is the optimizer's object, `compute` is the object that the forward
-    pass sees, `places` are where modules refer to it.
+    pass sees, `local` what that has on this rank (of a DTensor; else it is `compute` itself),
+    `places` are where modules refer to it.
     """
 
     __slots__ = (
@@ -77,6 +78,7 @@ class Entry:
         "hooked",
         "index",
         "last_write",
+        "local",
         "names",
         "number",
         "only_place",
@@ -115,6 +117,7 @@ class Entry:
         self.parts = flat.ranks.copies if found.partial else 1
         self.param = found.param
         self.compute: nn.Parameter = found.param
+        self.local: torch.Tensor = found.param
         self.released: torch.Tensor | None = None
         self.active, self.declared = found.param.requires_grad, declared_dtype(found.param)
         self.filled = self.hooked = False
@@ -142,19 +145,6 @@ class Entry:
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter as users and checkpoints know it."""
         return self.slot.shape if self.box is None else tuple(self.box.shape)
-
-    def seen(self) -> torch.Tensor:
-        """Return what code in a pass sees of the whole parameter: a DTensor over it, if the
-        parameter is one.
-        """
-        return self.compute if self.box is None else self.box.wrap(self)
-
-    def is_seen(self, value: Any) -> bool:
-        """Whether `value` is what `seen` has returned."""
-        if self.box is None:
-            return value is self.compute
-        known = getattr(value, "__dict__", {}).get("_onefold_entry")
-        return known is not None and known() is self and value is not self.param
 
     @property
     def region(self) -> TensorBox | None:
@@ -281,7 +271,6 @@ class Flat:
         self.entries = [
             Entry(by_name[s.name], s, i, self, engine) for i, s in enumerate(self.layout.slots)
         ]
-        self.boxed = any(f.box is not None for f in found)
         #: Whether some gradient is multiplied before the sum (`Entry.parts`)
         self.has_parts = any(entry.parts != 1 for entry in self.entries)
         self.whole_master, self.resident = spec.whole_master, spec.resident
@@ -388,7 +377,11 @@ class Flat:
             )
         else:
             old.data, old.grad = data, None
-        entry.compute = Whole(entry.released, requires_grad=entry.active)
+        if entry.box is None:
+            entry.local = entry.compute = Whole(entry.released, requires_grad=entry.active)
+        else:
+            entry.local = entry.released.detach()
+            entry.compute = entry.box.leaf(entry.local, entry.active)
         gradient_hooks.move(old, entry)
         old.__dict__.pop("_onefold_dtypes", None)
         # One dictionary for both: a forward pass sees the attributes that anybody puts on a
@@ -502,20 +495,19 @@ class Flat:
         """Make the forward pass's parameters views of `buffer`; None leaves them without memory."""
         if buffer is None:
             for entry in self.entries:
-                if type(entry.compute) is Whole:
-                    point(entry.compute, entry.released)
+                if type(entry.compute) is not Released:
+                    point(entry.local, entry.released)
+                if type(entry.compute) is Whole:  # a fake tensor keeps its class
                     entry.compute.__class__ = Released
-                elif type(entry.compute) is not Released:  # a fake tensor keeps its class
-                    point(entry.compute, entry.released)
-                if entry.box is not None:
-                    entry.box.release(entry.compute)
+                if entry.box is not None:  # [Note: a DTensor follows its buffer]
+                    entry.compute._local_tensor = entry.box.freed  # type: ignore[attr-defined]
             return
         for entry, view in zip(self.entries, self.views(buffer), strict=True):
             if type(entry.compute) is Released:
                 entry.compute.__class__ = Whole  # type: ignore[assignment]
-            point(entry.compute, view)
+            point(entry.local, view)
             if entry.box is not None:
-                entry.box.point(view)
+                entry.compute._local_tensor = entry.local  # type: ignore[attr-defined]
 
     def data_is_read(self, entry: Entry) -> None:
         """Note that code has got `.data` of the whole of `entry`, through which it may write.
@@ -528,7 +520,7 @@ class Flat:
         if follows or entry.index in self.before_data or not in_forward() or in_autograd():
             return
         with disable_torch_function(), torch.no_grad():
-            self.before_data[entry.index] = entry.compute.detach().clone()
+            self.before_data[entry.index] = entry.local.detach().clone()
 
     def written_by_data(self) -> list[Entry]:
         """Return the entries that were written to since `data_is_read` in this pass."""
@@ -536,7 +528,7 @@ class Flat:
         return [
             entry
             for entry in self.entries
-            if entry.index in before and not _same_bits(before[entry.index], entry.compute)
+            if entry.index in before and not _same_bits(before[entry.index], entry.local)
         ]
 
     @staticmethod
@@ -554,8 +546,8 @@ class Flat:
     def swap_back(self, entry: Entry) -> None:
         """Put the optimizer's parameter in all places that show the whole."""
         for parameters, attribute, _ in entry.places:
-            if entry.is_seen(there := parameters.get(attribute)):
-                self.swap(entry, entry.param, instead_of=there)
+            if parameters.get(attribute) is entry.compute:
+                self.swap(entry, entry.param, instead_of=entry.compute)
                 return
 
     # -- trainable parts ---------------------------------------------------------------------------

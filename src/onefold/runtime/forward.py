@@ -314,7 +314,7 @@ class Forward:
             unit.leases.borrowed = True
             if not recompute:
                 self._borrowed[unit.index].kept = True
-        return entry.seen()
+        return entry.compute
 
     def _kept_by_hand(self) -> list[Unit]:
         """Return the units to gather when the backward pass begins. See [Note: kept by hand]."""
@@ -433,7 +433,7 @@ def swap_in(unit: Unit) -> None:
         flat.swapped_in = True
         for entry in flat.entries:
             if (place := entry.only_place) is not None and place[0].get(place[1]) is entry.param:
-                put(place[0], place[1], entry.seen() if flat.boxed else entry.compute)
+                put(place[0], place[1], entry.compute)
                 continue
             others = [
                 t
@@ -442,7 +442,7 @@ def swap_in(unit: Unit) -> None:
             ]
             if others:
                 _look_at(entry, others)
-            flat.swap(entry, entry.seen(), instead_of=entry.param if others else None)
+            flat.swap(entry, entry.compute, instead_of=entry.param if others else None)
 
 
 def swap_out(unit: Unit) -> None:
@@ -452,9 +452,7 @@ def swap_out(unit: Unit) -> None:
         for entry in flat.entries:
             if (place := entry.only_place) is None:
                 flat.swap_back(entry)
-            elif (there := place[0].get(place[1])) is entry.compute or (
-                flat.boxed and entry.is_seen(there)
-            ):
+            elif place[0].get(place[1]) is entry.compute:
                 put(place[0], place[1], entry.param)
 
 

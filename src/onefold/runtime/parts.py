@@ -464,11 +464,12 @@ def _boxes_to_first(
         return None
     # One exchange for all: messages of one rank to several others are counted together
     others = [p for p in box.firsts(group.ranks) if p]
-    recvs = [(p, _room(resources, item, box.numel_of(group.ranks[p]))) for p in others]
-    group.exchange([], recvs, context, entry.flat.index, move="state").wait()
     whole = torch.zeros(item.shape, dtype=item.dtype, device="cpu")
+    places = {p: box.part(whole, group.ranks[p]) for p in [0, *others]}
+    recvs = [(p, _room(resources, item, places[p].numel())) for p in others]
+    group.exchange([], recvs, context, entry.flat.index, move="state").wait()
     for p, part in [(0, local), *recvs]:
-        box.put(whole, group.ranks[p], part)
+        places[p].copy_(part.reshape(places[p].shape))
     return whole
 
 
@@ -484,12 +485,12 @@ def boxes_from_first(
         assert whole is not None
         whole = whole.reshape(item.shape)
         sends = [
-            (p, box.cut(whole, group.ranks[p]).reshape(-1).to(resources.device, item.dtype))
+            (p, box.part(whole, group.ranks[p]).reshape(-1).to(resources.device, item.dtype))
             for p in box.firsts(group.ranks)
             if p
         ]
         group.exchange(sends, [], context, entry.flat.index, move="state").wait()
-        return box.cut(whole, group.ranks[0])
+        return box.part(whole, group.ranks[0]).reshape(box.local_shape)
     if entry.flat.group.rank != 0:
         return None
     mine = _room(resources, item, box.numel)
@@ -503,7 +504,7 @@ def boxes_from_first(
 def from_own(parts: HeldParts, item: StateItem, whole: torch.Tensor) -> None:
     """Write the elements of `whole` (any shape and device) that this rank holds. Local."""
     if item.box is not None:
-        whole = item.box.cut_here(whole.reshape(item.shape))
+        whole = item.box.part(whole.reshape(item.shape))
     a, b = parts.held(item.entry)
     parts.write(item, item.entry, a, b, whole.reshape(-1)[a:b].to(item.dtype))
 

@@ -29,6 +29,7 @@ import torch
 
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.pool import TierError
+from onefold.runtime.boxes import local_of
 from onefold.runtime.flat import Entry, Flat, Shares
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
@@ -138,6 +139,9 @@ class Reducer:
     def arrived(self, entry: Entry) -> None:
         """Autograd has put the complete gradient of `entry` on the whole parameter."""
         progress = self.progress
+        if entry.box is not None:
+            with disable_torch_function(), torch.no_grad():
+                entry.box.settle(entry.compute)
         if (
             entry.small
             and not entry.post_hooks
@@ -204,7 +208,7 @@ class Reducer:
         and either all or none are added to earlier ones.
         """
         buffer, filled = flat.grads.get((0, flat.layout.numel)), entries[0].filled
-        grads: list[Any] = [get_grad(entry.compute) for entry in entries]
+        grads: list[Any] = [local_of(get_grad(entry.compute)) for entry in entries]
         if (
             buffer is None
             or any(entry.filled is not filled for entry in entries)
@@ -255,7 +259,7 @@ class Reducer:
         self._complete(unit)
 
     def _store_one(self, unit: Unit, entry: Entry, factor: float | None = None) -> None:
-        grad = get_grad(entry.compute)
+        grad = local_of(get_grad(entry.compute))
         set_grad(entry.compute, None)
         if grad is not None:  # else a hook has dropped it
             if grad.layout is not torch.strided:
@@ -297,6 +301,8 @@ class Reducer:
                     entry.slot.shape
                 )
                 earlier = earlier / (flat.early_scale * entry.parts * self.progress.weight)
+                if entry.box is not None:
+                    earlier = entry.box.over(earlier)
         changed = gradient_hooks.run(entry, hooks, earlier)
         if changed or (earlier is not None and get_grad(entry.compute) is None):
             entry.filled = False  # the gradient on the parameter includes the earlier one

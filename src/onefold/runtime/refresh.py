@@ -263,7 +263,7 @@ def keep_writes(unit: Unit) -> None:
         full = flat.full
         if flat.unsharded or full is None:
             continue
-        versions = sum([entry.compute._version for entry in flat.entries])
+        versions = sum([entry.local._version for entry in flat.entries])
         if (
             versions == flat.seen_versions
             and not flat.written_in_forward
@@ -273,13 +273,13 @@ def keep_writes(unit: Unit) -> None:
         flat.seen_versions = versions
         written = []
         for entry in flat.entries:
-            version = entry.compute._version
+            version = entry.local._version
             if version != entry.seen_version:
                 entry.seen_version = version
                 written.append(entry)
-            if entry.slot.numel and storage_of(entry.compute) != storage_of(full):
-                flat.view(full, entry).copy_(entry.compute.detach())
-                point(entry.compute, flat.view(full, entry))
+            if entry.slot.numel and storage_of(entry.local) != storage_of(full):
+                flat.view(full, entry).copy_(entry.local.detach())
+                point(entry.local, flat.view(full, entry))
                 written.append(entry)
         if written or flat.written_in_forward or flat.compared < FIRST:
             flat.compared += 1

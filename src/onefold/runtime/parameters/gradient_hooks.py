@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from onefold.memory import storage_of
+from onefold.runtime.boxes import local_of
 from onefold.runtime.parameters.interval import (
     ShardedParameterError,
     disable_torch_function,
@@ -173,7 +174,7 @@ def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:
     shown: Any = get_grad(compute)
     version, values = shown._version, compute._version
     showing[id(entry.param)] = entry
-    collectives = _Collectives(shown)
+    collectives = _Collectives(local_of(shown))
     try:
         with collectives:
             for hook in tuple(hooks.values()):

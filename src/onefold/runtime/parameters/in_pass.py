@@ -57,7 +57,7 @@ class ModuleParameters(dict[str, Any]):
         entry = found() if found is not None else None
         if (
             entry is not None
-            and entry.is_seen(value)
+            and value is entry.compute
             and not entry.flat.swapped_in
             and any(place[0] is self and place[1] == name for place in entry.places)
         ):
@@ -114,8 +114,8 @@ def _lend(engine: OwningEngine, entry: Any) -> torch.Tensor:
         here.lent.append((engine, unit))
         unit.leases.lent = True
     engine.gather.gather_alone(unit)
-    seen: torch.Tensor = entry.seen()
-    return seen
+    whole: torch.Tensor = entry.compute
+    return whole
 
 
 def take_back() -> None:

@@ -175,7 +175,7 @@ class IntervalSpec:
         except RuntimeError:
             raise self.mismatch(whole) from None
         if self.box is not None:
-            return self.box.cut_here(whole).reshape(-1)[self.start : self.stop]
+            return self.box.part(whole).reshape(-1)[self.start : self.stop]
         row = max(prod(self.shape[1:]), 1)  # copy only the rows that this rank has elements of
         first = self.start // row
         held = whole[first : -(-self.stop // row)].reshape(-1)

@@ -65,7 +65,7 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
     entry, spec = entry_of(t), spec_of(t)
     if spec is not None and "_onefold_entry" not in t.__dict__:
         return spec.gather(t.detach(), "an operation with gradients")
-    return t if entry is None else entry.seen()
+    return t if entry is None else entry.compute
 
 
 def _copied(t: torch.Tensor, by_storage: dict[int, tuple[Unit, Flat]], leaves: set[int]) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from onefold.device import default_device, device_count
 from onefold.memory import GATHERED
 from onefold.recipe.rows import FLAT, GROUP, NATIVE
-from onefold.runtime.boxes import dtensor_over, is_dtensor, local_of
+from onefold.runtime.boxes import is_dtensor, local_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -192,11 +192,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                         )
                         for entry in flat.entries:
                             whole = flat.view(full, entry)
-                            shown_as = (
-                                whole
-                                if entry.box is None
-                                else dtensor_over(whole, entry.box.spec(whole.dtype))
-                            )
+                            shown_as = whole if entry.box is None else entry.box.over(whole)
                             stand_in = nn.Parameter(shown_as, requires_grad=False)
                             flat.swap(entry, stand_in)
                             if write:
