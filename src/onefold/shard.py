@@ -54,10 +54,8 @@ from onefold.runtime.state.checks import (
     compare_copies,
     compare_ranks,
     mark_partial,
-    rank_0_needs_values,
     refuse_arguments,
     refuse_max_norm,
-    refuse_missing_boxes,
     refuse_uneven_groups,
     with_replicas,
 )
@@ -209,20 +207,18 @@ def _laid_out(
     undo.callback(group.close)
     engine = Engine(specs, recipe, group, where, capabilities(), ranks)
     undo.callback(_close, engine)
-    compare_ranks(engine, recipe, specs, incoming is not None)
+    values = compare_ranks(engine, module, recipe, specs, incoming is not None)
     preflight(engine)
     if incoming is not None:
         incoming.settle(engine)
     compare_copies(engine, names)
-    values = rank_0_needs_values(engine, module)
-    refuse_missing_boxes(engine, values)
     refuse_uneven_groups(engine)
     for spec, unit in zip(specs, engine.units, strict=True):
         fetch(found.param for found in spec.found)
         materialize(spec, specs, where, init, module, values, names)
         without: set[str] = set()
         if values or engine.world_size == 1:
-            without = without_value(engine.group, unit, names)
+            without = without_value(engine.resources, unit, names)
         state_start.lay_out(engine, unit, names | without)
         for entry in unit.entries:
             if entry.name in without:

@@ -172,12 +172,16 @@ class StateReader:
 
     def masters(self, flat: Flat, found: list[tuple[Entry, Item]]) -> None:
         """Read the master weights of a flat buffer. Parameters not in `found` stay as they are."""
-        parts = MasterParts()
         if flat.shared:
-            self._own_interval(flat, found, parts.values(flat, self.engine.device))
-        else:
-            for entry, item in found:
-                self._held(entry, item, parts.target(entry))
+            values = flat.storage.landing(self.engine.device)
+            if values is not flat.master:
+                values.copy_(flat.storage.load())
+            self._own_interval(flat, found, values)
+            flat.storage.store(values)
+            return
+        parts = MasterParts()
+        for entry, item in found:
+            self._held(entry, item, parts.target(entry))
         parts.finish()
 
     def states(self, flat: Flat, key: str, dtype: torch.dtype, wanted: list[Wanted]) -> None:

@@ -44,7 +44,15 @@ from onefold.runtime.flat import Entry
 from onefold.runtime.gather_paths import state_context
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.parts import HeldParts, StateItem, from_first, from_own, tell_all, to_first
+from onefold.runtime.parts import (
+    HeldParts,
+    StateItem,
+    from_first,
+    from_own,
+    own_whole,
+    tell_all,
+    to_first,
+)
 from onefold.runtime.resources import Resources
 from onefold.runtime.storage import OnDisk, in_memory
 
@@ -434,8 +442,12 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
             for key, (dtype, value) in here[0].items() if here else ():
                 if dtype is not None:
                     assert param.entry is not None
-                    item, resources = StateItem(param.entry, key, dtype), _resources(param.entry)
-                    value = to_first(resources, parts, item, everywhere=not outline.divided)
+                    item = StateItem(param.entry, key, dtype)
+                    value = (
+                        to_first(_resources(param.entry), parts, item)
+                        if outline.divided
+                        else own_whole(parts, item)
+                    )
                 elif isinstance(value, _OwnShape):
                     assert param.entry is not None
                     value = _own_shape(parts, param.entry, key, value)

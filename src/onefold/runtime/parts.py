@@ -13,7 +13,7 @@ callers know no tiers or formats.
     source                      move                                   sink or target
     every rank's `read`   ──── `to_first`  ────────────────────────►   rank 0's host, one item at a time
     rank 0's whole        ──── `from_first` ───────────────────────►   every rank's `write`
-    every rank's `read`   ──── `to_all` ───────────────────────────►   a whole flat buffer on every rank
+    masters of all ranks  ──── `whole_masters` ────────────────────►   a whole flat buffer on every rank
     a whole on each rank  ──── `from_own` (no traffic) ────────────►   this rank's `write`
     this rank's `place`   ──── `accounted` (no traffic) ───────────►   this rank's file
 
@@ -33,7 +33,8 @@ their first rank, and these exchange boxes with rank 0:
 | `full_state_dict`, `EMA.state_dict`, `optimizer.state_dict`  | `to_first`                     |
 | `load_full_state_dict`, `EMA.load_state_dict`, `shard`       | `from_first`                   |
 | `optimizer.load_state_dict`                                  | `from_first`, or `from_own`    |
-| `full_params`, `parameter.onefold.gather()`, `unshard`       | `to_all`                       |
+| `full_params`, `parameter.onefold.gather()`, `unshard`       | `whole_masters`                |
+| leaving `full_params(write=True)`                            | `within_holders`               |
 | `save`, `export`                                             | `accounted`                    |
 | `load`                                                       | `place`, for what it reads     |
 
@@ -48,13 +49,13 @@ from __future__ import annotations
 import pickle
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from onefold.comm import CollectiveContext, StallError
+from onefold.comm import CollectiveContext, Group, StallError
 from onefold.layout import overlap
 from onefold.recipe.moments import BLOCK
 from onefold.runtime.boxes import Box
@@ -129,12 +130,6 @@ class HeldParts(ABC):
         """Return the positions of ranks that may account for some of elements [x, y)."""
         return _owners(entry, x, y)
 
-    def shape(self, entry: Entry) -> tuple[int, ...]:
-        """Return the shape of what this rank holds of a state with an element for each of its
-        parameter's.
-        """
-        return tuple(entry.param.shape)
-
     @abstractmethod
     def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
         """Return where the elements are: [y - x], in memory or on disk. A packed state has items
@@ -154,7 +149,7 @@ class HeldParts(ABC):
 
 
 class MasterParts(HeldParts):
-    """The master weights, wherever they are stored. Callers of `write` and `values` wait for copies
+    """The master weights, wherever they are stored. Callers of `write` and `target` wait for copies
     of masters first (`MasterAccess.about_to_write`), and call `Engine.make_stale` after `finish`.
 
     One flat buffer is open at a time: its masters in memory, decoded if they are stored encoded.
@@ -165,131 +160,98 @@ class MasterParts(HeldParts):
     """
 
     def __init__(self, building: tuple[Flat, torch.Tensor] | None = None) -> None:
-        self._building = building is not None
         self._flat: Flat | None = None
-        self._values: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None  # None: they are on disk, or in no buffer
         if building is not None:
             self._flat, self._values = building
         self._written = False
 
     def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
-        self._open(entry.flat)
-        if entry.flat.storage.encoded:
-            return self._slice(entry, x, y)
+        here = self._here(entry, x, y)
+        if here is not None and entry.flat.storage.encoded:
+            return here
         # A view of the parameter, whose version counter tells of the user's writes
         return entry.flat.storage.elements(entry, "", entry.param, x, y)
 
     def read(self, item: StateItem, entry: Entry, x: int, y: int) -> torch.Tensor:
-        self._open(entry.flat)
-        if self._values is None:
-            return super().read(item, entry, x, y)
-        return self._slice(entry, x, y).to(item.dtype)
+        here = self._here(entry, x, y)
+        return super().read(item, entry, x, y) if here is None else here.to(item.dtype)
 
     def write(self, item: StateItem, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
-        self._open(entry.flat)
-        self._written = True
-        if self._values is not None:
-            self._slice(entry, x, y).copy_(values)
-            return
-        entry.flat.storage.overwrite(entry, "", entry.param.data, x, y, values)
-        if entry.flat.unsharded:
-            _count_write(entry)
+        here, self._written = self._here(entry, x, y), True
+        if here is not None:
+            here.copy_(values)
+        else:  # in place: a backward pass over the old values of an unsharded parameter must raise
+            entry.flat.storage.overwrite(entry, "", entry.param, x, y, values)
 
     def target(self, entry: Entry) -> torch.Tensor | OnDisk:
         """Return where this rank's masters of `entry` are, to be overwritten before `finish`."""
-        self._open(entry.flat)
-        self._written = True
-        if entry.flat.unsharded:
-            _count_write(entry)
-            return entry.param.data
-        x, y = entry.owned()
-        return self.place(entry, "", x, y) if self._values is None else self._slice(entry, x, y)
-
-    def values(self, flat: Flat, device: torch.device) -> torch.Tensor:
-        """Return all masters of `flat` on this rank, [owned], for writing: themselves, or a copy on
-        `device` that `finish` stores.
-        """
-        self._open(flat, load=False)
-        values = flat.storage.landing(device)
-        if values is not flat.master:
-            values.copy_(flat.storage.load())
-        self._values, self._written = values, True
-        return values
+        here, self._written = self._here(entry, *entry.owned()), True
+        if here is not None:
+            return here
+        if entry.flat.storage.on_disk:
+            return self.place(entry, "", *entry.owned())
+        torch.autograd.graph.increment_version(entry.param)
+        return entry.param.data
 
     def finish(self) -> None:
         flat, values, written = self._flat, self._values, self._written
-        if self._building:
-            return
         self._flat, self._values, self._written = None, None, False
-        if flat is not None and written:
-            if values is not None:
-                flat.storage.store(values)
-            else:
-                flat.storage.renew()
+        if flat is not None and written and values is not None:
+            flat.storage.store(values)
+        elif flat is not None and written:
+            flat.storage.renew()
 
-    def _open(self, flat: Flat, load: bool = True) -> None:
-        """Finish the flat buffer before, and open `flat`."""
+    def _here(self, entry: Entry, x: int, y: int) -> torch.Tensor | None:
+        """Open the flat buffer of `entry`. Return the elements if they are in memory, in a buffer."""
+        flat = entry.flat
         if flat is not self._flat:
             self.finish()
             self._flat = flat
-            there = load and not (flat.unsharded or flat.storage.on_disk)
+            there = not (flat.unsharded or flat.storage.on_disk)
             self._values = flat.storage.load() if there else None
-
-    def _slice(self, entry: Entry, x: int, y: int) -> torch.Tensor:
-        first = entry.slot.start - entry.flat.owned[0]
-        assert self._values is not None
-        return self._values[first + x : first + y]
-
-
-def _count_write(entry: Entry) -> None:
-    """Count a write to an unsharded parameter, which autograd may have saved: a backward pass over
-    the old values must raise.
-    """
-    torch.autograd.graph.increment_version(entry.param)
+        first = entry.slot.start - flat.owned[0]
+        return None if self._values is None else self._values[first + x : first + y]
 
 
 # -- moves between ranks ---------------------------------------------------------------------------
 
 
-def to_first(
-    resources: Resources, parts: HeldParts, item: StateItem, everywhere: bool = False
-) -> torch.Tensor | None:
+def to_first(resources: Resources, parts: HeldParts, item: StateItem) -> torch.Tensor | None:
     """Return the item whole in rank 0's host memory; None on other ranks. Collective. If rank 0
     holds all elements (stage 0, one rank), nothing is sent.
-
-    Args:
-        everywhere: return it on every rank. Only if every rank holds all elements.
     """
-    entry, whole, out = item.entry, None, None
-    group, here = entry.flat.group, parts.held(entry, 0)
-    if everywhere or group.rank == 0:
-        whole = torch.zeros(entry.slot.shape, dtype=item.dtype, device="cpu")
-        out = whole.view(-1)
+    entry, group = item.entry, item.entry.flat.group
+    here = parts.held(entry, 0)
+    whole = own_whole(parts, item) if group.rank == 0 else None
     for x, y in _chunks(entry):
-        mine = overlap(here, (x, y))
-        if out is not None and mine[0] < mine[1]:
-            out[slice(*mine)].copy_(parts.read(item, entry, *mine))
-        if mine == (x, y) or group.alone:
+        if overlap(here, (x, y)) == (x, y) or group.alone:
             continue
         sends, recvs, landing = [], [], []
         for peer in parts.accounting(entry, x, y):
             a, b = overlap(parts.accounted(entry, peer), (x, y))
             if a == b or peer == 0 or overlap((a, b), here) == (a, b):
                 continue
-            if group.rank == 0:
+            if whole is not None:
                 recvs.append((peer, _room(resources, item, b - a)))
-                landing.append((a, b))
+                landing.append(whole.view(-1)[a:b])
             elif group.rank == peer:
                 part = parts.read(item, entry, a, b)
                 sends.append((0, part.to(resources.device).contiguous()))
-        _exchange(resources, entry, sends, recvs)
-        for (a, b), (_, part) in zip(landing, recvs, strict=True):
-            assert out is not None
-            out[a:b].copy_(part)
-    if item.box is None:
-        return whole
-    assert not everywhere, "no rank holds all of it"
-    return _boxes_to_first(resources, item, item.box, whole)
+        _exchange(resources, group, item, sends, recvs)
+        for place, (_, part) in zip(landing, recvs, strict=True):
+            place.copy_(part)
+    return whole if item.box is None else _boxes_to_first(resources, item, item.box, whole)
+
+
+def own_whole(parts: HeldParts, item: StateItem) -> torch.Tensor:
+    """Return a tensor of the item's shape on the host, with the elements that this rank holds. Local."""
+    whole = torch.zeros(item.entry.slot.shape, dtype=item.dtype, device="cpu")
+    for x, y in _chunks(item.entry):
+        a, b = overlap(parts.held(item.entry), (x, y))
+        if a < b:
+            whole.view(-1)[a:b].copy_(parts.read(item, item.entry, a, b))
+    return whole
 
 
 def from_first(
@@ -311,34 +273,31 @@ def within_holders(
     mine = whole.reshape(-1) if group.rank == 0 and whole is not None else None
     for x, y in _chunks(entry):
         a, b = overlap(parts.held(entry), (x, y))
-        part = None
-        sends, recvs = [], []
-        if group.rank == 0:
-            assert mine is not None
-            if not group.alone:
-                chunk = mine[x:y].to(resources.device, item.dtype)
-                for peer in range(1, group.size):
-                    i, j = overlap(parts.held(entry, peer), (x, y))
-                    if i < j:
-                        sends.append((peer, chunk[i - x : j - x]))
+        part, sends, recvs = None, [], []
+        if mine is not None:
             part = mine[a:b]
+            chunk = mine[x:y] if group.alone else mine[x:y].to(resources.device, item.dtype)
+            for peer in () if group.alone else range(1, group.size):
+                i, j = overlap(parts.held(entry, peer), (x, y))
+                if i < j:
+                    sends.append((peer, chunk[i - x : j - x]))
         elif a < b and not group.alone:
             part = _room(resources, item, b - a)
             recvs.append((0, part))
-        _exchange(resources, entry, sends, recvs)
+        _exchange(resources, group, item, sends, recvs)
         if a < b and part is not None:
             parts.write(item, entry, a, b, part.to(item.dtype))
 
 
-def to_all(resources: Resources, parts: HeldParts, items: Sequence[StateItem]) -> torch.Tensor:
-    """Return a whole flat buffer, [numel], that holds `items` on every rank. All are entries of one
-    flat buffer, with one dtype; other addresses are zero. Collective.
+def whole_masters(resources: Resources, flat: Flat) -> torch.Tensor:
+    """Return a new buffer, [numel], with the masters of all ranks; other addresses are zero.
+    Collective.
     """
-    flat = items[0].entry.flat
-    full = torch.zeros(flat.layout.numel, dtype=items[0].dtype, device=resources.device)
+    full = torch.zeros(flat.layout.numel, dtype=flat.dtypes.master, device=resources.device)
+    parts = MasterParts()
     with disable_torch_function(), torch.no_grad():
-        for item in items:
-            entry, (a, b) = item.entry, parts.held(item.entry)
+        for item in master_items(flat.entries):
+            entry, (a, b) = item.entry, item.entry.owned()
             if a < b:
                 at = entry.slot.start
                 full[at + a : at + b].copy_(parts.read(item, entry, a, b))
@@ -348,36 +307,14 @@ def to_all(resources: Resources, parts: HeldParts, items: Sequence[StateItem]) -
     return full
 
 
-def whole_masters(resources: Resources, flat: Flat) -> torch.Tensor:
-    """Return a new buffer, [numel], with the masters of all ranks. Collective."""
-    dtype = flat.dtypes.master
-    return to_all(resources, MasterParts(), [StateItem(e, "", dtype) for e in flat.entries])
-
-
-def scatter_masters(
-    resources: Resources, flat: Flat, full: torch.Tensor | None, master: torch.Tensor
-) -> None:
-    """Send each rank its part of `full` ([numel], master precision), which the first of its holders
-    has (None elsewhere), into `master`, [owned]: the reverse of `whole_masters`, in one exchange.
-    Collective.
+def rewrite_masters(resources: Resources, flat: Flat, full: torch.Tensor) -> None:
+    """Replace the masters of every rank by `full`, [numel], of the first of its holders: the reverse
+    of `whole_masters`. Collective.
     """
-    group, context = flat.group, state_context(resources, flat.unit_name)
-    with torch.no_grad():
-        if group.rank == 0:
-            assert full is not None
-            others = range(1, 1 if group.alone else group.size)
-            sends = [(p, full[slice(*flat.owned_by(p))]) for p in others]
-            group.exchange(sends, [], context, flat.index, move="state").wait()
-            master.copy_(full[flat.owned[0] : flat.owned[1]])
-        else:
-            group.exchange([], [(0, master)], context, flat.index, move="state").wait()
-
-
-def rewrite_masters(resources: Resources, flat: Flat, full: torch.Tensor | None) -> None:
-    """Replace the masters of every rank by rank 0's `full`. Collective. See `scatter_masters`."""
-    landing = flat.storage.landing(resources.device)
-    scatter_masters(resources, flat, full, landing)
-    flat.storage.store(landing)
+    parts = MasterParts()
+    for item in master_items(flat.entries):
+        within_holders(resources, parts, item, flat.view(full, item.entry))
+    parts.finish()
 
 
 def tell_all(resources: Resources, call: str, value: Any) -> list[Any]:
@@ -437,12 +374,14 @@ def _room(resources: Resources, item: StateItem, numel: int) -> torch.Tensor:
 
 def _exchange(
     resources: Resources,
-    entry: Entry,
+    group: Group,
+    item: StateItem,
     sends: list[tuple[int, torch.Tensor]],
     recvs: list[tuple[int, torch.Tensor]],
 ) -> None:
-    context = state_context(resources, entry.flat.unit_name)
-    entry.flat.group.exchange(sends, recvs, context, entry.flat.index, move="state").wait()
+    flat = item.entry.flat
+    context = state_context(resources, flat.unit_name)
+    group.exchange(sends, recvs, context, flat.index, move="state").wait()
 
 
 # -- boxes -----------------------------------------------------------------------------------------
@@ -454,20 +393,19 @@ def _boxes_to_first(
     """Return the global tensor in rank 0's host memory, from each box that the first rank of its
     holders has (`local`). None on other ranks. Collective.
     """
-    group, entry = resources.group, item.entry
-    context = state_context(resources, entry.flat.unit_name)
+    group = resources.group
     if local is None:
         return None
     if group.rank != 0:
         sends = [(0, local.reshape(-1).to(resources.device))]
-        group.exchange(sends, [], context, entry.flat.index, move="state").wait()
+        _exchange(resources, group, item, sends, [])
         return None
     # One exchange for all: messages of one rank to several others are counted together
     others = [p for p in box.firsts(group.ranks) if p]
     whole = torch.zeros(item.shape, dtype=item.dtype, device="cpu")
     places = {p: box.part(whole, group.ranks[p]) for p in [0, *others]}
     recvs = [(p, _room(resources, item, places[p].numel())) for p in others]
-    group.exchange([], recvs, context, entry.flat.index, move="state").wait()
+    _exchange(resources, group, item, [], recvs)
     for p, part in [(0, local), *recvs]:
         places[p].copy_(part.reshape(places[p].shape))
     return whole
@@ -479,8 +417,7 @@ def boxes_from_first(
     """Return this rank's box of rank 0's global tensor, on the first rank of its holders; None on
     other ranks. Collective.
     """
-    group, entry = resources.group, item.entry
-    context = state_context(resources, entry.flat.unit_name)
+    group = resources.group
     if group.rank == 0:
         assert whole is not None
         whole = whole.reshape(item.shape)
@@ -489,12 +426,12 @@ def boxes_from_first(
             for p in box.firsts(group.ranks)
             if p
         ]
-        group.exchange(sends, [], context, entry.flat.index, move="state").wait()
+        _exchange(resources, group, item, sends, [])
         return box.part(whole, group.ranks[0]).reshape(box.local_shape)
-    if entry.flat.group.rank != 0:
+    if item.entry.flat.group.rank != 0:
         return None
     mine = _room(resources, item, box.numel)
-    group.exchange([], [(0, mine)], context, entry.flat.index, move="state").wait()
+    _exchange(resources, group, item, [], [(0, mine)])
     return mine.view(box.local_shape)
 
 

@@ -23,11 +23,12 @@ import torch
 
 from onefold.comm import CollectiveContext
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.parts import MasterParts, StateItem
+from onefold.runtime.parts import MasterParts, StateItem, tell_all
 
 if TYPE_CHECKING:
     from onefold.comm import Group
     from onefold.runtime.flat import Entry
+    from onefold.runtime.resources import Resources
     from onefold.runtime.unit import Unit
 
 
@@ -60,11 +61,10 @@ def fill_blank(values: torch.Tensor) -> torch.Tensor:
 def _is_blank(values: torch.Tensor) -> bool:
     values = values.detach().reshape(-1)
     blank = fill_blank(values.new_empty(1))
-
-    def all_of(some: torch.Tensor) -> bool:
-        return bool(((some == blank) | ((some != some) & (blank != blank))).all())
-
-    return all_of(values[:1]) and all_of(values)  # the first element tells as a rule
+    return all(  # the first element tells as a rule
+        torch.isclose(some, blank, rtol=0, atol=0, equal_nan=True).all()
+        for some in (values[:1], values)
+    )
 
 
 def mark(tensor: T) -> T:
@@ -90,17 +90,13 @@ def value_of(entry: Entry) -> torch.Tensor | None:
     return None
 
 
-def without_value(group: Group, unit: Unit, incoming: Collection[str]) -> set[str]:
+def without_value(resources: Resources, unit: Unit, incoming: Collection[str]) -> set[str]:
     """Return the first names of a unit's parameters that have no value on rank 0 and are not among
     `incoming`, the names that a load will bring. Collective.
     """
     entries = [e for e in unit.entries if e.name not in incoming and e.slot.numel > 0]
-    mine = [value_of(entry) is None for entry in entries]
-    if mine and not group.alone:
-        mine = group.exchange_control(
-            torch.tensor(mine, dtype=torch.uint8, device="cpu"), _CONTEXT
-        )[0].tolist()
-    return {entry.name for entry, missing in zip(entries, mine, strict=True) if missing}
+    missing: set[str] = {entry.name for entry in entries if value_of(entry) is None}
+    return tell_all(resources, "shard()", missing)[0] if entries else set()
 
 
 # -- what has no value -----------------------------------------------------------------------------
@@ -162,12 +158,8 @@ class Uninitialized:
         """Remove from the list what got a value otherwise. Collective while anything is uninitialized."""
         if not self:
             return
-        blank = torch.tensor(_blank(self._left), dtype=torch.uint8, device="cpu")
-        if not self._group.alone:
-            blank = torch.stack(self._group.exchange_control(blank, _CONTEXT)).amax(0)
-        self._keep(
-            [unset for unset, still in zip(self._left, blank.tolist(), strict=True) if still]
-        )
+        blank = self._group.any_of(bytes(_blank(self._left)), _CONTEXT)
+        self._keep([unset for unset, still in zip(self._left, blank, strict=True) if still])
 
     def _keep(self, left: list[_Unset]) -> None:
         self._left = left

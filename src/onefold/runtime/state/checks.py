@@ -8,10 +8,9 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from onefold.comm import CollectiveContext, Group
+from onefold.comm import Group
 from onefold.comm.mesh import REPLICATE, Mesh
 from onefold.recipe import Recipe
 from onefold.recipe.core import OPTIONS
@@ -26,8 +25,6 @@ from onefold.runtime.parts import tell_all
 from onefold.runtime.state.start import KEEPER, has_meta
 from onefold.runtime.uninitialized import value_of
 from onefold.runtime.units import UnitSpec
-
-_START = CollectiveContext("control", "(start)", 0, "state")
 
 
 def refuse_arguments(
@@ -206,38 +203,51 @@ def refuse_max_norm(module: nn.Module, alone: bool) -> None:
             )
 
 
-def compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec], weights: bool) -> None:
-    """Raise on every rank if the ranks were given different recipes or models."""
-    found = [
-        (f.names, tuple(f.param.shape), f.param.dtype, f.param.requires_grad)
-        for s in specs
-        for f in s.found
-    ]
-    parts = {
+def compare_ranks(
+    engine: Engine, module: nn.Module, recipe: Recipe, specs: list[UnitSpec], weights: bool
+) -> bool:
+    """Raise on every rank if the ranks were given different recipes or models. Returns whether rank
+    0's model is on the meta device, so that its weights must be initialized. Collective.
+    """
+    found = [f for s in specs for f in s.found]
+    compared = {
         "recipes": [
             getattr(recipe, name) for name in Recipe.__dataclass_fields__ if name != "notes"
         ],
-        "parameter names": [names for names, *_ in found],
-        "parameter shapes": [shape for _, shape, *_ in found],
-        "parameter dtypes": [dtype for *_, dtype, _ in found],
-        "frozen parameters": [trainable for *_, trainable in found],
+        "parameter names": [f.names for f in found],
+        "parameter shapes": [tuple(f.param.shape) for f in found],
+        "parameter dtypes": [f.param.dtype for f in found],
+        "frozen parameters": [f.param.requires_grad for f in found],
         "units": [s.name for s in specs],
         "weights": weights,
-        "names as partial": [f.partial for s in specs for f in s.found],
+        "names as partial": [f.partial for f in found],
     }
-    mine = {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
-    said = tell_all(engine.resources, "shard()", mine)
+    digests = {k: hashlib.sha256(repr(v).encode()).hexdigest() for k, v in compared.items()}
+    boxes = [e for e in engine.entries if e.box is not None and e.box.divided]
+    missing = [e.slot.name for e in boxes if e.flat.rank == 0 and e.param.is_meta]
+    said = tell_all(engine.resources, "shard()", (digests, has_meta(module), missing))
     ranks = sorted(engine.group.ranks)
-    for name in parts:
+    for name in compared:
         others = [
-            r for r, digests in zip(ranks, said, strict=False) if digests[name] != said[0][name]
+            f"rank {r}"
+            for r, (theirs, *_) in zip(ranks, said, strict=False)
+            if theirs[name] != said[0][0][name]
         ]
         if others:
             raise ValueError(
-                f"shard() was given different {name} on rank {ranks[0]} and on"
-                f" {', '.join(f'rank {r}' for r in others)}. Every rank must shard the same model"
-                " by the same recipe (weights may differ: rank 0's are taken)."
+                f"shard() was given different {name} on rank {ranks[0]} and on {', '.join(others)}."
+                " Every rank must shard the same model by the same recipe (weights may differ: rank"
+                " 0's are taken)."
             )
+    on_meta: bool = said[0][1]
+    left = [name for *_, names in said for name in names]
+    if left and not on_meta:
+        raise ValueError(
+            f"rank 0's model has values, and DTensors of another rank are on the meta device"
+            f" ({left[0]!r}): rank 0 has only its own part of them. Build the model on the meta"
+            " device on every rank, or on none."
+        )
+    return on_meta
 
 
 def compare_copies(engine: Engine, incoming: Collection[str]) -> None:
@@ -267,31 +277,4 @@ def compare_copies(engine: Engine, incoming: Collection[str]) -> None:
             f" ranks along {along}, or on the meta device. If each has its own part, say so:"
             f" layer.weight = nn.Parameter(DTensor.from_local(part, mesh[{axes[0]!r}], [Shard(dim)]))"
             " before shard(), and compute with layer.weight.to_local()."
-        )
-
-
-def rank_0_needs_values(engine: Engine, module: nn.Module) -> bool:
-    """Whether rank 0's model is on the meta device, so that its weights must be initialized. Every
-    rank gets the same answer. Collective.
-    """
-    mine = has_meta(module)
-    payload = torch.tensor([mine], dtype=torch.uint8, device="cpu")
-    return bool(engine.group.exchange_control(payload, _START)[0].item())
-
-
-def refuse_missing_boxes(engine: Engine, values: bool) -> None:
-    """Raise ValueError on every rank if the first holder of a box has it on the meta device, and
-    rank 0 does not. Collective. `values`: rank 0's model is on the meta device.
-    """
-    boxes = [e for e in engine.entries if e.box is not None and e.box.divided]
-    if not boxes:
-        return
-    firsts = [e for e in boxes if e.flat.rank == 0 and e.param.is_meta] if not values else []
-    missing = [e.slot.name for e in firsts]
-    if engine.group.any_of(bytes([bool(missing)]), _START)[0]:
-        name = f" (here {missing[0]!r})" if missing else ""
-        raise ValueError(
-            f"rank 0's model has values, and DTensors of another rank are on the meta device{name}:"
-            " rank 0 has only its own part of them. Build the model on the meta device on every"
-            " rank, or on none."
         )

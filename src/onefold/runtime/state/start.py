@@ -22,8 +22,8 @@ from onefold.runtime.parts import (
     MasterParts,
     StateItem,
     boxes_from_first,
+    master_items,
     rewrite_masters,
-    scatter_masters,
     whole_masters,
     within_holders,
 )
@@ -101,14 +101,16 @@ def idle_notes(engine: Engine) -> list[str]:
     or frozen weights.
     """
     recipe, said = engine.recipe, []
-    divides = GROUP in (recipe.parameters.over, recipe.gradients.over, recipe.optimizer.over)
-    if engine.world_size == 1:
-        named = {"gather_codec": recipe.parameters.codec, "reduce_codec": recipe.gradients.codec}
-        idle = [f"{name}={value!r}" for name, value in named.items() if value]
-        idle += ["a division inside groups"] if divides else []
-        idle += [f"reduce={NATIVE!r}"] if recipe.reduce == NATIVE else []
-        if idle:
-            said.append(f"{' and '.join(idle)}: no effect on one rank, from which nothing travels.")
+    rows = (recipe.parameters, recipe.gradients, recipe.optimizer)
+    travels = {
+        f"gather_codec={recipe.parameters.codec!r}": recipe.parameters.codec,
+        f"reduce_codec={recipe.gradients.codec!r}": recipe.gradients.codec,
+        "a division inside groups": any(row.over == GROUP for row in rows),
+        f"reduce={NATIVE!r}": recipe.reduce == NATIVE,
+    }
+    idle = [name for name, given in travels.items() if given]
+    if idle and engine.world_size == 1:
+        said.append(f"{' and '.join(idle)}: no effect on one rank, from which nothing travels.")
     # Only if the user named a group: the default takes nodes as groups, or does without groups.
     if recipe.inner not in (None, FLAT) and engine.group.topology.outer == 1 < engine.world_size:
         node = "all are on one node, by the launcher (LOCAL_WORLD_SIZE) or by their hosts"
@@ -175,59 +177,56 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
         return
     if not engine.unsharded:
         engine.refuse_changes("full_params")
-    held: list[tuple[Unit, Flat, torch.Tensor]] = []
+    wholes: list[tuple[Flat, torch.Tensor]] = []
     shown: list[tuple[Entry, nn.Parameter, torch.Tensor]] = []
     wrong = None
+
+    def back() -> None:
+        engine.full_params_depth = 0
+        with disable_torch_function():
+            for entry in (e for flat, _ in wholes for e in flat.entries):
+                entry.flat.swap(entry, entry.param)
+
     try:
         try:
             with disable_torch_function():
-                for unit in engine.units:
-                    for flat in unit.flats:
-                        if flat.unsharded:
-                            continue
-                        full = whole_masters(engine.resources, flat)
-                        held.append((unit, flat, full))
-                        engine.memory.add(
-                            GATHERED, flat.layout.numel * flat.dtypes.master.itemsize, unit.name
-                        )
-                        for entry in flat.entries:
-                            whole = flat.view(full, entry)
-                            shown_as = whole if entry.box is None else entry.box.over(whole)
-                            stand_in = nn.Parameter(shown_as, requires_grad=False)
-                            flat.swap(entry, stand_in)
-                            if write:
-                                shown.append((entry, stand_in, whole))
-                        del full, whole
+                for flat in (f for unit in engine.units for f in unit.flats if not f.unsharded):
+                    full = whole_masters(engine.resources, flat)
+                    wholes.append((flat, full))
+                    engine.memory.add(GATHERED, full.nbytes, flat.unit_name)
+                    shown += [(entry, *_show(entry, full)) for entry in flat.entries]
             engine.full_params_depth, engine.full_params_write = 1, write
             yield
         finally:
             entered, engine.full_params_depth = engine.full_params_depth, 0
             with disable_torch_function(), torch.no_grad():
                 try:
-                    wrong = _take_over(shown) if entered else None
+                    wrong = _take_over(shown) if entered and write else None
                 finally:  # first of all, the model is as it was: what follows needs memory
                     shown.clear()
-                    for unit, flat, _ in held:
-                        for entry in flat.entries:
-                            flat.swap(entry, entry.param)
-                        engine.memory.add(
-                            GATHERED, -flat.layout.numel * flat.dtypes.master.itemsize, unit.name
-                        )
+                    back()
+                    for flat, full in wholes:
+                        engine.memory.add(GATHERED, -full.nbytes, flat.unit_name)
                 if write and entered:
                     try:
-                        for _, flat, full in held:
+                        for flat, full in wholes:
                             rewrite_masters(engine.resources, flat, full)
                     finally:
                         engine.make_stale()
                     engine.uninitialized.look()
             if wrong:
                 raise ValueError(wrong)
-    finally:  # again: Ctrl-C may have come during the first
-        engine.full_params_depth = 0
-        with disable_torch_function():
-            for _, flat, _ in held:
-                for entry in flat.entries:
-                    flat.swap(entry, entry.param)
+    finally:
+        back()  # again: Ctrl-C may have come during the first
+
+
+def _show(entry: Entry, full: torch.Tensor) -> tuple[nn.Parameter, torch.Tensor]:
+    """Let the modules see a whole parameter. Returns (what they see, its memory in `full`)."""
+    whole = entry.flat.view(full, entry)
+    seen = whole if entry.box is None else entry.box.over(whole)
+    stand_in = nn.Parameter(seen, requires_grad=False)
+    entry.flat.swap(entry, stand_in)
+    return stand_in, whole
 
 
 def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | None:
@@ -259,34 +258,21 @@ def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
     box, where ranks hold boxes. Parameters named in `incoming` are filled with NaN until they are
     loaded.
     """
-    for flat in unit.flats:
-        if flat.unsharded:
-            continue
+    with disable_torch_function(), torch.no_grad():
+        for flat in (flat for flat in unit.flats if not flat.unsharded):
+            flat.build(partial(_fill, engine, flat, incoming), engine.device)
 
-        def fill(master: torch.Tensor, flat: Flat = flat) -> None:
-            dtype = flat.dtypes.master
-            if any(entry.name in incoming for entry in flat.entries):
-                master.zero_()
-                parts = MasterParts((flat, master))
-                for entry in flat.entries:
-                    if entry.name not in incoming:
-                        item = StateItem(entry, "", dtype)
-                        within_holders(engine.resources, parts, item, _source(engine, item))
-                    elif not flat.storage.encoded:
-                        a, b = flat.local(entry)
-                        fill_blank(master[a - flat.owned[0] : b - flat.owned[0]])
-                return
-            full = None
-            if flat.rank == 0:
-                full = torch.zeros(flat.layout.numel, dtype=dtype, device=engine.device)
-            for entry in flat.entries:
-                source = _source(engine, StateItem(entry, "", dtype))
-                if full is not None and source is not None:
-                    flat.view(full, entry).copy_(source)
-            scatter_masters(engine.resources, flat, full, master)
 
-        with disable_torch_function(), torch.no_grad():
-            flat.build(fill, engine.device)
+def _fill(engine: Engine, flat: Flat, incoming: Collection[str], master: torch.Tensor) -> None:
+    """Put the first values into `master`, [owned]."""
+    master.zero_()
+    parts = MasterParts((flat, master))
+    for item in master_items(flat.entries):
+        if item.name not in incoming:
+            within_holders(engine.resources, parts, item, _source(engine, item))
+        elif not flat.storage.encoded:
+            a, b = flat.local(item.entry)
+            fill_blank(master[a - flat.owned[0] : b - flat.owned[0]])
 
 
 def _source(engine: Engine, item: StateItem) -> torch.Tensor | None:
