@@ -65,7 +65,7 @@ TESTS = [
 WAITS = {
     ("*", "wait_stream"), ("*", "wait_event"), ("*", "synchronize"), ("*", "record_stream"), ("*", "set_stream"),
     ("*", "wait"), ("*", "wait_for"), ("*", "order"), ("*", "_order_after_copies"), ("*", "settle"), ("*", "result"), ("*", "comes"),
-    ("self", "_reach"), ("stepper", "join"), ("_in_backward", "join"), ("self", "join"),
+    ("self", "_reach"), ("early", "join"), ("_in_backward", "join"), ("self", "join"),
     ("*", "about_to_write"), ("*", "wait_before_write"), ("*", "gradients_are_down"), ("transfers", "risen"), ("self", "risen"),
 }  # fmt: skip
 #: Functions.

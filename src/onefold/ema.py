@@ -52,18 +52,11 @@ class AverageParts(MasterParts):
         super().__init__()
         self._averages = averages
 
-    def place(self, entry: Entry, key: str, x: int, y: int) -> Any:
-        average, first = self._averages.get(entry), entry.owned()[0]
-        if average is None:
-            return super().place(entry, key, x, y)
-        return average.view(-1)[x - first : y - first]
-
-    def read(self, item: StateItem, entry: Entry, x: int, y: int) -> torch.Tensor:
-        averaged = entry in self._averages
-        return self.place(entry, "", x, y) if averaged else super().read(item, entry, x, y)
-
-    def write(self, item: StateItem, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
-        self.place(entry, "", x, y).copy_(values)
+    def here(self, entry: Entry, x: int, y: int) -> torch.Tensor | None:
+        if entry not in self._averages:
+            return super().here(entry, x, y)
+        first = entry.owned()[0]
+        return self._averages[entry].view(-1)[x - first : y - first]
 
 
 class EMA:
@@ -116,13 +109,10 @@ class EMA:
         weight = 1 - self.decay if self.decay is not None else 1 / (self.updates + 1)
         with disable_torch_function(), torch.no_grad():
             averages, weights = list(self._averages.values()), [_wide(e) for e in self._averages]
-            if self.updates == 0:
+            if self.updates:  # the host's and the device's averages in one call
+                torch._foreach_lerp_(averages, weights, weight)
+            else:
                 torch._foreach_copy_(averages, weights)
-            for device in {t.device for t in averages} if self.updates else ():
-                there = [i for i, t in enumerate(averages) if t.device == device]
-                torch._foreach_lerp_(
-                    [averages[i] for i in there], [weights[i] for i in there], weight
-                )
         self.updates += 1
 
     @contextlib.contextmanager
@@ -157,9 +147,9 @@ class EMA:
         """Put values in the masters' place."""
         parts = MasterParts()
         with disable_torch_function(), torch.no_grad():
-            for entry, value in values.items():
-                target: Any = parts.target(entry)
-                target.copy_(value.view(target.shape))
+            for item in master_items(values):
+                value = values[item.entry].view(-1)
+                parts.write(item, item.entry, *item.entry.owned(), value)
             parts.finish()
         engine.make_stale()
 
@@ -203,10 +193,11 @@ class EMA:
 
     def _items(self, engine: Engine) -> list[StateItem]:
         """Return the items of `state_dict`: averages, and masters where there are none."""
-        found = {item: self._averages.get(item.entry) for item in master_items(engine.entries)}
         return [
-            item if average is None else replace(item, dtype=average.dtype)
-            for item, average in found.items()
+            replace(item, dtype=average.dtype)
+            if (average := self._averages.get(item.entry)) is not None
+            else item
+            for item in master_items(engine.entries)
         ]
 
     def _look(self, state: Mapping[str, Any] | None) -> tuple[str, int]:

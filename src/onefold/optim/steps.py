@@ -236,9 +236,10 @@ def _begin(
             members = engine.stepper.members(optimizer)
             engine.note_update(f"{type(optimizer).__name__}.step()", of_step(optimizer, members))
         note(_written, found, elsewhere)
-        for engine, by_stepper in apart.items():
+        for by_stepper in apart.values():
             with torch.no_grad():
-                engine.stepper.step(optimizer, by_stepper)
+                for stepper, entries in by_stepper.items():
+                    stepper.step(optimizer, entries)
             _leave_out(optimizer, [e.param for some in by_stepper.values() for e in some])
         if found:
             choose_implementation(optimizer, optimizer.param_groups, next(iter(found)).device)
@@ -271,7 +272,7 @@ def _choose(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dict[Engi
     every = {engine: list(entries) for engine, entries in found.items()}
     # Unsharded parameters (one rank) carry no mark of their engine, so they are searched for here
     for engine in list(engines):
-        asks = engine.stepper.wants_unsharded(optimizer)
+        asks = any(s.wants_unsharded(optimizer) for s in engine.stepper.apart)
         waits = engine.progress.failure is not None or engine.masters.copying is not None
         if not asks and not (engine.unsharded and waits):
             continue

@@ -108,7 +108,7 @@ class Backward:
                 show_pending(reduce)
             elif used:
                 progress.pending = False
-            self.stepper.join()
+            self.stepper.early.join()
             self.gather.end_backward()
             self.activations.end_backward()
             progress.backward_open = False  # not before: a pass that was interrupted is reset
@@ -135,7 +135,7 @@ class Backward:
             agree_and_finish(self.resources, self.gather, reduce, reduce.used, learn=False)
             progress.step_count += 1
             progress.reduced_since_gather = True
-            self.stepper.join()
+            self.stepper.early.join()
             progress.backward_open = False
             self.resources.pool.drain()
             self.resources.transfers.gradients_are_down()

@@ -233,7 +233,8 @@ class Engine:
         if self.settle is not None:
             self.settle()
         if self.started:
-            self.stepper.close()
+            for stepper in self.stepper.apart:
+                stepper.close()
         if self.across is not None:
             self.across.close()
         self.group.close()

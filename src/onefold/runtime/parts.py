@@ -167,18 +167,18 @@ class MasterParts(HeldParts):
         self._written = False
 
     def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
-        here = self._here(entry, x, y)
+        here = self.here(entry, x, y)
         if here is not None and entry.flat.storage.encoded:
             return here
         # A view of the parameter, whose version counter tells of the user's writes
         return entry.flat.storage.elements(entry, "", entry.param, x, y)
 
     def read(self, item: StateItem, entry: Entry, x: int, y: int) -> torch.Tensor:
-        here = self._here(entry, x, y)
+        here = self.here(entry, x, y)
         return super().read(item, entry, x, y) if here is None else here.to(item.dtype)
 
     def write(self, item: StateItem, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
-        here, self._written = self._here(entry, x, y), True
+        here, self._written = self.here(entry, x, y), True
         if here is not None:
             here.copy_(values)
         else:  # in place: a backward pass over the old values of an unsharded parameter must raise
@@ -186,7 +186,7 @@ class MasterParts(HeldParts):
 
     def target(self, entry: Entry) -> torch.Tensor | OnDisk:
         """Return where this rank's masters of `entry` are, to be overwritten before `finish`."""
-        here, self._written = self._here(entry, *entry.owned()), True
+        here, self._written = self.here(entry, *entry.owned()), True
         if here is not None:
             return here
         if entry.flat.storage.on_disk:
@@ -202,7 +202,7 @@ class MasterParts(HeldParts):
         elif flat is not None and written:
             flat.storage.renew()
 
-    def _here(self, entry: Entry, x: int, y: int) -> torch.Tensor | None:
+    def here(self, entry: Entry, x: int, y: int) -> torch.Tensor | None:
         """Open the flat buffer of `entry`. Return the elements if they are in memory, in a buffer."""
         flat = entry.flat
         if flat is not self._flat:

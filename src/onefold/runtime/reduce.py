@@ -489,7 +489,7 @@ class Reducer:
         if storage.adds_on_device and not kept and self._add_on_device(r, shares, which):
             return True
         self._bring_down(r)
-        in_backward = self.stepper.takes(flat, which)
+        in_backward = self.stepper.early.takes(flat, which)
         try:
             if not in_backward and storage.take_gradient(r.total, r.result_range, meant):
                 return kept
@@ -518,7 +518,7 @@ class Reducer:
                 self._ledger(flat).add(GRADIENTS, nbytes_of(get_grad(param)))
                 kept = kept or not storage.offloaded
         if in_backward:
-            self.stepper.landed(flat)
+            self.stepper.early.landed(flat)
         return kept
 
     def _add_on_device(self, r: Reduction, shares: Shares, which: list[bool]) -> bool:
@@ -530,7 +530,7 @@ class Reducer:
         grads = [get_grad(entry.param) for entry in shares.local]
         if r.down or not grads or any(grad is None for grad in grads):
             return False
-        in_backward = self.stepper.takes(flat, which)
+        in_backward = self.stepper.early.takes(flat, which)
         parts = total.split_with_sizes(shares.sizes)[1::2]
         self.memory.add(GRADIENTS, -nbytes_of(total))
         if not flat.storage.add_gradient(total, list(zip(grads, parts, strict=True))):
@@ -538,7 +538,7 @@ class Reducer:
             return False
         r.down = True
         if in_backward:
-            self.stepper.landed(flat)
+            self.stepper.early.landed(flat)
         return True
 
     def _bring_down(self, r: Reduction) -> None:
@@ -612,7 +612,7 @@ class Reducer:
         a shared module brings such gradients.)
         """
         for index in late:
-            if self.stepper.has_stepped(self.units[index]):
+            if self.stepper.early.has_stepped(self.units[index]):
                 raise RuntimeError(
                     f"a gradient of {self.units[index].name!r} came after the unit was stepped"
                     " in the backward pass: this model uses it in more than one part of the"

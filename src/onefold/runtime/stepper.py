@@ -149,21 +149,19 @@ class _Choice:
 
 
 class Steppers:
-    """The steppers of one engine, in the order in which they are asked. See [Note: which stepper]."""
+    """The steppers of one engine, in the order in which they are asked. See [Note: which stepper].
+
+    Attributes:
+        apart: what steps before the user's optimizer steps the rest by itself.
+        early: the one that steps in the backward pass too. If there is none, one that takes nothing.
+    """
 
     def __init__(self, apart: Iterable[Stepper]) -> None:
-        """`apart`: what steps before the user's optimizer steps the rest by itself."""
-        self.apart = tuple(apart)
-        self._in_order = (*self.apart, OwnStep())
-        self._early = next((s for s in self.apart if s.in_backward), None)
+        self.apart, own = tuple(apart), OwnStep()
+        self._in_order = (*self.apart, own)
+        self.early = next((s for s in self.apart if s.in_backward), own)
         # What the last step of an optimizer asked, and the answer
         self._chosen: weakref.WeakKeyDictionary[Optimizer, _Choice] = weakref.WeakKeyDictionary()
-
-    # -- at optimizer.step() -----------------------------------------------------------------------
-
-    def wants_unsharded(self, optimizer: Optimizer) -> bool:
-        """Whether a stepper is to be asked about parameters that are not sharded, too."""
-        return any(stepper.wants_unsharded(optimizer) for stepper in self.apart)
 
     def choose(
         self,
@@ -185,16 +183,17 @@ class Steppers:
         last = self._chosen.get(optimizer)
         if last is not None and last.groups == groups and last.entries == entries:
             return last.chosen
-        chosen: dict[Stepper, list[Entry]] = {s: [] for s in self._in_order}
         group_of = groups_of(optimizer)
-        known: dict[tuple[int, int], list[Entry]] = {}
-        members: dict[int, list[int]] = {}
+        asked: dict[tuple[Flat, int], list[Entry]] = {}
         for entry in entries:
-            key = entry.flat.index, group_of[id(entry.param)]
-            members.setdefault(key[1], []).append(entry.number)
-            if key not in known:
-                known[key] = chosen[self._stepper_of(optimizer, entry.flat, key[1], verdict_of)]
-            known[key].append(entry)
+            asked.setdefault((entry.flat, group_of[id(entry.param)]), []).append(entry)
+        chosen: dict[Stepper, list[Entry]] = {s: [] for s in self._in_order}
+        members: dict[int, list[int]] = {}
+        for (flat, group), some in asked.items():
+            verdict = partial(verdict_of, optimizer, group)
+            stepper = next(s for s in self._in_order if s.accepts(optimizer, flat, verdict))
+            chosen[stepper] += some
+            members.setdefault(group, []).extend(entry.number for entry in some)
         apart = {s: chosen[s] for s in self.apart if chosen[s] or s.collective}
         said = {  # in any order: code may make a group of a set of names
             group: f"{len(some)} parameters (checksum {zlib.crc32(repr(sorted(some)).encode()):08x})"
@@ -206,47 +205,6 @@ class Steppers:
     def members(self, optimizer: Optimizer) -> dict[int, str]:
         """Return what tells which parameters each group had in the last `choose`."""
         return self._chosen[optimizer].members
-
-    def _stepper_of(
-        self,
-        optimizer: Optimizer,
-        flat: Flat,
-        group: int,
-        verdict_of: Callable[[Optimizer, int], GroupVerdict],
-    ) -> Stepper:
-        def verdict() -> GroupVerdict:
-            return verdict_of(optimizer, group)
-
-        return next(s for s in self._in_order if s.accepts(optimizer, flat, verdict))
-
-    def step(self, optimizer: Optimizer, chosen: Mapping[Stepper, Sequence[Entry]]) -> None:
-        """Step what `choose` has returned. Collective if any of these steppers is.
-
-        Raises:
-            TierError: on every rank, if a disk failed on one.
-        """
-        for stepper, entries in chosen.items():
-            stepper.step(optimizer, entries)
-
-    # -- in the backward pass ----------------------------------------------------------------------
-
-    def takes(self, flat: Flat, which: list[bool]) -> bool:
-        return self._early is not None and self._early.takes(flat, which)
-
-    def landed(self, flat: Flat) -> None:
-        assert self._early is not None
-        self._early.landed(flat)
-
-    def has_stepped(self, unit: Unit) -> bool:
-        return self._early is not None and self._early.has_stepped(unit)
-
-    def join(self) -> None:
-        if self._early is not None:
-            self._early.join()
-
-    def close(self) -> None:
-        for stepper in self.apart:
-            stepper.close()
 
 
 def is_cut(flat: Flat) -> bool:
@@ -297,27 +255,21 @@ def not_elementwise(optimizer: Optimizer, verdict: GroupVerdict) -> ValueError:
 # |----------------------------------------------------|-----------------------|--------------------------------------------------------|
 # | on an accelerator                                  | foreach               | fused: one pass over masters, gradients and states     |
 # | on the host, of a model on an accelerator          | a loop in Python      | fused                                                  |
-# | on the host, of a model on the host: few and small | a loop in Python      | foreach: the same bits, fewer calls                    |
 # | any other                                          | a loop in Python      | the same: it stays in the cache; DDP's bits            |
 #
-# On the host, foreach gives the same bits as the loop. For Adam and AdamW, fused differs from both in
-# the last bit, on any device. So a model on the host keeps the bits that it has under DDP. A model on
-# an accelerator takes what is fastest: its gradients are summed in another order than by NCCL's
-# all-reduce anyway. To choose, give the optimizer `foreach=False` (the loop), `foreach=True` or
-# `fused=True`.
+# For Adam and AdamW, fused differs from the loop in the last bit, on any device. So a model on the
+# host keeps the bits that it has under DDP. A model on an accelerator takes what is fastest: its
+# gradients are summed in another order than by NCCL's all-reduce anyway. To choose, give the
+# optimizer `foreach=False` (the loop), `foreach=True` or `fused=True`.
 #
 # This holds only for torch's own classes whose groups have both options, and only during a step:
 # outside of it `param_groups` are as the user made them.
 
 
-#: Element-wise, with both options, and (SGD, Adam, AdamW on the host) with the loop's bits in
-#: foreach.
+#: Element-wise, with both options.
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 #: Where torch has fused kernels worth taking.
 FUSED_ON = frozenset(("cuda", "xpu"))
-#: Bytes of a group (FEW) and of a parameter (SMALL) up to which foreach on the host saves more in
-#: calls than it loses in passes over memory.
-FEW, SMALL = 32 << 20, 64 << 10
 
 
 def choose_implementation(
@@ -327,11 +279,10 @@ def choose_implementation(
     the model which the parameters belong to.
     """
     for group in groups if type(optimizer) in _KNOWN else ():
-        if (name := _best(group, device)) is not None:
-            note(group.__setitem__, name, None)
-            group[name] = True
-            if name == "fused":
-                _bring_steps(optimizer, group["params"])
+        if _fuses(group, device):
+            note(group.__setitem__, "fused", None)
+            group["fused"] = True
+            _bring_steps(optimizer, group["params"])
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -345,34 +296,24 @@ def supports_scaling(optimizer: Optimizer, device: torch.device) -> bool:
     """Whether a fused kernel would step each group. Such a kernel takes a loss scale, and skips an
     overflow without asking the host.
     """
-    return type(optimizer) in _KNOWN and all(
-        _best(group, device) == "fused" for group in optimizer.param_groups
+    fuse = all(_fuses(group, device) for group in optimizer.param_groups)
+    return fuse and is_known(optimizer)
+
+
+def _fuses(group: dict[str, Any], device: torch.device) -> bool:
+    """Whether a fused kernel is to step `group`; else torch's own choice stands."""
+    given = any(group.get(name) is not None for name in ("fused", "foreach"))
+    if given or group.get("differentiable") or group.get("capturable"):
+        return False
+    if any(isinstance(rate, torch.Tensor) for rate in (group["lr"], *group.get("betas", ()))):
+        return False
+    params: Sequence[torch.Tensor] = group["params"]
+    here = {device.type, "cpu"}
+    return (
+        device.type in FUSED_ON
+        and bool(params)
+        and all(p.is_floating_point() and p.device.type in here for p in params)
     )
-
-
-def _best(group: dict[str, Any], device: torch.device) -> str | None:
-    """Return the option to set for a step of `group`, or None if torch's own choice stands."""
-    if (
-        group.get("fused") is not None
-        or group.get("foreach") is not None
-        or group.get("differentiable")
-        or group.get("capturable")
-    ):
-        return None
-    if isinstance(group["lr"], torch.Tensor) or any(
-        isinstance(beta, torch.Tensor) for beta in group.get("betas", ())
-    ):
-        return None
-    params: Iterable[torch.Tensor] = group["params"]
-    sizes = [p.numel() * p.element_size() for p in params if p.is_floating_point()]
-    if not sizes or len(sizes) < len(group["params"]):
-        return None
-    places = {p.device.type for p in params}
-    if device.type in FUSED_ON and places <= {device.type, "cpu"}:
-        return "fused"
-    if places == {"cpu"} and device.type == "cpu" and max(sizes) <= SMALL and sum(sizes) <= FEW:
-        return "foreach"
-    return None
 
 
 def _bring_steps(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:

@@ -21,6 +21,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -73,18 +74,18 @@ class UnitSpec:
 def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[UnitSpec]:
     """Return the units of `root`: the root's own first, then in the order of `named_modules()`."""
     modules = dict(root.named_modules())
+    # A module that is in several places has several names
+    every = dict(root.named_modules(remove_duplicate=False))
     names = _named(modules, wanted) if wanted is not None else _blocks(root)
-    every, first = (
-        dict(root.named_modules(remove_duplicate=False)),
-        {id(module): name for name, module in modules.items()},
-    )
-    # A module that is in several places is known by its first name
-    names = list(dict.fromkeys(first[id(every[name])] for name in names))
+    units = {every[name] for name in names}
     if wanted is None:
-        names = names + _large_rest(modules, names)
-    names = [*names, *(name for name, module in modules.items() if isinstance(module, OwnUnit))]
-    order = [name for name in modules if name in set(names) and name]
-    specs = {"": UnitSpec("", root)} | {name: UnitSpec(name, modules[name]) for name in order}
+        blocks = [name for name, module in modules.items() if module in units]
+        units |= {modules[name] for name in _large_rest(modules, blocks)}
+    specs = {
+        name: UnitSpec(name, module)
+        for name, module in modules.items()
+        if not name or module in units or isinstance(module, OwnUnit)
+    }
     for found in parameters_of(root):
         specs[_owner(found.place_names, specs)].found.append(found)
     return [spec for spec in specs.values() if spec.found or spec.name == ""]
@@ -110,15 +111,8 @@ def parameters_of(root: nn.Module) -> Iterable[Found]:
 
 
 def _owner(names: list[str], specs: dict[str, UnitSpec]) -> str:
-    parts = [name.split(".")[:-1] for name in names]
-    common = parts[0]
-    for other in parts[1:]:
-        common = common[
-            : next(
-                (i for i, (a, b) in enumerate(zip(common, other, strict=False)) if a != b),
-                min(len(common), len(other)),
-            )
-        ]
+    paths = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    common = [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, paths)]
     while common and ".".join(common) not in specs:
         common = common[:-1]
     return ".".join(common)
@@ -130,67 +124,63 @@ def _size(module: nn.Module) -> int:
 
 def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
     """Return the names of the children of every outermost repeated module list in `module`."""
-    dot = f"{prefix}." if prefix else ""
+    children = {f"{prefix}{name}": child for name, child in module.named_children()}
     if _is_repeated(module):
-        return [
-            f"{dot}{n}" for n, c in module.named_children() if any(True for _ in c.parameters())
-        ]
-    return [
-        block for name, child in module.named_children() for block in _blocks(child, f"{dot}{name}")
-    ]
+        return [name for name, child in children.items() if any(True for _ in child.parameters())]
+    return [block for name, child in children.items() for block in _blocks(child, f"{name}.")]
 
 
 def _is_repeated(module: nn.Module) -> bool:
     if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         return False
     kinds = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
-    if not kinds or any(issubclass(kind, OwnUnit) for kind in kinds):
+    if any(issubclass(kind, OwnUnit) for kind in kinds):
         return False
-    return isinstance(module, nn.ModuleList) or max(kinds.values()) > 1
+    return max(kinds.values(), default=0) > (not isinstance(module, nn.ModuleList))
 
 
 def _large_rest(modules: dict[str, nn.Module], blocks: list[str]) -> list[str]:
+    """Return the names of modules outside of the blocks, with parameters of their own that no other
+    module has, as large as half a block.
+    """
     if not blocks:
         return []
     enough = sum(_size(modules[b]) for b in blocks) / len(blocks) / 2
-    shared = Counter(
-        id(p) for m in modules.values() for p in m._parameters.values() if p is not None
-    )
-    out = []
-    for name, module in modules.items():
-        if (
-            not name
-            or any(name == b or name.startswith(b + ".") for b in blocks)
-            or isinstance(module, (nn.ParameterList, nn.ParameterDict))
-        ):
-            continue
-        own = [p for p in module._parameters.values() if p is not None]
-        if own and all(shared[id(p)] == 1 for p in own) and sum(p.numel() for p in own) >= enough:
-            out.append(name)
-    return out
+    own = {
+        name: [p for p in module._parameters.values() if p is not None]
+        for name, module in modules.items()
+    }
+    places = Counter(id(p) for params in own.values() for p in params)
+    return [
+        name
+        for name, params in own.items()
+        if name
+        and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
+        and not isinstance(modules[name], (nn.ParameterList, nn.ParameterDict))
+        and all(places[id(p)] == 1 for p in params)
+        and sum(p.numel() for p in params) >= max(enough, 1)
+    ]
 
 
 def _named(modules: dict[str, nn.Module], wanted: Sequence[str | type]) -> list[str]:
     out: list[str] = []
     for want in wanted:
-        if isinstance(want, str):
-            hits = [n for n, m in modules.items() if n == want or type(m).__name__ == want]
-        else:
-            hits = [n for n, m in modules.items() if isinstance(m, want)]
+        hits = [
+            n
+            for n, m in modules.items()
+            if (isinstance(m, want) if isinstance(want, type) else want in (n, type(m).__name__))
+        ]
         if not hits:
             known = sorted({*filter(None, modules), *(type(m).__name__ for m in modules.values())})
-            near = difflib.get_close_matches(str(want), known, 3)
-            hint = (
-                f"Did you mean {' or '.join(map(repr, near))}?"
-                if near
-                else f"Its modules include {', '.join(known[:8])}."
-            )
+            hint = f"Its modules include {', '.join(known[:8])}."
+            if near := difflib.get_close_matches(str(want), known, 3):
+                hint = f"Did you mean {' or '.join(map(repr, near))}?"
             raise ValueError(
                 f"units names {want!r}, which is no module name and no module class of this model."
                 f" {hint}"
             )
         out.extend(hits)
-    return [n for n in out if n]
+    return out
 
 
 class OwnUnit(nn.Module):
