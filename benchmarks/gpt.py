@@ -64,6 +64,8 @@ class Shape:
 SHAPES: dict[str, Shape] = {
     "gpt-110m": Shape(layers=12, width=768, heads=12, vocab=32_768, seq=256),
     "gpt-1b": Shape(layers=24, width=2048, heads=16, vocab=32_768, seq=1024),
+    "blocks-2k": Shape(layers=4, width=4096, heads=32, vocab=512, seq=2048),
+    "blocks-8k": Shape(layers=4, width=4096, heads=32, vocab=512, seq=8192),
     "gpt-tiny": Shape(layers=2, width=64, heads=4, vocab=512, seq=32),
 }
 

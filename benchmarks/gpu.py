@@ -1,27 +1,19 @@
 """Onefold on a CUDA machine in under ten minutes, one GPU being enough: `python benchmarks/gpu.py`.
 
-The first chapters measure what decides whether the rest is worth a look, each beside what was
-expected. They are those of `onefold doctor --check` (src/onefold/doctor/chapters.py), and take about
-five minutes; `--only` names others.
-
 What tells most comes first, and each result is written at once: a call that is cut off has left its
 gpu.json and gpu.md.
 
 | chapter   | question                                                                                        | by default         |
 |-----------|-------------------------------------------------------------------------------------------------|--------------------|
-| check     | is it right here: numbers, groups, copies? `onefold doctor --check --quick`                     | yes                |
-| block     | exposed time around blocks of Llama 3 8B's shape, at two sequence lengths                       | yes                |
-| exchange  | all-to-all and sum beside reduce-scatter, with a product running beside                         | on several GPUs    |
-| copies    | how much of offload's copies is hidden, with 1 and 4 micro-batches                              | yes                |
+| check     | is it right here: numbers, groups, copies? `onefold doctor --check`                             | yes                |
+| block     | communication that is exposed around blocks of Llama 3 8B's width, at two lengths, by a profile | yes                |
 | communica-| what a context and each communicator take of the device                                         | yes                |
 |    tors   |                                                                                                 |                    |
-| lost      | a killed and a stopped peer: how long until the others are told, and what                       | yes                |
-| compile   | blocks compiled by inductor                                                                     | yes                |
-| sums      | native sums beside ordered ones                                                                 | on several GPUs    |
 | ranks     | step time and peak memory of DDP, FSDP2, DeepSpeed and Onefold's stages, native sums and codecs | on several GPUs    |
 | step      | the same at world size 1 beside plain PyTorch: what does sharding cost where there is nothing   | yes                |
 |           | to shard? The goal is 1.02 × its time and memory                                                |                    |
-| host      | optimizer and parameters on the host beside FSDP2's CPUOffloadPolicy and ZeRO-Offload           | yes                |
+| host      | optimizer and parameters on the host beside FSDP2's CPUOffloadPolicy and ZeRO-Offload, with a   | yes                |
+|           | profile of the copies                                                                           |                    |
 | memory    | activations on the host                                                                        | yes                |
 | codecs    | are codecs as quick as memory? See benchmarks/codecs.py                                         | yes                |
 | fp32      | `ranks` and `step` with the larger model in fp32, which takes longest                           | yes                |
@@ -49,18 +41,15 @@ if __package__ in (None, ""):
 
 import torch
 
-from benchmarks import codecs, harness, launch, pages
+from benchmarks import codecs, communicators, harness, launch, pages
 from benchmarks.gpt import PRECISIONS, SHAPES, Setting, count_parameters
 from benchmarks.gpu_turns import Turn, take_turns
 from benchmarks.harness import ROOT, Options, Row, Run
 from benchmarks.pages import Cell, Columns, Table, cells, shown
-from onefold.doctor.chapter_runs import CHAPTERS as OF_THE_DOCTOR
-from onefold.doctor.chapter_runs import LIMIT, Scope
-from onefold.doctor.chapters import CHAPTER
 
 SCHEMA = "onefold-gpu/2"
 CHAPTERS = (
-    "check", *OF_THE_DOCTOR, "ranks", "step", "host", "memory", "codecs", "fp32", "offload",
+    "check", "block", "communicators", "ranks", "step", "host", "memory", "codecs", "fp32", "offload",
 )  # fmt: skip
 USUAL = CHAPTERS[: CHAPTERS.index("offload")]
 STAGES = ("onefold-0", "onefold-1", "onefold-2", "onefold-3")
@@ -148,12 +137,17 @@ def compared(options: Options) -> Iterator[tuple[str, Comparison]]:
             )
         case = Comparison(f"World size 1: {title}", one, alone, "plain", GOAL)
         yield "fp32" if last else "step", case
+    for name in ("gpt-tiny",) if options.tiny else ("blocks-2k", "blocks-8k"):
+        tokens = SHAPES[name].seq
+        title = f"Blocks of Llama 3 8B's width, bf16, {gpus} ranks of {tokens:,} tokens"
+        case = setting(gpus, name, tokens=tokens, steps=max(2, options.steps // 2))
+        yield "block", Comparison(title, case, ("plain", "onefold-3"), "plain", trace=True)
     about = f"{options.model}, bf16, {options.tokens:,} tokens"
     several = setting(accumulation=2 if options.tiny else 4, steps=max(2, options.steps // 2))
     host = ("plain", "onefold-2-cpu", "onefold-2-cpu-behind", "onefold-3-cpu-param", "fsdp2-cpu")
     host += ("deepspeed-2-cpu", "deepspeed-3-cpu-param")
     title = f"State on the host: {about}, {several.accumulation} micro-batches"
-    yield "host", Comparison(title, several, host, "plain")
+    yield "host", Comparison(title, several, host, "plain", trace=True)
     tight = ("plain", "onefold-3", "onefold-3-activations")
     title = f"Activations on the host: {about}"
     yield "memory", Comparison(title, setting(), tight, "plain")
@@ -272,31 +266,12 @@ def taken(comparison: Comparison, options: Options, report: Report, name: str) -
 # -- the other chapters ------------------------------------------------------------------------------
 
 
-def of_the_doctor(name: str, options: Options, report: Report) -> tuple[Table, Outcomes]:
-    """A chapter of `onefold doctor --check`: an outcome a run."""
-    cuda = options.device == "cuda"
-    scope = Scope(
-        device=options.device,
-        gpus=torch.cuda.device_count() if cuda else 2,
-        gpu=torch.cuda.get_device_name() if cuda else "",
-        capacity=torch.cuda.get_device_properties(0).total_memory if cuda else 0,
-        tiny=options.tiny,
-        steps=max(2, options.steps // 2),
-        deadline=report.deadline,
-        limit=min(options.timeout, LIMIT),
-        say=harness.say,
-    )
-    found = CHAPTER[name](scope)
-    outcomes = [{"side": run.name, **run.to_json(), "wall_s": run.seconds} for run in found.runs]
-    return Table(found.title, found.columns, found.rows), outcomes
-
-
 def check(options: Options, report: Report) -> tuple[Table, Outcomes]:
-    """`onefold doctor --check` without the chapters that are ours; its JSON is kept too."""
-    table = Table("onefold doctor --check --quick", ("check", "found", "seconds", "said"))
+    """`onefold doctor --check`; its JSON is kept too."""
+    table = Table("onefold doctor --check", ("check", "found", "seconds", "said"))
     options.output.mkdir(parents=True, exist_ok=True)
     file = options.output / "gpu-check.json"
-    command = [sys.executable, "-m", "onefold", "doctor", "--check", "--quick"]
+    command = [sys.executable, "-m", "onefold", "doctor", "--check"]
     command += ["--device", options.device, "--json", str(file)]
     how: dict[str, Any] = {"cwd": ROOT, "env": launch.environment(options.threads)}
     how |= {"capture_output": True, "text": True, "timeout": options.timeout, "check": False}
@@ -318,6 +293,7 @@ def check(options: Options, report: Report) -> tuple[Table, Outcomes]:
 
 SINGLE: dict[str, Callable[[Options, Report], tuple[Table, Outcomes]]] = {
     "check": check,
+    "communicators": lambda options, report: communicators.chapter(options),
     "codecs": lambda options, report: codecs.chapter(options),
 }
 TINY = {"device": "cpu", "model": "gpt-tiny", "smaller": "gpt-tiny", "tokens": 64, "steps": 2}
@@ -355,8 +331,6 @@ def main(options: Options) -> int:
     report, comparisons = Report(options), list(compared(options))
     with harness.stoppable():
         for name in options.only:
-            if name in OF_THE_DOCTOR and report.left() > 0:
-                report.put(name, *of_the_doctor(name, options, report))
             if name in SINGLE and report.left() > 0:
                 options.timeout = min(options.timeout, max(10.0, report.left()))
                 report.put(name, *SINGLE[name](options, report))

@@ -44,7 +44,7 @@ SMALLEST = {
     "wires": "--model gpt-tiny --tokens 32 --rates 100M --sides onefold-3 --steps 3",
     "nvme": "{folder} --mib 32 --rounds 1",
     "codecs": "--device cpu --elements 65536 --rounds 1",
-    "gpu": "--tiny --only check ranks host memory codecs --precisions bf16 --disk {folder}",
+    "gpu": "--tiny --only check block communicators ranks host memory codecs --precisions bf16 --disk {folder}",
 }
 
 

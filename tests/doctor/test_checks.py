@@ -86,6 +86,7 @@ ON_TWO_RANKS = [
     "save and reload",
     "memory at rest",
     "overlap",
+    "lost peer",
 ]
 
 

@@ -25,8 +25,7 @@ def doctor_command(
         bool, option("Measure rates of compute, memory, moves and disk, and training steps: some minutes.", None, "--calibrate")
     ] = False,
     check: Annotated[
-        bool, option("Check collectives, stages, offload, checkpoints and overlap: under two minutes. "
-                     "With GPUs also measure them beside what the plan expects: under ten.", None, "--check")
+        bool, option("Check collectives, stages, offload, checkpoints and overlap: under two minutes.", None, "--check")
     ] = False,
     as_json: Annotated[
         bool, option("Print one JSON object instead of tables; with --check and a FILE: write it there as well.", None, "--json")
@@ -41,10 +40,7 @@ def doctor_command(
     ] = None,
     disk: Annotated[Path | None, option("With --calibrate: folder whose disk is measured (default: the working folder).")] = None,
     quick: Annotated[
-        bool, option("With --calibrate: a rough picture in a fraction of the time. With --check: checks only.", None, "--quick")
-    ] = False,
-    rehearse: Annotated[
-        bool, typer.Option("--rehearse", hidden=True, help="With --check: measure tiny models, also on a CPU.")
+        bool, option("With --calibrate: a rough picture in a fraction of the time.", None, "--quick")
     ] = False,
 ) -> None:
     # fmt: on
@@ -53,9 +49,7 @@ def doctor_command(
 
     With --calibrate also measure what they can do. `onefold plan --here` predicts with these
     figures. With --check see whether Onefold is right here: alone it starts ranks of its own, under
-    torchrun it takes part with the launcher's. Alone on GPUs it also measures communication,
-    copies, memory of communicators, compiled blocks, and how a lost rank is reported. Exit status 1
-    if a check failed.
+    torchrun it takes part with the launcher's. Exit status 1 if a check failed.
     """
     from onefold.cli.doctor_check import run_checks
     from onefold.doctor.ranks import MeasurementError, Stopped
@@ -63,10 +57,10 @@ def doctor_command(
     from onefold.wording import TrainError
 
     try:
-        _refuse(check, calibrate, as_json, file, output, ranks, disk, quick, rehearse)
+        _refuse(check, calibrate, as_json, file, output, ranks, disk, quick)
         if check:
             with interruptible():
-                status = run_checks(_facts, as_json, file, device, ranks, quick, rehearse)
+                status = run_checks(_facts, as_json, file, device, ranks)
             raise typer.Exit(status)
         with interruptible():
             _doctor(calibrate, as_json, output, device, ranks, disk, quick)
@@ -145,23 +139,19 @@ def _refuse(
     ranks: str | None,
     disk: Path | None,
     quick: bool,
-    rehearse: bool,
 ) -> None:
     """Raise CalibrationError for options that cannot be combined."""
     from onefold.machine.calibration import CalibrationError
 
     if file is not None and not (check and as_json):
         raise CalibrationError(f"{file}: a file is written by --check --json FILE only.")
-    options = {"--calibrate": calibrate, "--output": output, "--disk": disk}
+    options = {"--calibrate": calibrate, "--output": output, "--disk": disk, "--quick": quick}
     unfit = [name for name, given in options.items() if given]
     if check and unfit:
         raise CalibrationError(
             f"--check and {' and '.join(unfit)}: one at a time. The result of a check goes to"
             " --json FILE."
         )
-    if rehearse and (quick or not check):
-        what = "--quick leaves out what it rehearses" if quick else "add --check"
-        raise CalibrationError(f"--rehearse: {what}.")
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise CalibrationError(
             f"--json {file}: this is a folder, or its folder is not there; name a file."

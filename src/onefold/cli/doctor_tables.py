@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 
 from onefold.comm import MOVES
@@ -65,38 +64,6 @@ def show_checks(console: Console, report: dict[str, Any]) -> None:
     console.print(table)
     told = [f"{count[status]} {status}" for status in ("ok", "wrong", "left out") if count[status]]
     console.print(f"{', '.join(told)}, in {report['seconds']:.0f} s")
-
-
-def show_chapter(console: Console, chapter: dict[str, Any]) -> None:
-    """Print what a chapter of `onefold doctor --check` has found."""
-    status, said = chapter["status"], escape(chapter["said"])
-    style = {"ok": "green", "wrong": "bold red"}.get(status, "yellow")
-    console.print(f"\n{chapter['title']}", style="italic", markup=False, soft_wrap=True)
-    if chapter["rows"]:
-        console.print(_fitting(console, [chapter["columns"], *chapter["rows"]]))
-    end = f" ({chapter['seconds']:.0f} s)" if chapter["seconds"] else ""
-    words = f"{chapter['name']}: [{style}]{status}[/{style}]{end}"
-    console.print(f"{words}: {said}" if said else words, soft_wrap=True)
-
-
-def _fitting(console: Console, lines: Sequence[Sequence[str]]) -> Table:
-    """Make a table of lines, of which the first has the names of the columns. If words would be cut
-    on this terminal, or a long text squeezed, the columns become the lines.
-    """
-    table = _with_rows(lines)
-    needs = Measurement.get(console, console.options.update(width=1000), table)
-    long = max(len(cell) for line in lines for cell in line)
-    if needs.minimum > console.width - 4 or (needs.maximum > console.width < 2 * long):
-        table = _with_rows(list(zip(*lines, strict=True)))
-    return table
-
-
-def _with_rows(lines: Sequence[Sequence[str]]) -> Table:
-    """Make a table of lines, of which the first has the names of the columns."""
-    table = _table("", list(lines[0]))
-    for line in lines[1:]:
-        table.add_row(*map(escape, line))
-    return table
 
 
 def _compute(found: Calibration) -> Table:

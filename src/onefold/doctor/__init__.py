@@ -4,9 +4,7 @@
 |---------------|----------------------------------------|-----------------------------------------------------------|
 | doctor        | What does this machine have?           | `facts`                                                   |
 | --check       | Does Onefold compute correctly on it?  | `checks`, `coordinator`; then `check_numbers`,            |
-|               |                                        | `check_steps`, `check_device`                             |
-|               | Does it use the GPUs well?             | `chapters`, `chapter_expected`, `chapter_runs`; then      |
-|               |                                        | `chapter_rank`, `lost_peer`                               |
+|               |                                        | `check_steps`, `check_device`, `lost_peer`                |
 | --calibrate   | How fast is it?                        | `calibrate`, `ranks`, `measure`; then `bench`,            |
 |               |                                        | `benchmark_blocks`, `moves`, `disk`, `reference_steps`    |
 

@@ -132,9 +132,14 @@ def one_step(
     return losses, norm
 
 
-def train(here: Here, recipe: Recipe, micro_batches: int = MICRO_BATCHES) -> Trained:
+def train(
+    here: Here, recipe: Recipe, micro_batches: int = MICRO_BATCHES, compiled: bool = False
+) -> Trained:
     """Train `Small` with Onefold. Collective."""
-    model = onefold.shard(small(here), recipe)
+    plain = small(here)
+    for block in plain.blocks if compiled else ():
+        block.compile()
+    model = onefold.shard(plain, recipe)
     optimizer, found = adamw(model), Trained()
     for step in range(STEPS):
         losses, norm = one_step(here, model, optimizer, step, micro_batches)
@@ -383,6 +388,16 @@ def offload(here: Here, findings: Findings) -> str:
     if here.device.type != "cpu":
         how = "within rounding, and with each other to the bit"
     return f"optimizer, parameters and activations on the host train as on the device, {how}"
+
+
+def compiled_blocks(here: Here, findings: Findings) -> str:
+    """Compare blocks that inductor compiles with eager ones, within rounding."""
+    if here.device.type == "cpu":
+        raise LeftOut("this needs a GPU: compiling for a CPU asks for a C++ compiler")
+    recipe = Recipe.zero(3, precision="bf16")
+    apart = distance(here, train(here, recipe, compiled=True), train(here, recipe))
+    expect_near(findings, "compiled and eager blocks", apart, "bf16")
+    return "compiled blocks train as eager ones, within rounding"
 
 
 def save_and_reload(here: Here, findings: Findings) -> str:

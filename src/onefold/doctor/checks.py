@@ -110,6 +110,14 @@ CHECKS: tuple[Check, ...] = (
         "Communication does not hide behind computing, which costs speed and no correctness. Leave CUDA_LAUNCH_BLOCKING and "
         "CUDA_DEVICE_MAX_CONNECTIONS=1 out; else attach the JSON to an issue.",
     ),
+    Check(
+        "lost peer", 2, "lost_peer:lost_peer",
+        "Ranks do not notice when another has gone, so a run hangs until its launcher ends it. Attach the JSON to an issue.", limit=75.0,
+    ),
+    Check(
+        "compiled blocks", 1, "check_steps:compiled_blocks",
+        "Blocks that inductor compiles train differently: leave torch.compile out, and attach the JSON to an issue.", limit=90.0,
+    ),
 )  # fmt: skip
 
 

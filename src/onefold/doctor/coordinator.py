@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onefold.doctor.checks import (
     CHECKS,
@@ -55,9 +55,6 @@ from onefold.doctor.ranks import Children, Stopped
 from onefold.machine.calibration import CalibrationError
 from onefold.processes.host import child_environment, local_store
 from onefold.processes.signals import noted_signals
-
-if TYPE_CHECKING:
-    from onefold.doctor.chapters import Chapter
 
 SCHEMA = "onefold-check/1"
 RANK_MODULE = "onefold.doctor.checks"
@@ -444,23 +441,15 @@ def _line_of(said: str) -> str:
 
 
 def report_of(
-    found: Mapping[str, Any],
-    rows: Sequence[Outcome],
-    command: str,
-    seconds: float,
-    chapters: Sequence[Chapter] = (),
-    left_out: str = "",
+    found: Mapping[str, Any], rows: Sequence[Outcome], command: str, seconds: float
 ) -> dict[str, Any]:
-    """Return the report for the JSON.
-    `left_out`: why chapters were not measured, "" if all were.
-    """
+    """Return the report for the JSON."""
     import torch
 
-    statuses = [row.status for row in rows] + [chapter.status for chapter in chapters]
     nccl = torch.cuda.nccl.version() if found["cuda"] and torch.cuda.is_available() else None
     return {
         "schema": SCHEMA,
-        "ok": not any(status == WRONG for status in statuses),
+        "ok": not any(row.status == WRONG for row in rows),
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
@@ -472,6 +461,4 @@ def report_of(
             n: os.environ[n] for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if n in os.environ
         },
         "checks": [row.to_json() for row in rows],
-        "chapters": [chapter.to_json() for chapter in chapters],
-        "chapters_left_out": left_out,
     }

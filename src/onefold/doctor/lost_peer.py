@@ -1,99 +1,92 @@
-"""A peer that is killed, or stopped, in the middle of training: how long until the others are told,
-and in which words. `python -m onefold.doctor.lost_peer FOLDER RANK`.
+"""A rank that is killed in a training: are the others told, in a StallError, and soon?
 
-Each rank is a process below the one that is started, so its end is not the end of the run:
-
-    run_ranks ──► minder of rank 0 ──► rank 0    trains until it is told
-             └──► minder of rank 1 ──► rank 1    is killed or stopped after `job["after"]` steps
+Ranks that lose one of them are of no further use, so each rank of the check starts a process for it:
+`python -m onefold.doctor.lost_peer STORE RANK RANKS DEVICE BACKEND PARENT`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import traceback
 from pathlib import Path
-from typing import Any, NoReturn
 
-from onefold.doctor.chapter_runs import JOB, as_a_rank, join, put
-from onefold.processes.signals import end_with_parent
+from onefold.doctor.checks import Findings, Here, LeftOut
 
-SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-MODULE = "onefold.doctor.lost_peer"
+#: The recipe's `stall_timeout`, and the step before which the last rank is killed.
+PATIENCE, AT = 5.0, 3
+#: Seconds after which a process that was not told is ended.
+LIMIT = 60.0
 
 
-def minder(job: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
-    """Start this rank, send the signal if it is the last, and say how it ended."""
-    ranks, limit = job["ranks"], time.monotonic() + job["limit_s"]
-    log = folder / f"inner{rank}.log"
-    command = [sys.executable, "-m", MODULE, str(folder), str(rank), str(os.getpid())]
-    with log.open("wb") as said:
-        inner = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+def lost_peer(here: Here, findings: Findings) -> str:
+    """Kill the last of as many ranks, and see that every other one ends in a StallError."""
+    if here.per_node < here.world:
+        raise LeftOut("this needs all ranks on one node")
+    given = (here.rank, here.world, here.device, here.backend, os.getpid())
+    command = [
+        sys.executable,
+        "-m",
+        __name__,
+        str(Path(here.folder, "lost peer")),
+        *map(str, given),
+    ]
     try:
-        if rank == ranks - 1:
-            wait(lambda: (folder / "reached").exists() or inner.poll() is not None, limit)
-            time.sleep(0.1)  # into the next step
-            put(folder / "signalled", {"at": time.time()})
-            inner.send_signal(SIGNALS[job["how"]])
-            others = [folder / f"minded{other}" for other in range(ranks - 1)]
-            wait(lambda: all(file.exists() for file in others), limit)
-            return {"victim": True}
-        wait(lambda: inner.poll() is not None, limit)
-        told = folder / f"told{rank}"
-        found = json.loads(told.read_text()) if told.exists() else {"kind": "", "text": ""}
-        found["ended"] = inner.poll()
-        if not found["text"]:
-            found["text"] = log.read_text(errors="replace")[-1500:]
-        return {"victim": False, **found}
-    finally:
-        (folder / f"minded{rank}").touch()
-        inner.kill()
-        inner.wait()
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=LIMIT,
+        )
+        ended, said = done.returncode, " ".join(done.stdout[-400:].split())
+    except subprocess.TimeoutExpired:
+        ended, said = 1, f"nothing was said in {LIMIT:.0f} s"
+    expected = -signal.SIGKILL if here.rank == here.world - 1 else 0
+    findings.expect(
+        ended == expected, f"it should have ended with status {expected}, not {ended}: {said}"
+    )
+    return f"the last rank was killed, and the others ended in a StallError: {said}"
 
 
-def wait(over: Callable[[], bool], limit: float) -> None:
-    """Wait until `over()`, or until the moment `limit`."""
-    while not over() and time.monotonic() < limit:
-        time.sleep(0.02)
-
-
-def train(job: dict[str, Any], folder: Path, rank: int) -> NoReturn:
-    """Train until an error says that a peer is lost; write it with the seconds since the signal."""
+def main(store: str, rank: int, ranks: int, device: str, backend: str) -> None:
+    """Train until this rank is told, or is the one that is killed."""
     import torch
+    import torch.distributed as dist
 
     import onefold
-    from onefold.doctor.chapter_rank import LlamaBlocks
+    from onefold.doctor.check_steps import adamw, one_step, small
 
-    join(job, folder, rank)
-    recipe = onefold.Recipe.zero(3, precision="bf16", stall_timeout=job["stall_timeout"])
-    blocks = LlamaBlocks(job["shape"], 2)
-    model = onefold.shard(blocks, recipe, units=["LlamaBlock"], device=job["device"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    x = torch.randn(1, job["tokens"], job["shape"][0], device=job["device"])
-    step = 0
+    here = Here(rank, ranks, torch.device(device), backend, ranks, "")
+    if here.device.type == "cuda":
+        torch.cuda.set_device(here.device)
+    dist.init_process_group(
+        backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks
+    )
+    model = onefold.shard(small(here), onefold.Recipe.zero(3, stall_timeout=PATIENCE))
+    optimizer = adamw(model)
     try:
-        while True:
-            model(x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            if step == job["after"] and rank == job["ranks"] - 1:
-                (folder / "reached").touch()
-    except Exception as error:
-        begun = folder / "signalled"
-        seconds = time.time() - json.loads(begun.read_text())["at"] if begun.exists() else None
-        said = {"kind": type(error).__name__, "text": str(error), "seconds": seconds, "step": step}
-        put(folder / f"told{rank}", said)
-    os._exit(0)
+        for step in range(1000):
+            if step == AT and rank == ranks - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            one_step(here, model, optimizer, step)
+    except onefold.StallError as error:
+        print(error, flush=True)
+        os._exit(0)  # without waiting for the one that is gone
+    raise RuntimeError("a thousand steps went on without the rank that was killed")
 
 
 if __name__ == "__main__":
-    if sys.argv[3:]:
-        place = Path(sys.argv[1])
-        end_with_parent(int(sys.argv[3]))
-        train(json.loads((place / JOB).read_text()), place, int(sys.argv[2]))
-    as_a_rank(minder)
+    from onefold.processes.signals import end_with_parent
+
+    end_with_parent(int(sys.argv[6]))
+    try:
+        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:6])
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+        os._exit(1)

@@ -12,7 +12,7 @@
 Ordered sums and codecs send to every peer; native sums (reduce="native") do not. The engine makes
 its communicators as `onefold.comm.communicators.communicators_of` counts them. The script's own process
 group is not counted: it takes a communicator more once the script uses it on the device.
-`onefold doctor --check` on GPUs measures all of these (chapter `communicators`).
+The chapter `communicators` of benchmarks/gpu.py measures all of these.
 """
 
 from __future__ import annotations
