@@ -139,9 +139,9 @@ FAULTS = [
     Fault(
         "numbers",
         "a cached shard is not made anew after a step",
-        "runtime/gather_paths.py",
-        '        """Note that the masters have new values."""\n        self.fresh = False',
-        '        """Note that the masters have new values."""',
+        "runtime/refresh.py",
+        "        flat.gather.fresh = False",
+        "        pass",
         [row("groups: 3 on 4, group=2, second_copy=True, clipped to 0.5")],
     ),
     Fault(
@@ -181,8 +181,8 @@ FAULTS = [
         "wire",
         "the last unit of the forward pass is gathered again for the backward pass",
         "runtime/gather.py",
-        "keeps_last = self._keeps_last and not aborted",
-        "keeps_last = False and not aborted",
+        "last = self._kept_last if goes_on else ()",
+        "last = ()",
         [row("stages: 3 on 2, clipped to 0.5")],
     ),
     Fault(
@@ -221,9 +221,9 @@ FAULTS = [
     Fault(
         "rest and peak",
         "one unit more than asked is gathered ahead",
-        "runtime/schedule.py",
-        "self._ahead = recipe.units_ahead(two_levels)",
-        "self._ahead = recipe.units_ahead(two_levels) + 1",
+        "runtime/gather.py",
+        "self.recipe.units_ahead(self.group.topology.two_levels)",
+        "self.recipe.units_ahead(self.group.topology.two_levels) + 1",
         [row("schedule: 3 on 2, in_flight=0, large mlp")],
     ),
     Fault(
@@ -246,8 +246,8 @@ FAULTS = [
         "rest and peak",
         "a unit that another rank used and this one did not stays gathered in the pass",
         "runtime/gather.py",
-        "if not unit.leases.used and not unit.ungathered and unit not in around:",
-        "if False and not unit.ungathered and unit not in around:",
+        "if backward or unit not in self._kept_last:",
+        "if False and unit not in self._kept_last:",
         ["tests/core/test_schedule.py", "tests/failures/test_diverging.py"],
     ),
     # -- checkpoints -------------------------------------------------------------------------------

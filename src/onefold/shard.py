@@ -30,7 +30,7 @@ from onefold.recipe.options import bytes_of
 from onefold.recipe.rows import NATIVE
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Flat
-from onefold.runtime.gather_paths import FlatGather, Gather, LocalGather, SecondaryGather
+from onefold.runtime.gather_paths import Gather
 from onefold.runtime.hooks import (
     engine_of,
     guard_state_dict,
@@ -372,15 +372,12 @@ def capabilities() -> Capabilities:
             from onefold.quant.gather_paths import EncodedRestGather
 
             assert isinstance(flat.storage, EncodedStorage)
-            return EncodedRestGather(flat, flat.storage, shared.pool)
+            return EncodedRestGather(flat, shared, flat.storage)
         if spec.gather_codec is not None:
-            from onefold.quant.gather_paths import EncodedGather, EncodedSecondaryGather
+            from onefold.quant.gather_paths import EncodedGather
 
-            made = EncodedSecondaryGather if spec.has_secondary else EncodedGather
-            return made(flat, named(shared.recipe.parameters.codec or ""), shared.pool)
-        if spec.has_secondary:
-            return SecondaryGather(flat)
-        return LocalGather(flat) if flat.whole_master else FlatGather(flat)
+            return EncodedGather(flat, shared, named(shared.recipe.parameters.codec or ""))
+        return Gather(flat, shared)
 
     def reduce(flat: Flat, at: int, shared: Resources) -> Reduce:
         group = flat.hops[at].group

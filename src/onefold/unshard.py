@@ -50,7 +50,7 @@ def _refuse_unless_possible(engine: Engine) -> None:
     inside = {
         "a pass of the model": engine.in_any_pass(),
         "full_params": bool(engine.full_params_depth),
-        "keep_gathered": bool(engine.gather.kept_gathered),
+        "keep_gathered": bool(engine.gather.kept),
     }
     if where := next((name for name, now in inside.items() if now), None):
         raise RuntimeError(f"unshard was called inside {where}: call it outside, between steps.")

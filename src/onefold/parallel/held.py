@@ -46,10 +46,11 @@ def unshard(module: nn.Module) -> None:
         engine.backward.reset()
     with disable_torch_function(), torch.no_grad():
         engine.transfers.check()
-        engine.gather.hold()  # first: writes to units that are not kept are not looked for
+        # First: writes to units that are not kept are not looked for
+        engine.gather.keep(engine.gather.sharded, holding=True)
         engine.copies.look_for_writes()
         refresh(engine.gather)
-        engine.gather.gather_held()
+        engine.gather.gather_kept()
 
 
 def reshard(module: nn.Module) -> None:

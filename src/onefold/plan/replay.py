@@ -39,7 +39,7 @@ from onefold.plan.states import (
 from onefold.recipe import Recipe
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
-from onefold.runtime.schedule import are_large, is_due
+from onefold.runtime.order import are_large, is_due
 
 
 @dataclass(frozen=True)

@@ -4,28 +4,28 @@ After a step each rank's interval is encoded once. It is sent and cached as byte
 the flat buffer after the last hop. Each rank decodes its own interval too, so all ranks compute
 with the same values.
 
-| class                    | caches the bytes of            | the bytes travel                                  |
-|--------------------------|--------------------------------|---------------------------------------------------|
-| `EncodedGather`          | the intervals that a rank owns | among all owners                                  |
-| `EncodedSecondaryGather` | the group's shard              | inter-group once after a step, intra-group always |
-| `EncodedRestGather`      | nothing: masters are bytes     | among all owners                                  |
+| class               | caches the bytes of                                        |
+|---------------------|------------------------------------------------------------|
+| `EncodedGather`     | the intervals that a rank owns; with hpZ the group's shard |
+| `EncodedRestGather` | nothing: masters are bytes                                 |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.comm import Chain, CollectiveContext, Group, Pending
-from onefold.memory import GATHERED, Pool
+from onefold.comm import CollectiveContext, Group, Pending
+from onefold.memory import GATHERED
 from onefold.quant.codecs import Codec
 from onefold.quant.encoded_storage import EncodedIntervals, EncodedStorage
-from onefold.runtime.gather_paths import Gather, StreamContext
+from onefold.runtime.gather_paths import Gather
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
+    from onefold.runtime.resources import Resources
 
 
 class EncodedGather(Gather):
@@ -33,121 +33,54 @@ class EncodedGather(Gather):
 
     exact = False
 
-    def __init__(self, flat: Flat, codec: Codec, pool: Pool) -> None:
-        super().__init__(flat)
-        self.intervals, self.pool = EncodedIntervals(flat, codec), pool
+    def __init__(self, flat: Flat, resources: Resources, codec: Codec) -> None:
+        super().__init__(flat, resources)
+        self.intervals, self.pool = EncodedIntervals(flat, codec), resources.pool
 
-    @property
-    def cached_slice(self) -> slice:
-        """The place of the cached bytes in the bytes of the whole."""
-        return slice(*self.intervals.bytes_of(self.flat.owned))
-
-    def build(self, device: torch.device) -> None:
-        nbytes = self.flat.spec.cached_bytes
-        self.cached = torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def start(
-        self,
-        full: torch.Tensor,
-        put: Callable[[], None],
-        context: CollectiveContext,
-        on_copy_stream: StreamContext,
-    ) -> Pending:
+    def start(self, full: torch.Tensor, context: CollectiveContext) -> Pending:
         flat = self.flat
         # Take the buffer on the computing stream: the pool reuses it in that stream's order.
         coded = self.pool.take(flat.spec.coded_bytes, torch.uint8, GATHERED, flat.unit_name)
-        with on_copy_stream():
-            return Decoded(self.send(full, coded, put, context), self, full, coded)
+        with self.up.on_stream() if self.beside else nullcontext():
+            return Decoded(self.send(full, coded, context), self, full, coded)
 
-    def send(
-        self,
-        full: torch.Tensor,
-        coded: torch.Tensor,
-        put: Callable[[], None],
-        context: CollectiveContext,
-    ) -> Pending:
-        """Start to fill `coded` with the bytes of the whole."""
-        cached, mine = self.cached, coded[self.cached_slice]
-        assert cached is not None
-        if self.fresh:
-            mine.copy_(cached)
-        else:
-            put()
-            self.encode(full, coded)
-            cached.copy_(mine)
-            self.fresh = True
-        return self.all_gather(self.flat.owners_group, coded, context)
+    @property
+    def cached_slice(self) -> slice:
+        flat = self.flat
+        return slice(
+            *self.intervals.bytes_of(flat.shard if flat.spec.has_secondary else flat.owned)
+        )
 
-    def encode(self, full: torch.Tensor, coded: torch.Tensor) -> None:
+    def fill(self, full: torch.Tensor, wire: torch.Tensor) -> None:
         """Encode what this rank owns, interval by interval. Each interval is encoded separately, so
         the bytes do not depend on the groups.
         """
+        self.put(full)
         a, b = self.flat.owned
-        self.intervals.encode(full[a:b], coded[slice(*self.intervals.bytes_of((a, b)))])
+        self.intervals.encode(full[a:b], wire[slice(*self.intervals.bytes_of((a, b)))])
 
-    def all_gather(self, group: Group, coded: torch.Tensor, context: CollectiveContext) -> Pending:
+    def all_gather(self, group: Group, wire: torch.Tensor, context: CollectiveContext) -> Pending:
         """Gather the bytes of the whole, or of a shard, among ranks that each have a part. The
         ledger also gets the size before encoding (`plain`).
         """
         flat = self.flat
         whole = flat.layout.numel * flat.dtypes.compute.itemsize
-        plain = whole * coded.numel() // flat.spec.coded_bytes
-        return group.all_gather(coded, context, flat.index, plain=plain)
-
-
-class EncodedSecondaryGather(EncodedGather):
-    """Caches the bytes of the group's shard on this rank (qwZ with hpZ)."""
-
-    @property
-    def cached_slice(self) -> slice:
-        return slice(*self.intervals.bytes_of(self.flat.shard))
-
-    def send(
-        self,
-        full: torch.Tensor,
-        coded: torch.Tensor,
-        put: Callable[[], None],
-        context: CollectiveContext,
-    ) -> Pending:
-        group, cached, mine = self.flat.group, self.cached, coded[self.cached_slice]
-        assert cached is not None
-        if self.fresh:
-            mine.copy_(cached)
-            return self.all_gather(group.intra_group, coded, context)
-        put()
-        self.encode(full, coded)
-        self.fresh = True
-
-        def keep() -> Pending:
-            cached.copy_(mine)
-            return self.all_gather(group.intra_group, coded, context)
-
-        return Chain(group, self.all_gather(group.inter_group, mine, context), keep)
+        plain = whole * wire.numel() // flat.spec.coded_bytes
+        return group.all_gather(wire, context, flat.index, plain=plain)
 
 
 class EncodedRestGather(EncodedGather):
     """Sends the bytes of masters that are stored encoded. Nothing is cached."""
 
-    def __init__(self, flat: Flat, storage: EncodedStorage, pool: Pool) -> None:
-        super().__init__(flat, storage.codec, pool)
+    def __init__(self, flat: Flat, resources: Resources, storage: EncodedStorage) -> None:
+        super().__init__(flat, resources, storage.codec)
         self.storage = storage
 
     def build(self, device: torch.device) -> None:
         pass
 
-    @property
-    def reads_masters(self) -> bool:
-        return True
-
-    def send(
-        self,
-        full: torch.Tensor,
-        coded: torch.Tensor,
-        put: Callable[[], None],
-        context: CollectiveContext,
-    ) -> Pending:
-        coded[self.cached_slice].copy_(self.storage.payload)
-        return self.all_gather(self.flat.owners_group, coded, context)
+    def fill(self, full: torch.Tensor, wire: torch.Tensor) -> None:
+        wire[self.cached_slice].copy_(self.storage.payload)
 
 
 class Decoded(Pending):

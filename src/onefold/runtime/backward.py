@@ -117,7 +117,7 @@ class Backward:
             memory.look()
             transfers.host.look()
             for unit in reduce.units:
-                unit.leases.gradients = set()
+                unit.gradients = set()
             if used and reduce.marks is not None:
                 reduce.marks.compare()
 
@@ -142,7 +142,7 @@ class Backward:
             self.resources.memory.look()
             self.resources.transfers.host.look()
             for unit in reduce.units:
-                unit.leases.gradients = set()
+                unit.gradients = set()
             if reduce.marks is not None:
                 reduce.marks.compare()
 
@@ -163,7 +163,7 @@ class Backward:
             show_pending(reduce)
             progress.backward_open = False
             for unit in reduce.units:
-                unit.leases.gradients = set()
+                unit.gradients = set()
 
     def _end_differentiating(self) -> None:
         """End a backward pass that accumulated nothing (torch.autograd.grad): there is nothing to
@@ -252,12 +252,12 @@ def agree_and_finish(
             what they received is not what they asked for; or they clipped or stepped differently.
     """
     group, progress, units = resources.group, resources.progress, reduce.units
-    schedule = gather.schedule
     late = {u.index for u in units if u.late}
-    gathered = set(schedule.backward_seen)
-    orders = [zlib.crc32(repr(order).encode()) for order in schedule.seen()]
+    gathered = {u.index for u in gather.backward.seen}
+    orders = gather.forward, gather.backward, reduce.order
+    seen = [zlib.crc32(repr([u.index for u in order.seen]).encode()) for order in orders]
     launched, updates = group.launched(), updates_of.together(group.updates)
-    walked = both(struct.pack("<III", *orders))
+    walked = both(struct.pack("<III", *seen))
     sizes = (1, len(reduce.unit_of), len(units), len(units))
     parts = [
         walked,
@@ -293,8 +293,10 @@ def agree_and_finish(
     reduce.finish(used_anywhere)
     if late_anywhere:
         reduce.second_round(sorted(late_anywhere), used_anywhere)
-    if learn and alike(found[0]) and not schedule.agreed:
-        schedule.agree(gathered_anywhere)
+    if learn and alike(found[0]) and not all(order.agreed for order in orders):
+        gather.learn(gathered_anywhere)
+        if reduce.order.seen:
+            reduce.order.learn(reduce.order.units)
 
 
 def agree_on_failure(resources: Resources, error: BaseException | None, when: str) -> None:

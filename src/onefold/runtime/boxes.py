@@ -260,7 +260,8 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
         kinds.setdefault((param.device_mesh, param.placements), []).append(f)
     placed: list[tuple[str, Any]] = [(f.names[0], f.param) for f in boxed]
     said = [(name, tuple(map(str, p.placements)), tuple(p.device_mesh.shape)) for name, p in placed]
-    if not alike(group.any_of(both(_digest(said)), context)):
+    digest = hashlib.sha256(repr(said).encode()).digest()[:8]
+    if not alike(group.any_of(both(digest), context)):
         raise ValueError(
             "ranks of the mesh have different DTensors among their parameters, other placements of"
             " them, or device meshes of other shapes. Every rank must parallelize the same model by"
@@ -312,10 +313,6 @@ def _ranks_in(device_mesh: Any) -> list[int]:
     with unset_fake_temporarily():  # of a simulation: fake tensors have no values
         ranks: list[int] = device_mesh.mesh.flatten().tolist()
     return ranks
-
-
-def _digest(said: Any) -> bytes:
-    return hashlib.sha256(repr(said).encode()).digest()[:8]
 
 
 def _refuse(name: str, param: Any, mesh: Mesh) -> None:

@@ -28,7 +28,7 @@ from onefold.comm import CollectiveContext, Group
 from onefold.comm.mesh import Mesh
 from onefold.device import chunk_for
 from onefold.layout import round_up
-from onefold.memory import GRADIENTS, MemoryLedger, Pool
+from onefold.memory import GRADIENTS, PARAMETERS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import NATIVE
@@ -53,7 +53,6 @@ from onefold.runtime.pending_gradients import (
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.refresh import Copies
 from onefold.runtime.resources import Capabilities, MasterAccess, Progress, Resources, Span, Spans
-from onefold.runtime.schedule import Schedule
 from onefold.runtime.stepper import Steppers
 from onefold.runtime.storage import Transfers
 from onefold.runtime.uninitialized import Uninitialized
@@ -154,11 +153,9 @@ class Engine:
         """
         self.stepper = stepper
         self.reduce: Reducer  # created below: it needs the gatherer, which calls it in turn
-        self.schedule = Schedule(self.units, self.recipe, self.group.topology.two_levels)
         self.gather = Gatherer(
             self.units,
             self.resources,
-            self.schedule,
             self.backward_event,
             lambda units: self.reduce.passed_over(units),
         )
@@ -207,8 +204,8 @@ class Engine:
                 for tier, held in flat.storage.resting_bytes().items():
                     for category, nbytes in held.items():
                         self.transfers.ledgers[tier].add(category, nbytes, unit.name)
-                for category, nbytes in flat.gather.resting_bytes.items():
-                    self.memory.add(category, nbytes, unit.name)
+                if (cached := flat.gather.cached) is not None:
+                    self.memory.add(PARAMETERS, cached.nbytes, unit.name)
         if self.transfers.up.asynchronous:
             self.masters.plain = [f for f in self.offloaded_flats if f.owners is None]
         if self.offloaded_flats:  # no more elements than the largest of them needs

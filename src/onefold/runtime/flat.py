@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,36 +63,6 @@ class Entry:
     `places` are where modules refer to it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "accumulates",
-        "active",
-        "box",
-        "compute",
-        "declared",
-        "engine",
-        "filled",
-        "flat",
-        "graded_elsewhere",
-        "hook_sums",
-        "hooked",
-        "index",
-        "last_write",
-        "local",
-        "names",
-        "number",
-        "only_place",
-        "param",
-        "parts",
-        "pending_grad",
-        "places",
-        "post_hooks",
-        "released",
-        "seen_version",
-        "slot",
-        "small",
-    )  # fmt: skip
-
     def __init__(
         self, found: Found, slot: Slot, index: int, flat: Flat, engine: OwningEngine
     ) -> None:
@@ -118,7 +88,7 @@ class Entry:
         self.param = found.param
         self.compute: nn.Parameter = found.param
         self.local: torch.Tensor = found.param
-        self.released: torch.Tensor | None = None
+        self.released: torch.Tensor = found.param
         self.active, self.declared = found.param.requires_grad, declared_dtype(found.param)
         self.filled = self.hooked = False
         self.accumulates: Any = (
@@ -223,6 +193,15 @@ class Shares:
     remote: tuple[Entry, ...]
 
 
+class Kind(NamedTuple):
+    """What the parameters of a flat buffer have in common."""
+
+    dtypes: Dtypes
+    trainable: bool
+    encoded: bool  # their masters are stored encoded
+    holders: Holders
+
+
 class Flat:
     """See the table above. `index` is unique in the engine (it goes into message tags)."""
 
@@ -230,15 +209,14 @@ class Flat:
         self,
         unit_name: str,
         found: list[Found],
-        dtypes: Dtypes,
+        kind: Kind,
         index: int,
         resources: Resources,
         engine: OwningEngine,
-        ranks: Holders,
-        tiers: Tiers | None = None,
-        encoded: bool = False,
+        tiers: Tiers | None,
     ) -> None:
         recipe, made = resources.recipe, resources.capabilities
+        dtypes, ranks = kind.dtypes, kind.holders
         group = resources.group.part(ranks.groups)
         self.frozen_low = dtypes.master in LOW and dtypes.master != recipe.optimizer.dtype
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
@@ -253,8 +231,8 @@ class Flat:
             group.topology,
             group.rank,
             made.codec,
-            trainable=found[0].param.requires_grad,
-            stored=encoded,
+            trainable=kind.trainable,
+            stored=kind.encoded,
             tiers=tiers,
             in_place=all(
                 f.param.dtype == dtypes.compute and not f.param.is_meta and f.box is None
@@ -286,7 +264,7 @@ class Flat:
             self.early_scale *= ranks.data
         # The hop that sends sums on to the other ranks that hold them too; None if none do
         self.broadcast_back = self.hops[-1] if spec.broadcast_back else None
-        self.storage: Storage = made.storage(self, tiers, encoded, resources)
+        self.storage: Storage = made.storage(self, tiers, kind.encoded, resources)
         self.gather: Gather = made.gather(self, resources)
         self.reduces: tuple[Reduce, ...] = tuple(
             made.reduce(self, at, resources) for at in range(len(self.hops))
@@ -368,13 +346,16 @@ class Flat:
         entry.active = old.requires_grad
         if isinstance(old, ShardedParameter):
             raise ValueError(f"parameter {slot.name!r} belongs to another sharded model already.")
-        kind = type(old)
-        if old.is_meta or not _takes_data(old):
+        faced = faced_class(kind := type(old))
+        if old.is_meta or (kind is not nn.Parameter and faced is ShardedParameter):
             # `.data` gives a version counter of its own, as a parameter that keeps its identity
             # has. It counts the user's writes, and not those of the engine to the master's memory
-            entry.param = _in_place_of(
-                old, nn.Parameter(data.data, requires_grad=old.requires_grad)
-            )
+            entry.param = nn.Parameter(data.data, requires_grad=old.requires_grad)
+            entry.param.__dict__.update(old.__dict__)
+            if kind is nn.Parameter:
+                with contextlib.suppress(RuntimeError):  # a weak reference or a graph refers to it
+                    torch.utils.swap_tensors(old, entry.param)
+                    entry.param = old
         else:
             old.data, old.grad = data, None
         if entry.box is None:
@@ -393,7 +374,7 @@ class Flat:
         seen["_onefold_declared"] = entry.declared
         own: Any = type(entry.param)
         seen["_onefold_bare"] = own if dispatches(own) else nn.Parameter
-        seen["_onefold_class"] = entry.param.__class__ = over(faced_class(kind), own)
+        seen["_onefold_class"] = entry.param.__class__ = over(faced, own)
         if self.owners is not None:
             box = entry.box if self.in_boxes else None
             shape = slot.shape if box is None else box.shape
@@ -480,34 +461,30 @@ class Flat:
         if not self.pieces:
             end = 0
             for entry in self.entries:
-                assert entry.released is not None
-                self.pieces += [_nothing(entry.slot.start - end, entry.released), entry.released]
+                gap = entry.released.new_empty(1).expand(entry.slot.start - end)
+                self.pieces += [gap, entry.released]
                 end = entry.slot.end
-            self.pieces.append(_nothing(self.layout.numel - end, self.pieces[-1]))
+            self.pieces.append(entry.released.new_empty(1).expand(self.layout.numel - end))
         views = torch._C._nn.unflatten_dense_tensors(buffer, self.pieces)[1::2]
         # For a piece without elements torch returns a tensor of another shape.
         return [
-            view if entry.slot.numel else entry.released  # type: ignore[misc]
+            view if entry.slot.numel else entry.released
             for entry, view in zip(self.entries, views, strict=True)
         ]
 
     def point_at(self, buffer: torch.Tensor | None) -> None:
         """Make the forward pass's parameters views of `buffer`; None leaves them without memory."""
-        if buffer is None:
-            for entry in self.entries:
-                if type(entry.compute) is not Released:
-                    point(entry.local, entry.released)
-                if type(entry.compute) is Whole:  # a fake tensor keeps its class
-                    entry.compute.__class__ = Released
-                if entry.box is not None:  # [Note: a DTensor follows its buffer]
-                    entry.compute._local_tensor = entry.box.freed  # type: ignore[attr-defined]
-            return
-        for entry, view in zip(self.entries, self.views(buffer), strict=True):
-            if type(entry.compute) is Released:
-                entry.compute.__class__ = Whole  # type: ignore[assignment]
+        released = buffer is None
+        views = [e.released for e in self.entries] if buffer is None else self.views(buffer)
+        for entry, view in zip(self.entries, views, strict=True):
+            leaf: Any = entry.compute
+            if type(leaf) is Released:
+                leaf.__class__ = Whole  # type: ignore[assignment]
             point(entry.local, view)
-            if entry.box is not None:
-                entry.compute._local_tensor = entry.local  # type: ignore[attr-defined]
+            if released and type(leaf) is Whole:  # a fake tensor keeps its class
+                leaf.__class__ = Released
+            elif entry.box is not None:  # [Note: a DTensor follows its buffer]
+                leaf._local_tensor = entry.box.freed if released else entry.local
 
     def data_is_read(self, entry: Entry) -> None:
         """Note that code has got `.data` of the whole of `entry`, through which it may write.
@@ -542,13 +519,6 @@ class Flat:
             if recurrent is not None and (module := recurrent()) is not None:
                 weights: Any = module._flat_weights
                 weights[module._flat_weights_names.index(attribute)] = param
-
-    def swap_back(self, entry: Entry) -> None:
-        """Put the optimizer's parameter in all places that show the whole."""
-        for parameters, attribute, _ in entry.places:
-            if parameters.get(attribute) is entry.compute:
-                self.swap(entry, entry.param, instead_of=entry.compute)
-                return
 
     # -- trainable parts ---------------------------------------------------------------------------
 
@@ -591,31 +561,7 @@ class Flat:
         return self.run_of.get(entry.index) == run
 
 
-def _nothing(numel: int, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of `numel` elements that owns no memory."""
-    out = torch.empty(numel, dtype=like.dtype, device=like.device)
-    out.untyped_storage().resize_(0)
-    return out
-
-
-def _takes_data(old: torch.Tensor) -> bool:
-    """Whether a parameter can get other memory and another class and stay the same object."""
-    return type(old) is nn.Parameter or faced_class(type(old)) is not ShardedParameter
-
-
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape have the same bits; NaNs that are alike count as equal."""
     a, b = (t.detach().reshape(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
-
-
-def _in_place_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """Return `new` with every attribute of `old`. Where torch can exchange the two, return the very
-    object `old` with the contents of `new`.
-    """
-    new.__dict__.update(old.__dict__)
-    if type(old) is nn.Parameter:
-        with contextlib.suppress(RuntimeError):  # a weak reference or a graph refers to it
-            torch.utils.swap_tensors(old, new)
-            return old
-    return new

@@ -134,7 +134,7 @@ class Forward:
             self._entered.add(unit.index)
             self.spans.enter()
             # In one statement: Ctrl-C may come between two
-            unit.leases.in_use, this.in_use = unit.leases.in_use + 1, True
+            unit.in_use, this.in_use = unit.in_use + 1, True
             if recompute:
                 self.backward.event()
             elif torch.is_grad_enabled() or self.progress.graded:
@@ -146,8 +146,8 @@ class Forward:
                 self.run_ahead.comes(unit.index, self.progress.phase, again=not recompute)
             self.gather.acquire(unit, backward=recompute)
             if recompute:
-                unit.leases.recomputing = self.gather.reached
-            if unit.leases.in_use == 1:
+                unit.recomputing = self.gather.reached
+            if unit.in_use == 1:
                 swap_in(unit)
             return outermost
 
@@ -164,12 +164,12 @@ class Forward:
                 if outermost and self._recorded is not None:
                     self._recorded.by_hand = self._kept_by_hand()
                 self._watch(unit, output, root=this is self.stack[0])
-            if not unit.leases.in_use and not recompute:
+            if not unit.in_use and not recompute:
                 self._keep_writes(unit)
             if outermost:  # other modules may have written to these after their own forward
                 for borrowed in self._borrowed.values():
                     self._keep_writes(borrowed.unit)
-            if not unit.leases.in_use and (not recompute or unit.looks_up_only):
+            if not unit.in_use and (not recompute or unit.looks_up_only):
                 self.gather.after_forward(unit, output)
             if outermost:
                 self._end_pass(this, aborted=False)
@@ -220,9 +220,9 @@ class Forward:
     def _no_longer_uses(self, this: OpenPass, keep: bool) -> None:
         unit = this.unit
         if this.in_use:
-            if unit.leases.in_use == 1:
+            if unit.in_use == 1:
                 swap_out(unit)
-            unit.leases.in_use, this.in_use = unit.leases.in_use - 1, False
+            unit.in_use, this.in_use = unit.in_use - 1, False
             self.spans.leave(unit.name, self.progress.phase, keep)
 
     def _begin_pass(self, this: OpenPass, is_root: bool) -> None:
@@ -302,16 +302,16 @@ class Forward:
         recompute = in_autograd()
         if recompute:
             self.backward.event()
-        elif (torch.is_grad_enabled() or self.progress.graded) and not unit.leases.used:
+        elif (torch.is_grad_enabled() or self.progress.graded) and not unit.used:
             unit.calls += 1
         self.gather.acquire(unit, backward=recompute)
         if recompute:
             # Recomputed by a checkpoint inside the unit's module, which the unit's hooks do not see
-            unit.leases.recomputing = self.gather.reached
+            unit.recomputing = self.gather.reached
         elif unit.index not in self._borrowed:
             self._borrowed[unit.index] = _Borrowed(unit, unit.saved_apart)
-        if keeps and not unit.leases.in_use:
-            unit.leases.borrowed = True
+        if keeps and not unit.in_use:
+            unit.borrowed = True
             if not recompute:
                 self._borrowed[unit.index].kept = True
         return entry.compute
@@ -352,7 +352,7 @@ class Forward:
                     self.gather.acquire(unit, backward=True)
                 for kept in recorded.by_hand if root and recorded is not None else ():
                     if not self.gather.is_done(kept):
-                        kept.leases.by_hand = True
+                        kept.by_hand = True
                         self.gather.acquire(kept, backward=True)
 
         for t in tensors_in(output):
@@ -442,7 +442,7 @@ def swap_in(unit: Unit) -> None:
             ]
             if others:
                 _look_at(entry, others)
-            flat.swap(entry, entry.compute, instead_of=entry.param if others else None)
+            flat.swap(entry, entry.compute, instead_of=entry.param)
 
 
 def swap_out(unit: Unit) -> None:
@@ -451,7 +451,7 @@ def swap_out(unit: Unit) -> None:
         flat.swapped_in = False
         for entry in flat.entries:
             if (place := entry.only_place) is None:
-                flat.swap_back(entry)
+                flat.swap(entry, entry.param, instead_of=entry.compute)
             elif place[0].get(place[1]) is entry.compute:
                 put(place[0], place[1], entry.param)
 

@@ -1,29 +1,26 @@
-"""Gathering and releasing units, ahead of use and on demand, by the agreed schedule
-(runtime/schedule.py). Who holds a gathered unit, and until when, is in the table of `Leases`
+"""Gathering and releasing units, ahead of use and on demand, in the orders that all ranks keep
+(runtime/order.py). Who holds a gathered unit, and until when, is in the table of `Unit`
 (runtime/unit.py).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import GATHERED, storage_of
-from onefold.memory.pool import TierError
+from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.runtime import differentiate
 from onefold.runtime.boxes import local_of
 from onefold.runtime.differentiate import tensors_in
 from onefold.runtime.flat import Flat
-from onefold.runtime.gather_paths import StreamContext
+from onefold.runtime.order import Order, backwards, last_units
 from onefold.runtime.parameters.values import written
 from onefold.runtime.saved import saving
-from onefold.runtime.schedule import Schedule, Walk
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
@@ -45,13 +42,21 @@ class Recorded:
 
 
 class Gatherer:
-    """Gathers, keeps and releases the units of one engine."""
+    """Gathers, keeps and releases the units of one engine.
+
+    Attributes:
+        forward, backward: the orders of gathers. last: the units that stay gathered between the
+            passes. See [Note: last units stay] in runtime/order.py.
+        gathered: the units that are gathered or being gathered, by index. by_storage: their buffers.
+        kept: units that stay gathered over passes; with `holding`, also over those with gradients.
+        reached: how often a backward pass has reached the output of a unit.
+        hooks: on saved tensors, of the forward pass under way.
+    """
 
     def __init__(
         self,
         units: list[Unit],
         resources: Resources,
-        schedule: Schedule,
         backward_event: Callable[[], None],
         passed_over: Callable[[list[Unit]], None],
     ) -> None:
@@ -71,43 +76,38 @@ class Gatherer:
             resources.pool,
             resources.transfers,
         )
-        self.schedule, self.sharded = schedule, schedule.sharded
+        self.sharded = [u for u in units if not u.resident]
+        self.forward, self.backward = Order(self.sharded), Order(backwards(self.sharded))
+        self.last: Collection[Unit] = ()
+        self.units_ahead = self.recipe.units_ahead(self.group.topology.two_levels)
         # The pass that left the last units gathered. Kept for the callback of the weak reference
         self.awaited_pass: weakref.ref[Recorded] | None = None
-        self.unwanted: list[Unit] = []
-        self.gathered: dict[int, Unit] = {}  # gathered or being gathered, by index
+        self.gathered: dict[int, Unit] = {}
+        self.by_storage: dict[int, tuple[Unit, Flat]] = {}
         # This pass released a unit although the recipe keeps units for backward. A re-entrant
         # checkpoint does so: its part runs without gradients, and gathers the unit again later
         self.released_early = False
-        self.by_storage: dict[int, tuple[Unit, Flat]] = {}
-        # A gather may begin with a copy: from the host, or a cast. Copy and gather then run on the
-        # stream of the copies up. The computation goes on, and waits where the unit is used.
-        self.on_copy_stream: StreamContext = (
-            self.transfers.up.on_stream if self.transfers.up.asynchronous else nullcontext
-        )
         # Whether torch.autocast may cast gathered parameters
         self.holds_fp32 = any(
             f.dtypes.compute == torch.float32 for u in self.sharded for f in u.flats
         )
-        self.hooks: saved_tensors_hooks | None = None  # of the forward pass under way
-        self.reached = 0  # how often a backward pass has reached the output of a unit
-        # Units that stay gathered between passes without gradients (runtime/state/start.py)
-        self.kept_gathered: frozenset[int] = frozenset()
-        self.holding = False  # between `hold` and `let_go`
+        self.hooks: saved_tensors_hooks | None = None
+        self.reached = 0
+        self.kept: Collection[Unit] = ()
+        self.holding = False
 
     # -- passes ------------------------------------------------------------------------------------
 
     def begin_forward(self, over_model: bool) -> None:
         self.released_early = False
         self.release_last_units()  # their backward pass did not come, or comes after this forward pass
-        if self.kept_gathered and torch.is_grad_enabled():
-            self.release_kept()
-        elif self.kept_gathered:
-            for unit in self.sharded:
-                unit.leases.kept = unit.index in self.kept_gathered
-            self.gather_kept()
+        if self.kept and not self.holding:
+            if torch.is_grad_enabled():
+                self._release_kept()
+            else:
+                self.gather_kept()
         if self.sharded:
-            self.schedule.begin_forward(over_model)
+            self.forward.begin(self.forward.units if over_model else [])
             if torch.is_grad_enabled():
                 differentiate.refuse_transforms()
                 self.hooks = saving((self,))
@@ -121,79 +121,72 @@ class Gatherer:
             self.wait(unit)  # a refreshed copy that this rank did not use
         if not self.sharded:
             return
-        keeps_last = self._keeps_last and not aborted and self.group.broken is None
-        for unit in self.schedule.rest(self.schedule.forward_walk) if not aborted else ():
+        goes_on = not aborted and self.group.broken is None
+        last = self._kept_last if goes_on else ()
+        for unit in self.forward.rest() if not aborted else ():
             self.join(unit)
-        self.schedule.forward_walk = None
+        self.forward.walk = []
         keep = self._keeps_for_backward and not aborted
         for unit in self.sharded:
-            leases, kept = unit.leases, unit.leases.kept
-            leases.borrowed = leases.kept = False
-            if leases.lent:  # the pass of another model ends later
+            unit.borrowed = unit.unwanted = False
+            kept, unit.kept = unit.kept, unit.kept and self.holding
+            if unit.lent or unit.state is State.SHARDED:  # the pass of another model ends later
                 continue
-            if keeps_last and unit.index in self.schedule.last and not unit.ungathered:
+            if unit in last and not unit.ungathered:
                 self.wait(unit)  # it may have been joined and not used
-                leases.used, leases.awaiting_backward = False, True
-                leases.writes = _writes(unit)
-                continue
-            if kept and self.group.broken is None:
-                leases.used = False
+                unit.used, unit.awaiting_backward = False, True
+                unit.writes = _writes(unit)
                 continue
             # Where units stay gathered for the backward pass, those that this rank joined and did
             # not use stay too. Other ranks use them: then all ranks hold the unit, and no rank has
             # to gather it in the backward pass.
-            if (
-                unit.state is not State.SHARDED
-                and not (keep and (leases.used or not self.released_early))
-                and not self.progress.backward_open
+            if kept and self.group.broken is None:
+                unit.used = False
+            elif not (
+                (keep and (unit.used or not self.released_early)) or self.progress.backward_open
             ):
                 self.release(unit)
-        self.unwanted.clear()
         self.pool.drain()
+
+    def keep(self, units: Collection[Unit], holding: bool) -> None:
+        """Let units stay gathered over passes until `let_go`, from their next gather on. Unless
+        `holding`, passes with gradients release them.
+        """
+        self.kept, self.holding = units, holding
+        for unit in units:
+            unit.kept = holding
 
     def gather_kept(self) -> None:
         """Launch the gathers of the units that stay gathered and are not gathered yet."""
-        for unit in self.sharded:
-            if unit.index in self.kept_gathered and unit.ungathered:
-                self.launch(unit)
-
-    def release_kept(self) -> None:
-        for unit in self.sharded:
-            if unit.index in self.kept_gathered and not unit.ungathered and not unit.leases.in_use:
-                self.release(unit)
-        self.pool.drain()  # a buffer made under inference_mode is of no use outside
-
-    def hold(self) -> None:
-        """Keep all units gathered over passes, from their next gather until `let_go`."""
-        self.holding = True
-        for unit in self.sharded:
-            unit.leases.held = True
-
-    def gather_held(self) -> None:
-        """Launch the gathers of the units that are held and not gathered yet, in the order of use."""
-        for unit in (self.units[index] for index in self.schedule.forward):
-            if unit.leases.held and unit.ungathered:
-                self.launch(unit)
+        for unit in self.forward.units:
+            if unit in self.kept:
+                unit.kept = True
+                if unit.ungathered:
+                    self.launch(unit)
 
     def let_go(self) -> None:
-        """Release the units that `hold` has gathered."""
-        self.holding = False
-        for unit in self.sharded:
-            held, unit.leases.held = unit.leases.held, False
-            if held and not unit.ungathered and not unit.leases.in_use:
-                self.release(unit)
-        self.pool.drain()
+        """Release the units that `keep` has kept."""
+        self._release_kept()
+        self.kept, self.holding = (), False
+
+    def _release_kept(self) -> None:
+        for unit in self.kept:
+            unit.kept = False
+        self._release_all(self.kept)
 
     def release_last_units(self) -> None:
         """Release the units that wait for a backward pass. Called at points that all ranks pass."""
         self.awaited_pass = None
-        if awaiting := self._awaiting_backward():
-            for unit in awaiting:
+        self._release_all(self._awaiting_backward())
+
+    def _release_all(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit.state is not State.SHARDED and not unit.in_use:
                 self.release(unit)
-            self.pool.drain()
+        self.pool.drain()  # also: a buffer made under inference_mode is of no use outside
 
     def _awaiting_backward(self) -> list[Unit]:
-        return [u for _, u in sorted(self.gathered.items()) if u.leases.awaiting_backward]
+        return [u for u in self.gathered.values() if u.awaiting_backward]
 
     def release_when_gone(self, recorded: Recorded) -> None:
         """Release the units that wait for a backward pass when `recorded` dies: none can come."""
@@ -208,10 +201,10 @@ class Gatherer:
         self.awaited_pass = weakref.ref(recorded, gone) if self._awaiting_backward() else None
 
     def begin_backward(self) -> None:
-        self.schedule.begin_backward()
+        self.backward.begin([])
         for unit in self._awaiting_backward():
             # Gather it again: this backward pass uses the new values of all units
-            if _writes(unit) != unit.leases.writes:
+            if _writes(unit) != unit.writes:
                 self.release(unit)
         if not self.progress.differentiating:
             self.foresee_backward()
@@ -220,21 +213,45 @@ class Gatherer:
         """Prepare the walk of this backward pass along the agreed order, which is that of passes
         over the whole model. After passes over a part of it, units are gathered on demand.
         """
-        self.schedule.foresee_backward(over_model=bool(self.progress.root_graphs))
+        order, seen = self.backward, self.backward.seen
+        # Units that every rank still holds need no gather and are not in the walk. The last units
+        # are in it: if the pass skips one of them, `acquire` has to notice, since their reduction
+        # waits for that.
+        over_model = self.progress.root_graphs
+        order.begin(
+            [u for u in order.units if over_model and (u.ungathered or u.awaiting_backward)]
+        )
+        # A re-entrant checkpoint may have recomputed before the first gradient came. Every rank
+        # gathered its units on demand and has released them: they are not to be joined
+        for unit in seen if order.agreed else ():
+            order.come_to(unit, launched=False)
+        order.seen = seen
 
     def join_rest_of_backward(self) -> None:
         """At the end of a backward pass, join the gathers that other ranks may have launched."""
-        for unit in self.schedule.rest(self.schedule.backward_walk):
+        for unit in self.backward.rest():
             self.join(unit)
 
     def end_backward(self) -> None:
-        self.schedule.backward_walk = None
+        self.backward.walk = []
         for unit in self.sharded:
-            unit.leases.borrowed = unit.leases.by_hand = False
-            if unit.state is not State.SHARDED and not unit.leases.in_use:
-                self.release(unit)
-        self.unwanted.clear()
-        self.pool.drain()
+            unit.borrowed = unit.by_hand = unit.unwanted = False
+        self._release_all(self.sharded)
+
+    def learn(self, gathered: set[int]) -> None:
+        """Take the orders that this rank has seen, as all ranks have, for those of the next steps.
+
+        `gathered`: the indices of the units that any rank has gathered in the backward pass.
+        """
+        forward, backward = self.forward, self.backward
+        if not forward.seen:
+            return
+        # The backward passes of the others, which forward passes use, read no parameter
+        needed = [u for u in self.sharded if u.index in gathered or u not in forward.seen]
+        forward.learn(forward.units)
+        backward.learn([u for u in backwards(forward.units) if u in needed])
+        if self.recipe.reshard_after_forward:
+            self.last = last_units(forward.seen, backward.seen)
 
     @property
     def _keeps_for_backward(self) -> bool:
@@ -242,48 +259,66 @@ class Gatherer:
         return torch.is_grad_enabled() and not self.recipe.reshard_after_forward
 
     @property
-    def _keeps_last(self) -> bool:
-        """Whether this forward pass keeps the last units. It looks at `graded`, since a
+    def _kept_last(self) -> Collection[Unit]:
+        """The last units, if this forward pass keeps them. It looks at `graded`, since a
         re-entrant checkpoint runs its part of the pass without gradients.
         """
-        return (
-            self.schedule.forward_walk is not None
-            and self.schedule.gathers_agreed
-            and self.progress.graded
-            and not self.progress.backward_open
-        )
+        keeps = self.forward.walk and self.progress.graded and not self.progress.backward_open
+        return self.last if keeps else ()
 
     # -- one unit ----------------------------------------------------------------------------------
 
     def acquire(self, unit: Unit, backward: bool) -> None:
         """Gather the unit and wait for it; launch the gathers of the units that come next."""
-        if unit.resident:
+        if unit.resident or unit.used:
             self.wait(unit)
             return
-        schedule, leases = self.schedule, unit.leases
-        walk = schedule.backward_walk if backward else schedule.forward_walk
-        passed: list[Unit] = []
-        if unit.ungathered or (backward and leases.awaiting_backward):
-            passed = [self.units[index] for index in walk.reach(unit.index)] if walk else []
-            for other in passed:
-                self.join(other)
-            if unit.ungathered:
-                self.launch(unit)
-        if backward and (passed or schedule.held_back):
-            schedule.held_back = False
-            self.passed_over([u for u in passed if not u.encloses(unit)])
+        order = self.backward if backward else self.forward
+        ahead, others = order.come_to(
+            unit, not (unit.ungathered or (backward and unit.awaiting_backward))
+        )
+        for other in others:
+            self.join(other)
+        if unit.ungathered:
+            self.launch(unit)
+        # Their turn was before this one. The turn of a unit inside this one may still come
+        skipped = [
+            u
+            for u in ahead
+            if not (u.used or u.kept or u.ungathered or u.unwanted) and not unit.encloses(u)
+        ]
+        for other in skipped:
+            other.unwanted, other.awaiting_backward = True, False
+        if backward:
+            unit.awaiting_backward = False
+            self._sweep()
+            if order.walk:
+                self.passed_over([u for u in (*others, *skipped) if not u.encloses(unit)])
         self.wait(unit)
-        if not leases.used:
-            leases.used = True
-            (schedule.backward_seen if backward else schedule.forward_seen).append(unit.index)
-            if backward:
-                leases.awaiting_backward = False
-                self._sweep(unit)
-            if walk:
-                self._skip([self.units[i] for i in walk.use(unit.index)], unit, backward)
-            self._reap(unit if backward else None)
-            if walk and schedule.gathers_agreed:
-                self._look_ahead(walk)
+        unit.used, unit.unwanted = True, False
+        order.seen.append(unit)
+        self._release_unwanted(unit, backward)
+        if order.walk and order.agreed and self.units_ahead:
+            self._look_ahead(order)
+
+    def _look_ahead(self, order: Order) -> None:
+        """Launch the gathers of the units that come next; read one further unit from its disk,
+        which is slower than the wire.
+        """
+        waiting = [u for u in self.gathered.values() if not (u.used or u.kept)]
+        ahead, nbytes = len(waiting), sum([u.gathered_bytes for u in waiting])
+        while (unit := order.next()) is not None:
+            if not unit.awaiting_backward:  # else it is gathered, and counted already
+                nbytes += unit.gathered_bytes
+                if ahead and nbytes > (
+                    LARGE_TRAFFIC if ahead < self.units_ahead else SMALL_TRAFFIC
+                ):
+                    self.fetch(unit)
+                    return
+                if unit.ungathered:
+                    self.launch(unit)
+                    ahead += 1
+            order.at += 1
 
     def gather_alone(self, unit: Unit) -> bool:
         """Gather the unit for something outside the order of passes. Collective at stage 3.
@@ -296,114 +331,75 @@ class Gatherer:
         self.wait(unit)
         return alone
 
-    def _look_ahead(self, walk: Walk) -> None:
-        waiting = [u for u in self.gathered.values() if not (u.leases.used or u.leases.kept)]
-        for unit in self.schedule.ahead(walk, waiting):
-            self.launch(unit)
-        for unit in self.schedule.read_ahead(walk):
-            self.fetch(unit)
-
     def join(self, unit: Unit) -> None:
         """Take part in a gather that other ranks may need. See [Note: every rank joins every
-        gather] in runtime/schedule.py.
+        gather] in runtime/order.py.
         """
         if unit.ungathered:
             self.launch(unit)
-            self.unwanted.append(unit)
-        elif unit.leases.awaiting_backward:  # a backward pass went past it
-            unit.leases.awaiting_backward = False
-            self.unwanted.append(unit)
-
-    def _skip(self, units: list[Unit], using: Unit, backward: bool) -> None:
-        """Mark as unwanted those of `units` that were gathered ahead and not used. Their turn was
-        before `using`.
-        """
-        joined = {u.index for u in self.unwanted}
-        ahead = [
-            u
-            for u in units
-            if not (u.leases.used or u.leases.kept or u.ungathered or u.index in joined)
-            and not using.encloses(u)
-        ]
-        for unit in ahead:
-            unit.leases.awaiting_backward = False
-        self.unwanted += ahead
-        if backward and ahead:
-            self.passed_over([u for u in ahead if not u.encloses(using)])
+            unit.unwanted = True
+        elif unit.awaiting_backward:  # a backward pass went past it
+            unit.unwanted, unit.awaiting_backward = True, False
 
     def pass_by(self, unit: Unit) -> bool:
-        """Join the gather of a unit that this rank does not use in this backward pass. Called
-        before this rank waits for the reduction of the ranks that do use it.
+        """Join the gathers up to that of a unit that this rank does not use in this backward pass.
+        Called before this rank waits for the reduction of the ranks that do use it.
 
-        Returns False, and joins nothing, if this pass has yet to come further (`Schedule.up_to`).
-        Then `passed_over` is called again.
+        Returns False, and joins nothing, if this rank has yet to use another unit that comes before
+        it in the order, which would be joined too, and dropped before its use. Then `passed_over` is
+        called again. This happens behind frozen units: they have no gradient that the reductions
+        wait for, so reductions get ahead of the pass.
         """
-        units = self.schedule.up_to(unit)
-        for each in units or ():
+        order = self.backward
+        if unit not in order.walk[order.at :]:
+            return True
+        passed = order.walk[order.at : order.walk.index(unit, order.at) + 1]
+        if any(u.calls and u not in order.seen for u in passed[:-1]):
+            return False
+        order.at += len(passed)
+        for each in passed:
             self.join(each)
-        return units is not None
+        return True
 
-    def _reap(self, inside: Unit | None) -> None:
-        """Release the units that were joined and not used. In a backward pass, units that enclose
-        the unit in use, or lie inside it, stay: their turn may still come.
+    def _release_unwanted(self, using: Unit, backward: bool) -> None:
+        """Release the units that were joined or gathered ahead, and not used. In a backward pass,
+        units that enclose the unit in use, or lie inside it, stay: their turn may still come.
         """
-        if inside is None and self._keeps_for_backward:
+        if not backward and self._keeps_for_backward:
             return
-        if inside is None and self._keeps_last:  # all ranks keep the last units
-            self.unwanted = [u for u in self.unwanted if u.index not in self.schedule.last]
-        around = [
-            u
-            for u in self.unwanted
-            if inside is not None and (u.encloses(inside) or inside.encloses(u))
-        ]
-        for unit in self.unwanted:
-            if not unit.leases.used and not unit.ungathered and unit not in around:
+        for unit in [u for u in self.gathered.values() if u.unwanted]:
+            if backward and (unit.encloses(using) or using.encloses(unit)):
+                continue
+            unit.unwanted = False
+            if backward or unit not in self._kept_last:  # all ranks keep these
                 self.release(unit)
-        self.unwanted = around
 
-    def _sweep(self, using: Unit) -> None:
+    def _sweep(self) -> None:
         # Two kinds of units give no sign when the backward pass is done with them: recomputed ones
         # (their tensors are saved without handles) and frozen ones (no gradient comes). They are
         # released here, when another unit is acquired for the next recomputation. Between two
         # recomputations the backward pass reaches the output of some unit, which raises `reached`.
         # A unit with the present `reached` belongs to the recomputation under way and stays.
-        for _, unit in sorted(self.gathered.items()):
-            if unit is not using and unit.leases.used and unit.leases.recomputing != self.reached:
-                unit.leases.recomputing = None
+        for unit in list(self.gathered.values()):
+            if unit.used and unit.recomputing != self.reached:
+                unit.recomputing = None
                 self.maybe_release(unit)
 
     def launch(self, unit: Unit) -> None:
         """Start the gather of every flat buffer of the unit."""
-        unit.move(State.GATHERING, self.progress.step_count)
+        unit.move(State.GATHERING)
         if not unit.resident:
             self.gathered[unit.index] = unit
         context = self.progress.context("all-gather", unit.name)
         for flat in unit.flats:
             if flat.resident and not flat.stale:
                 continue
-            full = self.buffer_of(unit, flat)
-            on_copy_stream = self.on_copy_stream if flat.storage.copies else nullcontext
-            under_way = flat.gather.start(
-                full, partial(self.put, flat, full), context, on_copy_stream
-            )
+            under_way = flat.gather.start(self.buffer_of(unit, flat), context)
             if under_way is not None:
                 unit.pending.append(under_way)
-            if on_copy_stream is not nullcontext:
+            if flat.gather.beside:
                 unit.arriving.append(self.transfers.up.mark())
             flat.copied = flat.epoch  # not before: a launch that was interrupted is made again
-
-    def put(self, flat: Flat, full: torch.Tensor) -> None:
-        """Copy this rank's masters into their place in the whole.
-
-        If a disk fails while other ranks wait for this one, this rank must not stop alone. It goes
-        on with the values that it has, and all ranks raise before the optimizer steps.
-        """
-        try:
-            flat.storage.put(full)
-        except TierError as error:
-            if not self.progress.awaited_by_others:
-                raise
-            self.progress.failed(error)
 
     def buffer_of(self, unit: Unit, flat: Flat) -> torch.Tensor:
         """Return the buffer for the whole of `flat`; take one from the pool if it has none."""
@@ -414,46 +410,39 @@ class Gatherer:
 
     def fetch(self, unit: Unit) -> None:
         """Start reading this rank's part of the unit, if it is stored on a disk."""
-        wanted = [f for f in unit.flats if f.storage.reads_ahead and f.gather.reads_masters]
-        if unit.state is not State.SHARDED or not wanted:
-            return
-        unit.move(State.FETCHING, self.progress.step_count)
-        for flat in wanted:
-            self.buffer_of(unit, flat)
-            flat.storage.fetch()
+        wanted = [f for f in unit.flats if f.storage.reads_ahead and not f.gather.fresh]
+        if unit.state is State.SHARDED and wanted:
+            unit.move(State.FETCHING)
+            for flat in wanted:
+                self.buffer_of(unit, flat)
+                flat.storage.fetch()
 
-    def wait(self, unit: Unit) -> None:
+    def wait(self, unit: Unit, comes: bool = True) -> None:
+        """Wait until the unit is gathered. Without `comes`, its bytes never will: the group is
+        broken.
+        """
         if unit.state is not State.GATHERING:
             return
-        for pending in unit.pending:
+        for pending in unit.pending if comes else ():
             pending.wait()
         unit.pending.clear()
-        self._order_after_copies(unit)
-        unit.move(State.GATHERED, self.progress.step_count)
+        for ticket in unit.arriving:  # later work on this stream waits for the copies to the device
+            self.transfers.up.order(ticket)
+        unit.arriving.clear()
+        unit.move(State.GATHERED)
         for flat in unit.flats:
             if not flat.resident:
                 flat.point_at(flat.full)
 
-    def _order_after_copies(self, unit: Unit) -> None:
-        """Make later work on the current stream wait for the unit's copies to the device."""
-        for ticket in unit.arriving:
-            self.transfers.up.order(ticket)
-        unit.arriving.clear()
-
     def release(self, unit: Unit) -> None:
-        if unit.leases.held:
-            unit.leases.released()
+        unit.used = unit.awaiting_backward = unit.unwanted = False
+        unit.recomputing = None
+        if unit.kept and self.group.broken is None:
             return
-        if self.group.broken is None:
-            self.wait(unit)
-        elif unit.state is State.GATHERING:  # its bytes will never come
-            unit.pending.clear()
-            self._order_after_copies(unit)
-            unit.move(State.GATHERED, self.progress.step_count)
-        unit.leases.released()
-        unit.move(State.SHARDED, self.progress.step_count)
+        self.wait(unit, comes=self.group.broken is None)
+        unit.move(State.SHARDED)
         self.gathered.pop(unit.index, None)
-        if self.holds_fp32:
+        if self.holds_fp32 and torch.is_autocast_enabled(self.pool.device.type):
             torch.clear_autocast_cache()  # [Note: casts are handles] in runtime/saved.py
         for flat in unit.flats:
             flat.storage.forget()
@@ -472,33 +461,30 @@ class Gatherer:
         if it is kept for later passes, if other code has read its parameters, or if its output lies
         in a gathered buffer.
         """
-        leases, walk = unit.leases, self.schedule.forward_walk
-        if unit.resident or unit.state is not State.GATHERED or leases.after_forward:
+        order = self.forward
+        if unit.resident or unit.state is not State.GATHERED or unit.borrowed or unit.lent:
             return
-        if walk is not None and self.schedule.gathers_agreed and walk.next() == unit.index:
-            walk.at += 1
-            leases.used = False
-            return
-        if leases.kept or (self._keeps_last and unit.index in self.schedule.last):
-            leases.used = False
-            return
-        if self._keeps_for_backward:
-            return
-        self.released_early = True
-        if not any(storage_of(local_of(t)) in self.by_storage for t in tensors_in(output)):
-            self.release(unit)
-        # Else `end_forward` releases it: code of the pass may still read the output
+        if order.agreed and order.next() is unit:
+            order.at += 1
+            unit.used = False
+        elif unit.kept or unit in self._kept_last:
+            unit.used = False
+        elif not self._keeps_for_backward:
+            self.released_early = True
+            # Else `end_forward` releases it: code of the pass may still read the output
+            if not any(storage_of(local_of(t)) in self.by_storage for t in tensors_in(output)):
+                self.release(unit)
 
     def is_done(self, unit: Unit) -> bool:
         """Whether this backward pass has used the unit and waits for nothing more of it: no saved
         tensor, no gradient. Then reaching a further output of its forward pass (a cache of keys
         and values) is no reason to gather it again.
         """
-        return unit.index in self.schedule.backward_seen and not unit.leases.in_backward
+        return unit in self.backward.seen and not (unit.saved or unit.gradients)
 
     def maybe_release(self, unit: Unit) -> None:
         """Release the unit if its backward is over: nothing holds it any more."""
-        if not (self.progress.backward_open and unit.leases.used and not unit.resident):
+        if not (self.progress.backward_open and unit.used and not unit.resident):
             return
         if not unit.needed_in_backward:
             self.release(unit)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from onefold.comm import Chain, CollectiveContext, Group, Pending
 from onefold.layout import Level, ShardSpec
-from onefold.memory import PARAMETERS, nbytes_of
+from onefold.memory.pool import TierError
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
@@ -61,134 +59,102 @@ def group_hops(spec: ShardSpec, group: Group) -> tuple[GroupHop, ...]:
 # How the whole of a flat buffer comes together. `shard()` chooses one `Gather` for each flat
 # buffer.
 #
-# | class             | file             | path of a rank's part                                                   |
-# |-------------------|------------------|-------------------------------------------------------------------------|
-# | `LocalGather`     | here             | every rank has all masters: a copy, or nothing                           |
-# | `FlatGather`      | here             | owned ── all owners ──► whole                                            |
-# | `SecondaryGather` | here             | interval ── inter-group ──► shard (cached) ── intra-group ──► whole      |
-# | `EncodedGather`   | quant/gather_paths.py | as `FlatGather` or `SecondaryGather`, encoded once after a step          |
+# | class           | file                  | what travels                                                          |
+# |-----------------|-----------------------|-----------------------------------------------------------------------|
+# | `Gather`        | here                  | values in the compute dtype                                           |
+# | `EncodedGather` | quant/gather_paths.py | bytes, encoded once after a step                                      |
+#
+# | path                                                                  | where                            |
+# |-----------------------------------------------------------------------|----------------------------------|
+# | a copy, or nothing                                                    | every rank has all masters       |
+# | owned ── all owners ──► whole                                         | else                             |
+# | interval ── inter-group ──► shard (cached) ── intra-group ──► whole   | with a second copy (hpZ, ZeRO++) |
 #
 # `interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
 # positions] in layout/flat.py). A gather may have a cached shard: the secondary shard (hpZ), or
 # this rank's part encoded (qwZ). Gathers start from it until masters are written to.
 
 
-#: Makes a context whose work may go to another stream than the computing one.
-StreamContext = Callable[[], AbstractContextManager[Any]]
-
-
-class Gather(ABC):
+class Gather:
     """The gathers of one flat buffer.
 
     Attributes:
         exact: the whole holds the masters' values, rounded to the compute dtype and no further.
-        plain: it is one all-gather of the masters among `flat.owners_group`, and nothing else.
-        cached: the cached shard; None if every gather starts from the masters.
+        cached: the bytes of the cached shard; None if every gather starts from the masters.
         fresh: the cached shard has the masters' present values.
+        beside: it begins with a copy, from the host or a cast. Copy and gather then run on the stream
+            of the copies up. The computation goes on, and waits where the unit is used.
     """
 
     exact: bool = True
-    plain: bool = False
 
-    def __init__(self, flat: Flat) -> None:
-        self.flat = flat
+    def __init__(self, flat: Flat, resources: Resources) -> None:
+        self.flat, self.progress = flat, resources.progress
+        self.up = resources.transfers.up
+        self.beside = self.up.asynchronous and flat.storage.copies
         self.cached: torch.Tensor | None = None
         self.fresh = False
 
     def build(self, device: torch.device) -> None:
         """Take the memory of the cached shard."""
+        if nbytes := self.flat.spec.cached_bytes:
+            self.cached = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    @abstractmethod
-    def start(
-        self,
-        full: torch.Tensor,
-        put: Callable[[], None],
-        context: CollectiveContext,
-        on_copy_stream: StreamContext,
-    ) -> Pending | None:
-        """Start gathering the whole into `full`. `put` writes this rank's part of the masters
-        there. Both run inside the context of `on_copy_stream`. Returns None if nothing is under way.
+    def start(self, full: torch.Tensor, context: CollectiveContext) -> Pending | None:
+        """Start gathering the whole into `full`. Returns None if nothing is under way."""
+        with self.up.on_stream() if self.beside else nullcontext():
+            if self.flat.whole_master:
+                self.put(full)
+                return None
+            return self.send(full, full, context)
+
+    def send(self, full: torch.Tensor, wire: torch.Tensor, context: CollectiveContext) -> Pending:
+        """Do so on the present stream. `wire`: the whole as it travels."""
+        group, cached = self.flat.group, self.cached
+        if cached is None:
+            self.fill(full, wire)
+            return self.all_gather(self.flat.owners_group, wire, context)
+        cached, mine = cached.view(wire.dtype), wire[self.cached_slice]
+        second_copy = self.flat.spec.has_secondary
+        last = group.intra_group if second_copy else self.flat.owners_group
+        if self.fresh:
+            mine.copy_(cached)
+            return self.all_gather(last, wire, context)
+        self.fill(full, wire)
+        self.fresh = True
+
+        def cache_and_gather() -> Pending:
+            cached.copy_(mine)
+            return self.all_gather(last, wire, context)
+
+        if not second_copy:
+            return cache_and_gather()
+        return Chain(group, self.all_gather(group.inter_group, mine, context), cache_and_gather)
+
+    @property
+    def cached_slice(self) -> slice:
+        """The place of the cached shard in what travels."""
+        return slice(*self.flat.shard)
+
+    def fill(self, full: torch.Tensor, wire: torch.Tensor) -> None:
+        """Put this rank's part into its place in what travels."""
+        self.put(full)
+
+    def all_gather(self, group: Group, wire: torch.Tensor, context: CollectiveContext) -> Pending:
+        return group.all_gather(wire, context, self.flat.index)
+
+    def put(self, full: torch.Tensor) -> None:
+        """Copy this rank's masters into their place in the whole.
+
+        If a disk fails while other ranks wait for this one, this rank must not stop alone. It goes
+        on with the values that it has, and all ranks raise before the optimizer steps.
         """
-
-    @property
-    def reads_masters(self) -> bool:
-        """Whether the next gather begins with this rank's masters, not with the cached shard."""
-        return not (self.fresh and self.cached is not None)
-
-    def masters_written(self) -> None:
-        """Note that the masters have new values."""
-        self.fresh = False
-
-    @property
-    def resting_bytes(self) -> dict[str, int]:
-        """Bytes of the cached shard, by category."""
-        return {} if self.cached is None else {PARAMETERS: nbytes_of(self.cached)}
-
-
-class LocalGather(Gather):
-    """No traffic: this rank has all masters."""
-
-    def start(
-        self,
-        full: torch.Tensor,
-        put: Callable[[], None],
-        context: CollectiveContext,
-        on_copy_stream: StreamContext,
-    ) -> None:
-        with on_copy_stream():
-            put()
-
-
-class FlatGather(Gather):
-    """One all-gather among the ranks whose masters together are the whole."""
-
-    plain = True
-
-    def start(
-        self,
-        full: torch.Tensor,
-        put: Callable[[], None],
-        context: CollectiveContext,
-        on_copy_stream: StreamContext,
-    ) -> Pending:
-        with on_copy_stream():
-            put()
-            return self.flat.owners_group.all_gather(full, context, self.flat.index)
-
-
-class SecondaryGather(Gather):
-    """A gather between groups once after a step, and further gathers inside the group from the
-    secondary shard (hpZ, ZeRO++).
-    """
-
-    def build(self, device: torch.device) -> None:
-        dtype = self.flat.dtypes.compute
-        numel = self.flat.spec.cached_bytes // dtype.itemsize
-        self.cached = torch.empty(numel, dtype=dtype, device=device)
-
-    def start(
-        self,
-        full: torch.Tensor,
-        put: Callable[[], None],
-        context: CollectiveContext,
-        on_copy_stream: StreamContext,
-    ) -> Pending:
-        flat, group, cached = self.flat, self.flat.group, self.cached
-        mine = full[slice(*flat.shard)]
-        assert cached is not None
-        with on_copy_stream():
-            if self.fresh:
-                mine.copy_(cached)
-                return group.intra_group.all_gather(full, context, flat.index)
-            put()
-            self.fresh = True
-
-            def cache_and_gather_intra_group() -> Pending:
-                cached.copy_(mine)
-                return group.intra_group.all_gather(full, context, flat.index)
-
-            first = group.inter_group.all_gather(mine, context, flat.index)
-            return Chain(group, first, cache_and_gather_intra_group)
+        try:
+            self.flat.storage.put(full)
+        except TierError as error:
+            if not self.progress.awaited_by_others:
+                raise
+            self.progress.failed(error)
 
 
 def state_context(resources: Resources, unit_name: str) -> CollectiveContext:

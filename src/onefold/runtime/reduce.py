@@ -7,8 +7,8 @@
 
 When autograd hands over a gradient, the reducer copies it into its unit's flat buffer and drops it.
 Small gradients are copied several at a time, because the number of calls is what they cost. When
-the unit has all its gradients, its buffer is exchanged and summed in the order of the schedule (see
-[Note: reductions keep one order] in runtime/schedule.py and [Note: sums are local and in
+the unit has all its gradients, its buffer is exchanged and summed in an agreed order (see
+[Note: reductions keep one order] in runtime/order.py and [Note: sums are local and in
 rank order] in comm/group.py). The sums become `.grad` of the optimizer's parameters.
 
 [Note: unused parameters] Every backward pass ends with one small exchange in which the ranks tell
@@ -31,6 +31,7 @@ from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.pool import TierError
 from onefold.runtime.boxes import local_of
 from onefold.runtime.flat import Entry, Flat, Shares
+from onefold.runtime.order import Order, are_large, is_due
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
 from onefold.runtime.pending_gradients import take_pending
@@ -77,7 +78,9 @@ class Reducer:
             resources.memory,
         )
         self.pool = resources.pool
-        self.schedule = gather.schedule
+        # The order of reductions, see runtime/order.py
+        self.order = Order(units[::-1])
+        self.in_flight = resources.recipe.in_flight if resources.recipe.overlap else 0
         self.under_way: list[Reduction] = []
         self.on_next_hop: list[Reduction] = []  # past their first hop
         # Entries that have a gradient, on any rank, in the held sums
@@ -100,7 +103,7 @@ class Reducer:
         if self.shows:
             self.shows = False
             take_pending(self)
-        self.schedule.begin_reduces()
+        self.order.begin(self.order.units)
         self.used = set()
         self.take_multipliers_back()
         if self.marks is not None:
@@ -108,11 +111,11 @@ class Reducer:
         if self.progress.factor != 1:
             self._multiply_before_hooks()
         for unit in self.units:
-            unit.leases.gradients = set(unit.awaited)
+            unit.gradients = unit.awaited
             for flat in unit.flats:
                 for entry in flat.entries:
                     entry.post_hooks = entry.param._post_accumulate_grad_hooks
-            unit.ready = not unit.leases.gradients or unit.calls == 0
+            unit.ready = not unit.gradients or unit.calls == 0
             unit.launched = unit.late = False
 
     def _multiply_before_hooks(self) -> None:
@@ -175,8 +178,8 @@ class Reducer:
                 self._begin(flat, run)
         unit.aside.append(entry)
         unit.aside_bytes += entry.small
-        unit.leases.gradients.discard(entry.number)
-        if not unit.leases.gradients or unit.aside_bytes > ASIDE:
+        unit.gradients.discard(entry.number)
+        if not unit.gradients or unit.aside_bytes > ASIDE:
             with disable_torch_function():
                 self._store_aside(unit)
                 self._complete(unit)
@@ -253,8 +256,8 @@ class Reducer:
         """
         unit = self.unit_of[entry.number]
         self._store_one(unit, entry, factor)
-        unit.leases.gradients.discard(entry.number)
-        if not unit.leases.gradients and unit.aside:
+        unit.gradients.discard(entry.number)
+        if not unit.gradients and unit.aside:
             self._store_aside(unit)
         self._complete(unit)
 
@@ -278,11 +281,11 @@ class Reducer:
 
     def _complete(self, unit: Unit) -> None:
         """Mark the unit ready if all its gradients have come."""
-        if unit.leases.gradients:
+        if unit.gradients:
             return
         if not unit.launched:
             unit.ready = True
-            self.schedule.reduces_seen.append(unit.index)
+            self.order.seen.append(unit)
             if self.memory.record:
                 self.spans.came(unit.name)
             if not self.progress.deferring:
@@ -315,7 +318,7 @@ class Reducer:
         A gradient that comes later still is marked late and goes into the second round.
         """
         for unit in units:
-            if len(unit.leases.gradients) == len(unit.awaited):
+            if len(unit.gradients) == len(unit.awaited):
                 unit.ready = True
         if not self.progress.deferring:
             self._advance()
@@ -375,19 +378,18 @@ class Reducer:
 
     def _advance(self) -> None:
         """Launch units in the agreed order, as long as the next one is ready."""
-        schedule = self.schedule
-        while (unit := schedule.next_to_reduce()) is not None and unit.ready:
+        while (unit := self.order.next()) is not None and unit.ready:
             if unit.calls == 0 and not self.gather.pass_by(unit):
                 return
             self._launch(unit)
-            schedule.next_reduce += 1
+            self.order.at += 1
             self._land_what_is_due()
 
     def _land_what_is_due(self) -> None:
         """Land the reductions that are due. Called after every launch."""
-        while self.schedule.is_due(self.under_way):
+        while is_due(self.under_way, self.in_flight):
             self._land(self.under_way.pop(0))
-        while self.schedule.next_hop_is_due(self.on_next_hop):
+        while len(self.on_next_hop) > self.in_flight or are_large(self.on_next_hop):
             self._land(self.on_next_hop.pop(0))
 
     def _launch(self, unit: Unit) -> None:
@@ -602,9 +604,9 @@ class Reducer:
             self._land(self.under_way.pop(0))
 
     def _advance_all(self) -> None:
-        while (unit := self.schedule.next_to_reduce()) is not None:
+        while (unit := self.order.next()) is not None:
             self._launch(unit)
-            self.schedule.next_reduce += 1
+            self.order.at += 1
             self._land_what_is_due()
 
     def second_round(self, late: list[int], used_anywhere: set[int]) -> None:
@@ -638,7 +640,7 @@ class Reducer:
         self.summed.clear()
         self.held.clear()
         for unit in self.units:
-            unit.leases.gradients = set()
+            unit.gradients = set()
             unit.ready = unit.launched = unit.late = False
             unit.aside, unit.aside_bytes = [], 0
             for flat in unit.flats:

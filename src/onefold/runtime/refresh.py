@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -36,6 +35,7 @@ from onefold.memory import GATHERED, nbytes_of, storage_of
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather import Gatherer
+from onefold.runtime.gather_paths import Gather
 from onefold.runtime.parameters.values import WriteCounters, written
 from onefold.runtime.parameters.whole import point
 from onefold.runtime.resources import Progress
@@ -94,17 +94,13 @@ class Copies:
         flat.epoch = self.write_counters.count
         if not _is_copy(flat):
             flat.copied = flat.epoch
-        flat.gather.masters_written()
+        flat.gather.fresh = False
 
     def _look_at(self, unit: Unit, trained: bool) -> None:
         """Mark the unit's copies stale if its masters were written to. `trained`: an optimizer has
         stepped since the last look.
         """
-        stays = (
-            unit.index in self.gather.kept_gathered
-            or unit.leases.held
-            or not self.gather.recipe.reshard_after_forward
-        )
+        stays = unit in self.gather.kept or not self.gather.recipe.reshard_after_forward
         looked_at = unit.resident or stays or any(f.gather.cached is not None for f in unit.flats)
         for flat in unit.flats if looked_at else ():
             versions = sum(written(e.param) for e in flat.entries)
@@ -124,17 +120,17 @@ class Copies:
         if (
             not unit.resident
             and not unit.ungathered
-            and not unit.leases.in_use
+            and not unit.in_use
             and not self.progress.backward_open
         ):
-            held, unit.leases.held = unit.leases.held, False
+            kept, unit.kept = unit.kept, False
             self.gather.release(unit)
-            unit.leases.held = held  # from its next gather on
+            unit.kept = kept  # from its next gather on
 
     def _note(self, unit: Unit) -> None:
         self.gather.wait(unit)
         if unit.state is State.GATHERED and any(flat.stale for flat in unit.flats):
-            unit.move(State.STALE, self.progress.step_count)
+            unit.move(State.STALE)
 
 
 def _stepped(flat: Flat) -> bool:
@@ -185,7 +181,7 @@ def _small(gather: Gatherer, units: list[Unit]) -> list[Unit]:
     them as small reductions may have under way.
     """
     recipe, chosen, nbytes = gather.recipe, [], 0
-    if not (recipe.overlap and recipe.in_flight and gather.on_copy_stream is nullcontext):
+    if not (recipe.overlap and recipe.in_flight and not gather.transfers.up.asynchronous):
         return []
     one: torch.dtype | None = None
     for unit in units:
@@ -195,7 +191,8 @@ def _small(gather: Gatherer, units: list[Unit]) -> list[Unit]:
         if (
             size <= SMALL
             and nbytes + size <= 3 * SMALL_TRAFFIC
-            and all(flat.dtypes.compute == one and flat.gather.plain for flat in flats)
+            and all(flat.dtypes.compute == one and type(flat.gather) is Gather for flat in flats)
+            and not any(flat.whole_master for flat in flats)
             and all(flat.owners_group.joins_messages for flat in flats)
         ):
             chosen.append(unit)
@@ -207,7 +204,7 @@ def _launch_together(gather: Gatherer, units: list[Unit]) -> None:
     # One message for each group of owners: on a mesh, the flat buffers of a unit may have several
     by_group: dict[Group, list[tuple[Unit, Flat]]] = {}
     for unit in units:
-        unit.move(State.GATHERING, gather.progress.step_count)
+        unit.move(State.GATHERING)
         for flat in unit.flats:
             if flat.stale:
                 by_group.setdefault(flat.owners_group, []).append((unit, flat))
@@ -215,7 +212,7 @@ def _launch_together(gather: Gatherer, units: list[Unit]) -> None:
         fulls, places = [], []
         for unit, flat in stale:
             full = gather.buffer_of(unit, flat)
-            gather.put(flat, full)
+            flat.gather.put(full)
             fulls.append(full)
             places.append(gather.progress.context("all-gather", unit.name))
         # A number made of the units: ranks that send other units together cannot match this message

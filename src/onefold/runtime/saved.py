@@ -64,13 +64,13 @@ class Handle:
         self.size, self.stride, self.dtype = t.size(), t.stride(), t.dtype
         self.offset, self.spec = offset, spec
         if stays:
-            self.unit.leases.saved += 1
-            self.unit.saved_apart += not self.unit.leases.in_use
+            self.unit.saved += 1
+            self.unit.saved_apart += not self.unit.in_use
 
     def __del__(self) -> None:
         if self.stays:
-            self.unit.leases.saved -= 1
-            if not self.unit.leases.saved or self.unit.looks_up_only:
+            self.unit.saved -= 1
+            if not self.unit.saved or self.unit.looks_up_only:
                 self.gather.maybe_release(self.unit)
 
     def read(self) -> torch.Tensor:

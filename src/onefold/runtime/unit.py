@@ -29,7 +29,7 @@ from onefold.comm import Pending
 from onefold.device import Ticket
 from onefold.layout import LOW, Dtypes, Tiers
 from onefold.layout.holders import Holders
-from onefold.runtime.flat import Entry, Flat, declared_dtype
+from onefold.runtime.flat import Entry, Flat, Kind, declared_dtype
 from onefold.runtime.units import Found, UnitSpec, keeps_dtype, rests_encoded
 
 if TYPE_CHECKING:
@@ -57,8 +57,20 @@ _ALLOWED = {
 }
 
 
-class Leases:
-    """Who holds a gathered unit, and until when.
+class Unit:
+    """One unit of an engine.
+
+    Attributes:
+        name: the dotted name of its module, "(root)" for the root; path: the same, "" for the root.
+        numel: elements of its flat buffers, alignment and padding included.
+        gathered_bytes: bytes of its buffers while it is gathered.
+        calls: its uses in forward passes with gradients since the last backward pass; set to 0 when
+            the next pass begins.
+        aside: those whose small gradient waits on the parameter for others (`Reducer._put_aside`).
+            aside_bytes: of these gradients together.
+        saved_apart: how often `saved` was ever raised while its module was not in a pass.
+
+    Who holds a gathered unit, and until when:
 
     | reason              | taken when                                          | given back when                       |
     |---------------------|-----------------------------------------------------|---------------------------------------|
@@ -66,27 +78,27 @@ class Leases:
     | (how many passes)   | recomputed                                          |                                       |
     | `borrowed`          | other code of the pass reads a parameter            | the pass ends                         |
     | `lent`              | a pass of another model reads a parameter           | that pass ends                        |
-    | `kept`              | a pass without gradients, under `keep_gathered`     | that pass ends                        |
-    | `held`              | `Gatherer.hold`: the stage of a pipeline is         | `Gatherer.let_go`                     |
-    |                     | unsharded for several micro-batches                 |                                       |
+    | `kept`              | a pass without gradients under `keep_gathered`; the | that pass ends; `Gatherer.let_go`     |
+    |                     | stage of a pipeline is unsharded for micro-batches  |                                       |
     | `awaiting_backward` | a forward pass ends that used it last               | the backward pass uses or passes it   |
     | `saved` (how many)  | autograd saves a part of its buffers                | autograd frees it                     |
     | `gradients` (which) | a backward pass begins                              | they arrive, one by one               |
-    | `recomputing`       | its forward pass is recomputed                      | the next recomputation begins         |
+    | `recomputing`       | its forward pass is recomputed (the count of        | the next recomputation begins         |
+    |                     | `Gatherer.reached` then)                            |                                       |
     | `by_hand`           | a backward pass begins, and code has kept a         | the backward pass ends                |
     |                     | parameter without saving it (runtime/forward.py)    |                                       |
 
-    `used` is no lease: whether a pass uses the unit. Until then it is only prefetched or joined, and
-    goes when the pass has gone past it. `writes` is the count of writes to its masters when
-    `awaiting_backward` was taken.
+    Two are no leases. `used`: a pass uses the unit; until then it is only prefetched or joined.
+    `unwanted`: the pass has gone past it without using it, so it goes. `writes` is the count of writes
+    to its masters when `awaiting_backward` was taken.
 
     | asked                                                   | holds it                                            |
     |---------------------------------------------------------|-----------------------------------------------------|
-    | after the forward pass of its module: `after_forward`   | `borrowed`, `lent`; then `kept`, and the last units |
+    | after the forward pass of its module                    | `borrowed`, `lent`, `kept`, and the last units      |
     | in a backward pass (`Unit.needed_in_backward`)          | `in_use`, `saved`, `gradients`; if it has frozen    |
     |                                                         | parameters, `recomputing` and `by_hand` too         |
     | at the end of a backward pass                           | `in_use`                                            |
-    | by whatever releases (`Gatherer.release`)               | `held`, until masters are written to                |
+    | by whatever releases (`Gatherer.release`)               | `kept`, until masters are written to                |
 
     A checkpointed unit in a backward pass: `gradients` (if it is trained) from the beginning;
     `in_use` and `recomputing` while it is recomputed; then `gradients` until the last one has come,
@@ -95,72 +107,17 @@ class Leases:
     (`Gatherer._sweep`).
     """
 
-    __slots__ = (
-        "awaiting_backward",
-        "borrowed",
-        "by_hand",
-        "gradients",
-        "held",
-        "in_use",
-        "kept",
-        "lent",
-        "recomputing",
-        "saved",
-        "used",
-        "writes",
-    )
-
-    def __init__(self) -> None:
-        self.in_use = self.saved = self.writes = 0
-        self.used = self.borrowed = self.lent = self.kept = self.by_hand = False
-        self.awaiting_backward = self.held = False
-        self.gradients: set[int] = set()  # numbers of entries
-        # The count of `Gatherer.reached` at that recomputation
-        self.recomputing: int | None = None
-
-    @property
-    def after_forward(self) -> bool:
-        """Whether anybody but its module holds the unit within a forward pass."""
-        return self.borrowed or self.lent
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward pass that has used the unit waits for something more of it."""
-        return bool(self.saved or self.gradients)
-
-    @property
-    def without_gradients(self) -> bool:
-        """Whether a backward pass uses the unit in a way of which gradients tell no end."""
-        return self.recomputing is not None or self.by_hand
-
-    def released(self) -> None:
-        """Give back what ends with the buffers."""
-        self.used = self.awaiting_backward = False
-        self.recomputing = None
-
-
-class Unit:
-    """One unit of an engine.
-
-    Attributes:
-        name: the dotted name of its module, "(root)" for the root; path: the same, "" for the root.
-        numel: elements of its flat buffers, alignment and padding included.
-        gathered_bytes: bytes of its buffers while it is gathered.
-        leases: who holds it while it is gathered.
-        calls: its uses in forward passes with gradients since the last backward pass; set to 0 when
-            the next pass begins.
-        aside: those whose small gradient waits on the parameter for others (`Reducer._put_aside`).
-            aside_bytes: of these gradients together.
-        saved_apart: how many leases `saved` were ever made while its module was not in a pass.
-    """
-
     def __init__(self, name: str, index: int, module: nn.Module, flats: list[Flat]) -> None:
         self.name, self.path, self.index, self.flats = name or "(root)", name, index, flats
         self.module = weakref.ref(module)
         # The backward pass of an embedding reads no parameter
         self.looks_up_only = type(module) is nn.Embedding
         self.state = State.GATHERED if self.resident else State.SHARDED
-        self.leases = Leases()
+        self.in_use = self.saved = self.writes = 0
+        self.used = self.unwanted = self.borrowed = self.lent = self.by_hand = False
+        self.kept = self.awaiting_backward = False
+        self.gradients: set[int] = set()  # numbers of entries
+        self.recomputing: int | None = None
         self.calls = self.saved_apart = 0
         self.aside: list[Entry] = []
         self.aside_bytes = 0
@@ -186,43 +143,36 @@ class Unit:
         return sum(flat.layout.numel for flat in self.flats)
 
     @property
-    def awaited(self) -> frozenset[int]:
+    def awaited(self) -> set[int]:
         """The numbers of the entries that are trainable and reduced."""
-        return (
-            self.flats[0].awaited
-            if len(self.flats) == 1
-            else frozenset().union(*(flat.awaited for flat in self.flats))
-        )
+        return set[int]().union(*[flat.awaited for flat in self.flats])
 
     @property
     def entries(self) -> list[Entry]:
         return [e for flat in self.flats for e in flat.entries]
 
     @property
-    def holds_frozen(self) -> bool:
-        """Whether some of its parameters get no gradient. A gradient would tell when they are no
-        longer needed.
-        """
-        return any(e.flat.unsharded or not e.active for e in self.entries)
-
-    @property
     def needed_in_backward(self) -> bool:
         """Whether the backward pass under way, which has used the unit, still needs its buffers."""
-        if self.leases.in_use:
+        if self.in_use:
             return True
         if self.looks_up_only:
             return False
-        return self.leases.in_backward or (self.leases.without_gradients and self.holds_frozen)
+        if self.saved or self.gradients:
+            return True
+        # A gradient that never comes would tell that a frozen parameter is no longer needed
+        return (self.recomputing is not None or self.by_hand) and any(
+            e.flat.unsharded or not e.active for e in self.entries
+        )
 
     def encloses(self, other: Unit) -> bool:
         """Whether the other unit's module lies inside this one's."""
         return self is not other and (self.path == "" or other.path.startswith(self.path + "."))
 
-    def move(self, state: State, step: int) -> None:
+    def move(self, state: State) -> None:
         if (self.state, state) not in _ALLOWED:
             raise AssertionError(
-                f"unit {self.name!r} cannot go from {self.state.value} to {state.value} (step"
-                f" {step})"
+                f"unit {self.name!r} cannot go from {self.state.value} to {state.value}"
             )
         self.state = state
 
@@ -248,7 +198,7 @@ def bind(
     recipe, more = resources.recipe, itertools.count(8 * len(specs) + 1)
     units = []
     for index, spec in enumerate(specs):
-        kinds: dict[tuple[Dtypes, bool, bool, Holders], list[Found]] = {}
+        kinds: dict[Kind, list[Found]] = {}
         for found in spec.found:
             dtype, trainable = declared_dtype(found.param), found.param.requires_grad
             dtypes = Dtypes.of(dtype, trainable, recipe, keeps_dtype(found))
@@ -256,15 +206,14 @@ def bind(
             if wire is not None and trainable and dtype in LOW and recipe.gradients.wire is None:
                 dtypes = dataclasses.replace(dtypes, wire=wire)
             held_by = holders if found.box is None else found.box.kind.holders
-            kind = dtypes, trainable, rests_encoded(found, recipe), held_by
-            kinds.setdefault(kind, []).append(found)
+            encoded = rests_encoded(found, recipe)
+            kinds.setdefault(Kind(dtypes, trainable, encoded, held_by), []).append(found)
         flats = []
-        for i, ((dtypes, trainable, encoded, held_by), of_kind) in enumerate(kinds.items()):
+        for i, (kind, of_kind) in enumerate(kinds.items()):
             number = 8 * index + i if i < 8 else next(more)
-            tiers = Tiers.of(trainable, recipe) if index in offloaded and not encoded else None
+            tiered = index in offloaded and not kind.encoded
+            tiers = Tiers.of(kind.trainable, recipe) if tiered else None
             name = spec.name or "(root)"
-            flats.append(
-                Flat(name, of_kind, dtypes, number, resources, engine, held_by, tiers, encoded)
-            )
+            flats.append(Flat(name, of_kind, kind, number, resources, engine, tiers))
         units.append(Unit(spec.name, index, spec.module, flats))
     return units

@@ -112,7 +112,7 @@ def _lend(engine: OwningEngine, entry: Any) -> torch.Tensor:
     unit = engine.begin_outside(entry)
     if all(u is not unit for _, u in here.lent):
         here.lent.append((engine, unit))
-        unit.leases.lent = True
+        unit.lent = True
     engine.gather.gather_alone(unit)
     whole: torch.Tensor = entry.compute
     return whole
@@ -122,7 +122,7 @@ def take_back() -> None:
     """Release the units that are lent. Called when this thread's outermost forward pass ends."""
     while here.lent:
         engine, unit = here.lent.pop()
-        unit.leases.lent = False
+        unit.lent = False
         if not engine.progress.closed and not unit.resident and not unit.ungathered:
             engine.gather.release(unit)
 

@@ -455,17 +455,16 @@ def fetch(params: Iterable[nn.Parameter]) -> None:
 # and released in each pass as usual.
 
 
-def fitting(engine: Engine, limit: int | None) -> frozenset[int]:
-    """Return the indices of the units that stay gathered: those that fit under `limit` bytes, taken
-    in the agreed order of the forward pass, which is the same on every rank.
+def fitting(engine: Engine, limit: int | None) -> set[Unit]:
+    """Return the units that stay gathered: those that fit under `limit` bytes, taken in the agreed
+    order of the forward pass, which is the same on every rank.
     """
-    chosen, left = [], limit
-    for index in engine.schedule.forward:
-        nbytes = engine.units[index].gathered_bytes
-        if left is None or nbytes <= left:
-            chosen.append(index)
-            left = None if left is None else left - nbytes
-    return frozenset(chosen)
+    chosen, left = set(), limit
+    for unit in engine.gather.forward.units:
+        if left is None or unit.gathered_bytes <= left:
+            chosen.add(unit)
+            left = None if left is None else left - unit.gathered_bytes
+    return chosen
 
 
 @contextlib.contextmanager
@@ -480,22 +479,21 @@ def keep_gathered(engine: Engine, limit: int | None) -> Iterator[None]:
         raise RuntimeError(
             "keep_gathered was entered inside a pass of the model; enter it outside."
         )
-    if gather.kept_gathered:
+    if gather.kept and not gather.holding:
         raise RuntimeError(
             "keep_gathered was entered inside keep_gathered of the same model; leave the outer one"
             " first."
         )
-    gather.kept_gathered = fitting(engine, limit)
+    gather.keep(fitting(engine, limit), holding=False)
     try:
         with disable_torch_function(), torch.no_grad():
             engine.transfers.check()
             engine.copies.look_for_writes()
             gather.gather_kept()
-            for index in gather.kept_gathered:
-                gather.wait(engine.units[index])
+            for unit in gather.kept:
+                gather.wait(unit)
         yield
     finally:
         if not engine.closed:
             with disable_torch_function():
-                gather.release_kept()
-            gather.kept_gathered = frozenset()
+                gather.let_go()
