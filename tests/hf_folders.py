@@ -51,7 +51,7 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any], torch.dtype, str]] = {
 }  # fmt: skip
 JOB: dict[str, Any] = {
     "tokenizer": "bytes", "seq": 32, "steps": 2, "eval_every": 0, "lr": 1e-3, "micro_batch": 2,
-    "global_batch": 4, "device": "cpu", "sample_tokens": 3, "precision": "fp32",
+    "global_batch": 4, "device": "cpu", "precision": "fp32",
 }  # fmt: skip
 
 

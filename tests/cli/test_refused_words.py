@@ -33,6 +33,8 @@ ROWS = [
     ("train --optimizer-options eps=1e400", "eps=1e400: expected a finite number"),
     (BYTES + " --offload-optimizer nvme --nvme absent", "--nvme absent: there is no such folder"),
     (BYTES + " --offload-optimizer cpu --offload-param cpu --stage 2", "use stage 3"),
+    ("train --save-before=170m", "--save-before any more: let the scheduler send SIGUSR1"),
+    ("train --pp 2", "has no --pp any more: write a loop with onefold.parallel.PipelineStage"),
     ("plan ''", "an argument " + EMPTY),
     ("plan", "one of the two"),
     ("plan --params 7B --machines ''", "--machines " + EMPTY),

@@ -28,10 +28,9 @@ from hf_folders import (
     saved,
 )
 from onefold.models import build as models
-from onefold.train import results
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
-from onefold.train.results import export, sample
+from onefold.train.results import export
 from onefold.wording import TrainError
 from ranks import run_ranks
 from started_runs import alone, this_rank
@@ -66,7 +65,7 @@ def both_ways(root: Path, names: list[str], stages: list[str]) -> list[str]:
     for name in names:
         expected: Any = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32)
         for stage in stages:
-            losses, texts = [], []
+            losses = []
             for way in (contextlib.nullcontext, whole_instead):
                 said: list[str] = []
                 with way():
@@ -85,15 +84,12 @@ def both_ways(root: Path, names: list[str], stages: list[str]) -> list[str]:
                     wrong.append("another generation configuration")
                 if model.name_or_path != str(root / name):
                     wrong.append(f"name_or_path {model.name_or_path}")
-                texts.append(sample(run))
-                with patch.object(results, "SPARE_TO_HOLD", 1 << 60):  # unit by unit
-                    texts.append(sample(run))
                 losses.append(trained(run))
                 if streamed:
                     export(run, root / "out" / f"{name}-{stage}")
                 problems += [f"{name}, stage {stage}, {way.__name__}: {w}" for w in wrong]
-            if losses[0] != losses[1] or len(set(texts)) > 1:
-                problems.append(f"{name}, stage {stage}: {losses}, {texts}")
+            if losses[0] != losses[1]:
+                problems.append(f"{name}, stage {stage}: {losses}")
     return problems
 
 

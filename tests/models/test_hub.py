@@ -114,7 +114,7 @@ def test_a_model_of_the_hub_is_downloaded_once_and_then_read_from_the_cache(
     folder = saved(tmp_path, "files")  # in bf16, in several files
     (folder / "pytorch_model.bin").write_bytes(b"the same weights in another form")
     (tmp_path / "text.txt").write_text("some words of a text. " * 60)
-    job = {**JOB, "steps": 1, "sample_tokens": 0, "data": "text.txt", "model": "tiny/llama"}
+    job = {**JOB, "steps": 1, "data": "text.txt", "model": "tiny/llama"}
     del job["precision"]
     with hub(folder) as (address, asked):
         code, out, err = command(

@@ -56,7 +56,7 @@ def start(config: Any, ranks: Ranks) -> tuple[Run, Keeper]:
     run = prepare(config, ranks, lambda line: None, point)
     if point is not None:
         checkpoints.load(run, point)
-    return run, Keeper(run, Path(config.output), Reporter(), 0.0)
+    return run, Keeper(run, Path(config.output), Reporter())
 
 
 def losses_of(run: Run, keeper: Keeper, most: int = 1000) -> list[float]:

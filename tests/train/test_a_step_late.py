@@ -138,7 +138,7 @@ def start(
     run = prepare(config, ranks or Ranks(0, 1, 0, 1, where, "gloo", None), lambda line: None, point)
     if point is not None:
         checkpoints.load(run, point)
-    return run, Keeper(run, folder / device, Reporter(), begun=0.0)
+    return run, Keeper(run, folder / device, Reporter())
 
 
 def break_at(run: Run, batch: int, fault: str, micro_batch: int = 0, rank: int = 0) -> None:
@@ -163,9 +163,6 @@ class Told:
             asked.append(0)
             return Stop.PREEMPT if len(asked) - 1 == stop_in else Stop.NONE
 
-        def forget(step: int) -> None:
-            self.rows[:] = [row for row in self.rows if row["step"] <= step]
-
         try:
             self.done = train(
                 run,
@@ -173,7 +170,6 @@ class Told:
                 self.rows.append,
                 keeper=keeper,
                 alert=self.said.append,
-                forget=forget,
             )
         except TrainError as error:
             self.error = str(error)
@@ -184,7 +180,6 @@ class Told:
         }
         states = run.optimizer.state_dict()["state"].values()
         self.counts = {float(state["step"]) for state in states}
-        self.skipped = run.order.skipped
 
     def unlike(self, other: Told, again: bool = False) -> list[str]:
         """What is not as in `other`, to the bit. `again`: passes were made again, whose bytes
@@ -195,7 +190,7 @@ class Told:
             [{key: row.get(key) for key in keys} for row in told.rows] for told in (self, other)
         )
         found = [f"{a} for {b}" for a, b in zip(mine, its, strict=False) if a != b]
-        for name in ("said", "error", "counts", "skipped"):
+        for name in ("said", "error", "counts"):
             if getattr(self, name) != getattr(other, name):
                 found.append(f"{name}: {getattr(self, name)!r} for {getattr(other, name)!r}")
         found += [f"{len(mine)} rows for {len(its)}"] if len(mine) != len(its) else []

@@ -19,7 +19,7 @@ from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import prepare
 from onefold.train.report import Reporter, describe
-from onefold.train.results import export, sample
+from onefold.train.results import export
 from onefold.wording import TrainError
 from ranks import run_ranks
 
@@ -43,7 +43,7 @@ def started(folder: str, output: str, **options: Any) -> dict[str, Any]:
     ranks = Ranks(rank, world, rank, world, torch.device("cpu"), "gloo", dist.group.WORLD)
     given = {
         "model": LLAMA, "tokenizer": "bytes", "data": f"{folder}/text.txt", "seq": 32, "steps": STEPS, "global_batch": 8,
-        "micro_batch": 1, "lr": 1e-2, "eval_every": STEPS, "eval_samples": 6, "sample_tokens": 0, "async_save": False,
+        "micro_batch": 1, "lr": 1e-2, "eval_every": STEPS, "eval_samples": 6, "async_save": False,
         "output": f"{folder}/{output}",
     }  # fmt: skip
     config = resolve({**given, **options})
@@ -51,16 +51,14 @@ def started(folder: str, output: str, **options: Any) -> dict[str, Any]:
     run = prepare(config, ranks, lambda line: None, point)
     notes = checkpoints.load(run, point) if point is not None else []
     rows: list[Row] = []
-    with closing(Keeper(run, Path(config.output or ""), Reporter(), begun=0.0)) as keeper:
+    with closing(Keeper(run, Path(config.output or ""), Reporter())) as keeper:
         train(run, lambda: 0, rows.append, keeper=keeper)
-    text = sample(run)
     export(run, Path(config.output or "") / "model")
     return {
         "losses": [row["loss"] for row in rows],
         "norms": [row["grad_norm"] for row in rows],
         "held out": [row["eval_loss"] for row in rows if "eval_loss" in row],
         "tokens": [row["tokens"] for row in rows],
-        "text": text,
         "notes": notes,
         "plan": describe(run),
         "random": torch.rand(1).item(),
@@ -96,13 +94,12 @@ def test_tensor_parallel_runs_have_the_losses_of_data_parallel_ones_and_resume_a
     saving = {"save_every": 2, "keep": 9}
     at = f"{tmp_path}/{{}}/checkpoints/step-00000002"
     runs: dict[str, dict[str, Any]] = {
-        "plain": {**saving, "stage": "2", "sample_tokens": 3},
+        "plain": {**saving, "stage": "2"},
         "tp": {
             **saving,
             "stage": "3",
             "tp": 2,
             "activation_checkpointing": "full",
-            "sample_tokens": 3,
         },
         "tp as plain": {"stage": "1", "resume": at.format("tp")},
         "plain as tp": {"stage": "auto", "tp": 2, "resume": at.format("plain"), "micro_batch": 2},
@@ -114,7 +111,6 @@ def test_tensor_parallel_runs_have_the_losses_of_data_parallel_ones_and_resume_a
         same(ranks["tp as plain"], ranks["plain"], 2)
         same(ranks["plain as tp"], ranks["plain"], 2)
     assert first["tp"]["tokens"] == first["plain"]["tokens"] == [8 * 32] * STEPS
-    assert isinstance(first["tp"]["text"], str) and first["tp"]["text"] == first["plain"]["text"]
     (said,) = [note for note in first["plain as tp"]["notes"] if "have changed" in note]
     assert "--tp 1 -> 2" in said
     # Ranks that divide the layers draw the same dropout, others another, also after a resume
@@ -141,7 +137,7 @@ def test_runs_with_divided_experts_have_the_losses_of_data_parallel_ones(tmp_pat
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
-    given = {"model": f"{tmp_path}/moe", "sample_tokens": 0, "precision": "fp32"}
+    given = {"model": f"{tmp_path}/moe", "precision": "fp32"}
     at = f"{tmp_path}/ep/checkpoints/step-00000002"
     runs: dict[str, dict[str, Any]] = {
         "plain": {**given, "stage": "3"},

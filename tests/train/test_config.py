@@ -59,7 +59,7 @@ def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
         ("seed: " + "9" * 5000, "Exceeds the limit (4300 digits)"),
         ("lr: 0x" + "f" * 5000, "--lr with this number: "),
         ("a: " + "[" * 5000, "is nested too deeply."),
-        ('prompt: "\\ud800"', "--prompt '\\ud800': input should be a valid string"),
+        ('rdzv_id: "\\ud800"', "--rdzv-id '\\ud800': input should be a valid string"),
     ],
 )
 def test_what_cannot_be_is_told_with_its_key(tmp_path: Path, text: str, message: str) -> None:

@@ -133,6 +133,17 @@ def test_ranks_of_tensor_and_expert_parallelism_learn_together(stage: int) -> No
     assert len(losses) == 4 and losses[-1] < losses[0] and min(norms) > 0, lines
 
 
+def test_a_pipeline_that_goes_on_learns_as_one_that_never_stopped(tmp_path: Path) -> None:
+    whole = forked("pipeline.py", str(tmp_path / "whole"), "--steps=6").splitlines()
+    first, rest = (
+        forked("pipeline.py", str(tmp_path / "parts"), f"--steps={steps}").splitlines()
+        for steps in (3, 6)
+    )
+    assert [*first, *rest] == whole and len(first) == 3
+    losses = [float(line.split("loss ")[1]) for line in whole]
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("cp", "attention", "stage"), [(2, "gathered", 1), (4, "ulysses", 3)])
 def test_ranks_with_parts_of_each_sample_learn_together(

@@ -114,7 +114,7 @@ def test_a_run_goes_on_with_its_optimizers_states_and_not_with_anothers(tmp_path
         run = prepare(config, alone(), lambda line: None, point)
         if point is not None:
             checkpoints.load(run, point)
-        return run, Keeper(run, tmp_path / "cut", Reporter(), 0.0)
+        return run, Keeper(run, tmp_path / "cut", Reporter())
 
     found: list[float] = []
     for most in (3, 6):
@@ -139,7 +139,7 @@ def rows_with_muon(job: dict[str, Any], most: int) -> tuple[list[Any], dict[str,
     run = prepare(config, ranks, lambda line: None, point)
     if point is not None:
         checkpoints.load(run, point)
-    keeper = Keeper(run, Path(job["output"]), Reporter(), 0.0)
+    keeper = Keeper(run, Path(job["output"]), Reporter())
     rows: list[Any] = []
     train(run, lambda: Stop.INTERRUPT * (len(rows) >= most), rows.append, keeper=keeper)
     keeper.close()

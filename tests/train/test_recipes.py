@@ -125,7 +125,7 @@ def small(recipe: Recipe, model: Path, text: Path, ranks: int) -> dict[str, Any]
         **taken,
         "model": str(model), "data": str(text), "tokenizer": "bytes", "output": "unused",
         "device": "cpu", "seq": 32, "global_batch": 2 * micro * ranks, "steps": 4, "lr": 3e-2,
-        "eval_every": 0, "sample_tokens": 0, "precision": "bf16",
+        "eval_every": 0, "precision": "bf16",
         # Eight machines of eight: here two of two
         **({"group": 2} if ranks == 4 else {}),
     }  # fmt: skip

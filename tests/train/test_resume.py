@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.data.order import DataOrder
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
 from onefold.train import checkpoints
@@ -85,19 +84,13 @@ def start(text: str, output: Path, **options: Any) -> tuple[Run, Keeper]:
     run = prepare(config, ALONE, lambda line: None, point)
     if point is not None:
         checkpoints.load(run, point)
-    return run, Keeper(run, output, Reporter(), begun=0.0)
+    return run, Keeper(run, output, Reporter())
 
 
 def drive(run: Run, keeper: Keeper, asked: Callable[[int], int] = lambda done: 0) -> list[Row]:
     """Train; `asked` says after how many rows of this start what was asked."""
     rows: list[Row] = []
-    train(
-        run,
-        lambda: asked(len(rows)),
-        rows.append,
-        keeper=keeper,
-        forget=lambda step: rows.__delitem__(slice(step, None)),
-    )
+    train(run, lambda: asked(len(rows)), rows.append, keeper=keeper)
     keeper.close()
     return rows
 
@@ -128,13 +121,12 @@ def test_a_stopped_and_resumed_run_has_the_losses_and_weights_of_one_that_was_no
         assert torch.equal(tensor, second[0].model.state_dict()[name]), name
 
 
-def test_ctrl_c_keeps_a_checkpoint_only_if_the_run_keeps_any(text: str, tmp_path: Path) -> None:
-    drive(*start(text, tmp_path / "none"), lambda done: Stop.INTERRUPT)
-    assert not (tmp_path / "none" / "checkpoints").exists()
-    drive(*start(text, tmp_path / "some", save_every=100), lambda done: Stop.INTERRUPT)
-    assert names(tmp_path / "some") == ["step-00000001"]
-    drive(*start(text, tmp_path / "asked"), lambda done: Stop.PREEMPT)
-    assert names(tmp_path / "asked") == ["step-00000001"]
+@pytest.mark.parametrize("asked", [Stop.INTERRUPT, Stop.PREEMPT])
+def test_a_run_that_is_asked_to_stop_saves_a_checkpoint(
+    asked: Stop, text: str, tmp_path: Path
+) -> None:
+    drive(*start(text, tmp_path / "run"), lambda done: asked)
+    assert names(tmp_path / "run") == ["step-00000001"]
 
 
 def test_the_last_step_is_saved_and_only_so_many_are_kept(text: str, tmp_path: Path) -> None:
@@ -217,8 +209,6 @@ def test_metrics_beyond_the_checkpoint_are_cut_and_the_rest_is_gone_on_with(tmp_
     with closing(Metrics(file, after=2)) as metrics:
         assert metrics.first == {"step": 1, "loss": 0.5}
         metrics.write({"resumed": True, "from_step": 2})
-        metrics.write({"step": 3, "loss": 9.0})
-        metrics.cut(2)
         metrics.write({"step": 3, "loss": 8.0})
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row.get("step", row.get("from_step")) for row in rows] == [1, 2, 2, 3] and rows[-1][
@@ -290,12 +280,3 @@ def test_the_global_batch_stays_and_the_micro_batch_follows_the_ranks() -> None:
         TrainError, match=r"24 sequences, which 5 ranks cannot share.*1, 2, 3, 4, 6, 8 ranks"
     ):
         micro_batch_that_divides(4, 24, 5)
-
-
-def test_skipped_batches_are_those_that_a_longer_way_would_have_read() -> None:
-    plain, skipping = DataOrder(100, 8, seed=3), DataOrder(100, 8, seed=3, skipped=5)
-    for step in (0, 7, 40):
-        assert skipping.at(step).tolist() == plain.at(step + 5).tolist()
-    again = DataOrder(100, 8, seed=3)
-    again.load_state_dict(skipping.state_dict())
-    assert again.skipped == 5

@@ -17,7 +17,7 @@ from onefold.processes.ranks import Ranks
 from onefold.train.config import resolve
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
-from onefold.train.results import export, sample
+from onefold.train.results import export
 from onefold.wording import TrainError
 
 #: Of ranks.SERVERS.
@@ -157,7 +157,7 @@ def test_a_factory_of_your_own_trains_and_is_saved_as_safetensors(
 ) -> None:
     run = make(text, model=f"{__name__}:build")
     rows = steps(run)
-    assert rows[-1]["loss"] < rows[0]["loss"] and sample(run) is None
+    assert rows[-1]["loss"] < rows[0]["loss"]
     assert export(run, tmp_path / "model") == "safetensors"
 
     from safetensors.torch import load_file

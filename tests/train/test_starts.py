@@ -255,8 +255,6 @@ def test_commands_say_nothing_on_their_standard_error_when_all_is_well(tmp_path:
             "32",
             "--save-every",
             "1",
-            "--sample-tokens",
-            "0",
             "--moments",
             "int8",
             "--output",

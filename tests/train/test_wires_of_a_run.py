@@ -5,7 +5,6 @@ seen in what the run leaves.
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ def ran(ranks: Ranks, options: dict[str, Any]) -> tuple[Run, list[Row], list[str
     point = checkpoints.find(config, restarted=False)
     run = prepare(config, ranks, lambda line: None, point)
     said = checkpoints.load(run, point) if point is not None else []
-    keeper = Keeper(run, folder, Reporter(), time.time())
+    keeper = Keeper(run, folder, Reporter())
     train(run, lambda: 0, rows.append, keeper=keeper)
     keeper.close()
     observe(run, folder, rows)

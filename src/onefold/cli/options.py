@@ -17,6 +17,8 @@ from typer.core import TyperCommand
 
 from onefold.recipe.core import OPTIONS
 from onefold.recipe.options import Option, choices_of
+from onefold.train.config_file import refuse_gone
+from onefold.wording import TrainError
 
 Command = typing.TypeVar("Command", bound=Callable[..., Any])
 
@@ -65,6 +67,11 @@ class _Command(TyperCommand):
                 name = word.rstrip("=") or before
                 what = name if name.startswith("--") else "an argument"
                 refuse(f"{what} is an empty text: give a value, or leave it out.", "--json" in args)
+            if ctx.info_name == "train" and word.startswith("--"):
+                try:
+                    refuse_gone(word)
+                except TrainError as error:
+                    refuse(error, "--json" in args)
         rest: list[str] = super().parse_args(ctx, args)
         for name, value in ctx.params.items():
             if isinstance(value, int | float) and not -(1 << 63) < value < 1 << 63:

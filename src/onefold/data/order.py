@@ -13,7 +13,7 @@ each part contributes its share. A small part is repeated. Of a large part, each
 selection anew. The held-out samples are ordered so that the first n have these shares, for any n.
 
 With the same B, every number of ranks reads the same samples at every step. A checkpoint stores the
-step, B, the seed, and how many global batches a rollback has skipped.
+step, B and the seed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SPLIT = 1 << 40
 #: The most samples that a part holds out; an evaluation reads fewer.
 HELD_OUT = 1 << 18
 #: The attributes of a `DataOrder` that a checkpoint stores.
-_STATE = ("samples", "global_batch", "seed", "fingerprint", "skipped")
+_STATE = ("samples", "global_batch", "seed", "fingerprint")
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,6 @@ class DataOrder:
         global_batch: number of samples that an optimizer step reads, B.
         seed: the seed; the order depends on seed and step only.
         fingerprint: fingerprint of the samples; "" if it was not computed.
-        skipped: number of global batches skipped: step s reads batch s + skipped.
         mix: the share of each part in an epoch; () to read each sample once.
     """
 
@@ -136,7 +135,6 @@ class DataOrder:
     global_batch: int
     seed: int
     fingerprint: str = ""
-    skipped: int = 0
     mix: tuple[Share, ...] = ()
     _epoch: int = field(default=-1, repr=False)
     _order: Numbers = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
@@ -152,7 +150,7 @@ class DataOrder:
         """Return the sample indices of the global batch of `step` (from 0), shape [B]. A batch may
         contain samples of two or more epochs.
         """
-        first = (step + self.skipped) * self.global_batch
+        first = step * self.global_batch
         positions = np.arange(first, first + self.global_batch, dtype=np.int64)
         epochs, offsets = positions // self.samples, positions % self.samples
         out = np.empty_like(positions)
@@ -189,7 +187,6 @@ class DataOrder:
                 f" {mine['samples']} now, or others. Use the same --data, --seq, --tokenizer and"
                 " --eval-fraction, or start another run from the exported model (--model)."
             )
-        self.skipped = int(state["skipped"])
 
     def _read(self, epoch: int, positions: Indices) -> Indices:
         """Return the samples at some positions of an epoch."""

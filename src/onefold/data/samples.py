@@ -26,7 +26,6 @@ from onefold.data.order import LARGE, AllBut, DataOrder, Indices, Numbers, Share
 from onefold.data.sources import Documents, parts_of, read_documents
 from onefold.data.text import Tokenizer
 from onefold.data.token_cache import Tokens, in_memory
-from onefold.device import CopyStream, HostBuffers
 from onefold.wording import TrainError
 
 IGNORE = -100
@@ -90,6 +89,11 @@ class Samples:
             if self.starts is not None:
                 total -= int((self.starts(row) > 0).sum())
         return total
+
+    @property
+    def count_alike(self) -> bool:
+        """Whether as many tokens count in each sample: rows of text."""
+        return self.labels is self.tokens and self.starts is None
 
     def _rows(self, indices: Indices) -> Indices:
         return indices if self.chosen is None else self.chosen[indices]
@@ -257,73 +261,6 @@ def held_out_batch(samples: Samples, indices: Indices, real: int) -> tuple[Batch
         if not real:
             batch["labels"][:1, -1:] = first.clamp(min=0)
     return batch, samples.counts(indices[:real])
-
-
-class Feed:
-    """Batches of `samples` for one device. The next batch is copied while one is computed.
-
-        computing      micro-batch 0          micro-batch 1          micro-batch 2
-        copies         [1]                    [2]                    [first of the next step]
-
-    The copies have their own stream, because the host waits for the engine's copy stream before
-    each optimizer step. On a device without streams, batches are not copied ahead.
-    """
-
-    def __init__(self, samples: Samples, device: torch.device) -> None:
-        self.samples, self.device = samples, device
-        self._copies = CopyStream(device, name="batches")
-        self._pinned = HostBuffers(device)
-        # (indices, batch, tickets of its copies)
-        self._ahead: tuple[Indices, Batch, list[Any]] | None = None
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether `send_ahead` copies anything: the device has streams."""
-        return self._copies.asynchronous
-
-    def take(self, indices: Indices) -> Batch:
-        """Return the batch of these samples, on the device if it has streams, else on the host."""
-        if not self._copies.asynchronous:
-            return self.samples.batch(indices)
-        indices_ahead, batch = self._landed()
-        # After a rollback, or if a step is read again, another batch was copied ahead
-        if not np.array_equal(indices_ahead, indices):
-            self._send(indices)
-            _, batch = self._landed()
-        return batch
-
-    def send_ahead(self, indices: Indices) -> None:
-        """Start to copy the batch for which `take` will be called next."""
-        if self._copies.asynchronous:
-            self._landed()
-            self._send(indices)
-
-    def close(self) -> None:
-        """Finish: no further batch will be taken."""
-        self._landed()
-
-    def _landed(self) -> tuple[Indices, Batch]:
-        """Return the batch that was copied ahead, after making the computing stream wait for it.
-        That wait is needed for an unwanted batch too: its memory may then be reused.
-        """
-        indices, batch, tickets = self._ahead or (np.empty(0, np.int64), {}, [])
-        self._ahead = None
-        for ticket in tickets:
-            self._copies.order(ticket)
-        return indices, batch
-
-    def _send(self, indices: Indices) -> None:
-        there: Batch = {}
-        tickets = []
-        for name, tensor in self.samples.batch(indices).items():
-            host = self._pinned.empty(tensor.numel(), tensor.dtype)
-            host.copy_(tensor.reshape(-1))
-            there[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            tickets.append(self._copies.copy(there[name].view(-1), host))
-        self._ahead = indices, there, tickets
-
-
-# -- rows of tokens on disk ------------------------------------------------------------------------
 
 
 class _Rows(Sequence[Row]):

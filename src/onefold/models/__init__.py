@@ -4,5 +4,4 @@ names      the kinds of models and where they are stored, found without torch; d
 build      the module, and recomputation and compilation of its blocks
 adapters   `--lora`
 parallel   `--tp` and `--ep`
-stages     `--pp`
 """

@@ -1,10 +1,9 @@
-"""`--tp`, `--ep` and `--pp`: divide the layers and experts of a model by transformers' own plans, and
-cut it into stages.
+"""`--tp` and `--ep`: divide the layers and experts of a model by transformers' own plans.
 
-    ranks        stages × data × tp, tp the fastest              dense mesh    (pp, dp, tp)
-    experts      divided among ep × tp ranks, each one whole     expert mesh   (pp, rest, ep × tp)
+    ranks        data × tp, tp the fastest                       dense mesh    (dp, tp)
+    experts      divided among ep × tp ranks, each one whole     expert mesh   (rest, ep × tp)
 
-    model ──► heads and experts divide? ──► parameters become DTensors, forwards are wrapped ──► `stages.cut` ──► `onefold.shard(mesh=...)`
+    model ──► heads and experts divide? ──► parameters become DTensors, forwards are wrapped ──► `onefold.shard(mesh=...)`
 
 The experts of a mixture are never cut: tensor parallelism divides them among its ranks as `--ep`
 does. So a rank holds as many bytes of experts as with cut ones, and its experts lie together in
@@ -13,44 +12,36 @@ checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from onefold.models.stages import cut
 from onefold.wording import TrainError
 
 #: The axes of the mesh that a model is sharded over. Ranks along `DATA` have different samples.
 AXES, DATA = ("dp", "tp"), "dp"
-#: The axis whose ranks have different stages of a pipeline.
-STAGES = "pp"
 
 
 def parallelize(
-    model: Any, device: torch.device, ranks: int, *, tp: int, ep: int, layers: Sequence[int] = ()
+    model: Any, device: torch.device, ranks: int, *, tp: int, ep: int
 ) -> tuple[nn.Module, DeviceMesh]:
-    """Divide a model of transformers in place, and return it with its mesh, which has `AXES`, and with a
-    pipeline `STAGES` before them. Collective.
+    """Divide a model of transformers in place, and return it with its mesh, which has `AXES`.
+    Collective.
 
     Args:
         model: with its values on every rank, or on the meta device.
         ranks: all of the run.
         tp: ranks that divide each layer.
         ep: data-parallel ranks with different experts.
-        layers: of each stage of a pipeline; none if there is no pipeline.
 
     Raises:
         TrainError: transformers has no plan for this model, or its heads or experts do not divide.
     """
-    outer = {STAGES: len(layers)} if len(layers) > 1 else {}
-    ranks //= max(1, len(layers))
 
     def mesh_of(**axes: int) -> DeviceMesh:
-        found = {**outer, **axes}
-        return init_device_mesh(device.type, tuple(found.values()), mesh_dim_names=tuple(found))
+        return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     dense = mesh_of(dp=ranks // tp, tp=tp)
     tp_plan, ep_plan = _plans(model, ranks, tp, ep) if tp > 1 or ep > 1 else ({}, {})
@@ -68,8 +59,6 @@ def parallelize(
 
         experts = mesh_of(efsdp=ranks // (ep * tp), ep=ep * tp)
         apply_expert_parallelism(model, experts["ep"], dense["tp"], ep_plan)
-    if outer:
-        cut(model, dense.get_local_rank(STAGES), layers)
     return model, dense
 
 

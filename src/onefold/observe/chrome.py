@@ -2,7 +2,7 @@
 
 Each rank is one process. Its rows are compute, optimizer and waiting, and as many rows of gathers
 and of reductions as ran at the same time. A counter shows memory by category. Times are
-microseconds from the window's start, or on torch.profiler's clock if its events are in the file.
+microseconds from the window's start.
 
 A simulated step (simulation/timeline.py) has a row of units and a row for each stream. Arrows lead
 from a collective to the wait for it.
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from onefold.observe.trace import Recording
     from onefold.simulation.timeline import Timeline
 
-#: The first process number of ranks in the file. It is far from real process ids, which
-#: torch.profiler's events carry.
+#: The first process number of ranks in the file, far from real process ids.
 FIRST_PROCESS = 10_000_000
 OTHER, BETWEEN = "other moves", "to and from host and NVMe"
 #: The rows on which moves are drawn.
@@ -73,19 +72,18 @@ class _Trace:
 
 def write(recording: Recording, path: Path) -> Path:
     """See `Recording.write_chrome`."""
-    profiler = recording.profiler_trace or {}
-    own = events(recording, _offset(recording, profiler))
-    return _write(path, {**profiler, "traceEvents": [*profiler.get("traceEvents", []), *own]})
+    return _write(path, events(recording))
 
 
 def write_simulated(timeline: Timeline, path: Path, title: str) -> Path:
     """Write a simulated step; `title` names its process. Makes the folder."""
-    return _write(path, {"traceEvents": simulated_events(timeline, title)})
+    return _write(path, simulated_events(timeline, title))
 
 
-def _write(path: Path, trace: dict[str, Any]) -> Path:
+def _write(path: Path, made: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**trace, "displayTimeUnit": "ms"}), encoding="utf-8")
+    whole = {"traceEvents": made, "displayTimeUnit": "ms"}
+    path.write_text(json.dumps(whole), encoding="utf-8")
     return path
 
 
@@ -110,19 +108,10 @@ def simulated_events(timeline: Timeline, title: str) -> list[dict[str, Any]]:
     return trace.events
 
 
-def _offset(recording: Recording, profiler: dict[str, Any]) -> float:
-    """Return the microseconds to add to a recorded time. The window then begins at 0, or is on the
-    profiler's clock if there are profiler events.
-    """
-    if not profiler:
-        return -recording.start * 1e6
-    return recording.epoch * 1e6 - profiler.get("baseTimeNanoseconds", 0) / 1e3
-
-
-def events(recording: Recording, offset: float) -> list[dict[str, Any]]:
-    """Return the window's events; `offset` in microseconds."""
+def events(recording: Recording) -> list[dict[str, Any]]:
+    """Return the window's events."""
     title = f"Onefold rank {recording.rank} of {recording.world_size}"
-    trace = _Trace(FIRST_PROCESS + recording.rank, title, offset)
+    trace = _Trace(FIRST_PROCESS + recording.rank, title, -recording.start * 1e6)
     for kind in ("compute", "optimizer"):
         if found := [w for w in recording.work if w.kind == kind]:
             row = trace.row(kind)

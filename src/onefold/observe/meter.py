@@ -256,19 +256,15 @@ class TensorBoard:
 
     def __init__(self, folder: str | Path, *, after: int | None = None) -> None:
         try:
-            self._module: Any = import_module("torch.utils.tensorboard")
+            module: Any = import_module("torch.utils.tensorboard")
         except ImportError as error:
             raise ModuleNotFoundError(
                 "writing for TensorBoard needs the package tensorboard, which is not installed: pip"
                 " install tensorboard",
                 name="tensorboard",
             ) from error
-        self._folder = str(folder)
-        self._open(after)
-
-    def _open(self, after: int | None) -> None:
         void = None if after is None else after + 1
-        self._writer: Any = self._module.SummaryWriter(self._folder, purge_step=void)
+        self._writer: Any = module.SummaryWriter(str(folder), purge_step=void)
 
     def write(self, row: Mapping[str, Any], step: int | None = None) -> None:
         """Write every number of `row` as a scalar at `step` (None takes row["step"])."""
@@ -276,11 +272,6 @@ class TensorBoard:
         for name, value in flat(row).items():
             if name != "step":
                 self._writer.add_scalar(name.replace(" ", "_"), value, at)
-
-    def cut(self, after: int) -> None:
-        """Void the scalars of steps after `after`."""
-        self.close()
-        self._open(after)
 
     def close(self) -> None:
         self._writer.close()

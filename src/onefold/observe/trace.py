@@ -6,13 +6,12 @@
     seen.peak(), seen.exposed, seen.wire()
 
 Times are `time.perf_counter` seconds of this process. On CUDA they are host times: when the host
-enqueued work and when it saw the work done. `torch_profiler=True` adds the device's own times.
+enqueued work and when it saw the work done.
 """
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -115,7 +114,6 @@ class Recording:
     activations_watched: bool = False
     truncated: bool = False
     borders: str = ""
-    profiler_trace: dict[str, Any] | None = field(default=None, repr=False, compare=False)
 
     @property
     def seconds(self) -> float:
@@ -207,7 +205,7 @@ class Recording:
         return {c: n for c, n in best.items() if n}
 
     def write_chrome(self, path: str | Path) -> Path:
-        """Write the window as Chrome trace events, with torch.profiler's events if it ran."""
+        """Write the window as Chrome trace events."""
         from onefold.observe.chrome import write
 
         return write(self, Path(path))
@@ -235,7 +233,6 @@ def record(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     activations: bool = False,
-    torch_profiler: bool = False,
     vocabulary: int | None = None,
 ) -> Iterator[Recording]:
     """Record the steps inside the `with` block. The `Recording` is complete when the block ends.
@@ -246,7 +243,6 @@ def record(
         optimizer: adds its moments to the memory, and its steps to the work.
         activations: also record what autograd keeps; see `watch_activations`, which takes
             `vocabulary`.
-        torch_profiler: run torch.profiler too; its events go into the same Chrome trace.
 
     Raises:
         ValueError: the model was not sharded.
@@ -265,7 +261,6 @@ def record(
         borders=engine.group.borders,
     )
     with contextlib.ExitStack() as stack:
-        profiler = stack.enter_context(_profiler(engine)) if torch_profiler else None
         saved = stack.enter_context(watch_activations(model, vocabulary)) if activations else None
         steps = _watch_steps(optimizer, engine, seen, stack) if optimizer is not None else None
         seen.held = engine.memory.now()
@@ -304,8 +299,6 @@ def record(
             seen.tiers = {
                 tier: held for tier, held in seen.tiers.items() if held.held or held.changes
             }
-    if profiler is not None:
-        seen.profiler_trace = _exported(profiler)
 
 
 def _keep_events(engine: Engine, wanted: bool) -> None:
@@ -384,21 +377,3 @@ def _watch_steps(
     stack.callback(first.remove)
     stack.callback(optimizer.register_step_post_hook(after).remove)
     return count
-
-
-def _profiler(engine: Engine) -> Any:
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    own = getattr(torch.profiler.ProfilerActivity, engine.device.type.upper(), None)
-    if own is not None and own not in kinds:
-        kinds.append(own)
-    return torch.profiler.profile(activities=kinds)
-
-
-def _exported(profiler: Any) -> dict[str, Any]:
-    import json
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "profiler.json"
-        profiler.export_chrome_trace(str(path))
-        exported: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return exported

@@ -99,7 +99,6 @@ def mesh_here(
     *,
     tp: int,
     ep: int,
-    pp: int = 1,
     ranks: int,
     local_ranks: int,
     free: int,
@@ -118,7 +117,7 @@ def mesh_here(
     """
     shape = model_shape(model, job.units, seq=job.seq)
     machine = _unmeasured(ranks, local_ranks, int(free * USABLE), device)
-    degrees = Degrees.on(ranks, tp=tp, ep=ep, pp=pp, sequence_parallel=False)
+    degrees = Degrees.on(ranks, tp=tp, ep=ep, sequence_parallel=False)
     check(degrees, shape, machine)
     question = MeshQuestion(shape, machine, job)
     rows = tuple(account_of(question, degrees, stage, job.checkpointing) for stage in stages)

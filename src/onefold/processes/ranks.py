@@ -114,14 +114,6 @@ class Ranks:
         )
         return found
 
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a tensor on the host to one rank, which calls `receive`."""
-        self._talk(f"rank {to}", lambda: dist.send(tensor, to, group=self.control))
-
-    def receive(self, tensor: torch.Tensor, sender: int) -> None:
-        """Fill a tensor on the host with what one rank sends."""
-        self._talk(f"rank {sender}", lambda: dist.recv(tensor, sender, group=self.control))
-
     def free_memory(self) -> int:
         """Return the free bytes of this rank's GPU; on the CPU, this rank's part of the host's."""
         if self.device.type != "cpu":

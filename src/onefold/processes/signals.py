@@ -5,9 +5,8 @@
     while ranks run         recorded by the launcher and passed on to the ranks, as below
 
     request                                     what the ranks save after the step                     exit status
-    Ctrl-C (SIGINT, or the terminal closed)     the model, and a checkpoint if the run keeps any       130 (129)
+    Ctrl-C (SIGINT, or the terminal closed)     a checkpoint                                           130 (129)
     SIGTERM, SIGUSR1 (Slurm, Kubernetes, spot)  a checkpoint, within --grace                           0
-    --save-before                               a checkpoint, in time                                  0
     any of these before the first step          nothing: there is nothing to save                      128 + signal
     Ctrl-C twice                                nothing: they end at once                              130
 
@@ -144,14 +143,13 @@ class Stop(enum.IntFlag):
     NONE = 0
     INTERRUPT = 1
     PREEMPT = 2
-    TIME = 4
 
     @property
     def reason(self) -> str:
         """The reason, for messages."""
         if self & Stop.PREEMPT:
             return "SIGTERM or SIGUSR1"
-        return "--save-before" if self & Stop.TIME else "Ctrl-C" if self else ""
+        return "Ctrl-C" if self else ""
 
 
 #: The files in the control folder by which the launcher passes requests on.
@@ -207,7 +205,7 @@ class StopSignal:
     def exit_code(self, stopped: Stop) -> int:
         """Return this rank's exit status. After Ctrl-C, the launcher turns 0 into 130 itself."""
         self._mark(f"ended-{self.local_rank}")
-        by_hand = stopped & Stop.INTERRUPT and not stopped & (Stop.PREEMPT | Stop.TIME)
+        by_hand = stopped & Stop.INTERRUPT and not stopped & Stop.PREEMPT
         return INTERRUPTED if by_hand and self.control is None else 0
 
     def speak_first(self) -> bool:

@@ -5,10 +5,9 @@
       without torch                                                                  onefold.shard, optimizers
 
     a step      loop: runs the steps   step: the parts of one   faults: bad numbers, slow ranks   memory_error: out of memory
-                pipeline: a stage of the model and its schedules, with --pp
     one machine alone: torchrun's rendezvous there, on loopback
     options     config: the options   config_file: their file
-    resuming    checkpoints: resumes from one   keeper: writes them   stage_checkpoints: of a pipeline
+    resuming    checkpoints: resumes from one   keeper: writes them
     output      output: the folder and its files   results: model and sample   report: what the user sees, what `onefold report` reads
 
 The rooms `models` and `data` load what `--model` and `--data` name. Signals, ranks and the claim on

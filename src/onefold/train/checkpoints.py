@@ -25,14 +25,12 @@ from onefold.checkpoint.folder import OF_RUN, newest_first
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import load as load_checkpoint
 from onefold.checkpoint.manifest import MANIFEST
-from onefold.checkpoint.stages import STAGES_JOINED
 from onefold.checkpoint.values import fits
 from onefold.models.names import weights_digest
 from onefold.recipe.core import NODES
 from onefold.recipe.core import OPTIONS as RECIPE_OPTIONS
 from onefold.recipe.optimizers import TRAINED
 from onefold.train.config import TrainConfig
-from onefold.train.stage_checkpoints import load_stage
 from onefold.wording import TrainError
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ OPTIONS = tuple(name for name, option in RECIPE_OPTIONS.items() if option.panel 
 #: Options that may differ between two starts of a run, although they change its numbers.
 FREE = (
     "lr", "muon_lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "beta1", "beta2", "optimizer_options", "steps", "precision",
-    "micro_batch", "tp", "ep", "pp", *OPTIONS,
+    "micro_batch", "tp", "ep", *OPTIONS,
 )  # fmt: skip
 
 
@@ -139,7 +137,7 @@ def _checkpoint_at(path: Path) -> Path:
 
 
 #: Values of the kinds that a run saves, in the state of its `DataOrder` and in `extra`.
-_ORDER = {"samples": 0, "global_batch": 0, "seed": 0, "fingerprint": "", "skipped": 0}
+_ORDER = {"samples": 0, "global_batch": 0, "seed": 0, "fingerprint": ""}
 _EXTRA = {"steps": 0, "optimizer": "", "options": {}, "wire_bytes_total": 0,
           "wire_bytes_between_total": 0, "wire_bytes_plain_total": 0}  # fmt: skip
 
@@ -201,11 +199,8 @@ def take_over(run: Run, point: Point) -> None:
             f"{point.path} holds adapters alone, around other weights than those of --model"
             f" {run.config.model} with --lora. Name the model that the run began with."
         )
-    if run.pipeline is not None:
-        load_stage(run, point.path, {**states, "data": run.order})
-    else:
-        # strict=False allows missing frozen weights only: the optimizer's groups name the trained ones
-        load_checkpoint(point.path, **states, data=run.order, strict=base is None, rng=True)
+    # strict=False allows missing frozen weights only: the optimizer's groups name the trained ones
+    load_checkpoint(point.path, **states, data=run.order, strict=base is None, rng=True)
     for group, options in zip(run.optimizer.param_groups, given, strict=True):
         # The command line's values win over the checkpoint's; each step sets the learning rate
         group.update(options)
@@ -231,8 +226,6 @@ def differences(run: Run, point: Point) -> list[str]:
     """Return, for people, how this start differs from the run that saved."""
     said = [f"going on from {point.path}, step {point.step} of {run.steps}"]
     ranks, stage = point.saved_by.get("world_size"), point.saved_by.get("stage")
-    if ranks is not None:
-        ranks *= point.saved_by.get(STAGES_JOINED, 1)
     if (ranks, stage) != (run.ranks.world_size, run.choice.stage):
         said.append(
             f"it was saved by {ranks} ranks at stage {stage}, and goes on with"

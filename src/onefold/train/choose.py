@@ -5,7 +5,7 @@ The first rank traces the model and asks the plan (`onefold.plan`); the others t
 rank uses stage 0, because there is nothing to divide. A model whose code cannot be traced is judged
 by its states alone. The plan accounts for offloaded state (plan/offloaded.py).
 
-With tensor, expert or pipeline parallelism the plan counts over axes, from the model's dimensions.
+With tensor or expert parallelism the plan counts over axes, from the model's dimensions.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ class Asked:
         job: what is trained, with all arguments of `Recipe.zero` except the stage.
         ranks, local_ranks: in all, and on this machine. free: bytes on the rank that has the least.
         device: the device's type.
-        tp, ep, pp: tensor-parallel ranks; data-parallel ranks with different experts; stages of the
-            pipeline.
+        tp, ep: tensor-parallel ranks; data-parallel ranks with different experts.
     """
 
     stage: str
@@ -82,7 +81,6 @@ class Asked:
     device: str
     tp: int = 1
     ep: int = 1
-    pp: int = 1
 
     def says(self, *panels: str) -> bool:
         """Whether an option of these panels is given. Not every stage supports those options."""
@@ -112,7 +110,7 @@ def choose(model: nn.Module, asked: Asked) -> Choice:
     Raises TrainError for a batch that does not divide, units that do not exist, or state that no
     stage can store on the tier that was asked for.
     """
-    if max(asked.tp, asked.ep, asked.pp) > 1:
+    if max(asked.tp, asked.ep) > 1:
         try:
             return _over_axes(model, asked)
         except ValueError as error:
@@ -181,11 +179,11 @@ def _over_axes(model: nn.Module, asked: Asked) -> Choice:
         counted = PLANNED[job.optimizer].rest or "sgd-momentum"
         notes.append(f"over axes states of {job.optimizer} are counted as {counted} has them")
         job = replace(job, optimizer=counted)
-    count = asked.ranks // (asked.tp * asked.pp)
-    axes = {"tp": asked.tp, "ep": asked.ep, "pp": asked.pp}
+    count = asked.ranks // asked.tp
+    axes = {"tp": asked.tp, "ep": asked.ep}
 
     def rows(samples: int) -> tuple[MeshAccount, ...]:
-        batch = job.global_batch or samples * count * asked.pp
+        batch = job.global_batch or samples * count
         return mesh_here(
             model, replace(job, micro_batch=samples, global_batch=batch), **axes,
             ranks=asked.ranks, local_ranks=asked.local_ranks, free=asked.free, device=asked.device, stages=stages,
@@ -214,8 +212,6 @@ def _over_axes(model: nn.Module, asked: Asked) -> Choice:
         reason = (
             f"stage {chosen.zero}, the lowest that fits on {chosen.degrees}: its peak takes {peak}"
         )
-    if asked.pp > 1:
-        reason += f"; the ranks wait {chosen.bubble:.0%} of a step for the pipeline"
     if asked.says(TIERS, NODES):
         notes.append("over axes the plan does not count groups, codecs and state off the device")
     flops = transformer_flops_per_token(shape.active_numel, shape.transformer, job.seq)

@@ -79,12 +79,6 @@ def _endpoint(value: str) -> str:
     return value
 
 
-def _slow_factor(value: float) -> float:
-    if 0 < value <= 1:
-        raise ValueError("expected more than 1, such as 1.5, or 0 for no alert")
-    return value
-
-
 Count = Annotated[int, Field(ge=1, le=MOST)]
 CountFrom0 = Annotated[int, Field(ge=0, le=MOST)]
 Above0 = Annotated[float, Field(gt=0)]
@@ -95,7 +89,6 @@ Duration = Annotated[str, AfterValidator(_duration)]
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
 Nodes = Annotated[str, BeforeValidator(_nodes)]
 OptimizerOptions = Annotated[dict[str, Any] | None, BeforeValidator(optimizers.read_options)]
-SlowFactor = Annotated[float, Field(ge=0), AfterValidator(_slow_factor)]
 
 
 if TYPE_CHECKING:
@@ -220,8 +213,6 @@ class TrainConfig(_RecipeOptions):
     """Tensor-parallel ranks that divide each layer, by transformers' plan for the model."""
     ep: Count = 1
     """Data-parallel ranks with different experts; each expert is whole on a rank."""
-    pp: Count = 1
-    """Stages of a pipeline, each with a part of the layers."""
 
     # memory and speed of the computation
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -239,17 +230,12 @@ class TrainConfig(_RecipeOptions):
     resume: str = "none"
     """auto (the newest whole checkpoint of --output, else from the beginning), none, or a
     checkpoint or a folder of them."""
-    save_before: Duration | None = None
-    """Save and end with status 0 before this time since the start, such as 170m."""
     grace: Duration = "30s"
     """Time after SIGTERM or SIGUSR1 to finish the step and save."""
-    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """Where loss or gradients are not finite: end the run, leave the step out, or go back to the
-    last checkpoint."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """Where loss or gradients are not finite: end the run, or leave the step out."""
     nonfinite_limit: Count = 5
-    """End the run after this many such steps in a row, even with skip or rollback."""
-    slow_factor: SlowFactor = 1.5
-    """Name a rank that computes this many times as long as the others; 0 never does."""
+    """End the run after this many such steps in a row, even with skip."""
 
     # what torchrun is asked for, where this command starts it
     max_restarts: CountFrom0 = 0
@@ -274,17 +260,11 @@ class TrainConfig(_RecipeOptions):
     """Share of the data that is held out, 262,144 samples at most."""
     eval_samples: Count = 16
     """Held-out sequences a measurement reads, at most."""
-    prompt: str | None = None
-    """What the text sample before and after training continues."""
-    sample_tokens: CountFrom0 = 40
-    """Length of that sample; 0 makes none."""
     tensorboard: bool = False
     """Also write every figure for TensorBoard, into the output folder."""
     trace: str | None = None
     """Steps to trace, one or FROM:TO, counted from 1: trace-rankN.json in the output folder, for
     Perfetto."""
-    torch_profiler: bool = False
-    """Put torch.profiler's events into that trace too."""
     log_every: Count = 1
     """Steps between printed lines where there is no terminal."""
     json_lines: bool = Field(False, alias="json")
@@ -319,11 +299,6 @@ class TrainConfig(_RecipeOptions):
                 "resume auto looks for checkpoints in the output folder, and none is named; add"
                 " --output FOLDER."
             )
-        if self.on_nonfinite == "rollback" and self.save_every is None:
-            raise ValueError(
-                "on_nonfinite rollback goes back to a checkpoint, and none is written; add"
-                " --save-every N."
-            )
         looks_at_all_gradients = (
             (self.clip > 0, f"--clip {self.clip:g}", "--clip 0"),
             (self.precision == "fp16", "--precision fp16", "--precision bf16"),
@@ -356,11 +331,6 @@ class TrainConfig(_RecipeOptions):
         given = (
             (self.lora is not None, f"--lora {self.lora}", "adapters need whole layers"),
             (self.compile, "--compile", "torch's compiler fails on redistributed inputs"),
-            (
-                self.pp > 1 and self.step_in_backward,
-                "--step-in-backward",
-                "a stage reduces gradients after the backward passes of all micro-batches",
-            ),
         )
         for there, option, why in given:
             if axes and there:
@@ -369,7 +339,7 @@ class TrainConfig(_RecipeOptions):
     @property
     def axes(self) -> str:
         """The axes beside data, as on the command line; "" if there are none."""
-        sizes = {name: getattr(self, name) for name in ("tp", "ep", "pp")}
+        sizes = {name: getattr(self, name) for name in ("tp", "ep")}
         return " ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
 
     def recipe(self, stage: int) -> Recipe:

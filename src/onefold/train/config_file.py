@@ -9,6 +9,23 @@ from typing import Any
 
 from onefold.wording import TrainError, did_you_mean
 
+#: Options that `onefold train` has no longer, and what to do instead.
+GONE = {
+    "prompt": "generate with the model in OUTPUT/model",
+    "sample_tokens": "leave it out: a run makes no samples of text",
+    "save_before": "let the scheduler send SIGUSR1 or SIGTERM, and give the run --grace",
+    "slow_factor": "leave it out: `slowest` in the metrics is the slowest rank of a step",
+    "torch_profiler": "use torch.profiler in a loop of your own",
+    "pp": "write a loop with onefold.parallel.PipelineStage, as examples/pipeline.py does",
+}
+
+
+def refuse_gone(name: str) -> None:
+    """Raise TrainError for an option that is gone, of a file or of the command line."""
+    key = name.removeprefix("--").partition("=")[0].replace("-", "_")
+    if key in GONE:
+        raise TrainError(f"onefold train has no {name.partition('=')[0]} any more: {GONE[key]}.")
+
 
 def read_config_file(path: str | Path, known: Collection[str]) -> dict[str, Any]:
     """Read a YAML or TOML file into {key: value}.
@@ -36,6 +53,7 @@ def read_config_file(path: str | Path, known: Collection[str]) -> dict[str, Any]
         )
     for key in values:
         if (name := str(key).replace("-", "_")) not in known:
+            refuse_gone(name)
             raise TrainError(
                 f"--config {path} has the unknown key {key!r}. {did_you_mean(name, known)}"
             )

@@ -84,19 +84,15 @@ def check_lora(config: TrainConfig) -> None:
 
 
 def data_ranks(config: TrainConfig, ranks: int) -> int:
-    """Return how many of the ranks compute with different samples. Raises TrainError if --pp and --tp
-    do not divide the ranks, or --ep these.
+    """Return how many of the ranks compute with different samples. Raises TrainError if --tp does
+    not divide the ranks, or --ep these.
     """
-    for name in ("pp", "tp"):
-        degree = getattr(config, name)
-        if ranks % degree:
-            each = " of each stage" if name == "tp" and config.pp > 1 else ""
-            raise TrainError(
-                f"--{name} {degree} does not divide {ranks} ranks{each}: use {_divisors(ranks)}, or"
-                " another number of ranks."
-            )
-        ranks //= degree
-    found = ranks
+    if ranks % config.tp:
+        raise TrainError(
+            f"--tp {config.tp} does not divide {ranks} ranks: use {_divisors(ranks)}, or another"
+            " number of ranks."
+        )
+    found = ranks // config.tp
     if found % config.ep:
         raise TrainError(
             f"--ep {config.ep} does not divide the {found} data-parallel ranks: use"

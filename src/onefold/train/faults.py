@@ -1,19 +1,14 @@
-"""Faults in a step: numbers that are not finite, and a slow rank.
+"""Faults in a step: numbers that are not finite.
 
-    NonFinite.judge      is the step's update applied or skipped, or does the run go back to a checkpoint?
+    NonFinite.judge      is the step's update applied or skipped?
     locate               in which unit, on which rank did numbers first go bad?
-    Pace.look            which rank is slower than the others?
 
 | --on-nonfinite | what happens                                                                     | the run ends               |
 |----------------|----------------------------------------------------------------------------------|----------------------------|
 | stop           |                                                                                  | at the first bad step      |
 | skip           | the step's samples are skipped, the weights stay                                 | at the `limit`-th in a row |
-| rollback       | the last checkpoint is loaded; the run continues after the bad step's samples    | at the `limit`-th in a row |
 
-The update of a non-finite step is never applied. After a rollback, the run does not read the
-samples between the checkpoint and the bad step again. They would repeat the same steps bit for bit,
-and lead to the same bad step or the next one. The second bad step in a row goes back to the
-checkpoint before, and so on.
+The update of a non-finite step is never applied.
 
 In fp16 the loss scaler handles gradients that overflow: it skips the step and lowers the scale, up
 to `SCALER_LIMIT` times in a row. A non-finite loss has nothing to do with the scale, and is handled
@@ -31,26 +26,13 @@ names the culprit:
 
 The backward pass must be searched in backward order. Every unit before the culprit has bad
 gradients too, so the first unit in forward order would always be the embedding.
-
-[Note: an alert does not flap] Every rank's step takes as long as the slowest rank's. `Pace`
-therefore compares the time that each rank computes without waiting. Near the limit, noise crosses
-the limit again and again, and on a busy machine a different rank is slow each time.
-
-    none named ── above `factor` for a while ──► named ── well below `factor` for WINDOW steps in a row ──► none named
-
-A named rank stays the named one until it keeps up, even if another rank becomes slow. "A while" is
-one look for the first alert and WINDOW looks for the second; then it doubles with each alert. A run
-of n steps thus has about log n alerts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
-import statistics
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,16 +50,6 @@ from onefold.wording import TrainError
 
 #: Overflows in a row that end the run. 40 halvings bring a loss scale of 65536 to almost nothing.
 SCALER_LIMIT = 40
-#: Steps that `Pace` takes the median of, so that one hiccup does not make a slow rank.
-WINDOW = 20
-#: Seconds of lag per step below which no rank counts as slow.
-FLOOR = 0.005
-
-
-class Verdict(enum.Enum):
-    APPLY = "apply"
-    SKIP = "skip"
-    ROLLBACK = "rollback"
 
 
 @dataclass
@@ -91,7 +63,6 @@ class NonFinite:
     total: int = 0
     in_a_row: int = 0
     _scaler_in_a_row: int = 0
-    _worst: int = -1
 
     def judge(
         self,
@@ -100,8 +71,8 @@ class NonFinite:
         norm: float,
         where: Callable[[], str],
         scale: float | None = None,
-    ) -> Verdict:
-        """Decide what to do with a step (from 0) of this loss and gradient norm.
+    ) -> bool:
+        """Decide whether the update of a step (from 0) of this loss and gradient norm is applied.
         Collective if they are not finite.
 
         Args:
@@ -122,30 +93,25 @@ class NonFinite:
                     f" step {step + 1}; the loss scale is {scale:g}. Use --precision bf16 or fp32,"
                     " or a lower --lr."
                 )
-            if fine and step > self._worst:
+            if fine:
                 self.in_a_row = 0
-            return Verdict.APPLY
+            return True
         self.total += 1
         self.in_a_row += 1
-        self._worst = max(self._worst, step)
         what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
         text = f"the {what} at step {step + 1} is {value}; {where()}."
         if config.on_nonfinite == "stop":
             raise TrainError(
-                f"{text} Try a lower --lr, a longer --warmup, or --clip; --on-nonfinite skip or"
-                " rollback goes on without the step."
+                f"{text} Try a lower --lr, a longer --warmup, or --clip; --on-nonfinite skip goes on"
+                " without the step."
             )
         if self.in_a_row >= config.nonfinite_limit:
             raise TrainError(
                 f"{text} That makes {self.in_a_row} such steps in a row (--nonfinite-limit) with"
-                f" --on-nonfinite {config.on_nonfinite}. Try a lower --lr, a longer --warmup, or"
-                " --clip."
+                " --on-nonfinite skip. Try a lower --lr, a longer --warmup, or --clip."
             )
-        if config.on_nonfinite == "skip":
-            self.alert(f"{text} The step is left out.")
-            return Verdict.SKIP
-        self.alert(f"{text} Going back to the last checkpoint.")
-        return Verdict.ROLLBACK
+        self.alert(f"{text} The step is left out.")
+        return False
 
 
 @dataclass(frozen=True, order=True)
@@ -153,14 +119,13 @@ class Location:
     """Where a number first was not finite. Locations sort by time.
 
     Attributes:
-        micro_batch: from 0. backward: in the backward pass. stage: of a pipeline, in the order of
-            the pass. turn: how many units' inputs and outputs were checked before.
+        micro_batch: from 0. backward: in the backward pass. turn: how many units' inputs and outputs
+            were checked before.
         what: "the output", "a gradient in the backward pass", ...
     """
 
     micro_batch: int
     backward: bool
-    stage: int
     turn: int
     rank: int
     unit: str
@@ -179,7 +144,6 @@ class NonFiniteHooks:
 
     engine: Engine
     rank: int
-    stage: int = 0
     found: Location | None = None
     micro_batch: int = 0
     turn: int = 0
@@ -207,11 +171,7 @@ class NonFiniteHooks:
 
     def _bad(self, unit: str, what: str, backward: bool) -> None:
         if self.found is None:
-            # A backward pass comes to the last stage first
-            stage = -self.stage if backward else self.stage
-            self.found = Location(
-                self.micro_batch, backward, stage, self.turn, self.rank, unit, what
-            )
+            self.found = Location(self.micro_batch, backward, self.turn, self.rank, unit, what)
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_autograd():
@@ -278,12 +238,8 @@ def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: dic
     after = capture()
     weights = bad_parameters(engine, gradients=False)
     run.optimizer.zero_grad()
-    if run.pipeline is not None:
-        # The first call of a schedule infers shapes on arbitrary values, which are not to be judged
-        repeat(lambda: None)
-        run.optimizer.zero_grad()
     restore(before, 0, 1)
-    with NonFiniteHooks(engine, ranks.rank, run.part.stage) as hooks:
+    with NonFiniteHooks(engine, ranks.rank) as hooks:
         repeat(hooks.next_micro_batch)
     gradients = bad_parameters(engine, gradients=True)
     run.optimizer.zero_grad()
@@ -311,51 +267,3 @@ def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: dic
         "run once more, the same step was finite everywhere: this computation is not repeatable, or"
         " a device or its memory is faulty"
     )
-
-
-@dataclass
-class Pace:
-    """Compares the seconds that each rank computes. See [Note: an alert does not flap].
-    `factor`: a rank is slow above this multiple of the others' median; 0 names none. `slow`: the
-    slow rank.
-    """
-
-    factor: float
-    slow: int | None = None
-    _seen: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _alerts: int = 0
-    #: The rank that may be named next, or the named one, and for how many looks in a row the alert
-    #: or its end has been due.
-    _next: int | None = None
-    _due: int = 0
-
-    def look(self, seconds: Sequence[float]) -> str | None:
-        """Add one step's seconds, by rank. Returns a sentence when a rank gets slow or keeps up."""
-        self._seen.append(tuple(seconds))
-        if self.factor <= 0 or len(seconds) < 2 or len(self._seen) < WINDOW:
-            return None
-        own = [statistics.median(column) for column in zip(*self._seen, strict=True)]
-        named = self.slow is not None
-        rank = self.slow if self.slow is not None else own.index(max(own))
-        others = statistics.median(own[:rank] + own[rank + 1 :])
-        lag = own[rank] - others
-        if named:  # well below the factor, for a while
-            limit = 1 + (self.factor - 1) / 2
-            due, needed = own[rank] <= limit * others or lag <= FLOOR / 2, WINDOW
-        else:
-            due = own[rank] > self.factor * others and lag > FLOOR
-            needed = WINDOW << (self._alerts - 1) if self._alerts else 1
-        self._due = (self._due if rank == self._next else 0) + 1 if due else 0
-        self._next = rank if due or named else self._next
-        if self._due < needed:
-            return None
-        self._due = 0
-        if named:
-            self.slow = self._next = None
-            return f"rank {rank} keeps up again"
-        self.slow, self._alerts = rank, self._alerts + 1
-        return (
-            f"rank {rank} is slow: it computes {1000 * own[rank]:.0f} ms a step, the others"
-            f" {1000 * others:.0f} ms (medians of {WINDOW} steps),"
-            f" {own[rank] / max(others, 1e-9):.1f} times as long, and all wait for it"
-        )

@@ -5,8 +5,8 @@ the run alive.
         for each micro-batch                      all but the last under onefold.no_sync
             loss · (its tokens · N / all tokens of the step) ─► backward
         clip
-        ranks sum their losses, their requests to stop (and why), and the seconds each computed by itself
-        not finite?  stop, skip the step, or go back to a checkpoint
+        ranks sum their losses and their requests to stop, and find the slowest among them
+        not finite?  stop, or skip the step
         optimizer step ─► held-out loss ─► metrics ─► checkpoint, if one is due
 
 [Note: a step late] On a device with streams the host does not wait for the step that it has just
@@ -37,15 +37,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
 import onefold
 from onefold.checkpoint.per_rank import capture, restore
-from onefold.data.samples import Feed
 from onefold.device import Reading, memory_figures
 from onefold.observe.memory import resident_memory
 from onefold.observe.meter import Meter
 from onefold.optim.clip import skips_on_device
 from onefold.processes.signals import Stop
-from onefold.train.faults import NonFinite, Pace, Verdict, locate
+from onefold.train.faults import NonFinite, locate
 from onefold.train.keeper import Keeper
 from onefold.train.optimizers import peak_lr, rates
 from onefold.train.prepare import Run
@@ -57,7 +58,6 @@ from onefold.train.step import (
     update,
     update_unless_bad,
 )
-from onefold.wording import TrainError
 
 Row = dict[str, Any]
 
@@ -69,7 +69,6 @@ def train(
     window: Window | None = None,
     keeper: Keeper | None = None,
     alert: Callable[[str], None] = lambda text: None,
-    forget: Callable[[int], None] = lambda step: None,
 ) -> int:
     """Run the steps from `run.start` on and return how many are done.
     Collective; all ranks return after the same step.
@@ -82,34 +81,33 @@ def train(
         window: records steps; None records the one step for the report.
         keeper: writes the checkpoints; None writes none.
         alert: tells the user of something that needs attention.
-        forget: called when the run goes back to a step; rows of later steps no longer count.
 
     Raises:
         TrainError: loss or gradients are not finite, and the run must end (see
             `onefold.train.faults`).
     """
-    # In a pipeline the host waits for other stages anyway, and all of them judge a step together
-    late = run.pipeline is None and skips_on_device(run.optimizer, onefold.engine_of(run.model))
+    late = skips_on_device(run.optimizer, onefold.engine_of(run.model))
     loop = (_StepLate if late else _InTime)(
-        run, stop_requested, report, window or Window(run), keeper, alert, forget
+        run, stop_requested, report, window or Window(run), keeper, alert
     )
     run.model.train()
     step = run.start
-    try:
-        while step < run.steps and not run.stopped:
-            step = loop.step(step)
-    finally:
-        loop.feed.close()
+    while step < run.steps and not run.stopped:
+        loop.step(step)
+        step += 1
     return step
 
 
 @dataclass(frozen=True)
 class _Told:
-    """What the ranks exchanged about a step: the summed loss, requests, each rank's own seconds."""
+    """What the ranks exchanged about a step: the summed loss, requests, the least and the greatest of
+    the seconds that a rank computed by itself, and the rank of the greatest.
+    """
 
     loss: float
     stopping: Stop
-    own: list[float]
+    own: tuple[float, float]
+    slowest: int
 
 
 @dataclass
@@ -122,17 +120,13 @@ class _Loop:
     window: Window
     keeper: Keeper | None
     alert: Callable[[str], None]
-    forget: Callable[[int], None]
 
     def __post_init__(self) -> None:
         run = self.run
         self.engine = onefold.engine_of(run.model)
         flops = run.choice.flops_per_token, run.choice.peak_flops
         self.meter = Meter(run.model, run.optimizer, *flops)
-        # In a pipeline a rank also waits inside torch's schedule, which is not counted as waiting
-        self.pace = Pace(run.config.slow_factor if run.pipeline is None else 0.0)
         self.nonfinite = NonFinite(run, self.alert)
-        self.feed = Feed(run.data.train, run.ranks.device)
         self.skipped_before = int(run.earlier.get("skipped", 0))
         self._scale: float | None = None
         self._overflowed = 0
@@ -143,8 +137,8 @@ class _Loop:
         """Steps whose update was skipped, including those of earlier starts."""
         return self.skipped_before + self._overflowed + self.nonfinite.total
 
-    def step(self, step: int) -> int:
-        """Do step number `step` (from 0) and return the number of the next step."""
+    def step(self, step: int) -> None:
+        """Do step number `step` (from 0)."""
         raise NotImplementedError
 
     def _begin(self, step: int) -> dict[str, Any]:
@@ -170,29 +164,20 @@ class _Loop:
         """
         ranks = self.run.ranks
         asked = Stop(int(self.stop_requested())) if asking else Stop.NONE
-        if asking and self.keeper is not None and ranks.is_first and self.keeper.time_is_up():
-            asked |= Stop.TIME
         kinds = list(Stop)
-        seconds = [own if rank == ranks.rank else 0.0 for rank in range(ranks.world_size)]
-        total, *said = ranks.sum(loss, *(float(kind in asked) for kind in kinds), *seconds)
-        stopping = sum(kind for kind, count in zip(kinds, said, strict=False) if count)
+        total, *said = ranks.sum(loss, *(float(kind in asked) for kind in kinds))
+        stopping = sum(kind for kind, count in zip(kinds, said, strict=True) if count)
+        # The greatest and its rank in one number: nothing here grows with the number of ranks
+        mine = round(own * 1e6) * ranks.world_size + ranks.rank
+        slow, least = ranks.sum(mine, -own, how=dist.ReduceOp.MAX)
+        microseconds, slowest = divmod(int(slow), ranks.world_size)
         # Ranks that divide the layers have the same loss
-        return _Told(total / self.run.part.copies, Stop(stopping), said[len(kinds) :])
+        copies = self.run.part.copies
+        return _Told(total / copies, Stop(stopping), (-least, microseconds / 1e6), slowest)
 
     def _where(self, step: int, before: dict[str, Any]) -> str:
-        repeat = partial(forward_backward, self.run, self.feed, step)
+        repeat = partial(forward_backward, self.run, step)
         return locate(self.run, repeat, before)
-
-    def _roll_back(self, step: int) -> int:
-        self.run.optimizer.zero_grad()
-        if self.keeper is None:
-            raise TrainError(
-                "--on-nonfinite rollback: this run keeps no checkpoints to go back to."
-            )
-        self.window.end(step, over=False, whole=False)
-        target = self.keeper.roll_back(step, self.nonfinite.in_a_row)
-        self.forget(target)
-        return target
 
     def _evaluates(self, step: int, stopping: Stop) -> bool:
         every, over = self.run.config.eval_every, step + 1 == self.run.steps
@@ -225,18 +210,12 @@ class _Loop:
         row["skipped"] = self.skipped
         if not applied:
             row["left_out"] = True
-        if self.run.ranks.world_size > 1 and self.run.pipeline is None:
+        if self.run.ranks.world_size > 1:
             row["own_ms"] = [1000 * seconds for seconds in told.own]
-            said = self.pace.look(told.own)
-            if self.pace.slow is not None:
-                row["slow_rank"] = self.pace.slow
-            if said is not None:
-                self.alert(said)
+            row["slowest"] = told.slowest
 
-    def _end(self, step: int, stopping: Stop, row: Row | None) -> int:
-        """Evaluate, report and save after a step. Returns the number of the next step.
-        `row`: None for a step that is read later.
-        """
+    def _end(self, step: int, stopping: Stop, row: Row | None) -> None:
+        """Evaluate, report and save after a step. `row`: None for a step that is read later."""
         if row is not None:
             if self._evaluates(step, stopping):
                 sent = self.engine.traffic.total()
@@ -246,23 +225,19 @@ class _Loop:
         if self.keeper is not None:
             self.keeper.after(step + 1, stopping, step + 1 == self.run.steps, self.skipped)
         self.run.stopped = stopping
-        return step + 1
 
 
 class _InTime(_Loop):
     """Each step is read and judged before its update."""
 
-    def step(self, step: int) -> int:
+    def step(self, step: int) -> None:
         run = self.run
         generators = self._begin(step)
-        loss, tokens = forward_backward(run, self.feed, step)
+        loss, tokens = forward_backward(run, step)
         read = float(loss)
         norm = float(measure_gradients(run))
         told = self._tell(read, self._own_seconds())
-        verdict = self.nonfinite.judge(step, told.loss, norm, lambda: self._where(step, generators))
-        if verdict is Verdict.ROLLBACK:
-            return self._roll_back(step)
-        applied = verdict is Verdict.APPLY
+        applied = self.nonfinite.judge(step, told.loss, norm, lambda: self._where(step, generators))
         begun = time.perf_counter()
         update(run, apply=applied)
         self._update_s = time.perf_counter() - begun
@@ -271,7 +246,7 @@ class _InTime(_Loop):
         scale = None if run.scaler is None else run.scaler.get_scale()
         self._complete(row, told, norm, scale, applied)
         self.window.end(step, over=bool(told.stopping), whole=applied)
-        return self._end(step, told.stopping, row)
+        self._end(step, told.stopping, row)
 
 
 @dataclass
@@ -303,25 +278,23 @@ class _StepLate(_Loop):
         self._launched: _Launched | None = None  # the previous step, if it is not read yet
         self._arrived = 0.0
 
-    def step(self, step: int) -> int:
+    def step(self, step: int) -> None:
         run = self.run
         generators = self._begin(step)
         begun = self._begun
-        loss, tokens = forward_backward(run, self.feed, step)
+        loss, tokens = forward_backward(run, step)
         before, self._launched = self._launched, None
         read = self._read(before) if before is not None else [0.0]
         own = self._own_seconds()
         told = self._tell(read[0], before.own if before is not None else 0.0)
         if before is not None:
-            verdict = self._judge(before, told, read)
-            if verdict is Verdict.ROLLBACK:
-                return self._roll_back(before.step)
+            applied = self._judge(before, told, read)
             assert before.row is not None
             self.report(before.row)
             # `locate` ran the bad step again and dropped this step's gradients: compute them again
-            if verdict is Verdict.SKIP:
+            if not applied:
                 restore(generators, 0, 1)
-                loss, tokens = forward_backward(run, self.feed, step)
+                loss, tokens = forward_backward(run, step)
         norm = measure_gradients(run)
         update_began = time.perf_counter()
         update_unless_bad(run, loss, norm)
@@ -332,15 +305,14 @@ class _StepLate(_Loop):
         if not self._is_needed(step, told.stopping):
             launched.row = self._figures(step, tokens)
             self._launched = launched
-            return self._end(step, told.stopping, None)
+            self._end(step, told.stopping, None)
+            return
         read = self._read(launched)
         launched.row = self._figures(step, tokens)
         told_now = self._tell(read[0], own, asking=False)
-        verdict = self._judge(launched, told_now, read)
-        if verdict is Verdict.ROLLBACK:
-            return self._roll_back(step)
-        self.window.end(step, over=bool(told.stopping), whole=verdict is Verdict.APPLY)
-        return self._end(step, told.stopping, launched.row)
+        applied = self._judge(launched, told_now, read)
+        self.window.end(step, over=bool(told.stopping), whole=applied)
+        self._end(step, told.stopping, launched.row)
 
     def _is_needed(self, step: int, stopping: Stop) -> bool:
         """Whether the step must be read before the next one begins. The same on every rank."""
@@ -356,20 +328,20 @@ class _StepLate(_Loop):
         self._arrived = time.perf_counter()
         return read
 
-    def _judge(self, launched: _Launched, told: _Told, read: list[float]) -> Verdict:
-        """Judge a step that was read, and complete its row. Collective if it was not finite."""
+    def _judge(self, launched: _Launched, told: _Told, read: list[float]) -> bool:
+        """Judge a step that was read, and complete its row. Returns whether it was applied.
+        Collective if it was not finite.
+        """
         _, norm, *scale = read
 
         def where() -> str:
             return self._where(launched.step, launched.generators)
 
-        verdict = self.nonfinite.judge(launched.step, told.loss, norm, where, self._scale)
-        if verdict is not Verdict.ROLLBACK:
-            assert launched.row is not None
-            launched.row |= self.meter.rates(self._seconds, launched.tokens)
-            behind = scale[0] if scale else None
-            self._complete(launched.row, told, norm, behind, verdict is Verdict.APPLY)
-        return verdict
+        applied = self.nonfinite.judge(launched.step, told.loss, norm, where, self._scale)
+        assert launched.row is not None
+        launched.row |= self.meter.rates(self._seconds, launched.tokens)
+        self._complete(launched.row, told, norm, scale[0] if scale else None, applied)
+        return applied
 
 
 def memory(run: Run) -> Row:

@@ -182,13 +182,6 @@ class Metrics:
                 self._file.seek(begin)
             raise
 
-    def cut(self, after: int) -> None:
-        """Drop the rows of steps after `after`, to which the run has gone back."""
-        if self.path.is_file():
-            self._keep(after)
-            self._file.close()
-            self._file = self.path.open("ab", buffering=0)
-
     def _keep(self, after: int) -> None:
         kept, first = [], None
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -24,8 +24,7 @@ from onefold.data.token_cache import Tokens, tokens_of
 from onefold.models.adapters import refuse_unmergeable, with_adapters
 from onefold.models.build import Loaded, checkpoint_activations, compile_blocks, load_on_first_rank
 from onefold.models.names import kind_of
-from onefold.models.parallel import AXES, DATA, STAGES, parallelize
-from onefold.models.stages import layers_of_stages, refuse_uncut
+from onefold.models.parallel import AXES, DATA, parallelize
 from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
 from onefold.plan.job import Job
@@ -43,7 +42,6 @@ from onefold.train.early import (
     refuse_frozen,
     refuse_groups,
 )
-from onefold.train.pipeline import Pipeline
 from onefold.wording import TrainError
 
 if TYPE_CHECKING:
@@ -87,17 +85,14 @@ def parameter_groups(
     no_decay: frozenset[str],
     weight_decay: float,
     matrices: frozenset[str] | None = None,
-    kinds: Iterable[tuple[bool, bool]] = (),
 ) -> list[dict[str, Any]]:
     """Return the optimizer's groups, with and without weight decay. Leaves out frozen parameters.
 
     Args:
         matrices: the names of those that Muon steps, in groups of their own; None: there is no
             Muon.
-        kinds: groups to return even if they are empty (`kinds_of` the whole model). Checkpoints of
-            the stages of a pipeline join if their groups are alike.
     """
-    found: dict[tuple[bool, bool], list[nn.Parameter]] = {kind: [] for kind in kinds}
+    found: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             by_muon = matrices is not None and name in matrices
@@ -107,19 +102,6 @@ def parameter_groups(
         | ({} if matrices is None else {"use_muon": by_muon})
         for (by_muon, skips), params in sorted(found.items(), key=lambda item: item[0])
     ]
-
-
-def kinds_of(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    no_decay: frozenset[str],
-    matrices: frozenset[str] | None,
-) -> frozenset[tuple[bool, bool]]:
-    """Return which groups `parameter_groups` makes of a model: (stepped by Muon, without decay)."""
-    return frozenset(
-        (matrices is not None and name in matrices, name in no_decay)
-        for name, parameter in named_parameters
-        if parameter.requires_grad
-    )
 
 
 #: Share of the run that is the decay phase of "wsd" (warm-up, stable, decay).
@@ -181,22 +163,18 @@ def steps_of(trace: str | None, steps: int) -> tuple[int, int]:
 @dataclass(frozen=True)
 class DataPart:
     """The part of each batch that this rank computes: number `number` of `count`. Each part is
-    computed by `copies` ranks, which divide the layers (tensor parallelism), in each of `stages`.
-    This rank has stage `stage`.
+    computed by `copies` ranks, which divide the layers (tensor parallelism).
     """
 
     number: int
     count: int
     copies: int = 1
-    stage: int = 0
-    stages: int = 1
 
     @classmethod
     def of(cls, config: TrainConfig, ranks: Ranks) -> DataPart:
         """Return the part of this rank. Raises TrainError if the axes do not divide the ranks."""
         count = data_ranks(config, ranks.world_size)
-        stage, within = divmod(ranks.rank, count * config.tp)
-        return cls(within // config.tp, count, config.tp, stage, config.pp)
+        return cls(ranks.rank // config.tp, count, config.tp)
 
 
 @dataclass
@@ -208,7 +186,6 @@ class Run:
         start: steps done before this start of the run. earlier: the extra values of the checkpoint
             that this start resumes from (`checkpoints.kept_beside`).
         stopped: why the steps ended before the last one.
-        pipeline: this rank's stage of the model, if it is cut into stages.
     """
 
     config: TrainConfig
@@ -232,7 +209,6 @@ class Run:
     start: int = 0
     earlier: dict[str, Any] = field(default_factory=dict)
     stopped: Stop = Stop.NONE
-    pipeline: Pipeline | None = None
 
 
 def prepare(
@@ -281,10 +257,8 @@ def prepare(
     if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
         # The key-value cache is useless in training; `results.sample` turns it on
         model.config.use_cache = False
-    if config.pp > 1:
-        refuse_uncut(model, config.pp)
     choice = _choice(config, ranks, model, int(free), note)
-    global_batch = config.global_batch or choice.micro_batch * part.count * part.stages
+    global_batch = config.global_batch or choice.micro_batch * part.count
     accumulation = accumulation_steps(global_batch, choice.micro_batch, part.count)
     order = data.order(global_batch, config.seed)
     steps = config.steps or DEFAULT_STEPS
@@ -294,46 +268,33 @@ def prepare(
     steps_of(config.trace, steps)  # raises before anything slow begins
     no_decay = names_without_decay(model)
     by_muon = hidden_matrices(model) if TRAINED[config.optimizer].matrices else None
-    kinds = kinds_of(model.named_parameters(), no_decay, by_muon)
     checkpoint_activations(model, config.activation_checkpointing)
     try:
         recipe = config.recipe(choice.stage)
         note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
-        model, mesh = _sharded(loaded, recipe, config, ranks)
+        model = _sharded(loaded, recipe, config, ranks)
     except (ValueError, TierError) as error:
         raise TrainError(str(error)) from error
     if config.merge:
         refuse_unmergeable(model)
     if config.compile:
         compile_blocks(model)
-    optimizer = _optimizer(config, model, no_decay, by_muon, kinds, ranks)
-    pipeline: Pipeline | None = None
-    if part.stages > 1:
-        group, padding = mesh.get_group(STAGES), data.train.padding
-        pipeline = Pipeline(
-            model, group, ranks.device, part.stage, part.stages, config.seq, padding
-        )
-    scaler = None
-    if config.precision == "fp16":
-        scaler = onefold.GradScaler(model if pipeline is None else [model])
+    optimizer = _optimizer(config, model, no_decay, by_muon, ranks)
+    scaler = onefold.GradScaler(model) if config.precision == "fp16" else None
     # Everything drawn before this line is the same on all ranks; from here on dropout differs, but
     # between ranks that compute with the same samples
-    torch.manual_seed(config.seed + 1_000_003 * (part.number + 1) + 7_368_787 * part.stage)
+    torch.manual_seed(config.seed + 1_000_003 * (part.number + 1))
     factor = lr_factor(config.schedule, steps, config.warmup, config.min_lr)
     return Run(
         config, ranks, part, loaded, data, choice, recipe, model, optimizer, scaler, order, steps, accumulation, factor, trained, frozen,
-        pipeline=pipeline,
     )  # fmt: skip
 
 
 def _sharded(
     loaded: Loaded, recipe: onefold.Recipe, config: TrainConfig, ranks: Ranks
-) -> tuple[nn.Module, Any]:
-    """Shard the model, or this rank's stage of it, with the weights of rank 0 or of the model's
-    folder. Returns it with its mesh, None for one axis. Collective.
-    """
+) -> nn.Module:
+    """Shard the model with the weights of rank 0 or of the model's folder. Collective."""
     model: Any = loaded.module
-    mesh: Any = None
     device, more = ranks.device, dict[str, Any]()
     whole: dict[str, torch.Tensor] | None = None
     if config.axes:
@@ -341,15 +302,10 @@ def _sharded(
         if loaded.weights is None and kind_of(config.model) != "factory" and ranks.world_size > 1:
             whole = dict(model.state_dict()) if ranks.is_first else {}
             _to_meta(model)
-        layers = layers_of_stages(model, config.pp) if config.pp > 1 else ()
-        _, mesh = parallelize(
-            model, device, ranks.world_size, tp=config.tp, ep=config.ep, layers=layers
-        )
+        _, mesh = parallelize(model, device, ranks.world_size, tp=config.tp, ep=config.ep)
         more = {"mesh": mesh[AXES], "data": DATA}
-        if whole is not None and layers:
-            whole = of_stage(whole, model, ranks, len(layers))
     if loaded.weights is None and whole is None:
-        return onefold.shard(model, recipe, device=device, **more), mesh
+        return onefold.shard(model, recipe, device=device, **more)
     # Weights that the folder lacks (a new head, say) are drawn as in transformers, from the seed
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -358,33 +314,7 @@ def _sharded(
         )
     if whole is not None:
         onefold.load_full_state_dict(model, whole)
-    return model, mesh
-
-
-def of_stage(
-    whole: dict[str, torch.Tensor], model: nn.Module, ranks: Ranks, stages: int
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of this rank's stage on the stage's first rank, {} on the others. They are
-    sent one by one. Collective.
-
-    Args:
-        whole: all tensors, on rank 0.
-        model: the stage's module, not sharded yet.
-    """
-    mine = model.state_dict()
-    each = ranks.world_size // stages
-    found: dict[str, torch.Tensor] = {}
-    for first, names in list(enumerate(ranks.gather(list(mine))))[::each]:
-        for name in names if ranks.rank in (0, first) else ():
-            if first == 0:
-                found[name] = whole[name]
-            elif ranks.is_first:
-                ranks.send(whole[name].detach().cpu().contiguous(), first)
-            else:
-                like = mine[name]
-                found[name] = torch.empty(like.shape, dtype=like.dtype, device="cpu")
-                ranks.receive(found[name], 0)
-    return found
+    return model
 
 
 def _to_meta(model: nn.Module) -> None:
@@ -443,7 +373,6 @@ def _choice(
         ranks.device.type,
         config.tp,
         config.ep,
-        config.pp,
     )
     note("planning: what each stage would hold")
     return ranks.on_first(lambda: choose(model, asked))
@@ -454,11 +383,10 @@ def _optimizer(
     model: nn.Module,
     no_decay: frozenset[str],
     by_muon: frozenset[str] | None,
-    kinds: frozenset[tuple[bool, bool]],
     ranks: Ranks,
 ) -> torch.optim.Optimizer:
     named = list(model.named_parameters())
-    groups = parameter_groups(named, no_decay, config.weight_decay, by_muon, kinds)
+    groups = parameter_groups(named, no_decay, config.weight_decay, by_muon)
     if not groups:
         raise TrainError(
             f"--model {config.model} has no parameter that requires a gradient: there is nothing to"

@@ -7,9 +7,8 @@ ConsoleReporter   a progress bar in a terminal, plain lines elsewhere
 event        values
 note         text: something is being done, or was done in an unexpected way
 plan         what was chosen and why, before the first step (`describe`)
-sample       when ("before" or "after" training), prompt, text
 step         figures of one step
-alert        text: something needs attention, such as a skipped step or a slow rank
+alert        text: something needs attention, such as a skipped step
 checkpoint   one is complete: step, path, seconds, and stall_s, the seconds that training waited for it
 done         the run is over and saved
 error        the run failed (--json only)
@@ -130,11 +129,6 @@ class ConsoleReporter(Reporter):
         self.console.print(stages)
         self.console.print(escape(plan["recipe"]), style="dim")
 
-    def _sample(self, sample: dict[str, Any]) -> None:
-        self.close()
-        prompt, text = escape(sample["prompt"]), escape(sample["text"])
-        self.console.print(f"[bold]{sample['when']} training[/bold]  [dim]{prompt}[/dim]{text}")
-
     def _step(self, row: dict[str, Any]) -> None:
         if not self.console.is_terminal:
             if row["step"] % self._log_every == 0 or row["step"] in (1, self._steps):
@@ -221,10 +215,7 @@ class Window:
     def begin(self, step: int) -> None:
         """Tell that `step` is about to begin."""
         if step == self.first:
-            profiler = self.run.config.torch_profiler
-            seen = record(
-                self.run.model, self.run.optimizer, activations=True, torch_profiler=profiler
-            )
+            seen = record(self.run.model, self.run.optimizer, activations=True)
             self._recording = self._stack.enter_context(seen)
 
     def end(self, step: int, over: bool, whole: bool = True) -> None:
@@ -249,7 +240,7 @@ class Window:
     def write(self, folder: Path) -> Path | None:
         """Write this rank's trace, if the run was asked for one."""
         config = self.run.config
-        if self.run.recording is None or (config.trace is None and not config.torch_profiler):
+        if self.run.recording is None or config.trace is None:
             return None
         return self.run.recording.write_chrome(folder / f"trace-rank{self.run.ranks.rank}.json")
 

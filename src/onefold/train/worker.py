@@ -1,7 +1,7 @@
 """One rank of a run, from joining the others to the saved model.
 
     run_rank    join ─► watch the other ranks ─► decide about the output folder, and claim it ─► _run
-    _run        find the checkpoint to resume ─► prepare ─► load ─► train ─► write model, closing row, text sample
+    _run        find the checkpoint to resume ─► prepare ─► load ─► train ─► write model, closing row
     Rank        what this process was asked, which ranks have gone, and what to say when it fails
 
 When a rank has gone, the others end too, so that torchrun can start the ranks anew:
@@ -41,7 +41,7 @@ from onefold.train.memory_error import explain, is_out_of_memory
 from onefold.train.output import METRICS, Metrics, run_of, with_output, write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import TOTALS, JsonReporter, Reporter, Window, describe, observe, reporter
-from onefold.train.results import MERGED, export, prompt_of, sample
+from onefold.train.results import MERGED, export
 from onefold.wording import TrainError, seconds_of
 
 #: Seconds that a rank gets to end by itself after another has gone. They include the 3 s for which
@@ -93,9 +93,6 @@ class Rank:
         engine = onefold.engine_of(self.run.model)
         unit = next((each.unit.name for each in reversed(engine.stack)), None)
         where = f" of unit {unit!r}" if unit is not None else ""
-        part = self.run.part
-        if part.stages > 1:  # a stage on one rank reduces nothing, by which an engine counts steps
-            return f"in the {engine.phase} pass{where}, in stage {part.stage} of {part.stages}"
         return f"in the {engine.phase} pass{where}, step {engine.step_count + 1}"
 
     def fail(self, error: BaseException) -> None:
@@ -238,15 +235,13 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
         run = me.run = prepare(config, ranks, say.note, point)
         config = run.config
         notes = checkpoints.load(run, point) if point is not None else []
-        keeper = Keeper(run, folder, say, started_at())
+        keeper = Keeper(run, folder, say)
         if ranks.is_first:
             write_config(config, folder, describe(run))
         say.say("plan", **describe(run))
-        for text in [*run.data.notes, *_about_starting(run, me), *notes, check_time(run, keeper)]:
+        for text in [*run.data.notes, *_about_starting(run, me), *notes, check_time(run)]:
             if text:
                 say.note(text)
-        if point is None:
-            _show_sample(run, say, "before")
         after = run.start if point is not None or restarted else None
         log = stack.enter_context(contextlib.closing(Log(run, folder, say, after)))
         me.stop.arm()
@@ -284,12 +279,6 @@ class Log:
     def write(self, row: Row, *files: Metrics | TensorBoard) -> None:
         for file in files:
             self.attempt(file.write, row)
-
-    def forget(self, step: int) -> None:
-        """Drop the rows after `step`, to which the run has gone back."""
-        self.rows[:] = [row for row in self.rows if row["step"] <= step]
-        for file in self.files:
-            self.attempt(file.cut, step)
 
     def done(self, summary: Row) -> None:
         """Tell that the run is over, and what is missing in its files."""
@@ -352,7 +341,7 @@ def _train(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path) -> int:
     """Train, and write the trace if one was asked for. Returns how many steps are done."""
     window = Window(run)
     try:
-        done = train(run, lambda: me.stop.asked, log.row, window, keeper, log.say.alert, log.forget)
+        done = train(run, lambda: me.stop.asked, log.row, window, keeper, log.say.alert)
     except TrainError:  # raised on every rank: complete the checkpoint that is under way
         with contextlib.suppress(CheckpointError):
             keeper.wait()
@@ -373,12 +362,11 @@ def _train(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path) -> int:
 def _finish(
     run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path, done: int, seconds: float
 ) -> None:
-    """Write the model, unless time is short; the closing row; a sample of its text. Collective."""
+    """Write the model of a whole run, and the closing row. Collective."""
     log.attempt(observe, run, folder, log.rows)
-    hurried = bool(run.stopped & (Stop.PREEMPT | Stop.TIME))
-    stopped = done < run.steps or hurried
+    stopped = done < run.steps or Stop.PREEMPT in run.stopped
     kind, model = None, folder / "model"
-    if not hurried:
+    if not stopped:
         me.leave()  # the first rank may write for long, and finishes even if another rank goes
         kind = export(run, model)
         if kind == "adapters" and run.config.merge:
@@ -403,8 +391,6 @@ def _finish(
         "metrics": str(folder / METRICS),
     }
     log.write(summary, log.metrics)
-    if not stopped:
-        _show_sample(run, log.say, "after")
     log.done(summary)
 
 
@@ -421,19 +407,3 @@ def _exit_code(run: Run, me: Rank) -> int:
                 return AGAIN
             time.sleep(0.1)
     return me.stop.exit_code(run.stopped)
-
-
-def _show_sample(run: Run, say: Reporter, when: str) -> None:
-    if run.pipeline is not None:
-        if run.config.sample_tokens and when == "before":
-            say.note(f"no samples of its text: --pp {run.config.pp} has its layers in stages")
-        return
-    try:
-        text = sample(run)
-    except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
-        # transformers cannot generate with this model. All ranks fail alike: the prompt is the same
-        said = " ".join(str(error).split())
-        say.note(f"no sample of its text {when} training: {type(error).__name__}: {said[:200]}")
-        return
-    if text is not None:
-        say.say("sample", when=when, prompt=prompt_of(run), text=text)
