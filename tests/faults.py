@@ -123,7 +123,7 @@ FAULTS = [
     Fault(
         "numbers",
         "a gradient that comes after its unit was reduced is lost",
-        "runtime/backward.py",
+        "runtime/agree.py",
         "late = {u.index for u in units if u.late}",
         "late: set[int] = set()",
         ["tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[loops]"],
@@ -368,7 +368,7 @@ FAULTS = [
     Fault(
         "ranks",
         "ranks that step different optimizers go on",
-        "runtime/backward.py",
+        "runtime/agree.py",
         "    if not alike(found[1]):",
         "    if False and not alike(found[1]):",
         [

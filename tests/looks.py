@@ -136,10 +136,10 @@ def guarded_at_every_line() -> frozenset[Any]:
 
     from onefold.optim import steps
     from onefold.runtime import stepper
-    from onefold.runtime.forward import Forward
+    from onefold.runtime.passes import Passes
     from onefold.runtime.state import dicts, start
 
-    functions = [dicts.standing_in, start.full_params, Forward.enter]
+    functions = [dicts.standing_in, start.full_params, Passes.enter]
     functions += [steps._run, steps._begin, steps._end, steps._written]
     functions += [steps._leave_out, steps._give_back]
     functions += [stepper.step_parts, stepper.only]
@@ -362,13 +362,6 @@ def interval(x: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:
 
     spec = spec_of(x)
     return None if spec is None else (local_part(x).reshape(-1), spec.start, spec.stop)
-
-
-def record_graphs_on(device: str) -> None:
-    """As if torch recorded CUDA graphs there."""
-    from onefold.runtime import differentiate
-
-    differentiate.GRAPHED = frozenset((device,))
 
 
 @dataclass

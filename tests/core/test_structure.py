@@ -286,22 +286,3 @@ def test_blocks_compiled_by_inductor_have_the_bits_of_ddp(stage: int) -> None:
         model = ddp(inner) if over is None else onefold.shard(inner, onefold.Recipe.zero(stage))
         curves.append(train(model, sgd(model), batches(3)))
     assert curves[0] == curves[1]
-
-
-@on_ranks(2, fresh=True, seconds=250)
-@pytest.mark.parametrize("where", ["'blocks.0'", "the model"])
-def test_stage_3_refuses_cuda_graphs_in_the_first_pass(where: str) -> None:
-    looks.record_graphs_on("cpu")
-    model = sharded(3, partial(TinyGPT, depth=1))
-    if where == "the model":
-        model = torch.compile(model, mode="reduce-overhead")
-    else:
-        model.blocks[0].compile(mode="max-autotune")
-    with pytest.raises(ValueError) as error:
-        model(tokens_of(0)).backward()
-    for words in (
-        f"{where} was compiled with CUDA graphs",
-        "max-autotune-no-cudagraphs",
-        "stage 2",
-    ):
-        assert words in str(error.value)

@@ -17,7 +17,7 @@ from onefold.offload.nvme import (
 )
 from onefold.offload.storage import OffloadStorage
 from onefold.recipe.moments import FORMATS
-from onefold.runtime.backward import agree_on_failure
+from onefold.runtime.agree import agree_on_failure
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine

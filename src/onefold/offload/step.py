@@ -35,7 +35,7 @@ from onefold.memory.pool import TierError
 from onefold.offload.nvme_storage import NvmeStorage
 from onefold.offload.storage import grain_of_kind, state_kind
 from onefold.recipe.moments import SIGNED, grain_of, packed
-from onefold.runtime.backward import agree_on_failure
+from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.values import StatePlace, is_storageless

@@ -43,7 +43,7 @@ def unshard(module: nn.Module) -> None:
         engine.gather.holding = True
         return
     if engine.progress.backward_open:  # a backward pass raised before it came to its end
-        engine.backward.reset()
+        engine.passes.reset()
     with disable_torch_function(), torch.no_grad():
         engine.transfers.check()
         # First: writes to units that are not kept are not looked for

@@ -83,7 +83,6 @@ class PipelineStage(pipelining.PipelineStage):
         self._divide_by: int | None = None
         # `.grad` of earlier steps, of parameters that no rank shares; None outside a step
         self._earlier: dict[nn.Parameter, torch.Tensor] | None = None
-        self._graphs = (0, 0)  # open graphs when this step began
 
     @property
     def _engine(self) -> Engine:
@@ -96,8 +95,6 @@ class PipelineStage(pipelining.PipelineStage):
         self._release()  # left by a step that raised
         self._take_back()
         self._forwards = 0
-        progress = self._engine.progress
-        self._graphs = (progress.open_graphs, progress.root_graphs)
         super().clear_runtime_states()
 
     def forward_one_chunk(
@@ -115,7 +112,7 @@ class PipelineStage(pipelining.PipelineStage):
         self._forwards += 1
         if not self.has_backward and self._forwards == len(self.args_recv_info):
             self._release()
-            self._forget_graphs()  # no backward pass comes
+            self._engine.progress.graphs.clear()  # no backward pass comes
         return output
 
     def backward_maybe_with_nosync(
@@ -229,7 +226,7 @@ class PipelineStage(pipelining.PipelineStage):
             for weight in weights:
                 weight.hand_over()
         if not self._engine.unsharded:
-            self._engine.backward.take_gradients()
+            self._engine.passes.take_gradients()
         return (), None
 
     # -- the first call, which infers shapes ---------------------------------------------------------
@@ -249,11 +246,7 @@ class PipelineStage(pipelining.PipelineStage):
         super()._post_metadata_inference_cleanup()  # frees the graph
         self._release()
         # A first stage has no inputs to differentiate with respect to: its graph was dropped
-        self._forget_graphs()
-
-    def _forget_graphs(self) -> None:
-        progress = self._engine.progress
-        progress.open_graphs, progress.root_graphs = self._graphs
+        self._engine.progress.graphs.clear()
 
 
 class _Weight:

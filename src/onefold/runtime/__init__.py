@@ -5,10 +5,10 @@ commands.
 |------------------------------------------------|--------------------------------------------------------|
 | Which blocks are units, and what are they?     | `units`, `unit`, `flat`                                |
 | What do other axes leave of a parameter?       | `boxes`                                                |
-| What happens in a step?                        | `engine`, `hooks`, `forward`, `order`, `resources`     |
+| What happens in a step?                        | `engine`, `hooks`, `passes`, `order`, `resources`      |
 | How does the whole of a unit come together?    | `gather` (when), `gather_paths` (how)                  |
 | How do gradients become this rank's sums?      | `reduce` (when), `reduce_paths` (how)                  |
-| What ends a backward pass?                     | `backward`                                             |
+| What do ranks tell each other after a pass?    | `agree`                                                |
 | Where is a shard stored, and who steps it?     | `storage`, `stepper`                                   |
 | How do parts become wholes, and wholes parts?  | `parts`                                                |
 | Which copies are out of date?                  | `refresh`                                              |

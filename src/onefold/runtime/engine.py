@@ -32,17 +32,17 @@ from onefold.memory import GRADIENTS, PARAMETERS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import NATIVE
-from onefold.runtime.backward import Backward, agree_on_failure
+from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.boxes import find_boxes
 from onefold.runtime.buffers import Buffers, check_in_place, refuse_changes
 from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.forward import Forward
 from onefold.runtime.gather import Gatherer
 from onefold.runtime.open_passes import OpenPass, still_open
 from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
 from onefold.runtime.parameters.values import WriteCounters
 from onefold.runtime.parts import whole_masters
+from onefold.runtime.passes import Passes
 from onefold.runtime.pending_gradients import (
     follow_trainable,
     follow_trainable_of,
@@ -124,7 +124,7 @@ class Engine:
             self.progress,
         )
         holders = find_boxes(specs, self.group, mesh)
-        self.units = bind(specs, self.resources, self, offloaded, holders)
+        self.units: list[Unit] = bind(specs, self.resources, self, offloaded, holders)
         self.entries = [e for u in self.units for e in u.entries]
         self.unit_of: dict[int, Unit] = {}
         for unit in self.units:
@@ -132,8 +132,6 @@ class Engine:
                 entry.number = len(self.unit_of)
                 self.unit_of[entry.number] = unit
         self.unsharded: bool = all(flat.unsharded for u in self.units for flat in u.flats)
-        # Open forward passes of units, see `Forward.stack`
-        self._stack: list[OpenPass] = []
         self.write_counters = WriteCounters(self.entries)
         self.started = False
         self.full_params_depth = 0
@@ -153,7 +151,7 @@ class Engine:
         """
         self.stepper = stepper
         self.reduce: Reducer  # created below: it needs the gatherer, which calls it in turn
-        self.gather = Gatherer(
+        self.gather: Gatherer = Gatherer(
             self.units,
             self.resources,
             self.backward_event,
@@ -174,30 +172,8 @@ class Engine:
         self.copies = Copies(
             self.units, self.entries, self.progress, self.gather, self.write_counters
         )
-        self.backward = Backward(
-            self.entries,
-            self.resources,
-            self.gather,
-            self.reduce,
-            self.stepper,
-            self.activations,
-            self.spans,
-        )
         self.started = True
-        self.forward = Forward(
-            self.units,
-            self.resources,
-            self.gather,
-            self.reduce,
-            self.backward,
-            self.copies,
-            self.activations,
-            self.buffers,
-            self.uninitialized,
-            self.write_counters,
-            self.spans,
-            self._stack,
-        )
+        self.passes = Passes(self)
         follow_trainable(self.reduce)
         for unit in self.units:
             for flat in unit.flats:
@@ -254,7 +230,7 @@ class Engine:
             ledger.probes.clear()
         if self.started:
             self.activations.close()
-            del self.gather, self.reduce, self.stepper, self.copies, self.backward, self.forward
+            del self.gather, self.reduce, self.stepper, self.copies, self.passes
 
     @property
     def offloaded_flats(self) -> list[Flat]:
@@ -270,8 +246,8 @@ class Engine:
 
     @property
     def stack(self) -> list[OpenPass]:
-        """The open forward passes of units, see `Forward.stack`."""
-        return still_open(self._stack)
+        """The open forward passes of units, see `Passes.stack`."""
+        return still_open(self.passes.stack) if self.started and not self.closed else []
 
     @property
     def computing(self) -> bool:
@@ -299,9 +275,9 @@ class Engine:
 
     def use(self, entry: Entry, keeps: bool = False) -> torch.Tensor:
         """Return the whole parameter for code in a forward pass whose unit does not own it. See
-        `Forward.use`.
+        `Passes.use`.
         """
-        return self.forward.use(entry, keeps)
+        return self.passes.use(entry, keeps)
 
     # -- outside a pass, with gradients: runtime/parameters/outside.py -----------------------------
 
@@ -313,7 +289,7 @@ class Engine:
     def in_any_pass(self) -> bool:
         """Whether a pass of the model is under way. Ends a backward pass that was left open."""
         if self.progress.backward_open and not in_autograd():
-            self.backward.reset()
+            self.passes.reset()
         return bool(self.stack) or self.progress.backward_open
 
     def begin_outside(self, entry: Entry) -> Unit:
@@ -322,9 +298,7 @@ class Engine:
         """
         unit = self.unit_of[entry.number]
         self.in_any_pass()
-        if not self.progress.outside_graphs:
-            self.progress.outside_graphs = True
-            check_in_place(self.units)
+        check_in_place((unit,))
         self.copies.look_before_use(unit)
         follow_trainable_of(self.reduce, unit)
         if unit.resident and unit.state is State.STALE:
@@ -423,7 +397,7 @@ class Engine:
         """Note that a backward pass has reached something of this engine. `accumulates`: a
         parameter has got its gradient.
         """
-        self.backward.event(accumulates)
+        self.passes.event(accumulates)
 
     # -- other -------------------------------------------------------------------------------------
 
@@ -440,7 +414,7 @@ class Engine:
         every rank must call it, after the same backward passes.
         """
         if self.progress.pending and self.progress.sync:
-            self.backward.reduce_pending()
+            self.passes.reduce_pending()
             self.buffers.after_pass(True)
 
     def refuse_changes(self, call: str) -> None:

@@ -24,21 +24,8 @@ from onefold.runtime.saved import saving
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
+    from onefold.runtime.passes import Graph
     from onefold.runtime.resources import Resources
-
-
-class Recorded:
-    """A token that lives as long as any part of one pass's autograd graph. The hooks on the outputs
-    of the pass's units hold it.
-
-    by_hand: units to gather when the backward pass reaches the pass's output; see [Note: kept by
-    hand] in runtime/forward.py.
-    """
-
-    __slots__ = ("__weakref__", "by_hand")
-
-    def __init__(self) -> None:
-        self.by_hand: list[Unit] = []
 
 
 class Gatherer:
@@ -81,7 +68,7 @@ class Gatherer:
         self.last: Collection[Unit] = ()
         self.units_ahead = self.recipe.units_ahead(self.group.topology.two_levels)
         # The pass that left the last units gathered. Kept for the callback of the weak reference
-        self.awaited_pass: weakref.ref[Recorded] | None = None
+        self.awaited_pass: weakref.ref[Graph] | None = None
         self.gathered: dict[int, Unit] = {}
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
         # This pass released a unit although the recipe keeps units for backward. A re-entrant
@@ -188,17 +175,17 @@ class Gatherer:
     def _awaiting_backward(self) -> list[Unit]:
         return [u for u in self.gathered.values() if u.awaiting_backward]
 
-    def release_when_gone(self, recorded: Recorded) -> None:
-        """Release the units that wait for a backward pass when `recorded` dies: none can come."""
+    def release_when_gone(self, graph: Graph) -> None:
+        """Release the units that wait for a backward pass when `graph` dies: none can come."""
         seen = weakref.ref(self)
 
-        def gone(_: weakref.ref[Recorded]) -> None:
+        def gone(_: weakref.ref[Graph]) -> None:
             if (gather := seen()) is not None and not (
                 gather.progress.closed or gather.progress.backward_open
             ):
                 gather.release_last_units()
 
-        self.awaited_pass = weakref.ref(recorded, gone) if self._awaiting_backward() else None
+        self.awaited_pass = weakref.ref(graph, gone) if self._awaiting_backward() else None
 
     def begin_backward(self) -> None:
         self.backward.begin([])
@@ -217,7 +204,7 @@ class Gatherer:
         # Units that every rank still holds need no gather and are not in the walk. The last units
         # are in it: if the pass skips one of them, `acquire` has to notice, since their reduction
         # waits for that.
-        over_model = self.progress.root_graphs
+        over_model = any(g.of_model for g in self.progress.graphs)
         order.begin(
             [u for u in order.units if over_model and (u.ungathered or u.awaiting_backward)]
         )

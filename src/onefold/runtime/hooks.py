@@ -93,7 +93,7 @@ class _Around:
             return None
         if self.part and (engine.stack or in_autograd()):
             return None
-        begins = engine.forward.enter(self.unit, sys._getframe(1), self.part)
+        begins = engine.passes.enter(self.unit, sys._getframe(1), self.part)
         if not begins or self.cast_to is None:
             return None
         return _cast(args, self.cast_to), _cast(kwargs, self.cast_to)
@@ -101,13 +101,13 @@ class _Around:
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
         if self.engine.closed:
             return None
-        this = self.engine.forward.pass_of(sys._getframe(1))
-        return None if this is None else self.engine.forward.leave(this, output)
+        this = self.engine.passes.pass_of(sys._getframe(1))
+        return None if this is None else self.engine.passes.leave(this, output)
 
     def always(self, _: nn.Module, args: Any, output: Any) -> None:
         # Runs after `after`, and also when the forward pass raised an Exception
         if not self.engine.closed:
-            still_open(self.engine.forward.stack, sys._getframe(1))
+            still_open(self.engine.passes.stack, sys._getframe(1))
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self  # the parameters refuse it, with their names

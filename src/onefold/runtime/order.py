@@ -12,7 +12,7 @@
 | backward      | the reverse, enclosing units first        | the order of use in the backward pass       |
 | reductions    | the reverse                               | the order in which units had all gradients  |
 
-The ranks compare what they saw at the end of each backward pass (runtime/backward.py). Units that a
+The ranks compare what they saw at the end of each backward pass (runtime/agree.py). Units that a
 step did not use keep a place in the orders (`Order.learn`).
 
 | what                  | goes as far as                                                                           |

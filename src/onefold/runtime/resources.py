@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from onefold.memory import MemoryLedger, Pool
     from onefold.runtime.flat import Flat
     from onefold.runtime.gather_paths import Gather
+    from onefold.runtime.passes import Graph
     from onefold.runtime.reduce_paths import Reduce
     from onefold.runtime.storage import Storage, Transfers
     from onefold.runtime.unit import Unit
@@ -163,10 +165,8 @@ class Progress:
         backward_open: a backward pass has begun.
         differentiating: that pass accumulates nothing (torch.autograd.grad). creates_graph: that
             pass is itself recorded by autograd.
-        open_graphs: forward passes with gradients whose backward pass has not come. root_graphs:
-            those of them over the whole model.
-        outside_graphs: operations with gradients outside a forward pass
-            (runtime/parameters/outside.py) have run since the last backward pass.
+        graphs: of forward passes, and of operations with gradients outside them, whose backward pass
+            has not come.
         optimizer_seen: an optimizer over these parameters has stepped once. stepped: one has
             stepped since the engine last looked for stale copies (runtime/refresh.py).
             reduced_since_gather: gradients were reduced since that look.
@@ -185,8 +185,7 @@ class Progress:
         self.factor = 1.0
         self.graded = False
         self.backward_open = self.differentiating = self.creates_graph = False
-        self.open_graphs = self.root_graphs = 0
-        self.outside_graphs = False
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.optimizer_seen = self.stepped = self.reduced_since_gather = False
         self.failure: BaseException | None = None
         self.failure_agreed = False
@@ -238,6 +237,18 @@ class Progress:
     def context(self, move: str, unit: str) -> CollectiveContext:
         """Return the context of a collective that starts now: its step and pass."""
         return CollectiveContext(move, unit, self.step_count, self.phase)
+
+    def refuse_if_closed(self) -> None:
+        """Called when a backward pass comes to a part of a graph.
+
+        Raises:
+            RuntimeError: the model of the graph is gone.
+        """
+        if self.closed:
+            raise RuntimeError(
+                "backward() of a forward pass whose sharded model is gone (deleted, or unsharded)"
+                " since: its parameters cannot be gathered any more. Keep the model until then."
+            )
 
     def failed(self, error: BaseException) -> None:
         """Note an error that happened while other ranks wait for this one. This rank goes on; the

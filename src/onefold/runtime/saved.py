@@ -75,6 +75,7 @@ class Handle:
 
     def read(self) -> torch.Tensor:
         gather, unit, alone = self.gather, self.unit, False
+        gather.progress.refuse_if_closed()
         gather.backward_event()
         if self.stays:
             gather.acquire(unit, backward=True)

@@ -86,7 +86,7 @@ class Unit:
     | `recomputing`       | its forward pass is recomputed (the count of        | the next recomputation begins         |
     |                     | `Gatherer.reached` then)                            |                                       |
     | `by_hand`           | a backward pass begins, and code has kept a         | the backward pass ends                |
-    |                     | parameter without saving it (runtime/forward.py)    |                                       |
+    |                     | parameter without saving it (runtime/passes.py)     |                                       |
 
     Two are no leases. `used`: a pass uses the unit; until then it is only prefetched or joined.
     `unwanted`: the pass has gone past it without using it, so it goes. `writes` is the count of writes

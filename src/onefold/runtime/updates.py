@@ -1,7 +1,7 @@
 """What clipping and optimizers did on this rank, in words: ranks must do the same.
 
 The ranks compare a checksum of all updates since their last comparison in the exchange at the end of
-the next backward pass (runtime/backward.py), and the updates themselves in a save.
+the next backward pass (runtime/agree.py), and the updates themselves in a save.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain(run: Run, error: BaseException) -> TrainError:
     """Return the error for an allocation that failed in this run's loop."""
     engine = onefold.engine_of(run.model)
-    unit, phase = engine.forward.raised_in or ("(between units)", engine.phase)
+    unit, phase = engine.passes.raised_in or ("(between units)", engine.phase)
     held = engine.memory.now()
     lines = [
         f"rank {run.ranks.rank} ran out of memory in the {phase} pass of unit {unit!r} (step"

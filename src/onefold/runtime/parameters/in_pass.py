@@ -18,7 +18,7 @@ forward pass gathers nothing.
 
 A tensor saved for backward in gathered memory becomes a handle, whoever saves it: see
 runtime/saved.py. What code keeps without saving it is gathered again before its backward pass:
-see [Note: kept by hand] in runtime/forward.py.
+see [Note: kept by hand] in runtime/passes.py.
 """
 
 from __future__ import annotations

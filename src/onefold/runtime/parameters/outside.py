@@ -21,9 +21,7 @@ import torch
 
 from onefold.memory import storage_of
 from onefold.runtime.boxes import local_of
-from onefold.runtime.differentiate import keep_hooks_from_compiler, tensors_in
 from onefold.runtime.parameters.interval import disable_torch_function, entry_of, mapped, spec_of
-from onefold.runtime.parameters.values import ForwardPass
 from onefold.runtime.saved import saving
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ def compute_outside(func: Any, args: Any, kwargs: dict[str, Any], entries: list[
             if gathered:
                 engine.gather.release(unit)
         for engine in engines:
-            _watch(engine, out)
+            engine.passes.watch_outside(out)
     return out
 
 
@@ -77,23 +75,3 @@ def _copied(t: torch.Tensor, by_storage: dict[int, tuple[Unit, Flat]], leaves: s
     if id(t) in leaves:
         t = t.view_as(t)
     return t.clone() if t.layout is torch.strided and storage_of(local_of(t)) in by_storage else t
-
-
-def _watch(engine: OwningEngine, out: Any) -> None:
-    """Hook `out`: a backward pass through it counts as one of this engine's, and raises if the
-    parameters have been written to since.
-    """
-    current_pass = ForwardPass(engine.write_counters)
-
-    def backward_reached(_: torch.Tensor) -> None:
-        if not engine.progress.closed:
-            current_pass.backward_reached(True)
-            with disable_torch_function():
-                engine.backward_event()
-
-    for t in tensors_in(out):
-        if t.requires_grad:
-            t.register_hook(backward_reached)
-
-
-keep_hooks_from_compiler(_watch)

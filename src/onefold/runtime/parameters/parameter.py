@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
     from onefold.runtime.gather import Gatherer
     from onefold.runtime.parameters.values import WriteCounters
+    from onefold.runtime.passes import Passes
     from onefold.runtime.unit import Unit
 
 
@@ -75,6 +76,7 @@ class OwningEngine(Protocol):
     progress: Progress
     gather: Gatherer
     masters: MasterAccess
+    passes: Passes
     write_counters: WriteCounters
 
     @property

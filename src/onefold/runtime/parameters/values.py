@@ -430,36 +430,6 @@ class WriteCounters:
             )
 
 
-class ForwardPass:
-    """What a backward pass needs to know of its forward pass: the count of writes when it began."""
-
-    __slots__ = ("_counters", "of_root", "open", "since", "task")
-
-    def __init__(self, counters: WriteCounters) -> None:
-        self._counters, self.since, self.task = counters, counters.count, -1
-        # open: it has a graph that no backward pass has consumed. of_root: a pass of the whole
-        # model
-        self.open = self.of_root = False
-
-    def backward_reached(self, whole: bool) -> None:
-        """Check for writes when the backward pass reaches an output of the pass (`whole`) or of one
-        unit in it. Once an output of the pass was checked, its units are not checked in that backward
-        pass.
-
-        Raises:
-            RuntimeError: its parameters have been written to since the forward pass.
-        """
-        if self.since == self._counters.count:
-            return
-        task = torch._C._current_graph_task_id()
-        if whole:
-            self.task = task
-        elif self.task == task:
-            return
-        with disable_torch_function():
-            self._counters.refuse_if_computed_with(self.since)
-
-
 def _leaves(start: Any, wanted: dict[int, Entry]) -> list[str]:
     """Return the names of the parameters in `wanted` (by the id of the whole parameter) that the
     graph upstream of `start` reaches.

@@ -1,0 +1,125 @@
+"""What the ranks tell each other at the end of a backward pass, in one exchange of a few hundred
+bits (`Group.any_of`).
+
+    checksums of three orders: of units in forward, of units in backward, of units ready
+        | the same bits inverted
+    checksum of launched collectives, and of what clipping and optimizers did (runtime/updates.py)
+        | the same bits inverted
+        | background work has failed | parameters used | units late | units gathered in backward
+
+Every rank learns which bits are set on any rank. From them it knows:
+
+- which parameters got a gradient anywhere,
+- whether a unit needs a second reduction,
+- whether all ranks used the units in the same order, which then becomes the agreed order of the
+  next steps. (A checksum is the same on all ranks if no bit of it is set together with its
+  inverse.)
+- whether all ranks made the same updates since the last exchange.
+
+[Note: the exchange is never left out] Any of these bits may come from another rank, so no rank can
+know that the exchange is needless. On a native backend it is also where the host learns that a rank
+is missing or has launched other collectives. It costs log2(ranks) messages between hosts; the
+device goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import TYPE_CHECKING
+
+import onefold.runtime.updates as updates_of
+from onefold.comm import CollectiveContext, StallError, alike, both
+from onefold.memory.pool import TierError
+
+if TYPE_CHECKING:
+    from onefold.runtime.gather import Gatherer
+    from onefold.runtime.reduce import Reducer
+    from onefold.runtime.resources import Resources
+
+_TOLD = 512  # bytes of a message about what went wrong
+_UPDATES = 1 << 14  # bytes of updates that differ
+
+
+def agree_and_finish(resources: Resources, gather: Gatherer, reduce: Reducer, learn: bool) -> None:
+    """Exchange which parameters were used and which orders were seen; then set the gradients.
+
+    `learn`: the orders are those of a pass, and may become the agreed ones.
+
+    Raises:
+        StallError: on every rank. The ranks launched different collectives on a native backend, so
+            what they received is not what they asked for; or they clipped or stepped differently.
+    """
+    group, progress, units = resources.group, resources.progress, reduce.units
+    late = {u.index for u in units if u.late}
+    gathered = {u.index for u in gather.backward.seen}
+    orders = gather.forward, gather.backward, reduce.order
+    seen = [zlib.crc32(repr([u.index for u in order.seen]).encode()) for order in orders]
+    launched, updates = group.launched(), updates_of.together(group.updates)
+    walked = both(struct.pack("<III", *seen))
+    sizes = (1, len(reduce.unit_of), len(units), len(units))
+    parts = [
+        walked,
+        both(zlib.crc32(updates.encode(), zlib.crc32(launched)).to_bytes(4, "little")),
+        *map(
+            _bits,
+            ({0} if progress.failure is not None else set(), reduce.used, late, gathered),
+            sizes,
+        ),
+    ]
+    context = CollectiveContext("control", "(end of backward)", progress.step_count, "backward")
+    anywhere = group.any_of(b"".join(parts), context)
+    group.shared.heard = progress.step_count
+    group.updates.clear()
+    found, at = [], 0
+    for part in parts:
+        found.append(anywhere[at : at + len(part)])
+        at += len(part)
+    if not alike(found[1]):
+        texts = group.tell(f"{launched.hex()} {updates}", _UPDATES, context)
+        if any(not text.startswith(f"{launched.hex()} ") for text in texts):
+            raise group.out_of_order(context)
+        said = {r: t.partition(" ")[2] for r, t in zip(group.ranks, texts, strict=True)}
+        raise StallError(
+            f"rank {group.ranks[group.rank]} found at the end of the backward pass of step"
+            f" {context.step} that the ranks have stepped differently: "
+            + (updates_of.difference(said) or "one of the updates differs in a later group.")
+        )
+    failed, used_anywhere, late_anywhere, gathered_anywhere = (
+        _members(int.from_bytes(bits, "little")) for bits in found[2:]
+    )
+    progress.failure_agreed = bool(failed)
+    reduce.finish(used_anywhere)
+    if late_anywhere:
+        reduce.second_round(sorted(late_anywhere), used_anywhere)
+    if learn and alike(found[0]) and not all(order.agreed for order in orders):
+        gather.learn(gathered_anywhere)
+        if reduce.order.seen:
+            reduce.order.learn(reduce.order.units)
+
+
+def agree_on_failure(resources: Resources, error: BaseException | None, when: str) -> None:
+    """Tell all ranks what went wrong with a disk, if anything did. Collective.
+
+    Raises:
+        TierError: on every rank, if any rank has an `error`.
+    """
+    # The error raised below is a TierError too, so this name is left out
+    kind = "" if isinstance(error, TierError) else f"{type(error).__name__}: "
+    said = f"{kind}{error}" if error is not None else ""
+    context = CollectiveContext("control", "(NVMe)", resources.progress.step_count, "optimizer")
+    told = resources.group.tell(said, _TOLD, context)
+    wrong = [(rank, message) for rank, message in enumerate(told) if message]
+    if wrong:
+        resources.progress.failure, resources.progress.failure_agreed = None, False
+        resources.transfers.forget_writes()
+        rank, message = wrong[0]
+        raise TierError(f"rank {resources.group.ranks[rank]}, {when}: {message}") from error
+
+
+def _bits(members: set[int], size: int) -> bytes:
+    return sum(1 << i for i in members).to_bytes((size + 7) // 8, "little")
+
+
+def _members(bits: int) -> set[int]:
+    return {i for i, bit in enumerate(reversed(f"{bits:b}")) if bit == "1"}

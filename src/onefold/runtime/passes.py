@@ -1,0 +1,628 @@
+"""The passes of one engine.
+
+    a unit's module is called                `enter`            acquire the unit's parameters; the outermost begins a pass over the model
+    it returns, or raises                    `leave`, `abort`   release them; the outermost ends the pass
+    its code uses another unit's parameter   `use`              acquire that unit too, until the pass ends
+    autograd comes to something of the model `event`            the first begins a backward pass
+    autograd has finished                    `_end_backward`    reduce what is left, agree on what was used, release everything
+
+A forward pass inside a backward pass is a recomputation, and does not count as a pass of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onefold.memory import storage_of
+from onefold.runtime import differentiate
+from onefold.runtime.agree import agree_and_finish
+from onefold.runtime.boxes import local_of
+from onefold.runtime.buffers import check_in_place, check_not_wrapped, modules_in, refuse_changes
+from onefold.runtime.differentiate import (
+    TRANSFORMS,
+    in_autograd,
+    keep_from_compiler,
+    keep_hooks_from_compiler,
+    tensors_in,
+)
+from onefold.runtime.open_passes import OpenPass, here, still_open
+from onefold.runtime.parameters.in_pass import put, take_back
+from onefold.runtime.parameters.interval import disable_torch_function, get_grad
+from onefold.runtime.pending_gradients import follow_trainable, show_pending
+from onefold.runtime.refresh import FIRST, keep_writes, refresh
+from onefold.runtime.unit import State, Unit
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+    from onefold.runtime.flat import Entry
+
+
+class Graph:
+    """The autograd graph of a forward pass, or of an operation outside passes. The hooks on its
+    outputs hold it: it lives as long as any part of the graph. It is among `Progress.graphs` until
+    a backward pass has used it up.
+
+    Attributes:
+        of_model: of a pass over the whole model. since: the count of writes when it began.
+        by_hand: units to gather when a backward pass reaches the output, see [Note: kept by hand].
+        checked: the backward pass that has found nothing written to since, by autograd's number.
+    """
+
+    __slots__ = ("__weakref__", "by_hand", "checked", "of_model", "since")
+
+    def __init__(self, of_model: bool, since: int = 0) -> None:
+        self.of_model, self.since, self.checked = of_model, since, -1
+        self.by_hand: list[Unit] = []
+
+
+@dataclasses.dataclass(slots=True)
+class _Borrowed:
+    """A unit whose parameters code outside its module has used in a pass.
+
+    [Note: kept by hand] Code may keep a whole parameter for its backward pass without saving it for
+    backward: `ctx.weight = weight` in a Function, or the arguments of a checkpoint. Autograd tells
+    nobody of it. So a unit that was borrowed, and of which nothing was saved since, is gathered
+    when the backward pass reaches the output of the pass, and stays until its gradients have come.
+    An embedding whose module was called is not: its backward pass reads no weight, and the usual
+    reason to read the weight is its dtype.
+
+    Attributes:
+        saved_before: `saved_apart` of the unit when it was borrowed.
+        kept: code has got the parameter itself.
+    """
+
+    unit: Unit
+    saved_before: int
+    kept: bool = False
+
+
+class Passes:
+    """See this module.
+
+    Attributes:
+        stack: open forward passes of units, the innermost last. A pass is taken from it when all of
+            it is done, so that one that was interrupted is ended again.
+        raised_in: (unit, phase) of the last pass that raised.
+        reached: the graphs whose outputs the backward pass under way has reached.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.progress, self.resources = engine, engine.progress, engine.resources
+        self.units, self.gather, self.reduce = engine.units, engine.gather, engine.reduce
+        self.run_ahead = engine.group.run_ahead
+        self.stack: list[OpenPass] = []
+        self.raised_in: tuple[str, str] | None = None
+        self.reached: set[Graph] = set()
+        self._graph: Graph | None = None  # of the forward pass, or recomputation, under way
+        # Units whose parameters other modules used in this pass, and those whose module was called
+        self._borrowed: dict[int, _Borrowed] = {}
+        self._entered: set[int] = set()
+        # The modules that shard() found, and the last step in which they were compared
+        root = self.units[0].module()
+        self._modules, self._compared = [] if root is None else modules_in(root), -1
+
+    # -- a unit's module ---------------------------------------------------------------------------
+
+    def enter(self, unit: Unit, call: FrameType, part: bool = False) -> bool:
+        """Begin the forward pass of a unit's module. Returns True if this begins a pass over the
+        model, whose inputs are to be cast.
+
+        `call`: the frame of the module's call. `part`: the caller called a part of the unit's module
+        by itself, not the module.
+        """
+        engine, progress = self.engine, self.progress
+        with disable_torch_function():
+            if not still_open(self.stack, call):
+                still_open(here.passes, call)  # of other models
+            recompute, first = in_autograd(), not self.stack
+            this = OpenPass(unit, recompute, call, self)
+            this.beside.append(this)
+            self.stack.append(this)
+            outermost = first and not recompute
+            if first:
+                graph = self._graph = Graph(outermost and unit.index == 0 and not part)
+                if outermost:
+                    self._begin_forward(this, graph.of_model)
+                graph.since = engine.write_counters.count
+            self._entered.add(unit.index)
+            engine.spans.enter()
+            # In one statement: Ctrl-C may come between two
+            unit.in_use, this.in_use = unit.in_use + 1, True
+            if recompute:
+                self.event()
+            elif torch.is_grad_enabled() or progress.graded:
+                # A re-entrant checkpoint runs its part of the pass without gradients
+                unit.calls += 1
+            if engine.uninitialized:
+                engine.uninitialized.refuse(f"the forward pass of {unit.name!r} uses", unit=unit)
+            if self.run_ahead is not None:
+                self.run_ahead.comes(unit.index, progress.phase, again=not recompute)
+            self.gather.acquire(unit, backward=recompute)
+            if recompute:
+                unit.recomputing = self.gather.reached
+            if unit.in_use == 1:
+                swap_in(unit)
+            return outermost
+
+    def leave(self, this: OpenPass, output: Any) -> Any:
+        """End the forward pass of a unit's module after it has returned `output`. Returns the
+        output with copies of the tensors that lie in gathered buffers.
+        """
+        unit, outermost, graph = this.unit, this.outermost, self._graph
+        with disable_torch_function():
+            self._no_longer_uses(this, keep=self.resources.memory.record)
+            if outermost:
+                output = copied_out(output, self.gather.by_storage)
+            if torch.is_grad_enabled() and graph is not None:
+                if outermost:
+                    graph.by_hand = self._kept_by_hand()
+                self._watch(output, graph, unit, whole=this is self.stack[0])
+            if not unit.in_use and not this.recompute:
+                self._keep_writes(unit)
+            if outermost:  # other modules may have written to these after their own forward
+                for borrowed in self._borrowed.values():
+                    self._keep_writes(borrowed.unit)
+            if not unit.in_use and (not this.recompute or unit.looks_up_only):
+                self.gather.after_forward(unit, output)
+            if outermost:
+                self._end_forward(this, aborted=False)
+            self._close(this)
+            return output
+
+    def abort(self, this: OpenPass) -> None:
+        """Clean up after the forward pass of a unit's module raised."""
+        with disable_torch_function():
+            # The innermost unit comes first
+            self.raised_in = self.raised_in or (this.unit.name, self.progress.phase)
+            self._no_longer_uses(this, keep=False)
+            if this.outermost:
+                if this.beside is not here.passes:  # hooks on saved tensors are a thread's own
+                    self.gather.hooks = self.engine.activations.hooks = None
+                try:
+                    self._end_forward(this, aborted=True)
+                except Exception:
+                    self._close(this)
+                    raise
+            self._close(this)
+
+    def pass_of(self, call: FrameType) -> OpenPass | None:
+        """Return the open pass whose module's call has this frame; None if it began none."""
+        for this in reversed(self.stack):
+            if this.call is call:
+                if this is not self.stack[-1]:
+                    still_open(self.stack)
+                return this
+        return None
+
+    def use(self, entry: Entry, keeps: bool = False) -> torch.Tensor:
+        """Return the whole parameter for code in a forward pass whose unit does not own it. See
+        runtime/parameters/parameter.py.
+
+        `keeps`: the code gets the parameter itself (runtime/parameters/in_pass.py), so it must stay
+        whole until the pass ends, also if its own module is called in between.
+        """
+        unit = self.engine.unit_of[entry.number]
+        if self.engine.uninitialized:
+            self.engine.uninitialized.refuse("a forward pass uses", entry.names)
+        recompute = in_autograd()
+        if recompute:
+            self.event()
+        elif (torch.is_grad_enabled() or self.progress.graded) and not unit.used:
+            unit.calls += 1
+        self.gather.acquire(unit, backward=recompute)
+        if recompute:
+            # Recomputed by a checkpoint inside the unit's module, which the unit's hooks do not see
+            unit.recomputing = self.gather.reached
+        elif unit.index not in self._borrowed:
+            self._borrowed[unit.index] = _Borrowed(unit, unit.saved_apart)
+        if keeps and not unit.in_use:
+            unit.borrowed = True
+            if not recompute:
+                self._borrowed[unit.index].kept = True
+        return entry.compute
+
+    def _close(self, this: OpenPass) -> None:
+        for passes in (self.stack, this.beside):
+            if passes and passes[-1] is this:
+                passes.pop()
+            elif this in passes:  # another thread's began later
+                passes.remove(this)
+        if not self.stack:
+            self._graph = None
+
+    def _no_longer_uses(self, this: OpenPass, keep: bool) -> None:
+        unit = this.unit
+        if this.in_use:
+            if unit.in_use == 1:
+                swap_out(unit)
+            unit.in_use, this.in_use = unit.in_use - 1, False
+            self.engine.spans.leave(unit.name, self.progress.phase, keep)
+
+    def _keep_writes(self, unit: Unit) -> None:
+        # What is gathered from ranks that are not there is no value to compare with
+        if unit.state is State.GATHERED and not self.resources.group.stands_for_all:
+            # The host is about to compare values, and would wait for a missing rank without a limit
+            if self.run_ahead is not None and any(flat.compared < FIRST for flat in unit.flats):
+                self.run_ahead.settle()
+            with torch.no_grad():
+                keep_writes(unit)
+
+    def _kept_by_hand(self) -> list[Unit]:
+        """Return the units to gather when the backward pass begins. See [Note: kept by hand]."""
+        return [
+            b.unit
+            for b in self._borrowed.values()
+            if b.kept
+            and not b.unit.resident
+            and b.unit.saved_apart == b.saved_before
+            and not (b.unit.looks_up_only and b.unit.index in self._entered)
+        ]
+
+    # -- a forward pass over the model -------------------------------------------------------------
+
+    def _begin_forward(self, this: OpenPass, of_model: bool) -> None:
+        engine, progress = self.engine, self.progress
+        if progress.backward_open:  # a backward pass raised before it came to its end
+            self.reset()
+        if progress.follower is not None:
+            progress.follower.forward_begins()
+        engine.uninitialized.look()
+        self.raised_in = None
+        self._entered.clear()
+        graded = progress.graded = torch.is_grad_enabled()
+        engine.transfers.check()
+        self._look()
+        check_in_place(self.units)
+        root = self.units[0].module()
+        if progress.step_count < 2 and root is not None:  # most changes and wrappers come by now
+            check_not_wrapped(root)
+            if self._compared < progress.step_count and (now := modules_in(root)) != self._modules:
+                refuse_changes(root, engine.entries, "a pass")
+                self._modules = now
+                engine.buffers.find(root)
+            self._compared = progress.step_count
+        # Before `follow_trainable`: it must see what was trainable when the optimizer stepped
+        engine.copies.look_for_writes()
+        # A pass without gradients in between (a reference pass with adapters off) must not change
+        # what the open graphs rely on
+        if graded or not progress.graphs:
+            follow_trainable(self.reduce)
+        if graded and not progress.graphs:
+            for unit in self.units:
+                unit.calls = 0
+        this.outermost = True  # from here on there is something to end
+        engine.activations.begin_forward()  # first: the gatherer's hooks call the hooks set here
+        self.gather.begin_forward(of_model)
+        refresh(self.gather)
+        if of_model:
+            engine.buffers.before_pass(self.resources)
+
+    def _end_forward(self, this: OpenPass, aborted: bool) -> None:
+        engine, progress, graph = self.engine, self.progress, self._graph
+        graded = torch.is_grad_enabled()
+        self._borrowed.clear()
+        if this.beside == [this]:
+            take_back()
+        for flat in (f for u in self.units for f in u.flats) if aborted else ():
+            flat.before_data.clear()
+        self.gather.end_forward(aborted)
+        if graph is not None and graph.of_model and not aborted:
+            engine.buffers.after_pass(graded and progress.sync)
+        engine.activations.end_forward()
+        engine.masters.after_pass()
+        if graph is not None:
+            if graded and not aborted:
+                progress.graphs.add(graph)
+            self.gather.release_when_gone(graph)
+
+    def watch_outside(self, output: Any) -> None:
+        """Hook what an operation outside passes has returned: a backward pass through it is one of
+        this engine's.
+        """
+        graph = Graph(False, self.engine.write_counters.count)
+        self.progress.graphs.add(graph)
+        self._watch(output, graph, None, whole=True)
+
+    def _watch(self, output: Any, graph: Graph, unit: Unit | None, whole: bool) -> None:
+        """Hook the output of a unit, so that the engine hears when the backward pass reaches it:
+        early enough to gather ahead of use. `whole`: it is all that `graph` has computed.
+        """
+        early = unit if unit is not None and not (unit.resident or unit.looks_up_only) else None
+        if not whole and early is None:
+            return
+
+        def reached(_: torch.Tensor) -> None:
+            self.progress.refuse_if_closed()
+            self.gather.reached += 1
+            self._refuse_late(graph, whole)
+            with disable_torch_function():
+                self.event()
+                if whole:
+                    self.reached.add(graph)
+                if self.run_ahead is not None and unit is not None:
+                    self.run_ahead.comes(unit.index, "backward")
+                if early is not None and not self.gather.is_done(early):
+                    self.gather.acquire(early, backward=True)
+                for kept in graph.by_hand if whole else ():
+                    if not self.gather.is_done(kept):
+                        kept.by_hand = True
+                        self.gather.acquire(kept, backward=True)
+
+        for t in tensors_in(output):
+            if t.grad_fn is not None:  # a leaf would keep the hook of every pass
+                t.register_hook(reached)
+
+    def _refuse_late(self, graph: Graph, whole: bool) -> None:
+        """Raise RuntimeError if parameters were written to since the forward pass of `graph`. Once
+        an output of the pass was checked (`whole`), its units are not checked in that backward pass.
+        """
+        counters = self.engine.write_counters
+        if graph.since == counters.count:
+            return
+        task = torch._C._current_graph_task_id()
+        if whole:
+            graph.checked = task
+        elif graph.checked == task:
+            return
+        with disable_torch_function():
+            counters.refuse_if_computed_with(graph.since)
+
+    # -- a backward pass ---------------------------------------------------------------------------
+
+    def event(self, accumulates: bool = False) -> None:
+        """Note that a backward pass has reached something of this engine. The first event opens the
+        pass, and asks autograd to call `_end_backward` at its end.
+
+        `accumulates`: the event is that a parameter has got its gradient.
+        """
+        progress = self.progress
+        if not progress.backward_open and in_autograd():
+            with disable_torch_function():
+                differentiating = not (
+                    accumulates or differentiate.accumulates(self.engine.entries)
+                )
+                if not differentiating:
+                    self._tell_follower()
+                progress.differentiating = differentiating
+                progress.backward_open, progress.creates_graph = True, torch.is_grad_enabled()
+                self.gather.begin_backward()
+                if not differentiating:
+                    self.reduce.begin_backward()
+                self.engine.spans.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        elif accumulates and progress.differentiating:
+            # A gradient from inside a re-entrant checkpoint: the outer graph does not show it
+            self._tell_follower()
+            progress.differentiating = False
+            self.gather.foresee_backward()
+            self.reduce.begin_backward()
+
+    def _tell_follower(self) -> None:
+        follower = self.progress.follower
+        self.progress.factor = 1.0 if follower is None else follower.backward_begins()
+
+    def _end_backward(self) -> None:
+        progress, reduce = self.progress, self.reduce
+        with disable_torch_function(), torch.no_grad():
+            used: set[int] = set()
+            if not progress.differentiating:
+                reduce.collect()
+                reduce.take_multipliers_back()
+                self.gather.join_rest_of_backward()
+                used = reduce.used
+                if used and not progress.deferring:
+                    self._reduce_rest(learn=True)
+                if progress.deferring or progress.holding:
+                    progress.pending = True
+                    show_pending(reduce)
+                elif used:
+                    progress.pending = False
+            if used or (progress.differentiating and not progress.creates_graph):
+                progress.graphs -= self.reached
+            self._finish()
+            if used and reduce.marks is not None:
+                reduce.marks.compare()
+
+    def reduce_pending(self) -> None:
+        """Reduce the gradients that wait for the boundary, as the backward pass of the boundary
+        would have. Collective. `Progress.sync` must hold.
+        """
+        with disable_torch_function(), torch.no_grad():
+            if self.progress.backward_open:  # a backward pass raised before it came to its end
+                self.reset()
+            self._begin_reducing()
+            self.progress.pending = False
+            self._reduce_rest(learn=False)
+            self._finish()
+            if self.reduce.marks is not None:
+                self.reduce.marks.compare()
+
+    def take_gradients(self) -> None:
+        """Take the gradients that lie on whole parameters: those of a backward pass that was run in
+        two halves, whose second has set `.grad` by itself (torch.distributed.pipelining). They stay
+        whole: `Progress.deferring` must hold.
+        """
+        with disable_torch_function(), torch.no_grad():
+            self._begin_reducing()
+            for entry in self.engine.entries:
+                if get_grad(entry.compute) is not None:
+                    self.reduce.arrived(entry)
+            self.reduce.collect()
+            self.progress.pending = True
+            show_pending(self.reduce)
+            self._finish()
+
+    def reset(self) -> None:
+        """Clean up after a forward or backward pass that raised."""
+        if not self.progress.differentiating:
+            self.reduce.drop()
+        self.progress.graphs.clear()
+        self.progress.pending = False
+        self._let_go()
+
+    def _begin_reducing(self) -> None:
+        self.progress.backward_open, self.progress.factor = True, 1.0
+        self.reduce.begin_backward()
+
+    def _reduce_rest(self, learn: bool) -> None:
+        self.reduce.launch_rest()
+        agree_and_finish(self.resources, self.gather, self.reduce, learn)
+        self.progress.step_count += 1
+        self.progress.reduced_since_gather = True
+
+    def _finish(self) -> None:
+        self.engine.stepper.early.join()
+        self._let_go()
+        self.engine.transfers.gradients_are_down()
+        self.engine.masters.after_pass()
+        self._look()
+        for unit in self.units:
+            unit.gradients = set()
+
+    def _let_go(self) -> None:
+        self.reached.clear()
+        self.gather.end_backward()
+        self.engine.activations.end_backward()
+        # Not before: a pass that was interrupted is reset
+        self.progress.backward_open = self.progress.differentiating = False
+
+    def _look(self) -> None:
+        self.resources.memory.look()
+        self.engine.transfers.host.look()
+
+
+keep_hooks_from_compiler(Passes._watch)
+keep_from_compiler(Passes._end_backward)
+
+
+# -- outputs that lie in gathered buffers ----------------------------------------------------------
+#
+# Outputs of a pass over the model must not lie in gathered buffers: when a buffer is released, the
+# parameters that point at it become empty.
+#
+# A module may return its weight, or a view of it. The outermost pass returns a copy instead. The copy
+# is part of the graph, so gradients flow through it.
+
+
+def copied_out(output: Any, buffers: Mapping[int, Any]) -> Any:
+    """Return `output` with each tensor that lies in one of `buffers` (by storage) replaced by a
+    copy. If there is none, return the same object.
+    """
+
+    def gathered(t: torch.Tensor) -> bool:
+        t = local_of(t)
+        return t.layout is torch.strided and storage_of(t) in buffers
+
+    if not buffers or not any(gathered(t) for t in tensors_in(output)):
+        return output
+    known: dict[int, torch.Tensor] = {}  # one copy for each object, however often it occurs
+
+    def own(t: torch.Tensor) -> torch.Tensor:
+        return known.setdefault(id(t), t.clone()) if gathered(t) else t
+
+    return _mapped(output, own)
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int = 4) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if value is None or depth == 0 or isinstance(value, (str, bytes, int, float)):
+        return value
+    if isinstance(value, (list, tuple, set)):
+        items = [_mapped(v, change, depth - 1) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is dict:
+        return {k: _mapped(v, change, depth - 1) for k, v in value.items()}
+    if isinstance(value, dict):  # a model output of transformers: items that are attributes too
+        out = copy.copy(value)
+        for k, v in value.items():
+            out[k] = _mapped(v, change, depth - 1)
+        return out
+    if hasattr(value, "__dict__"):
+        frozen = dataclasses.is_dataclass(value)
+        out = copy.copy(value)
+        for k, v in vars(value).items():
+            (object.__setattr__ if frozen else setattr)(out, k, _mapped(v, change, depth - 1))
+        return out
+    return value
+
+
+# -- torch.func ------------------------------------------------------------------------------------
+#
+# Other tensors in the parameters' places: `torch.func.functional_call` puts them there for one
+# call. Replacing a parameter for good is refused.
+
+
+def swap_in(unit: Unit) -> None:
+    """Let the module see the whole parameters of `unit`. Tensors that `functional_call` has put in
+    their places stay for the call.
+
+    Raises:
+        RuntimeError: other code has put a tensor in a parameter's place, which would be ignored.
+        ValueError: functional_call was given a tensor of another shape than the whole parameter.
+    """
+    for flat in unit.flats:
+        flat.swapped_in = True
+        for entry in flat.entries:
+            if (place := entry.only_place) is not None and place[0].get(place[1]) is entry.param:
+                put(place[0], place[1], entry.compute)
+                continue
+            for parameters, attribute, _ in entry.places:
+                if (there := parameters.get(attribute)) is not entry.param:
+                    _look_at(entry, there)
+            flat.swap(entry, entry.compute, instead_of=entry.param)
+
+
+def swap_out(unit: Unit) -> None:
+    """Let the module show the optimizer's parameters again."""
+    for flat in unit.flats:
+        flat.swapped_in = False
+        for entry in flat.entries:
+            if (place := entry.only_place) is None:
+                flat.swap(entry, entry.param, instead_of=entry.compute)
+            elif place[0].get(place[1]) is entry.compute:
+                put(place[0], place[1], entry.param)
+
+
+def _look_at(entry: Entry, there: torch.Tensor | None) -> None:
+    """Look at what is in a parameter's place, instead of the parameter."""
+    name, shape = entry.slot.name, tuple(entry.slot.shape)
+    if there is None or not _in_functional_call():
+        raise RuntimeError(
+            f"parameter {name!r} was replaced after shard() (assigned or removed). Write into it"
+            " instead: `with onefold.full_params(model, write=True):` for values; for another"
+            " structure assign between onefold.unshard(model) and a new shard(), or before shard()."
+        )
+    if any(recurrent is not None for _, _, recurrent in entry.places):
+        raise ValueError(
+            f"functional_call was given a tensor for {name!r}, a weight of a recurrent layer. The"
+            " layer keeps a list of its weights besides, and would compute with the old one. Leave"
+            " it out."
+        )
+    if tuple(there.shape) != shape:
+        raise ValueError(
+            f"functional_call was given a tensor of shape {tuple(there.shape)} for {name!r},"
+            f" expected the whole parameter's {shape}. torch.func.grad, vmap and the like see"
+            f" this rank's interval of a sharded parameter. {TRANSFORMS}"
+        )
+
+
+def _in_functional_call() -> bool:
+    """Return whether `torch.func.functional_call` is running.
+
+    It writes to `module._parameters` (torch/nn/utils/_named_member_accessor.py, `swap_tensor`) as
+    other code may that replaces a parameter for good, and sets no flag.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.nn.utils.stateless.__file__:
+            return True
+        frame = frame.f_back
+    return False
