@@ -247,19 +247,17 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
         ValueError: on every rank that sees it: a DTensor lies on other ranks than the mesh, its
             placements cannot be divided further, or ranks have different ones.
     """
-    found = [found for spec in specs for found in spec.found]
-    boxed = [f for f in found if is_dtensor(f.param)]
     whole = Holders.of(dict.fromkeys(mesh.ranks), mesh.data_of)
     if mesh.plain:
         return whole
     context = CollectiveContext("control", "(axes)", 0, "state")
     kinds: dict[Any, list[Any]] = {}
-    for f in boxed:
+    said = []
+    for f in (found for spec in specs for found in spec.found if is_dtensor(found.param)):
         param: Any = f.param
         _refuse(f.names[0], param, mesh)
         kinds.setdefault((param.device_mesh, param.placements), []).append(f)
-    placed: list[tuple[str, Any]] = [(f.names[0], f.param) for f in boxed]
-    said = [(name, tuple(map(str, p.placements)), tuple(p.device_mesh.shape)) for name, p in placed]
+        said.append((f.names[0], param.placements, tuple(param.device_mesh.shape)))
     digest = hashlib.sha256(repr(said).encode()).digest()[:8]
     if not alike(group.any_of(both(digest), context)):
         raise ValueError(

@@ -92,6 +92,8 @@ class Gatherer:
             if torch.is_grad_enabled():
                 self._release_kept()
             else:
+                for unit in self.kept:
+                    unit.kept = True
                 self.gather_kept()
         if self.sharded:
             self.forward.begin(self.forward.units if over_model else [])
@@ -146,10 +148,8 @@ class Gatherer:
     def gather_kept(self) -> None:
         """Launch the gathers of the units that stay gathered and are not gathered yet."""
         for unit in self.forward.units:
-            if unit in self.kept:
-                unit.kept = True
-                if unit.ungathered:
-                    self.launch(unit)
+            if unit in self.kept and unit.ungathered:
+                self.launch(unit)
 
     def let_go(self) -> None:
         """Release the units that `keep` has kept."""
@@ -264,10 +264,8 @@ class Gatherer:
         ahead, others = order.come_to(
             unit, not (unit.ungathered or (backward and unit.awaiting_backward))
         )
-        for other in others:
+        for other in (*others, unit):
             self.join(other)
-        if unit.ungathered:
-            self.launch(unit)
         # Their turn was before this one. The turn of a unit inside this one may still come
         skipped = [
             u
@@ -277,7 +275,6 @@ class Gatherer:
         for other in skipped:
             other.unwanted, other.awaiting_backward = True, False
         if backward:
-            unit.awaiting_backward = False
             self._sweep()
             if order.walk:
                 self.passed_over([u for u in (*others, *skipped) if not u.encloses(unit)])
@@ -338,14 +335,14 @@ class Gatherer:
         wait for, so reductions get ahead of the pass.
         """
         order = self.backward
-        if unit not in order.walk[order.at :]:
-            return True
-        passed = order.walk[order.at : order.walk.index(unit, order.at) + 1]
-        if any(u.calls and u not in order.seen for u in passed[:-1]):
-            return False
-        order.at += len(passed)
-        for each in passed:
-            self.join(each)
+        rest = order.walk[order.at :]
+        if unit in rest:
+            before = rest[: rest.index(unit)]
+            if any(u.calls and u not in order.seen for u in before):
+                return False
+            order.at += len(before) + 1
+            for each in (*before, unit):
+                self.join(each)
         return True
 
     def _release_unwanted(self, using: Unit, backward: bool) -> None:
