@@ -14,9 +14,10 @@ from torch import nn
 
 from onefold.comm import Group
 from onefold.comm.communicators import members, note_exit
-from onefold.comm.mesh import Mesh, mesh_of, one_axis
+from onefold.comm.mesh import mesh_of, one_axis
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
+from onefold.layout.holders import Mesh
 from onefold.offload.preflight import preflight
 from onefold.optim import (
     across_stages,
@@ -135,7 +136,7 @@ def shard(
         require_torchao(f"moments={recipe.moments!r}")
     ranks = _ranks(group, mesh, data)
     recipe = with_replicas(recipe, ranks)
-    where = _device(module, device, at_once=ranks.axes.size == 1)
+    where = _device(module, device, at_once=ranks.size == 1)
     wanted = units if units is not None else recipe.units
     incoming = _open(weights, module, where, init)
     with contextlib.ExitStack() as undo:  # if anything below raises
@@ -191,7 +192,7 @@ def _laid_out(
     """
     names = set(incoming.names) if incoming else set()
     specs = find_units(module, wanted)
-    alone = ranks.axes.size == 1
+    alone = ranks.size == 1
     mark_partial(specs, partial, ranks)
     refuse_max_norm(module, alone)
     # With offloading, units are materialized and offloaded one by one, never all at once
@@ -415,10 +416,7 @@ def capabilities() -> Capabilities:
             from onefold.offload.heap import give_large_blocks_back
 
             give_large_blocks_back()
-        tier = recipe.disk
-        assert tier is not None, "nothing of the recipe is in files"
-        folders, name = recipe.folders_of(tier), f"rank{rank}"
-        return Nvme(folders, name=name, threads=recipe.nvme_threads, tier=tier)
+        return Nvme(recipe.nvme, name=f"rank{rank}", threads=recipe.nvme_threads)
 
     return Capabilities(storage, gather, reduce, activations, named, store)
 

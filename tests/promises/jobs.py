@@ -201,7 +201,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 #: Names by which the plan knows the states of an optimizer.
 PLANNED = {"adamw": "adamw", "fused adamw": "adamw", "foreach adamw": "adamw", "two groups": "adamw",
-           "sgd": "sgd-momentum", "plain sgd": "sgd"}  # fmt: skip
+           "sgd": "sgd-momentum", "plain sgd": "sgd", "adagrad": "adagrad"}  # fmt: skip
 
 
 def _optimizer(row: Row, model: nn.Module) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from examples import examples
 from onefold.layout import ALIGNMENT, Dtypes, FlatLayout, ShardSpec, Topology, overlap
-from onefold.layout.holders import Axes, AxisCut, TensorBox, region_of
+from onefold.layout.holders import AxisCut, Mesh, TensorBox, region_of
 from onefold.layout.regions import BoxInterval, common, runs, stretches, tile, whole_region
 from onefold.quant.codecs import CODECS
 from onefold.recipe import Recipe
@@ -87,7 +87,7 @@ def test_holders_divide_the_ranks_and_their_sum_is_the_mean_over_data(
     names = tuple(f"axis {i}" for i in range(len(sizes)))
     data = tuple(n for i, n in enumerate(names) if chosen >> i & 1) or names[:1]
     divided = [n for i, n in enumerate(names) if chosen >> (i + 4) & 1]
-    axes = Axes(names, tuple(sizes), data)
+    axes = Mesh(names, tuple(sizes), data)
     holders = axes.holders(divided)
     assert sorted(r for group in holders.groups for r in group) == list(range(axes.size))
     assert all(rank in holders.group_of(rank) for rank in range(axes.size))
@@ -195,8 +195,8 @@ def specs(
     recipe = Recipe.zero(**{"precision": "fp32"} | scheme)
     dtypes, topology = Dtypes.of(torch.float32, True, recipe), Topology(*ranks)
     return [
-        ShardSpec.of(
-            named(shapes), dtypes, recipe, topology, position, CODECS.__getitem__, **options
+        ShardSpec(
+            tuple(named(shapes)), dtypes, recipe, topology, position, CODECS.__getitem__, **options
         )
         for position in range(topology.size)
     ]

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onefold.comm.mesh import Mesh
 from onefold.comm.pending import GRACE, StallError
 from onefold.comm.store import default_store, within
 from onefold.device import backend_name, device_count, guard
 from onefold.layout import Topology
+from onefold.layout.holders import Mesh
 from onefold.recipe.rows import FLAT, NODE
 
 # -- members ---------------------------------------------------------------------------------------

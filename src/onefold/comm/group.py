@@ -74,7 +74,6 @@ from onefold.comm.communicators import (
     warn_of_one_connection,
 )
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
-from onefold.comm.mesh import Mesh
 from onefold.comm.pending import (
     Chain,
     Chains,
@@ -93,6 +92,7 @@ from onefold.device import (
     simulated,
 )
 from onefold.layout import Topology
+from onefold.layout.holders import Mesh
 
 #: (peer, tensor) for each message.
 Parts = Sequence[tuple[int, torch.Tensor]]
@@ -206,7 +206,11 @@ class Shared:
             ValueError: on every rank, if ranks were given different meshes, or some of them none; or
                 if ranks compute on one device with a native backend.
         """
-        mesh = "no mesh" if self.mesh is None else f"{self.mesh.axes} of ranks {self.mesh.ranks}"
+        mesh = (
+            "no mesh"
+            if self.mesh is None
+            else f"{self.mesh.describe()} of ranks {self.mesh.ranks}, data={self.mesh.data}"
+        )
         own = device_identity(self.device)
         said = [
             hashlib.sha256(str(each).encode()).digest()[:8]

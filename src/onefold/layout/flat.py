@@ -89,14 +89,11 @@ class Topology:
 #     rank 2                                [768 ....... 1152)
 #     rank 3                                             [1152 .. 1536)
 #
-# `__post_init__` checks that
-#
-# 1. slots are in order and do not overlap. Each starts at a multiple of `ALIGNMENT` elements, or of
+# 1. Slots are in order and do not overlap. Each starts at a multiple of `ALIGNMENT` elements, or of
 #    `block` if there is one: blocks are counted from a parameter's beginning, and each must be on one
 #    rank.
-# 2. the intervals of the ranks tile the space exactly. All have the same length, a multiple of
+# 2. The intervals of the ranks tile the space exactly. All have the same length, a multiple of
 #    `quantum` elements.
-# 3. no slot reaches past the end.
 #
 # Every length here is in elements, never bytes. Pure integer arithmetic: no tensors, no processes.
 
@@ -137,30 +134,6 @@ class FlatLayout:
     ranks: int
     quantum: int
     block: int = 0
-
-    def __post_init__(self) -> None:
-        unit = max(ALIGNMENT, self.block)
-        if self.block % ALIGNMENT or self.quantum % unit:
-            raise ValueError(
-                f"ranks cut at multiples of {self.quantum} elements would divide blocks of {unit}"
-            )
-        if self.ranks < 1 or self.numel % (self.ranks * self.quantum):
-            raise ValueError(
-                f"{self.numel} elements do not cut into {self.ranks} intervals of a multiple of"
-                f" {self.quantum}"
-            )
-        end = 0
-        for slot in self.slots:
-            if slot.start % unit or slot.start < end:
-                raise ValueError(
-                    f"slot {slot.name!r} starts at {slot.start}, expected a multiple of {unit} at"
-                    f" or after {end}"
-                )
-            end = slot.end
-        if end > self.numel:
-            raise ValueError(
-                f"the last slot ends at {end}, past the space of {self.numel} elements"
-            )
 
     @classmethod
     def of(
@@ -227,24 +200,6 @@ class FlatLayout:
             else:
                 runs.append((slot.start, slot.end))
         return tuple(runs)
-
-    def picture(self, width: int = 72) -> str:
-        """Draw the space as in this module's docstring."""
-        scale = max(self.numel, 1) / width
-        line = ["-"] * width
-        for slot in self.slots:
-            a, b = int(slot.start / scale), max(int(slot.start / scale) + 1, int(slot.end / scale))
-            for i in range(a, min(b, width)):
-                line[i] = "."
-            line[min(a, width - 1)] = slot.name.rsplit(".", 1)[-1][0]
-        rows = ["slots   |" + "".join(line) + "|"]
-        for rank in range(self.ranks):
-            a, b = self.interval(rank)
-            i, j = int(a / scale), int(b / scale)
-            rows.append(
-                f"rank {rank:<3}|" + " " * i + "=" * (j - i) + " " * (width - j) + f"| [{a}, {b})"
-            )
-        return "\n".join(rows)
 
 
 def overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:

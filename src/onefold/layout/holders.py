@@ -36,12 +36,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
+from typing import Any
 
 
 @dataclass(frozen=True)
-class Axes:
+class Mesh:
     """A mesh of ranks: the names and sizes of its axes, the slowest first, and which of them carry
     different data.
+
+    Attributes:
+        ranks: the rank of each number in the mesh, the last axis fastest; counted if none are given.
+        group: the process group of these ranks; None for the default group, or if there is none.
+        plain: `shard()` was given no mesh: one data axis.
 
     Raises:
         ValueError: an axis is named twice or has no name, a data axis is not in the mesh, or none
@@ -51,8 +57,13 @@ class Axes:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     data: tuple[str, ...]
+    ranks: tuple[int, ...] = ()
+    group: Any = None
+    plain: bool = False
 
     def __post_init__(self) -> None:
+        if not self.ranks:
+            object.__setattr__(self, "ranks", tuple(range(self.size)))
         for what, names in (("the mesh has", self.names), ("data names", self.data)):
             twice = [name for name, count in Counter(names).items() if count > 1]
             if twice:
@@ -78,29 +89,72 @@ class Axes:
     @property
     def data_size(self) -> int:
         """The number of data coordinates: ranks that compute with different samples or tokens."""
-        return prod(
-            size for name, size in zip(self.names, self.sizes, strict=True) if self.carries(name)
-        )
+        return prod(n for name, n in zip(self.names, self.sizes, strict=True) if name in self.data)
 
-    def carries(self, name: str) -> bool:
-        """Whether ranks along this axis compute with different data."""
-        return name in self.data
+    @property
+    def several(self) -> bool:
+        """Whether ranks along some axis compute with the same data."""
+        return self.data_size < self.size
 
     @cached_property
-    def coordinates(self) -> tuple[tuple[int, ...], ...]:
-        """The coordinates of each rank, by its number in the mesh."""
-        return tuple(product(*map(range, self.sizes)))
+    def at(self) -> dict[int, tuple[int, ...]]:
+        """The coordinates of each rank."""
+        return dict(zip(self.ranks, product(*map(range, self.sizes)), strict=True))
 
-    def along(self, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return each rank's coordinates along some axes, by its number."""
+    def along(self, names: Sequence[str]) -> dict[int, tuple[int, ...]]:
+        """Return each rank's coordinates along some axes."""
         kept = [i for i, name in enumerate(self.names) if name in names]
-        return tuple(tuple(at[i] for i in kept) for at in self.coordinates)
+        return {rank: tuple(at[i] for i in kept) for rank, at in self.at.items()}
+
+    @property
+    def data_of(self) -> dict[int, tuple[int, ...]]:
+        """The data coordinate of each rank."""
+        return self.along(self.data)
+
+    @property
+    def places(self) -> dict[int, str]:
+        """The place of each rank, in words: "dp 1, tp 0"; none if there is one axis."""
+        return {
+            rank: ", ".join(f"{n} {i}" for n, i in zip(self.names, at, strict=True))
+            for rank, at in self.at.items()
+            if len(self.names) > 1
+        }
+
+    def axes_of(self, ranks: Sequence[int]) -> list[str]:
+        """Return the axes along which some of `ranks` are apart."""
+        along = zip(*(self.at[rank] for rank in ranks), strict=True)
+        return [n for n, at in zip(self.names, along, strict=True) if len({*at}) > 1]
+
+    def copies(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that compute with the same data as `rank`, with it."""
+        data_of = self.data_of
+        return tuple(r for r, at in data_of.items() if at == data_of[rank])
+
+    def ranks_of(self, inner: int, ranks: Sequence[int]) -> int:
+        """Return how many of `ranks` (all of the mesh, or the holders of a box) are in a group of
+        `inner` data ranks of the mesh. Experts have fewer holders in each group.
+
+        Raises:
+            ValueError: these are not neighbours among `ranks`: the axes stand in another order.
+        """
+        data_of = self.data_of
+        places = {at: i for i, at in enumerate(sorted(set(data_of.values())))}
+        blocks = [places[data_of[rank]] // inner for rank in sorted(ranks)]
+        if blocks != sorted(blocks) or len(set(Counter(blocks).values())) > 1:
+            raise ValueError(
+                f"groups of {inner} data ranks are not neighbours in a mesh {self.describe()} with"
+                f" data={self.data}. Name the axes from the slowest link to the fastest: replicas"
+                " first, tensor parallelism last; and choose groups that divide the data ranks."
+            )
+        return blocks.count(blocks[0])
+
+    def describe(self) -> str:
+        """Return the axes in words: "dp 2 × tp 4"."""
+        return " × ".join(f"{n} {s}" for n, s in zip(self.names, self.sizes, strict=True))
 
     def holders(self, divided: Sequence[str]) -> Holders:
         """Return the holders of a parameter that is divided along the axes `divided`."""
-        return Holders.of(
-            dict(enumerate(self.along(divided))), dict(enumerate(self.along(self.data)))
-        )
+        return Holders.of(self.along(divided), self.data_of)
 
 
 @dataclass(frozen=True)

@@ -22,21 +22,13 @@ Six ranks in groups of three, the buffer of one unit, seen by the rank at positi
 | buffers of a reduction         | sent, received, and the sum if it is apart         | `exchange`                |
 
 e is the number of bytes in which an element is sent (encoded, or in the compute dtype), N the
-number of ranks. `__post_init__` checks that
-
-1. the layout is divided for these ranks, and the position is one of them;
-2. interval, shard and whole contain one another, and this rank owns one of the three;
-3. each hop divides the addresses that the hop before has left, its ranges tile them, and the last
-   hop leaves the interval;
-4. encoded parts begin at multiples of `CODED_ALIGNMENT` bytes and do not overlap, and each block
-   that is stored encoded is on one rank;
-5. there are several ranks or groups where a property needs them.
+number of ranks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, Protocol
@@ -189,142 +181,94 @@ class ShardSpec:
     """The sizes of one flat buffer; see the docstring of this module.
 
     Attributes:
+        parameters: (name, shape) of parameters of one unit that share a dtype, in order.
         position: this rank's position; see [Note: positions] in layout/flat.py.
+        codec: returns a codec by its name.
         trainable: the parameters were trainable when the model was sharded.
-        resident: the whole always exists; it is gathered only when it has become stale.
-        unsharded: one rank and one dtype: parameters stay in their memory, without a flat buffer.
-        whole_master: every rank steps the whole.
-        group_master: every group steps the whole, each rank its shard.
-        has_secondary: a second copy: the cached shard is this rank's part in its group, refreshed
-            once after a step.
-        gather_codec: the codec of gathers; None sends parameters as they are.
-        stored: the parameters are also stored encoded, and have no masters.
-        reduce_codec: the codec of reductions; None sends gradients as they are.
-        adds: who adds the gradients up.
+        stored: they are frozen weights that are stored encoded, and have no masters.
         tiers: the tiers of a buffer with state off the device; else None.
-        moments: the format of Adam's moments; None for the masters' dtype.
+        in_place: all of them have memory, in the dtypes of `dtypes`, so that a single rank can
+            leave them in place.
+        native: reductions are the backend's own operations (NCCL), not pairwise messages.
+        rooms: as in `FlatLayout.of`.
     """
 
-    layout: FlatLayout
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
     dtypes: Dtypes
+    recipe: Recipe
     topology: Topology
     position: int
-    trainable: bool
-    resident: bool = False
-    unsharded: bool = False
-    whole_master: bool = False
-    group_master: bool = False
-    has_secondary: bool = False
-    gather_codec: Encoding | None = None
+    codec: Callable[[str], Encoding]
+    trainable: bool = True
     stored: bool = False
-    reduce_codec: Encoding | None = None
-    adds: Adds = "pairwise"
     tiers: Tiers | None = None
-    moments: str | None = None
+    in_place: bool = False
+    native: bool = False
+    rooms: tuple[int, ...] | None = None
 
-    @classmethod
-    def of(
-        cls,
-        parameters: Iterable[tuple[str, Sequence[int]]],
-        dtypes: Dtypes,
-        recipe: Recipe,
-        topology: Topology,
-        position: int,
-        codec: Callable[[str], Encoding],
-        *,
-        trainable: bool = True,
-        stored: bool = False,
-        tiers: Tiers | None = None,
-        in_place: bool = False,
-        native: bool = False,
-        rooms: Sequence[int] | None = None,
-    ) -> ShardSpec:
-        """Return the spec of parameters of one unit that share a dtype, by a recipe.
+    # -- what it is --------------------------------------------------------------------------------
 
-        Args:
-            parameters: (name, shape) in order.
-            codec: returns a codec by its name.
-            stored: they are frozen weights that are stored encoded.
-            in_place: all of them have memory, in the dtypes of `dtypes`, so that a single rank can
-                leave them in place.
-            native: reductions are the backend's own operations (NCCL), not pairwise messages.
-            rooms: as in `FlatLayout.of`.
-        """
-        ranks, low = topology.size, dtypes.compute in LOW
-        same = dtypes.compute == dtypes.master
-        unsharded = ranks == 1 and in_place and same and tiers is None and not stored
+    @cached_property
+    def layout(self) -> FlatLayout:
+        sector = SECTOR if self.tiers is not None and self.tiers.on_disk else 0
+        stored = self.recipe.frozen if self.stored else None
+        block = max(self.recipe.block, self.codec(stored).block if stored is not None else 0)
+        return _laid_out(self.parameters, self.ranks, sector, block, self.rooms)
+
+    @property
+    def unsharded(self) -> bool:
+        """One rank and one dtype: parameters stay in their memory, without a flat buffer."""
+        same = self.dtypes.compute == self.dtypes.master and self.tiers is None
+        return self.ranks == 1 and self.in_place and same and not self.stored
+
+    @cached_property
+    def resident(self) -> bool:
+        """The whole always exists; it is gathered only when it has become stale."""
+        same, tiers = self.dtypes.compute == self.dtypes.master, self.tiers
         rests_whole = same if tiers is None else tiers.parameters is Tier.DEVICE
-        resident = (
-            recipe.parameters.placement is Placement.REPLICATED
-            or unsharded
-            or (ranks == 1 and not stored and rests_whole)
-        )
-        over_group = recipe.parameters.over == GROUP and recipe.optimizer.over != GROUP
-        travels = (ranks > 1 or stored) and low and not resident
-        gathered = (recipe.frozen if stored else recipe.parameters.codec) if travels else None
-        reduced = recipe.gradients.codec if dtypes.sums == torch.float32 else None
-        at_rest = codec(recipe.frozen).block if stored and recipe.frozen is not None else 0
-        return cls(
-            layout=_laid_out(
-                tuple((name, tuple(shape)) for name, shape in parameters),
-                ranks,
-                SECTOR if tiers is not None and tiers.on_disk else 0,
-                max(recipe.block, at_rest),
-                None if rooms is None else tuple(rooms),
-            ),
-            dtypes=dtypes,
-            topology=topology,
-            position=position,
-            trainable=trainable,
-            resident=resident,
-            unsharded=unsharded,
-            whole_master=recipe.optimizer.placement is Placement.REPLICATED or ranks == 1,
-            group_master=recipe.optimizer.over == GROUP,
-            has_secondary=over_group and not stored and not resident and topology.outer > 1,
-            gather_codec=codec(gathered) if gathered is not None else None,
-            stored=stored,
-            reduce_codec=codec(reduced) if reduced is not None else None,
-            adds=adds_of(recipe, native) if ranks > 1 else "pairwise",
-            tiers=tiers,
-            moments=recipe.moments,
-        )
+        alone = self.ranks == 1 and not self.stored and rests_whole
+        return self.recipe.parameters.placement is Placement.REPLICATED or alone
 
-    def __post_init__(self) -> None:
-        numel, (a, b) = self.layout.numel, self.interval
-        if self.layout.ranks != self.topology.size or not 0 <= self.position < self.ranks:
-            raise ValueError(
-                f"a layout for {self.layout.ranks} ranks was given with position {self.position} of"
-                f" {self.topology.size}"
-            )
-        (c, d), (first, last) = self.shard, self.owned
-        if not (0 <= c <= a <= b <= d <= numel and first <= a and b <= last):
-            raise ValueError(
-                f"interval {self.interval}, shard {self.shard} and owned {self.owned} do not lie in"
-                f" one another in {numel} elements"
-            )
-        left = (0, numel)
-        for hop in self.hops:
-            if hop.start != left[0] or hop.span != left[1] - left[0]:
-                raise ValueError(f"{hop} does not divide what is left, {left}")
-            left = (hop.start + hop.index * hop.own, hop.start + (hop.index + 1) * hop.own)
-        if left != self.interval:
-            raise ValueError(f"the last hop leaves {left}, expected {self.interval}")
-        if self.gather_codec is not None:
-            needed = self.gather_codec.encoded_bytes(self.layout.shard_numel)
-            if self.each < needed or self.each % CODED_ALIGNMENT:
-                raise ValueError(f"{self.each} bytes a part, expected {needed} and an alignment")
-            shared = self.gather_codec.block if self.stored else 0
-            if shared and self.layout.quantum % shared:
-                raise ValueError(
-                    f"ranks cut at multiples of {self.layout.quantum} elements would divide blocks"
-                    f" of {shared} that are stored encoded"
-                )
-        if (
-            (self.stored and (self.trainable or self.gather_codec is None))
-            or (self.has_secondary and (self.resident or self.topology.outer == 1))
-            or (self.unsharded and (self.ranks > 1 or not self.resident or self.tiers is not None))
-        ):
-            raise ValueError(f"a flat buffer cannot be all of this: {self}")
+    @cached_property
+    def whole_master(self) -> bool:
+        """Every rank steps the whole."""
+        return self.recipe.optimizer.placement is Placement.REPLICATED or self.ranks == 1
+
+    @cached_property
+    def group_master(self) -> bool:
+        """Every group steps the whole, each rank its shard."""
+        return self.recipe.optimizer.over == GROUP
+
+    @property
+    def has_secondary(self) -> bool:
+        """A second copy: the cached shard is this rank's part in its group, refreshed once after a
+        step.
+        """
+        over_group = self.recipe.parameters.over == GROUP and not self.group_master
+        return over_group and not self.stored and not self.resident and self.topology.outer > 1
+
+    @cached_property
+    def gather_codec(self) -> Encoding | None:
+        """The codec of gathers; None sends parameters as they are."""
+        travels = (self.ranks > 1 or self.stored) and self.dtypes.compute in LOW
+        name = self.recipe.frozen if self.stored else self.recipe.parameters.codec
+        return self.codec(name) if name is not None and travels and not self.resident else None
+
+    @cached_property
+    def reduce_codec(self) -> Encoding | None:
+        """The codec of reductions; None sends gradients as they are."""
+        name = self.recipe.gradients.codec
+        return self.codec(name) if name is not None and self.dtypes.sums == torch.float32 else None
+
+    @property
+    def moments(self) -> str | None:
+        """The format of Adam's moments; None for the masters' dtype."""
+        return self.recipe.moments
+
+    @property
+    def adds(self) -> Adds:
+        """Who adds the gradients up."""
+        return adds_of(self.recipe, self.native) if self.ranks > 1 else "pairwise"
 
     # -- addresses ---------------------------------------------------------------------------------
 
@@ -407,13 +351,11 @@ class ShardSpec:
     def parameter_bytes(self) -> int:
         """Bytes on the device of resident parameters and of the cached shard, without masters."""
         compute = self.dtypes.compute.itemsize
-        if self.tiers is not None:
-            on_device = self.tiers.parameters is Tier.DEVICE
-            here = self.numel if self.resident else self.own if on_device else 0
-            return self.cached_bytes + here * compute
         if self.unsharded:
             return self.layout.content * compute
-        return self.cached_bytes + (self.numel * compute if self.resident else 0)
+        on_device = self.tiers is not None and self.tiers.parameters is Tier.DEVICE
+        here = self.numel if self.resident else self.own if on_device else 0
+        return self.cached_bytes + here * compute
 
     @property
     def master_bytes(self) -> int:
@@ -487,10 +429,9 @@ class ShardSpec:
         """The hops of a reduction of gradients, from the whole to the interval. If the backend
         makes the sums for every rank, that is one move: a single hop.
         """
-        interval, whole = self.layout.shard_numel, self.whole_master
-        if whole and self.adds == "backend":
-            return hops_of(Topology(self.ranks, self.ranks), self.position, interval)
-        return hops_of(self.topology, self.position, interval)
+        at_once = self.whole_master and self.adds == "backend"
+        topology = Topology(self.ranks, self.ranks) if at_once else self.topology
+        return hops_of(topology, self.position, self.layout.shard_numel)
 
     @property
     def broadcast_back(self) -> tuple[Hop, ...]:
@@ -529,21 +470,19 @@ class ShardSpec:
                 recipe says.
         """
         hop, wire = self.hops[at], self.dtypes.wire
-        numel, own, largest = hop.span, hop.own, hop.own
-        if span is not None:
-            sizes = [b - a for a, b in (overlap(span, there) for there in hop.ranges)]
-            numel, own, largest = sum(sizes), sizes[hop.index], max(sizes)
+        span = span or (hop.start, hop.start + hop.span)
+        sizes = [b - a for a, b in (overlap(span, there) for there in hop.ranges)]
+        numel, own = sum(sizes), sizes[hop.index]
         if self.reduce_codec is not None and self.encodes(hop) and adds is None:
-            place = padded_bytes(self.reduce_codec, largest)
+            place = padded_bytes(self.reduce_codec, max(sizes))
             return Exchange(torch.uint8, hop.size * place, hop.size, place)
         adds, narrowed = adds or self.added_by(hop), dtype != wire
         if adds == "backend":
             whole = self.whole_master
             return Exchange(wire, numel * narrowed, 0 if whole else 1, own, whole=whole)
         if adds == "at once":
-            if narrowed:  # this rank's own part stays where it is
-                return Exchange(wire, numel - own, hop.size - 1, own)
-            return Exchange(wire, 0, hop.size, own)
+            # If they are narrowed, this rank's own part stays where it is
+            return Exchange(wire, (numel - own) * narrowed, hop.size - narrowed, own)
         summed = (
             at + 1 == len(self.hops)
             and not self.broadcast_back
@@ -555,9 +494,9 @@ class ShardSpec:
 
 def hops_of(topology: Topology, position: int, interval: int) -> tuple[Hop, ...]:
     """Return the hops of a reduction that leaves `interval` elements on each rank."""
-    size, inner, outer = topology.size, topology.inner, topology.outer
+    inner, outer = topology.inner, topology.outer
     if not topology.two_levels:
-        return (Hop("all", size, 0, interval, position),)
+        return (Hop("all", topology.size, 0, interval, position),)
     first = position // outer * outer * interval
     return (
         Hop("intra-group", inner, 0, outer * interval, position // outer),
@@ -575,12 +514,4 @@ def padded_bytes(codec: Encoding, numel: int) -> int:
     return round_up(codec.encoded_bytes(numel), CODED_ALIGNMENT)
 
 
-@lru_cache(maxsize=4096)
-def _laid_out(
-    parameters: tuple[tuple[str, tuple[int, ...]], ...],
-    ranks: int,
-    sector: int,
-    block: int,
-    rooms: tuple[int, ...] | None = None,
-) -> FlatLayout:
-    return FlatLayout.of(parameters, ranks, sector, block, rooms)
+_laid_out = lru_cache(maxsize=4096)(FlatLayout.of)

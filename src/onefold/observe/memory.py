@@ -20,7 +20,7 @@ import torch
 from onefold.device import memory_figures
 from onefold.memory import MemoryLedger
 from onefold.plan.schema import MOVED
-from onefold.recipe.tiers import Tier, off_device
+from onefold.recipe.tiers import OFF_DEVICE, Tier
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameters.parameter import disable_torch_function
 
@@ -121,7 +121,7 @@ DEVICE, HOST, NVME = Tier.DEVICE.value, Tier.HOST.value, Tier.NVME.value
 
 def ledgers_of(engine: Engine) -> dict[str, MemoryLedger]:
     """Return the memory ledgers of the offload tiers."""
-    return {tier.value: engine.transfers.ledgers[tier] for tier in off_device()}
+    return {tier.value: engine.transfers.ledgers[tier] for tier in OFF_DEVICE}
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int:

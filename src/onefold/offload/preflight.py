@@ -64,24 +64,22 @@ def preflight(engine: Engine) -> None:
     Raises:
         TierError: on every rank, if a folder of one rank is missing or has no room.
     """
-    tier = engine.recipe.disk
-    if not engine.on_disk or tier is None or substitute() is not None:
+    if not engine.on_disk or substitute() is not None:
         return
-    folders = engine.recipe.folders_of(tier)
+    folders = engine.recipe.nvme
     ranks = min(engine.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", engine.world_size)))
     mine, error = needed(engine), None
     try:
         refuse_unless_fits(
             folders,
             mine * ranks,
-            f"the state of {ranks} rank{'s' if ranks > 1 else ''} {tier.where}",
-            tier,
+            f"the state of {ranks} rank{'s' if ranks > 1 else ''} on NVMe",
         )
         if engine.rank == 0 and _has_room(folders):
-            for disk in measure(folders, _SAMPLE, seconds=0.25, tier=tier):
+            for disk in measure(folders, _SAMPLE, seconds=0.25):
                 logging.getLogger("onefold").info(
                     "%s %s: %.0f MB/s written, %.0f MB/s read%s; the run takes %.2f GB of %.1f GB free (with Adam's two moments).",
-                    tier.title, disk.path, disk.write / 1e6, disk.read / 1e6, "" if disk.direct else " (no direct access here: buffered)",
+                    "NVMe", disk.path, disk.write / 1e6, disk.read / 1e6, "" if disk.direct else " (no direct access here: buffered)",
                     mine * ranks / 1e9 / len(folders), disk.free / 1e9,
                 )  # fmt: skip
     except TierError as failure:

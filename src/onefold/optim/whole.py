@@ -29,10 +29,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -292,14 +293,13 @@ class WholeStep(Stepper):
         ready = [known[id(e.param)] for e in graded if id(e.param) in known]
         current = self._agree(optimizer, ready)
         error: Exception | None = None
-        by_kind: dict[_Kind, list[Owned]] = {}
+        kinds: dict[Any, list[Owned]] = {}  # those of a kind travel in the same rounds
         for each in ready:
             flat = each.entry.flat
             whole, away = current and _has_whole(flat), flat.storage.offloaded
-            kind = _Kind(each.group, flat.dtypes.master, whole, away)
-            by_kind.setdefault(kind, []).append(each)
-        for number, (kind, some) in enumerate(by_kind.items()):
-            error = _Rounds(self.engine, optimizer, kind, number).run(some) or error
+            kinds.setdefault((each.group, flat.dtypes.master, whole, away), []).append(each)
+        for number, (kind, some) in enumerate(kinds.items()):
+            error = _Rounds(self.engine, optimizer, number, *kind).run(some) or error
         for flat in dict.fromkeys(each.entry.flat for each in ready):
             flat.storage.masters_written()
             flat.storage.follow()
@@ -340,11 +340,9 @@ class WholeStep(Stepper):
 
     def _agree_on_failure(self, optimizer: Optimizer, error: Exception | None) -> None:
         group, name = self.engine.group, type(optimizer).__name__
-        bits = bytearray(-(-group.size // 8))
-        if error is not None:
-            bits[group.rank // 8] |= 1 << group.rank % 8
-        found = group.any_of(bytes(bits), _context(self.engine))
-        failed = sorted(rank for p, rank in enumerate(group.ranks) if found[p // 8] >> p % 8 & 1)
+        mine = (1 << group.rank if error is not None else 0).to_bytes(-(-group.size // 8), "little")
+        found = int.from_bytes(group.any_of(mine, _context(self.engine)), "little")
+        failed = sorted(rank for p, rank in enumerate(group.ranks) if found >> p & 1)
         if not failed:
             return
         self.engine.transfers.broken = (
@@ -370,93 +368,56 @@ def _has_whole(flat: Flat) -> bool:
     return flat.full is not None and flat.resident and not flat.storage.copies
 
 
-class _Kind(NamedTuple):
-    """What matrices have in common that travel in the same rounds.
-
-    Attributes:
-        group: the ranks that exchange their pieces. dtype: of masters and gradients.
-        whole: every rank has the whole masters.
-        away: masters and states are on the host.
-    """
-
-    group: Group
-    dtype: torch.dtype
-    whole: bool
-    away: bool
-
-
 #: Rows of a matrix that travels.
 _GRADIENT, _MASTER = 0, 1
-_Pieces = dict[int, list[torch.Tensor]]  # by the place of the other rank
 
 
 @dataclass
 class _Round:
-    """Matrices that travel together. `whole`: [gradient, master], [numel] each, by the entry's number,
-    of those that this rank owns. `mail`: what is under way.
+    """Matrices that travel together.
+
+    Attributes:
+        whole: [gradient, master], [numel] each, by the entry's number, of those that this rank owns.
+        landing: what waits for each exchange under way, and brings its pieces to their places.
     """
 
     owned: list[Owned]
     whole: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    mail: list[_Mail] = field(default_factory=list)
+    landing: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def mine(self) -> list[Owned]:
         return [each for each in self.owned if each.mine]
 
     def land(self) -> None:
-        for mail in self.mail:
-            mail.land()
-        self.mail = []
-
-
-class _Mail:
-    """One exchange of pieces. A piece that is alone on its way between two ranks is sent from where it
-    lies, and received where it belongs; several, or those on the host, go in a buffer together.
-    Every rank makes it, in the same order, also without pieces.
-    """
-
-    def __init__(self, rounds: _Rounds, number: int, sends: _Pieces, recvs: _Pieces) -> None:
-        self._rounds = rounds
-        self._landing: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        self._buffers = 0  # bytes
-        out = [(peer, self._one(parts, sent=True)) for peer, parts in sorted(sends.items())]
-        into = [(peer, self._one(parts, sent=False)) for peer, parts in sorted(recvs.items())]
-        rounds.count(self._buffers)
-        self._pending = rounds.group.exchange(
-            out, into, _context(rounds.engine, OWNERS), 3 * rounds.number + number, move=OWNERS
-        )
-
-    def _one(self, parts: list[torch.Tensor], sent: bool) -> torch.Tensor:
-        """Return what is sent, or where it is received."""
-        if len(parts) == 1 and not self._rounds.away and parts[0].is_contiguous():
-            return parts[0].view(-1)
-        if sent:
-            buffer = torch.cat([t.reshape(-1).to(self._rounds.engine.device) for t in parts])
-        else:
-            buffer = self._rounds.empty(sum(t.numel() for t in parts))
-            self._landing.append((buffer, parts))
-        self._buffers += nbytes_of(buffer)
-        return buffer
-
-    def land(self) -> None:
-        """Wait, and bring what came together to its places."""
-        self._pending.wait()
-        for buffer, places in self._landing:
-            pieces = buffer.split([place.numel() for place in places])
-            for place, piece in zip(places, pieces, strict=True):
-                place.copy_(piece.view(place.shape))
-        self._rounds.count(-self._buffers)
+        for land in self.landing:
+            land()
+        self.landing = []
 
 
 class _Rounds:
     """The rounds of one step, over matrices whose pieces the same ranks exchange in the same way."""
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, kind: _Kind, number: int) -> None:
-        """`number`: tells the messages from those of other kinds."""
-        self.engine, self.optimizer, self.groups = engine, optimizer, groups_of(optimizer)
-        self.group, self.dtype, self.whole, self.away = kind
-        self.number = number
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: Optimizer,
+        number: int,
+        group: Group,
+        dtype: torch.dtype,
+        whole: bool,
+        away: bool,
+    ) -> None:
+        """
+        Args:
+            number: tells the messages from those of other kinds.
+            group: the ranks that exchange their pieces. dtype: of masters and gradients.
+            whole: every rank has the whole masters.
+            away: masters and states are on the host.
+        """
+        self.engine, self.optimizer, self.number = engine, optimizer, number
+        self.group, self.dtype, self.whole, self.away = group, dtype, whole, away
+        self.groups = groups_of(optimizer)
         self.error: Exception | None = None
 
     def run(self, owned: Sequence[Owned]) -> Exception | None:
@@ -472,7 +433,7 @@ class _Rounds:
             self._step(now)
             if at:
                 self._take_back(todo[at - 1])
-            self._exchange(now, 2, _MASTER, back=True)
+            self._exchange(now, _MASTER, back=True)
         self._take_back(todo[-1])
         return self.error
 
@@ -482,27 +443,62 @@ class _Rounds:
             now.whole[each.entry.number] = [self.empty(numel), self.empty(numel)]
             self.count(2 * numel * self.dtype.itemsize)
         for row in (_GRADIENT,) if self.whole else (_GRADIENT, _MASTER):
-            self._exchange(now, row, row)
+            self._exchange(now, row)
 
-    def _exchange(self, now: _Round, number: int, row: int, back: bool = False) -> None:
-        """Begin to send pieces to the owners, or `back`."""
-        of_holders, of_owners = _Pieces(), _Pieces()
-        for each, place, start, stop in _all_pieces(now.owned):
-            whole = now.whole[each.entry.number][row][start:stop] if each.mine else None
-            if place != self.group.rank:
-                if whole is not None:
-                    of_owners.setdefault(place, []).append(whole)
-                continue
-            param: Any = each.entry.param
-            own = param.detach() if row == _MASTER else param.grad.detach().to(self.dtype)
-            if whole is None:
-                of_holders.setdefault(each.owner, []).append(own)
-            elif back:
-                own.copy_(whole.view(own.shape))
+    def _exchange(self, now: _Round, row: int, back: bool = False) -> None:
+        """Begin to send pieces to the owners, or `back`. Every rank makes it, in the same order, also
+        without pieces.
+
+        A piece that is alone on its way between two ranks is sent from where it lies, and received
+        where it belongs; several, or those on the host, go in a buffer together.
+        """
+        sends, recvs = defaultdict[int, list[torch.Tensor]](list), defaultdict[int, list[Any]](list)
+        at_holders, at_owners = (recvs, sends) if back else (sends, recvs)
+        for each in now.owned:
+            for place, start, stop in each.matrix.pieces:
+                whole = now.whole[each.entry.number][row][start:stop] if each.mine else None
+                if place != self.group.rank:
+                    if whole is not None:
+                        at_owners[place].append(whole)
+                    continue
+                param: Any = each.entry.param
+                own = param.detach() if row == _MASTER else param.grad.detach().to(self.dtype)
+                if whole is None:
+                    at_holders[each.owner].append(own)
+                elif back:
+                    own.copy_(whole.view(own.shape))
+                else:
+                    whole.copy_(own.reshape(-1))
+        together: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        buffers = 0  # bytes
+
+        def message(parts: list[torch.Tensor], received: bool) -> torch.Tensor:
+            nonlocal buffers
+            if len(parts) == 1 and not self.away and parts[0].is_contiguous():
+                return parts[0].view(-1)
+            if received:
+                buffer = self.empty(sum(t.numel() for t in parts))
+                together.append((buffer, parts))
             else:
-                whole.copy_(own.reshape(-1))
-        sends, recvs = (of_owners, of_holders) if back else (of_holders, of_owners)
-        now.mail.append(_Mail(self, number, sends, recvs))
+                buffer = torch.cat([t.reshape(-1).to(self.engine.device) for t in parts])
+            buffers += nbytes_of(buffer)
+            return buffer
+
+        out = [(peer, message(parts, False)) for peer, parts in sorted(sends.items())]
+        into = [(peer, message(parts, True)) for peer, parts in sorted(recvs.items())]
+        self.count(buffers)
+        context, number = _context(self.engine, OWNERS), 3 * self.number + (2 if back else row)
+        pending = self.group.exchange(out, into, context, number, move=OWNERS)
+
+        def land() -> None:
+            pending.wait()
+            for buffer, places in together:
+                pieces = buffer.split([place.numel() for place in places])
+                for place, piece in zip(places, pieces, strict=True):
+                    place.copy_(piece.view(place.shape))
+            self.count(-buffers)
+
+        now.landing.append(land)
 
     def _take_back(self, now: _Round) -> None:
         now.land()
@@ -553,10 +549,6 @@ class _Rounds:
 
     def count(self, nbytes: int) -> None:
         self.engine.memory.add(OWNED, nbytes)
-
-
-def _all_pieces(owned: Iterable[Owned]) -> Iterator[tuple[Owned, int, int, int]]:
-    return ((each, *piece) for each in owned for piece in each.matrix.pieces)
 
 
 def _moved(

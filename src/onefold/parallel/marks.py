@@ -125,10 +125,8 @@ class Marks:
         return known
 
     def _told(self, entry: Entry, a: int, b: int, partial: bool, missing: list[int]) -> str:
-        name, axes = entry.slot.name, self._mesh.axes
-        at = dict(zip(self._mesh.ranks, axes.coordinates, strict=True))
-        along = [n for n, x, y in zip(axes.names, at[a], at[b], strict=True) if x != y]
-        shown = " and ".join(map(repr, along))
+        name = entry.slot.name
+        shown = " and ".join(map(repr, self._mesh.axes_of((a, b))))
         if partial:
             return (
                 f"{name!r} is marked partial, and ranks {a} and {b}, apart along {shown}, have the"
@@ -137,7 +135,7 @@ class Marks:
         none = f" (rank {missing[0]} has none)" if missing else ""
         return (
             f"ranks {a} and {b} have different gradients of {name!r}{none}. They are apart along"
-            f" {shown} only, which data={axes.data} does not name, so their data is taken to be the"
+            f" {shown} only, which data={self._mesh.data} does not name, so their data is taken to be the"
             f" same. If they compute with different samples or tokens, add {shown} to data. If they"
             " have parts of one gradient (as of a norm under sequence parallelism), give"
             f" partial=[{name!r}]."

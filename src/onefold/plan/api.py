@@ -30,7 +30,7 @@ from onefold.plan.modules import model_shape
 from onefold.plan.planner import Plan
 from onefold.plan.planner import plan as _plan
 from onefold.plan.shapes import ModelShape
-from onefold.recipe import Recipe, Tier
+from onefold.recipe import Recipe
 
 #: The share of free memory that training may take. The rest is for buffers of libraries and for
 #: later processes.
@@ -40,15 +40,14 @@ USABLE = 0.9
 @dataclass(frozen=True)
 class Beside:
     """A node's free bytes beside its devices: of the host's memory, and of the disks that may be
-    used, which are of `tier`.
+    used.
     """
 
     host: float
     disk: float
-    tier: Tier = Tier.NVME
 
     @classmethod
-    def here(cls, folders: Sequence[str], tier: Tier = Tier.NVME) -> Beside:
+    def here(cls, folders: Sequence[str]) -> Beside:
         """Look at this node, with state striped over `folders`: each takes the same, and folders on
         one disk share its free bytes. Raises ValueError for a folder that does not exist.
         """
@@ -56,12 +55,12 @@ class Beside:
         for path in map(Path, folders):
             if not path.is_dir():
                 raise ValueError(
-                    f"{tier.folders}={str(path)!r}: there is no such folder; make one on the disk"
+                    f"nvme={str(path)!r}: there is no such folder; make one on the disk"
                     " that is to be used."
                 )
             disks.setdefault(path.stat().st_dev, []).append(path)
         each = [shutil.disk_usage(there[0]).free / len(there) for there in disks.values()]
-        return cls(free_host_memory(), min(each) * len(folders) if each else 0.0, tier)
+        return cls(free_host_memory(), min(each) * len(folders) if each else 0.0)
 
 
 def machine_here(
@@ -81,7 +80,7 @@ def machine_here(
         measured = False
     if not measured:
         found = _unmeasured(ranks, local_ranks, free, device)
-    host = replace(found.host, memory=beside.host).with_room(beside.tier, beside.disk)
+    host = replace(found.host, memory=beside.host, nvme=beside.disk)
     return replace(found, gpu=replace(found.gpu, capacity=free), host=host), measured
 
 
@@ -178,7 +177,7 @@ def _least(free: int, job: Job, ranks: int) -> tuple[int, Beside]:
     """
     found: Beside | str
     try:
-        found = Beside.here(job.folders, job.disk)
+        found = Beside.here(job.folders)
     except ValueError as error:
         found = str(error)
     every: list[Any] = [(free, found)] * ranks
@@ -187,7 +186,7 @@ def _least(free: int, job: Job, ranks: int) -> tuple[int, Beside]:
     for _, said in every:
         if isinstance(said, str):
             raise ValueError(said)
-    least = Beside(min(b.host for _, b in every), min(b.disk for _, b in every), job.disk)
+    least = Beside(min(b.host for _, b in every), min(b.disk for _, b in every))
     return min(f for f, _ in every), least
 
 
@@ -316,7 +315,7 @@ def plan(
         machine = hardware.machine(gpus, min(per_node, gpus), gpu, link)
     if machine is None:
         free = free_memory() if available() else free_host_memory()
-        beside = Beside.here(asked.folders, asked.disk)
+        beside = Beside.here(asked.folders)
         machine, _ = machine_here(1, 1, free, default_device().type, beside)
     stages = () if stage is None else (stage,)
     return _plan(model, machine, asked, stages=stages, batch=batch, loss=loss, largest=largest)

@@ -33,7 +33,6 @@ from onefold.plan.job import (
 )
 from onefold.plan.shapes import ModelShape
 from onefold.recipe.optimizers import PLANNED, WHOLE
-from onefold.recipe.tiers import disks
 
 #: Where the searches end: samples of a micro-batch, blocks of a model, devices.
 MOST_SAMPLES, MOST_BLOCKS, MOST_RANKS = 4096, 1024, 1 << 17
@@ -120,7 +119,7 @@ def places_on(machine: Machine) -> tuple[str, ...]:
     """Return the names in `OFFLOAD` that can help on this machine. Moving states to the host frees
     nothing if the device is a CPU.
     """
-    useless = {t.option for t in disks() if machine.host.disk(t).capacity <= 0}
+    useless = {"nvme"} if machine.host.nvme <= 0 else set[str]()
     useless |= {"cpu"} if machine.shared else set()
     return tuple(name for name, way in OFFLOAD.items() if not useless & {*way.options.values()})
 

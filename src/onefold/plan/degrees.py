@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
-from onefold.layout.holders import Axes, Holders
+from onefold.layout.holders import Holders, Mesh
 from onefold.plan.hardware import Machine
 from onefold.plan.shapes import ModelShape, Transformer
 
@@ -114,9 +114,9 @@ class Degrees:
         return {"dp": self.dp // self.ep, "ep": self.ep, "cp": self.cp, "tp": self.tp}
 
     @property
-    def axes(self) -> Axes:
+    def axes(self) -> Mesh:
         """The mesh of the ranks of one stage."""
-        return Axes(AXES, tuple(self.sizes.values()), DATA)
+        return Mesh(AXES, tuple(self.sizes.values()), DATA)
 
     def holders(self, divided: tuple[str, ...]) -> Holders:
         """Return the holders of a parameter that is divided along `divided`, as the runtime finds
@@ -151,7 +151,7 @@ class Degrees:
 
 @lru_cache(maxsize=64)
 def _holders(sizes: tuple[int, ...], divided: tuple[str, ...]) -> Holders:
-    return Axes(AXES, sizes, DATA).holders(divided)
+    return Mesh(AXES, sizes, DATA).holders(divided)
 
 
 def divisors(number: int) -> list[int]:

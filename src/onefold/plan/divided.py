@@ -295,7 +295,7 @@ def _flats(
         nodes = nodes_of(ranks, per_node)
         decided = recipe.with_sums(nccl, flat_over(nodes, topology))
         dtypes = of_kind[0].dtypes(decided)
-        yield ShardSpec.of(
+        yield ShardSpec(
             tuple((p.name, local_shape(p, degrees, rank)) for p in of_kind),
             dtypes,
             decided,
@@ -307,7 +307,7 @@ def _flats(
             tiers=None if stored else Tiers.of(trainable, decided),
             in_place=all(p.torch_dtype == dtypes.compute for p in of_kind),
             native=nccl,
-            rooms=[local_numel(p, degrees) for p in of_kind],
+            rooms=tuple(local_numel(p, degrees) for p in of_kind),
         )
 
 

@@ -141,7 +141,6 @@ def evaluate(
         host_optimizer_numel=host_stepped,
         host_optimizer_bytes=touched(beside) * host_stepped + engine.offloaded.cast,
         carried=(*carried, *(owned.carried() if owned else ())),
-        disk=recipe.disk or Tier.NVME,
         in_backward=recipe.step_in_backward,
         hidden=model.transformer.hidden if model.transformer else 0,
         micro_tokens=micro_tokens,
@@ -167,8 +166,7 @@ def evaluate(
     reserve = Reserve() if machine.is_here else reserve_of(recipe, machine, topology)
     usable = max(0, machine.capacity - reserve.nbytes)
     ranks, host = machine.local, machine.host
-    on_disks = {tier: nbytes for tier, nbytes in account.by_tier.items() if tier.on_disk}
-    fits = all(n * ranks <= host.disk(tier).capacity for tier, n in on_disks.items()) and (
+    fits = account.by_tier.get(Tier.NVME, 0) * ranks <= host.nvme and (
         account.peak_bytes + account.host <= usable  # the memory of a CPU is the host's
         if machine.shared
         else account.peak_bytes <= usable and account.host * ranks <= host.memory

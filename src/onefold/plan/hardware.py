@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from onefold.machine.calibration import Calibration
-from onefold.recipe.tiers import Disk, Tier
 from onefold.wording import did_you_mean
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -67,7 +66,6 @@ class Host:
         nvme_bandwidth: of reading; also of writing if `nvme_write` is 0.
         nvme_latency: seconds from the launch of a read or write to its first bytes, an assumption.
             Only timelines use it (`onefold.simulation.timeline`).
-        disks: disks besides NVMe that are not as their tier assumes (`Tier.disk`).
     """
 
     memory: float
@@ -77,23 +75,10 @@ class Host:
     nvme_bandwidth: float
     nvme_write: float = 0.0
     nvme_latency: float = 1e-4
-    disks: tuple[tuple[Tier, Disk], ...] = ()
 
-    def disk(self, tier: Tier) -> Disk:
-        """Return the figures of a disk."""
-        if tier is Tier.NVME:
-            writes = self.nvme_write or self.nvme_bandwidth
-            return Disk(self.nvme, self.nvme_bandwidth, writes, self.nvme_latency)
-        found = dict(self.disks).get(tier, tier.disk)
-        assert found is not None, f"{tier} has no figures for a plan"
-        return found
-
-    def with_room(self, tier: Tier, nbytes: float) -> Host:
-        """Return the host with `nbytes` of capacity on a disk."""
-        if tier is Tier.NVME:
-            return replace(self, nvme=nbytes)
-        figures = dict(self.disks) | {tier: replace(self.disk(tier), capacity=nbytes)}
-        return replace(self, disks=tuple(figures.items()))
+    @property
+    def nvme_writes(self) -> float:
+        return self.nvme_write or self.nvme_bandwidth
 
 
 @dataclass(frozen=True)

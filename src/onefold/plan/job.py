@@ -31,7 +31,6 @@ from onefold.recipe.core import NODES, OPTIONS
 from onefold.recipe.moments import bytes_an_element
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.options import MOST, Dtype, Precision, refuse_unknown
-from onefold.recipe.tiers import Tier, disks
 
 #: Arguments of `Recipe.zero` about groups, codecs and frozen weights.
 COMMUNICATION_OPTIONS = {name for name, option in OPTIONS.items() if option.panel == NODES} - {
@@ -233,10 +232,9 @@ class Job:
         """
         given = {k: v for k, v in self.options if k != "reduce_at" or stage >= 2} | places
         asked = str([given.get(name) for name in PLACES]).lower()
-        for tier in disks():
-            folders = given.pop(tier.folders, None)
-            if str(tier.option) in asked:
-                given[tier.folders] = folders or SOMEWHERE
+        folders = given.pop("nvme", None)
+        if "nvme" in asked:
+            given["nvme"] = folders or SOMEWHERE
         return Recipe.zero(
             stage, precision=self.precision, accumulate_dtype=self.accumulate_dtype, **given
         )
@@ -260,15 +258,9 @@ class Job:
         return {k: v for k, v in self.options if k in COMMUNICATION_OPTIONS and v not in unsaid}
 
     @property
-    def disk(self) -> Tier:
-        """The disk that a plan may store states on."""
-        return self.recipe(3).disk or Tier.NVME
-
-    @property
     def folders(self) -> tuple[str, ...]:
-        """The folders on `disk` that were given."""
-        name = self.disk.folders
-        folders: tuple[str, ...] = OPTIONS[name].read(dict(self.options).get(name))
+        """The folders on a disk that were given."""
+        folders: tuple[str, ...] = OPTIONS["nvme"].read(dict(self.options).get("nvme"))
         return folders
 
     @property

@@ -46,7 +46,7 @@ from onefold.plan.wire import puts_of, reductions_of
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import SECTOR
-from onefold.recipe.tiers import off_device
+from onefold.recipe.tiers import OFF_DEVICE
 from onefold.runtime.storage import BEHIND as WRITES
 
 Move = Literal["up", "down", "read", "written"]
@@ -125,7 +125,7 @@ def offloaded_bytes(
     reductions = max((reductions_of(f, recipe, micro_batches) for f in flats), default=1)
     # With several reductions gradients wait for those of the last micro-batch
     in_backward = recipe.step_in_backward and reductions == 1
-    rest = {tier.value: Counter[str]() for tier in off_device()}
+    rest = {tier.value: Counter[str]() for tier in OFF_DEVICE}
     for f in flats:
         for tier, category, nbytes in _resting(f, optimizer if held is None else None):
             rest[tier][category] += nbytes

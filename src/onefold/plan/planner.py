@@ -43,7 +43,7 @@ from onefold.plan.subject import subject_of
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.rows import FLAT
-from onefold.recipe.tiers import Tier, disks
+from onefold.recipe.tiers import Tier
 from onefold.runtime.units import offload_notes
 
 
@@ -97,14 +97,14 @@ class Plan:
             raise ValueError(self.why_not)
         recipe = self.recommended.scheme.recipe(self.job)
         tier = recipe.disk
-        if tier is None or SOMEWHERE not in recipe.folders_of(tier):
+        if tier is None or SOMEWHERE not in recipe.nvme:
             return recipe
         measured = self.machine.measured
         disk = measured.disk if measured is not None else None
         if disk is None or tier is not Tier.NVME:
             raise ValueError(
                 f"the plan is {self.recommended.scheme}, and no folder for it is known: give"
-                f" {tier.folders}='/path/on/the/disk'."
+                f" nvme='/path/on/the/disk'."
             )
         return recipe.replace(nvme=(disk.folder,))
 
@@ -162,12 +162,11 @@ class Plan:
         scheme, options = self.recommended.scheme, dict(self.job.options)
         if scheme.stage < 2:
             options.pop("reduce_at", None)  # these stages always reduce at the boundary
-        for tier in disks():
-            options.pop(tier.folders, None)
+        options.pop("nvme", None)
         options |= scheme.asked
         with suppress(ValueError):  # the planned machine has folders that are not known here
-            if (on := self.recipe.disk) is not None:
-                options |= {on.folders: self.recipe.folders_of(on)}
+            if self.recipe.disk is not None:
+                options["nvme"] = self.recipe.nvme
         asked = {
             "stage": scheme.stage,
             "precision": self.job.precision,

@@ -24,7 +24,7 @@ from onefold.memory import (
     PARAMETERS,
     REDUCTION,
 )
-from onefold.recipe.tiers import Tier, off_device
+from onefold.recipe.tiers import OFF_DEVICE, Tier
 
 ACTIVATIONS = "activations"
 LOGITS = "logits"
@@ -102,7 +102,7 @@ class Account:
         named = {Tier.HOST: self.host, Tier.NVME: self.nvme}
         return {
             tier: named.get(tier, sum(self.offloaded.get(tier.value, {}).values()))
-            for tier in off_device()
+            for tier in OFF_DEVICE
         }
 
     @property

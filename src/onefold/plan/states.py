@@ -141,7 +141,7 @@ def units_of(
         parameters: list[Parameter], dtypes: Dtypes, stored: bool, offloaded: bool
     ) -> ShardSpec:
         trainable = parameters[0].trainable
-        return ShardSpec.of(
+        return ShardSpec(
             tuple((p.name, p.shape) for p in parameters),
             dtypes,
             recipe,
@@ -242,7 +242,7 @@ def resting(flat: ShardSpec) -> dict[str, int]:
 def moments(flat: ShardSpec, optimizer: str) -> int:
     """Return the bytes of optimizer states for the part of `flat` that this rank steps. Some
     optimizers also keep a number for each parameter of which the rank steps any element: Adam's
-    count of steps has 4 bytes.
+    count of steps has 4 bytes. Adagrad makes it for every parameter, when it is made.
     """
     if optimizer not in MOMENTS_OF:
         raise ValueError(f"optimizer {optimizer!r}: expected one of {', '.join(MOMENTS_OF)}.")
@@ -254,7 +254,7 @@ def moments(flat: ShardSpec, optimizer: str) -> int:
     return sum(
         flat.moment_bytes(slot, kept.elementwise_states) + kept.number_bytes
         for slot in flat.layout.slots
-        if flat.local(slot)
+        if kept.at_once or flat.local(slot)
     )
 
 

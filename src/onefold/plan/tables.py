@@ -17,7 +17,7 @@ from onefold.plan.alternatives import SlowLinks, Sums
 from onefold.plan.evaluate import Candidate
 from onefold.plan.owned import Balance
 from onefold.plan.schema import CATEGORIES, MOVED, SECONDS, TIER_SECONDS, Account
-from onefold.recipe.tiers import Tier, disks, off_device
+from onefold.recipe.tiers import OFF_DEVICE, Tier
 
 if TYPE_CHECKING:
     from onefold.plan.planner import Plan
@@ -156,7 +156,7 @@ def _stages(plan: Plan) -> Table:
     if any(c.reserve.nbytes for c in columns):
         kept = (f"[dim]{gib(c.reserve.nbytes)}[/dim]" for c in columns)
         table.add_row("[dim]driver and NCCL beside it[/dim]", *kept)
-    for tier in off_device():
+    for tier in OFF_DEVICE:
         row(tier.title, lambda a, t=tier: a.by_tier[t], always=False)  # type: ignore[misc]
     table.add_row("fits", *(_fit(c, plan) for c in columns))
     row("[bold]sent in a step[/bold]", lambda a: a.wire_bytes)
@@ -196,11 +196,10 @@ def _fit(c: Candidate, plan: Plan) -> str:
         return "yes"
     if c.spare < 0:
         return f"no, by {gib(-c.spare)}"
-    machine, held = plan.machine, c.account.by_tier
+    machine = plan.machine
     if not machine.shared and c.account.host * machine.local > machine.host.memory:
         return f"no, {Tier.HOST.title}"
-    full = [t for t in disks() if held[t] * machine.local > machine.host.disk(t).capacity]
-    return f"no, {full[0].title}"
+    return f"no, {Tier.NVME.title}"
 
 
 def _recommendation(best: Candidate) -> str:
@@ -234,7 +233,7 @@ def tiers_table(found: Candidate) -> Table | None:
         return None
     titles = [tier.title for tier in Tier]
     table = _table(f"where it is at peak: {found.scheme}", "", *titles)
-    held = [account.peak, *(account.offloaded.get(tier.value, {}) for tier in off_device())]
+    held = [account.peak, *(account.offloaded.get(tier.value, {}) for tier in OFF_DEVICE)]
     others = sorted({c for by in held for c in by} - set(CATEGORIES))
     for category in (*CATEGORIES, *others):
         if any(by.get(category) for by in held):

@@ -42,12 +42,11 @@ from onefold.plan.hardware import Machine
 from onefold.plan.offloaded import Carried
 from onefold.plan.schema import SECONDS
 from onefold.plan.traffic import Software, Traffic
-from onefold.recipe.tiers import Tier
 
-#: The share of a copy's speed that encoding and decoding reach: on a GPU the goal, which has
-#: not been measured; on a CPU what the plain operations reach (docs/decisions.md,
-#: Codecs). SUMMING_ON_A_GPU is the same for adding up, an assumption. Sums run beside the passes on
-#: a GPU, and take memory bandwidth from them meanwhile: they count as if they ran in turn.
+#: The share of a copy's speed that encoding and decoding reach: on a GPU an assumption; on a CPU what
+#: the plain operations reach (docs/decisions.md, Codecs). SUMMING_ON_A_GPU is the same for adding up,
+#: an assumption too. Sums run beside the passes on a GPU, and take memory bandwidth from them
+#: meanwhile: they count as if they ran in turn.
 CODING_ON_A_GPU, CODING_ON_A_CPU = 0.8, 0.3
 SUMMING_ON_A_GPU = 0.8
 #: The dtype in which products of a precision are computed.
@@ -70,7 +69,6 @@ class Work:
         update_flops: matrix products of the update, in bf16: those of the rank that owns most.
         host_optimizer_numel, host_optimizer_bytes: the same on the host, with its casts of masters.
         carried: bytes between tiers, by the phase behind which they can hide.
-        disk: the disk that they are read from and written to.
         in_backward: units are stepped in the backward pass.
         host_bytes, nvme_bytes: bytes over this rank's host link, and to and from NVMe, that hide
             behind any compute: for published systems.
@@ -96,7 +94,6 @@ class Work:
     host_optimizer_numel: float = 0.0
     host_optimizer_bytes: float = 0.0
     carried: Sequence[Carried] = ()
-    disk: Tier = Tier.NVME
     in_backward: bool = False
     host_bytes: float = 0.0
     nvme_bytes: float = 0.0
@@ -330,8 +327,9 @@ def _beside(
     nbytes = defaultdict[str, float](float)
     for c in work.carried:
         nbytes[c.move] += c.nbytes if c.phase == phase else 0.0
-    local, there = machine.local, machine.host.disk(work.disk)
-    disk = nbytes["read"] / (there.read / local) + nbytes["written"] / (there.write / local)
+    local, host = machine.local, machine.host
+    disk = nbytes["read"] / (host.nvme_bandwidth / local)
+    disk += nbytes["written"] / (host.nvme_writes / local)
     read = nbytes["read"] if phase != "step" else 0  # parameters, which go on to the device
     link = max(nbytes["up"] + read, nbytes["down"]) / machine.host_link()  # both at once
     if machine.shared:

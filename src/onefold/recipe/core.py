@@ -25,7 +25,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from onefold.recipe import options as of
-from onefold.recipe.options import Dtype, Folder, OffloadTier, Option, number, one_of, tier_of
+from onefold.recipe.options import Dtype, Folder, OffloadTier, Option, number, one_of, tier
 from onefold.recipe.rows import (
     ALL,
     FLAT,
@@ -35,7 +35,7 @@ from onefold.recipe.rows import (
     PLACEMENTS_OF_STAGE,
     Row,
 )
-from onefold.recipe.tiers import ROWS, Tier
+from onefold.recipe.tiers import Tier
 
 if TYPE_CHECKING:
     import torch
@@ -137,13 +137,14 @@ class Recipe:
     frozen: of.FrozenCodec | None = _nodes(None,
         "Format in which frozen matrices are stored and sent (nf4 under adapters: QLoRA); stage 3.")
 
-    offload_optimizer: Any = _tiers(None, "Where masters and moments are stored.", tier_of("optimizer"), kind=OffloadTier | None)
+    offload_optimizer: Any = _tiers(None, "Where masters and moments are stored.",
+        tier(" A share or a budget is offload_amount."), kind=OffloadTier | None)
     offload_amount: Any = _tiers(None,
         "How much of them: a share (0.6), or a budget of each rank (6GB); default: all.", of.share_or_size, kind=str | float | None)
     offload_gradients: Any = _tiers(None,
-        "Where gradients wait for the step (default: with the optimizer).", tier_of("gradients"), kind=OffloadTier | None)
+        "Where gradients wait for the step (default: with the optimizer).", tier(), kind=OffloadTier | None)
     offload_param: Any = _tiers(None,
-        "Where parameters are stored between uses; stage 3 only.", tier_of("parameters"), kind=OffloadTier | None)
+        "Where parameters are stored between uses; stage 3 only.", tier(), kind=OffloadTier | None)
     offload_activations: Any = _tiers(None,
         "Host memory for activations between forward and backward: cpu for as much as it takes, or a budget (8GB).",
         of.room, kind=str | int | None)
@@ -225,7 +226,7 @@ class Recipe:
         return {
             name: Row(placement, dtype[rest], dtype[wire], tier, GROUP if one else ALL, codec)
             for name, placement, rest, wire, tier, one, codec in zip(
-                ROWS, PLACEMENTS_OF_STAGE[self.stage], dtypes, wires, tiers, grouped, codecs,
+                ("parameters", "gradients", "optimizer"), PLACEMENTS_OF_STAGE[self.stage], dtypes, wires, tiers, grouped, codecs,
                 strict=True,
             )
         }  # fmt: skip
@@ -290,11 +291,6 @@ class Recipe:
     def disk(self) -> Tier | None:
         """The tier of files that some of the state is stored on; None: all of it is in memory."""
         return next((row.tier for row in self._rows.values() if row.tier.on_disk), None)
-
-    def folders_of(self, tier: Tier | None) -> tuple[str, ...]:
-        """Return the folders that were named for a tier of files; () for memory and for None."""
-        found: tuple[str, ...] = getattr(self, tier.folders) if tier and tier.folders else ()
-        return found
 
     @property
     def block(self) -> int:
@@ -420,7 +416,7 @@ def check(r: Recipe) -> None:
          f"gradients are stored on {g.value!r} and the optimizer's states on {o.value!r}: gradients go where the states are stepped,"
          f" or to the"
          " host for states on NVMe."),
-        (disk is not None and not r.folders_of(disk),
+        (disk is not None and not r.nvme,
          f"the recipe keeps state {disk and disk.where} but names no folder: give nvme='/path/on/the/disk', or a list of such."),
         (r.chunk % sector, f"chunk={r.chunk}: expected a multiple of {sector} elements, which fill whole sectors of {of.SECTOR} bytes."),
         (r.step_in_backward and o is device,

@@ -67,18 +67,16 @@ class KnownOptimizer:
         builtin: a module of Onefold with the same update, for front ends that need no package.
         update: what the update looks at. tests/recipe/test_optimizer_table.py holds it against a trial.
         refused: why no front end offers it, as a sentence without its end; "" if some do.
-        states: what it keeps for a parameter, if the plan counts it.
+        states: what it keeps for a parameter; None: the plan does not count it.
         arguments: what the row's name says beyond the class.
-        trained: whether `onefold train --optimizer` offers it.
-        options: the names that `--optimizer-options` may set.
-        planned: the name of the row whose states the plan counts; "": the plan does not know it.
-        rest: the row that steps what this one does not take: all but the matrices of the body.
+        at_once: it makes its states when it is made, for every parameter that it is given.
+        options: the names that `--optimizer-options` may set, if `onefold train` offers it.
+        planned: the name of the row whose states the plan counts, if it is another.
+        rest: the row that steps what this one, which takes matrices alone, does not take. Front ends
+            make one optimizer of both, `onefold.optim.muon.MuonWithAdamW`; `betas` are the other's.
         simulated: whether the simulation runs it.
         betas: whether `--beta1` and `--beta2` are its betas.
         fused: where torch has a fused kernel for it: nowhere, on the CPU alone, or on any device.
-        deepspeed: whether a DeepSpeed configuration may name it.
-        matrices: it takes matrices alone. Front ends give AdamW the rest: they make one optimizer of
-            both, `onefold.optim.muon.MuonWithAdamW`. `betas` are then AdamW's.
     """
 
     name: str
@@ -87,33 +85,36 @@ class KnownOptimizer:
     builtin: str = ""
     update: Update = ELEMENTWISE
     refused: str = ""
-    states: tuple[KeptState, ...] = ()
+    states: tuple[KeptState, ...] | None = None
+    at_once: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    trained: bool = False
     options: tuple[str, ...] = ()
     planned: str = ""
     rest: str = ""
     simulated: bool = False
     betas: bool = False
     fused: Literal["", "cpu", "any"] = ""
-    deepspeed: bool = False
-    matrices: bool = False
+
+    @property
+    def matrices(self) -> bool:
+        """Whether it takes matrices alone."""
+        return bool(self.rest)
 
     @property
     def elementwise_states(self) -> int:
         """The states of the parameter's shape, whatever that is."""
-        return sum(not (s.number or s.without or s.vectors) for s in self.states)
+        return sum(not (s.number or s.without or s.vectors) for s in self.states or ())
 
     @property
     def number_bytes(self) -> int:
         """Bytes of the numbers of one parameter."""
-        return 4 * sum(state.number for state in self.states)
+        return 4 * sum(state.number for state in self.states or ())
 
     def tensor_bytes(self, shape: Sequence[int], itemsize: int) -> int:
         """Return the bytes of the other states of a parameter of a shape, each in `itemsize` bytes an
         element.
         """
-        return itemsize * sum(s.numel(shape) for s in self.states if not s.number)
+        return itemsize * sum(s.numel(shape) for s in self.states or () if not s.number)
 
     def load(self, package: bool = True) -> Any:
         """Import the class. `package`: from `module`, else from `builtin` if there is one."""
@@ -132,58 +133,57 @@ _OF_ADAM = ("betas", "eps", "amsgrad")
 #: {the name on command lines and in files, in lower case: the row}
 KNOWN: Mapping[str, KnownOptimizer] = {
     "adamw": KnownOptimizer(
-        "AdamW", states=_ADAM, trained=True, options=_OF_ADAM, planned="adamw",
-        simulated=True, betas=True, fused="any", deepspeed=True,
+        "AdamW", states=_ADAM, options=_OF_ADAM,
+        simulated=True, betas=True, fused="any",
     ),
     "adam": KnownOptimizer(
-        "Adam", states=_ADAM, trained=True, options=(*_OF_ADAM, "decoupled_weight_decay"), planned="adam",
-        simulated=True, betas=True, fused="any", deepspeed=True,
+        "Adam", states=_ADAM, options=(*_OF_ADAM, "decoupled_weight_decay"),
+        simulated=True, betas=True, fused="any",
     ),
     "nadam": KnownOptimizer(
-        "NAdam", trained=True, options=("betas", "eps", "momentum_decay", "decoupled_weight_decay"), planned="adam",
-        betas=True, deepspeed=True,
+        "NAdam", options=("betas", "eps", "momentum_decay", "decoupled_weight_decay"), planned="adam",
+        betas=True,
     ),
     "radam": KnownOptimizer(
-        "RAdam", trained=True, options=("betas", "eps", "decoupled_weight_decay"), planned="adam",
-        betas=True, deepspeed=True,
+        "RAdam", options=("betas", "eps", "decoupled_weight_decay"), planned="adam",
+        betas=True,
     ),
     "adamax": KnownOptimizer(
-        "Adamax", trained=True, options=("betas", "eps"), planned="adam", betas=True, deepspeed=True,
+        "Adamax", options=("betas", "eps"), planned="adam", betas=True,
     ),
     "sgd": KnownOptimizer(
-        "SGD", trained=True, options=("momentum", "dampening", "nesterov"), planned="sgd",
-        simulated=True, fused="any", deepspeed=True,
+        "SGD", states=(), options=("momentum", "dampening", "nesterov"),
+        simulated=True, fused="any",
     ),
     "sgd-momentum": KnownOptimizer(
         "SGD", states=(KeptState("momentum_buffer"),), arguments={"momentum": 0.9},
-        planned="sgd-momentum", simulated=True, fused="any",
+        simulated=True, fused="any",
     ),
     "rmsprop": KnownOptimizer(
-        "RMSprop", states=(KeptState("square_avg"), _STEP), trained=True, options=("alpha", "eps", "momentum", "centered"),
-        planned="rmsprop", deepspeed=True,
+        "RMSprop", states=(KeptState("square_avg"), _STEP), options=("alpha", "eps", "momentum", "centered"),
+
     ),
     "adagrad": KnownOptimizer(
-        "Adagrad", states=(KeptState("sum"), _STEP), trained=True, options=("lr_decay", "initial_accumulator_value", "eps"),
-        planned="adagrad", fused="cpu", deepspeed=True,
+        "Adagrad", states=(KeptState("sum"), _STEP), at_once=True, options=("lr_decay", "initial_accumulator_value", "eps"),
+        fused="cpu",
     ),
     "adadelta": KnownOptimizer(
-        "Adadelta", trained=True, options=("rho", "eps"), planned="adam", deepspeed=True,
+        "Adadelta", options=("rho", "eps"), planned="adam",
     ),
     "lion": KnownOptimizer(
         "Lion", "lion_pytorch", "lion-pytorch", "onefold.integrations.deepspeed.lion",
-        states=(KeptState("exp_avg"),), trained=True, options=("betas",), planned="lion", deepspeed=True,
+        states=(KeptState("exp_avg"),), options=("betas",),
     ),
-    "asgd": KnownOptimizer("ASGD", deepspeed=True),
-    "rprop": KnownOptimizer("Rprop", deepspeed=True),
+    "asgd": KnownOptimizer("ASGD"),
+    "rprop": KnownOptimizer("Rprop"),
     "adafactor": KnownOptimizer(
-        "Adafactor", update=WHOLE, trained=True, options=("beta2_decay", "d"),
+        "Adafactor", update=WHOLE, options=("beta2_decay", "d"),
         states=(KeptState("row_var", without=-1), KeptState("col_var", without=-2), KeptState("variance", vectors=True), _STEP),
-        planned="adafactor", deepspeed=True,
+
     ),
     "muon": KnownOptimizer(
-        "Muon", update=WHOLE, trained=True, options=("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
-        states=(KeptState("momentum_buffer"),), planned="muon", rest="adamw", simulated=True, betas=True, deepspeed=True,
-        matrices=True,
+        "Muon", update=WHOLE, options=("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
+        states=(KeptState("momentum_buffer"),), rest="adamw", simulated=True, betas=True,
     ),
     "lamb": KnownOptimizer(
         "Lamb", "", update=WHOLE,
@@ -199,9 +199,9 @@ KNOWN: Mapping[str, KnownOptimizer] = {
     ),
 }  # fmt: skip
 
-PLANNED = {name: row for name, row in KNOWN.items() if row.planned == name}
+PLANNED = {name: row for name, row in KNOWN.items() if row.states is not None}
 SIMULATED = {name: row for name, row in KNOWN.items() if row.simulated}
-TRAINED = {name: row for name, row in KNOWN.items() if row.trained}
+TRAINED = {name: row for name, row in KNOWN.items() if row.options}
 #: Classes, in lower case, whose update looks at each parameter by itself, as a whole. Subclasses
 #: count too. Of other classes the recipe's `whole` says so.
 STEP_MATRICES = frozenset((
@@ -211,5 +211,5 @@ STEP_MATRICES = frozenset((
 OF_DEEPSPEED = {
     row.name: row
     for row in sorted(KNOWN.values(), key=lambda row: row.name.lower())
-    if row.deepspeed
+    if not row.refused and not row.arguments
 }

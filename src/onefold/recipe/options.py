@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from onefold.recipe.tiers import RowName, Tier, by_option
+from onefold.recipe.tiers import OFF_DEVICE, Tier
 from onefold.wording import did_you_mean
 
 Stage = Literal[0, 1, 2, 3]
@@ -126,19 +126,19 @@ def room(value: Any) -> int | None:
     return size(value)
 
 
-def tier_of(row: RowName) -> Check:
-    """A check for the tier of a row."""
+def tier(hint_of_amount: str = "") -> Check:
+    """A check for a tier."""
+    known = {tier.option: tier for tier in OFF_DEVICE}
 
     def check(value: Any) -> Tier:
-        known = by_option(row)
         if value is None or isinstance(value, Tier):
             return value or Tier.DEVICE
         if not isinstance(value, str) or value not in known:
             meant = {"host": "cpu", "none": None}.get(str(value).lower(), str(value).lower())
             hint = f" Did you mean {meant!r}?" if meant in (None, *known) else ""
             names = ", ".join(map(repr, known))
-            much = " A share or a budget is offload_amount." if row == "optimizer" else ""
-            raise ValueError(f"expected {names}, or None to keep it on the device.{hint}{much}")
+            said = f"expected {names}, or None to keep it on the device.{hint}{hint_of_amount}"
+            raise ValueError(said)
         return known[value]
 
     return check

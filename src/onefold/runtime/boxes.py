@@ -53,8 +53,7 @@ import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext, Group, alike, both
-from onefold.comm.mesh import Mesh
-from onefold.layout.holders import AxisCut, Holders, TensorBox, region_of
+from onefold.layout.holders import AxisCut, Holders, Mesh, TensorBox, region_of
 
 if TYPE_CHECKING:
     from onefold.runtime.units import UnitSpec

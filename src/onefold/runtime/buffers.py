@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext, Group, alike, as_bytes, both
-from onefold.comm.mesh import Mesh
+from onefold.layout.holders import Mesh
 from onefold.memory import STAGING, storage_of
 from onefold.recipe import Recipe
 from onefold.runtime.boxes import local_of
@@ -103,11 +103,11 @@ class Buffers:
 
     def _sharing(self, divided: Iterable[Sharing]) -> Sharing:
         """Return who shares buffers of a module, by who holds the same of its parameters."""
-        axes = self._mesh.axes
-        others = axes.along([name for name in axes.names if not axes.carries(name)])
+        mesh = self._mesh
+        others = mesh.along([name for name in mesh.names if name not in mesh.data])
         held = [{r: ranks for ranks in groups for r in ranks} for groups in sorted(divided)]
         out: dict[Any, list[int]] = {}
-        for rank, at in sorted(zip(self._mesh.ranks, others, strict=True)):
+        for rank, at in sorted(others.items()):
             out.setdefault((at, *(of[rank] for of in held)), []).append(rank)
         return tuple(map(tuple, out.values()))
 
@@ -180,10 +180,10 @@ class Buffers:
     def _words(self, sharing: Sharing) -> str:
         if len(sharing) < 2:
             return ""
-        me, axes = self._group.ranks[self._group.rank], self._mesh.axes
+        me, mesh = self._group.ranks[self._group.rank], self._mesh
         at, mine = next((i, ranks) for i, ranks in enumerate(sharing) if me in ranks)
-        shared = self._mesh.axes_of(mine)
-        sizes = zip(axes.names, axes.sizes, strict=True)
+        shared = mesh.axes_of(mine)
+        sizes = zip(mesh.names, mesh.sizes, strict=True)
         apart = [name for name, size in sizes if size > 1 and name not in shared]
         return f"{', '.join(apart)}: {at} of {len(sharing)}"
 

@@ -25,9 +25,9 @@ import torch
 
 import onefold.runtime.updates as updates
 from onefold.comm import CollectiveContext, Group
-from onefold.comm.mesh import Mesh
 from onefold.device import chunk_for
 from onefold.layout import round_up
+from onefold.layout.holders import Mesh
 from onefold.memory import GRADIENTS, PARAMETERS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR

@@ -224,8 +224,8 @@ class Flat:
         self.ranks = ranks
         self.group, self.rank, self.size = group, group.rank, group.size
         #: All sizes of this buffer; the plan adds up the same ones
-        self.spec = spec = ShardSpec.of(
-            [(f.names[0], f.local.shape) for f in found],
+        self.spec = spec = ShardSpec(
+            tuple((f.names[0], tuple(f.local.shape)) for f in found),
             dtypes,
             recipe,
             group.topology,
@@ -239,7 +239,7 @@ class Flat:
                 for f in found
             ),
             native=group.native,
-            rooms=[f.room for f in found] if any(f.box is not None for f in found) else None,
+            rooms=tuple(f.room for f in found) if any(f.box is not None for f in found) else None,
         )
         self.layout = spec.layout
         # With one rank and one dtype there is nothing to divide, gather or cast: the parameters

@@ -20,7 +20,6 @@ from onefold.plan.efficiency import measured_software
 from onefold.plan.hardware import Machine
 from onefold.plan.times import SUMMING_ON_A_GPU, Work, compute_seconds
 from onefold.plan.traffic import Traffic
-from onefold.recipe import Tier
 
 Link = Literal["inside", "between"]
 
@@ -40,7 +39,6 @@ class Prices:
         precision: of the matrix products.
         hidden, micro_tokens: used on a calibrated machine that was measured by blocks alone; see
             `Work`.
-        disk: the disk that is read from and written to.
     """
 
     def __init__(
@@ -49,9 +47,8 @@ class Prices:
         precision: str = "bf16",
         hidden: int = 0,
         micro_tokens: int = 0,
-        disk: Tier = Tier.NVME,
     ) -> None:
-        self.machine, self._tier = machine, disk
+        self.machine = machine
         self._like = Work(
             0.0, precision=precision, hidden=hidden, micro_tokens=micro_tokens, kernels=Kernels()
         )
@@ -92,12 +89,13 @@ class Prices:
     @property
     def latency(self) -> float:
         """Seconds from the launch of a read or write to its first bytes."""
-        return self.machine.host.disk(self._tier).latency
+        return self.machine.host.nvme_latency
 
     def disk(self, op: str, nbytes: float) -> float:
         """Return the seconds in which this rank's share of the disk reads ("read") or writes `nbytes`."""
-        there = self.machine.host.disk(self._tier)
-        return nbytes / ((there.read if op == "read" else there.write) / self.machine.local)
+        host = self.machine.host
+        rate = host.nvme_bandwidth if op == "read" else host.nvme_writes
+        return nbytes / (rate / self.machine.local)
 
     def on_host(self, nbytes: float) -> float:
         """Return the seconds in which this rank's share of the host reads and writes `nbytes`."""

@@ -50,7 +50,6 @@ from onefold.plan.wire import wire
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.optimizers import SIMULATED, WHOLE
 from onefold.recipe.rows import FLAT, NODE
-from onefold.recipe.tiers import Tier
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.refresh import FIRST
 from onefold.simulation.clock import Clock, Recording
@@ -233,7 +232,7 @@ def _clock(
     own = recipe.compute_dtype
     precision = named[own] if own is not None else dtype_of(module)
     hidden = shape.transformer.hidden if shape.transformer else 0
-    prices = Prices(machine, precision, hidden, tokens, disk=recipe.disk or Tier.NVME)
+    prices = Prices(machine, precision, hidden, tokens)
     return Clock(prices, rank, has_tiers(recipe))
 
 

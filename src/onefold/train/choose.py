@@ -140,7 +140,7 @@ def _planned(model: nn.Module, asked: Asked) -> Choice:
     found = plan_here(
         model, job, ranks=asked.ranks, local_ranks=asked.local_ranks, free=asked.free, device=asked.device,
         stages=() if asked.stage == "auto" else (int(asked.stage),), batch=batch,
-        beside=Beside(free_host_memory(), math.inf, job.disk),  # the disks are looked at before the run itself
+        beside=Beside(free_host_memory(), math.inf),  # the disks are looked at before the run itself
     )  # fmt: skip
     possible = asked.stages()
     everything = not asked.says(TIERS, NODES)

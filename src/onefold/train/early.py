@@ -16,8 +16,6 @@ from pathlib import Path
 from onefold.data.sources import check_data
 from onefold.data.text import check_tokenizer
 from onefold.models.names import check_hub, kind_of
-from onefold.recipe.core import OPTIONS
-from onefold.recipe.tiers import disks
 from onefold.train.config import TrainConfig
 from onefold.train.optimizers import check_optimizer
 from onefold.wording import TrainError
@@ -122,14 +120,12 @@ def refuse_folders(config: TrainConfig) -> None:
     """Raise TrainError for a disk's folder that does not exist, or such a folder or a token folder that
     cannot be written to.
     """
-    for option in (OPTIONS[tier.folders] for tier in disks()):
-        for folder in getattr(config, option.name) or ():
-            if not os.path.isdir(folder):
-                raise TrainError(
-                    f"{option.flag} {folder}: there is no such folder; make one on the disk that is"
-                    " to be used."
-                )
-            _refuse_unwritable(f"{option.flag} {folder}", "there", Path(folder))
+    for folder in config.nvme or ():
+        if not os.path.isdir(folder):
+            raise TrainError(
+                f"--nvme {folder}: there is no such folder; make one on the disk that is to be used."
+            )
+        _refuse_unwritable(f"--nvme {folder}", "there", Path(folder))
     if config.data_cache is not None:
         place = Path(config.data_cache)
         while not os.path.lexists(place) and place != place.parent:

@@ -189,7 +189,7 @@ def planned_as(config: TrainConfig) -> str:
     given = config.optimizer_options or {}
     if config.optimizer == "sgd" and given.get("momentum"):
         return "sgd-momentum"
-    return TRAINED[config.optimizer].planned
+    return TRAINED[config.optimizer].planned or config.optimizer
 
 
 def make(config: TrainConfig, groups: list[dict[str, Any]], device: str) -> Any:

@@ -187,7 +187,7 @@ def refuse_whole_samples(model: Any, loader: str) -> None:
     mesh = onefold.engine_of(model).mesh if is_sharded(model) else None
     if mesh is None or mesh.plain:
         return
-    sizes = zip(mesh.axes.names, mesh.axes.sizes, strict=True)
+    sizes = zip(mesh.names, mesh.sizes, strict=True)
     for axis in [name for name, size in sizes if name in _CONTEXT and size > 1]:
         raise ValueError(
             f"this model is sharded over a mesh {mesh.describe()}, and Trainer's own loader gives"

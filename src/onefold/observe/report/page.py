@@ -28,7 +28,7 @@ from onefold.observe.report.tables import (
 )
 from onefold.observe.runfile import RUN_FILE, Observed, RankObserved, RunFileError, read_observed
 from onefold.plan.schema import LOGITS
-from onefold.recipe.tiers import off_device
+from onefold.recipe.tiers import OFF_DEVICE
 
 #: The page shows the recorded steps of up to this many ranks. Of more ranks it shows the first, the
 #: last, the slowest and the one with most memory.
@@ -183,7 +183,7 @@ def _steps(report: Report, observed: Observed) -> None:
     report.figures["memory"] = {
         str(r.rank): charts.memory(s, observed.plan) for r, s in chosen if s.levels()[1]
     }
-    for tier in (tier.value for tier in off_device()):
+    for tier in (tier.value for tier in OFF_DEVICE):
         if found := {
             str(r.rank): charts.memory(s, observed.plan, tier) for r, s in chosen if tier in s.tiers
         }:
@@ -300,7 +300,7 @@ def render(report: Report) -> str:
     trusted = {name: jinja.utils.markupsafe.Markup(text) for name, text in (
         ("style", read("page.css")), ("script", read("page.js")), ("plotly", plotly_source()), ("data", data),
     )}  # fmt: skip
-    places = [(tier.value, tier.where) for tier in off_device()]
+    places = [(tier.value, tier.where) for tier in OFF_DEVICE]
     template = environment.from_string(read("page.html"))
     page: str = template.render(report=report, places=places, **trusted)
     return page

@@ -30,7 +30,6 @@ from pathlib import Path
 
 from onefold.memory.pool import TierError, failure
 from onefold.offload.nvme.datafile import DataFile
-from onefold.recipe import Tier
 
 LOCK, DATA = "lock", "data"
 MARK = b"onefold nvme store"
@@ -48,7 +47,7 @@ class Folder:
         path: the folder. data: its file.
     """
 
-    def __init__(self, parent: Path, name: str, tier: Tier = Tier.NVME) -> None:
+    def __init__(self, parent: Path, name: str) -> None:
         """Make the folder in `parent`, after removing stale folders of crashed runs there.
 
         Raises:
@@ -60,7 +59,7 @@ class Folder:
                 f"{name!r} cannot be a part of a folder's name; use letters, digits, '.', '_' and"
                 " '-'."
             )
-        check_folder(parent, tier)
+        check_folder(parent)
         reclaim(parent)
         self._lock = -1
         for _ in range(_TRIES):
@@ -70,13 +69,13 @@ class Folder:
                     break
             except OSError as error:
                 self._remove_files()
-                what = f"making the {tier.title} folder"
-                raise failure(what, self.path, error, tier.folders) from None
+                what = "making the NVMe folder"
+                raise failure(what, self.path, error) from None
             self._remove_files()
         else:
             raise TierError(
                 f"no folder can be made in {parent}: it disappeared {_TRIES} times. Name another"
-                f" folder in {tier.folders}=."
+                f" folder in nvme=."
             )
         _close_in_children(self)
 
@@ -122,17 +121,15 @@ class Folder:
             self._lock = -1
 
 
-def as_paths(paths: Sequence[str | Path] | str | Path, tier: Tier = Tier.NVME) -> list[Path]:
+def as_paths(paths: Sequence[str | Path] | str | Path) -> list[Path]:
     """Return one or several folders as a list. Raises: ValueError: none was given."""
     given = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
     if not given:
-        raise ValueError(
-            f"no folder was given for states {tier.where}; name at least one in {tier.folders}=."
-        )
+        raise ValueError("no folder was given for states on NVMe; name at least one in nvme=.")
     return given
 
 
-def check_folder(path: Path, tier: Tier = Tier.NVME) -> None:
+def check_folder(path: Path) -> None:
     """Check that the folder exists. Raises: TierError: it does not.
 
     The folder is not created: with a mistyped mount point it would be on another disk.
@@ -140,8 +137,8 @@ def check_folder(path: Path, tier: Tier = Tier.NVME) -> None:
     if not path.is_dir():
         what = "is a file" if path.exists() else "is not there"
         raise TierError(
-            f"the folder {path} for states {tier.where} {what}. Create it on the disk that is meant,"
-            f" or name another one in {tier.folders}=."
+            f"the folder {path} for states on NVMe {what}. Create it on the disk that is meant,"
+            f" or name another one in nvme=."
         )
 
 

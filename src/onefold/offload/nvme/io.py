@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from onefold.memory.pool import TierError, in_words
 from onefold.offload.nvme.buffer import PAGE
 from onefold.offload.nvme.datafile import READ, WRITE, DataFile
-from onefold.recipe import Tier
 
 #: For tests: a function that makes transfers fail. It is called as (operation, region, offset in
 #: the region, nbytes) before each system call, on one of the threads. An OSError that it returns is
@@ -93,8 +92,8 @@ class Io:
         fault: see `Fault`; None except in tests.
     """
 
-    def __init__(self, name: str, threads: int, tier: Tier = Tier.NVME) -> None:
-        self.name, self._tier = name, tier
+    def __init__(self, name: str, threads: int) -> None:
+        self.name = name
         self.fault: Fault | None = None
         self.moved = {READ: 0, WRITE: 0}
         self._process, self._closed = os.getpid(), False
@@ -143,7 +142,7 @@ class Io:
             raise self._closed_error()
         if os.getpid() != self._process:
             raise TierError(
-                f"the {self._tier.title} store {self.name!r} belongs to process {self._process}; this is a child"
+                f"the NVMe store {self.name!r} belongs to process {self._process}; this is a child"
                 f" that was forked from it (process {os.getpid()}) and cannot use it. Make a store"
                 " of its own in the child, or start the child with spawn."
             )
@@ -158,7 +157,7 @@ class Io:
 
     def _closed_error(self) -> TierError:
         return TierError(
-            f"the {self._tier.title} store {self.name!r} is closed; nothing can be read from it or"
+            f"the NVMe store {self.name!r} is closed; nothing can be read from it or"
             " written to it any more."
         )
 
@@ -197,7 +196,7 @@ class Io:
                 raise TierError(
                     f"{_doing(op, region, piece)} ended after {done:,} of {total:,} bytes, as if"
                     " the file was cut short there, which it was not. The file system does not"
-                    f" keep its word: name another disk in {self._tier.folders}=."
+                    f" keep its word: name another disk in nvme=."
                 )
 
     def _once(self, op: str, region: str, piece: Piece, done: int) -> int:
@@ -220,14 +219,14 @@ class Io:
                 if error.errno == errno.EINVAL and direct:
                     piece.file.give_up_direct()
                     continue
-                said = in_words(error, self._tier.folders)
+                said = in_words(error)
                 raise TierError(f"{_doing(op, region, piece)} failed: {said}.") from None
             if moved == 0:
                 piece.file.check()
                 raise TierError(
                     f"{_doing(op, region, piece)} ended after {done:,} of {len(piece.view):,}"
                     " bytes: the file was cut short, or the file system does not keep its word."
-                    f" Start again from the last checkpoint, with another disk in {self._tier.folders}=."
+                    f" Start again from the last checkpoint, with another disk in nvme=."
                 )
             return moved
         raise AssertionError("the second turn is never a direct one")

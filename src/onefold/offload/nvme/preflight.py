@@ -18,7 +18,6 @@ from onefold.offload.nvme.buffer import bytes_of, page_buffer, rounded
 from onefold.offload.nvme.datafile import READ, WRITE, DataFile
 from onefold.offload.nvme.files import as_paths, check_folder, reclaim
 from onefold.offload.nvme.io import Io, Piece, Transfer
-from onefold.recipe import Tier
 
 _BLOCK = 4 << 20
 #: Bytes that must be free for a disk to be measured.
@@ -49,7 +48,6 @@ def measure(
     *,
     threads: int = 4,
     seconds: float = 0.5,
-    tier: Tier = Tier.NVME,
 ) -> list[DiskRate]:
     """Measure each path in turn: write at most `nbytes`, then read them again.
 
@@ -59,12 +57,10 @@ def measure(
     Raises:
         TierError: a path is missing, is not writable or has no room to measure in.
     """
-    return [_measure(path, nbytes, threads, seconds, tier) for path in as_paths(paths, tier)]
+    return [_measure(path, nbytes, threads, seconds) for path in as_paths(paths)]
 
 
-def refuse_unless_fits(
-    paths: Sequence[str | Path] | str | Path, need: int, what: str, tier: Tier = Tier.NVME
-) -> None:
+def refuse_unless_fits(paths: Sequence[str | Path] | str | Path, need: int, what: str) -> None:
     """Raise if `need` bytes, striped over `paths`, do not fit.
 
     Stale folders of crashed runs are removed first. Folders on one file system share its free
@@ -72,15 +68,15 @@ def refuse_unless_fits(
 
     Args:
         need: bytes of all ranks of this host together.
-        what: the subject of the message. tier: of the folders.
+        what: the subject of the message.
 
     Raises:
         TierError: the bytes do not fit, or a path is missing.
     """
     together: dict[int, list[Path]] = defaultdict(list)
-    given = as_paths(paths, tier)
+    given = as_paths(paths)
     for path in given:
-        check_folder(path, tier)
+        check_folder(path)
         reclaim(path)
         together[path.stat().st_dev].append(path)
     for folders in together.values():
@@ -90,17 +86,17 @@ def refuse_unless_fits(
             raise TierError(
                 f"{what}: {share:,} bytes{of} are needed at {' and '.join(map(str, folders))},"
                 f" where {free:,} are free. Free {share - free:,} bytes there, name larger or more"
-                f" disks in {tier.folders}=, or store more on the host or the device."
+                f" disks in nvme=, or store more on the host or the device."
             )
 
 
-def _measure(path: Path, nbytes: int, threads: int, seconds: float, tier: Tier) -> DiskRate:
-    check_folder(path, tier)
+def _measure(path: Path, nbytes: int, threads: int, seconds: float) -> DiskRate:
+    check_folder(path)
     free = shutil.disk_usage(path).free
     if free < ROOM_TO_MEASURE:
         raise TierError(
             f"{path} has {free:,} bytes free, too few to measure the disk; free some space or name"
-            f" another folder in {tier.folders}=."
+            f" another folder in nvme=."
         )
     nbytes = rounded(min(nbytes, free // 10))
     staging = page_buffer(threads * _BLOCK)
@@ -113,7 +109,7 @@ def _measure(path: Path, nbytes: int, threads: int, seconds: float, tier: Tier) 
         # The threads end before their file is closed.
         with (
             contextlib.closing(DataFile.nameless(path)) as file,
-            contextlib.closing(Io("preflight", threads, tier)) as io,
+            contextlib.closing(Io("preflight", threads)) as io,
         ):
             file.extend(nbytes)
             written, write_s = _move(io, WRITE, file, staging, nbytes, seconds)
@@ -126,7 +122,7 @@ def _measure(path: Path, nbytes: int, threads: int, seconds: float, tier: Tier) 
                 direct=file.direct,
             )
     except OSError as error:
-        raise failure("measuring the disk at", path, error, tier.folders) from None
+        raise failure("measuring the disk at", path, error) from None
 
 
 def _move(

@@ -31,7 +31,6 @@ from onefold.offload.nvme.datafile import ALLOCATE, READ, WRITE
 from onefold.offload.nvme.files import Folder, as_paths
 from onefold.offload.nvme.io import Fault, Io
 from onefold.offload.nvme.region import Lane, Region, lane_lengths
-from onefold.recipe import Tier
 
 _substitute: ContextVar[Callable[[], Any] | None] = ContextVar("what makes stores", default=None)
 
@@ -70,7 +69,6 @@ class Nvme:
         threads: int = 4,
         stripe: int = 4 << 20,
         block: int = 8 << 20,
-        tier: Tier = Tier.NVME,
     ) -> None:
         """Make a private folder on each path, after removing stale folders of crashed runs there.
 
@@ -80,29 +78,28 @@ class Nvme:
             threads: number of reads and writes under way at a time.
             stripe: bytes of a region on one path before the next path follows; a multiple of PAGE.
             block: maximum bytes of one read or write; a multiple of PAGE.
-            tier: of the folders, for messages.
 
         Raises:
             ValueError: an argument is out of range.
             TierError: a path is missing or is not writable.
         """
-        given = as_paths(paths, tier)
+        given = as_paths(paths)
         if threads < 1:
             raise ValueError(f"{threads} threads were asked for to read and write; give 1 or more.")
         for what, nbytes in (("stripe", stripe), ("block", block)):
             if nbytes < PAGE or nbytes % PAGE:
                 raise ValueError(f"{what}={nbytes:,} bytes; give a multiple of {PAGE:,}.")
-        self.name, self._stripe, self._block, self._tier = name, stripe, block, tier
+        self.name, self._stripe, self._block = name, stripe, block
         folders: list[Folder] = []
         try:
             for path in given:
-                folders.append(Folder(path, name, tier))
+                folders.append(Folder(path, name))
         except BaseException:
             for folder in folders:
                 folder.remove()
             raise
         self._folders = folders
-        self._io = Io(name, threads, tier)
+        self._io = Io(name, threads)
         self._lock = threading.Lock()
         self._spare: dict[int, list[tuple[Lane, ...]]] = defaultdict(list)  # by capacity
         self._turn = 0
@@ -222,7 +219,7 @@ class Nvme:
                 for lane in lanes:
                     lane.file.cut_back(lane.begin)
                 what = f"allocating {nbytes:,} bytes for region {name!r} in"
-                raise failure(what, file.path, error, self._tier.folders) from None
+                raise failure(what, file.path, error) from None
         return tuple(lanes)
 
 

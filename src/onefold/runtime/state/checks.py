@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from onefold.comm import Group
-from onefold.comm.mesh import REPLICATE, Mesh
+from onefold.comm.mesh import REPLICATE
+from onefold.layout.holders import Mesh
 from onefold.recipe import Recipe
 from onefold.recipe.core import OPTIONS
 from onefold.recipe.rows import GROUP
@@ -116,12 +118,11 @@ def with_replicas(recipe: Recipe, ranks: Mesh) -> Recipe:
     Raises:
         ValueError: the recipe names groups of another size.
     """
-    axes = ranks.axes
-    sizes = dict(zip(axes.names, axes.sizes, strict=True))
-    replicas = sizes.get(REPLICATE, 1) if axes.carries(REPLICATE) else 1
+    sizes = dict(zip(ranks.names, ranks.sizes, strict=True))
+    replicas = sizes.get(REPLICATE, 1) if REPLICATE in ranks.data else 1
     if replicas == 1 or recipe.stage == 0:
         return recipe
-    each = axes.data_size // replicas
+    each = ranks.data_size // replicas
     divides = recipe.parameters.over == GROUP
     if divides and isinstance(recipe.inner, int) and recipe.inner != each:
         raise ValueError(
@@ -160,9 +161,10 @@ def mark_partial(
         ValueError: a name is no parameter's, a DTensor's, or ranks have no axis to add over.
     """
     found = {name: f for spec in specs for f in spec.found for name in f.names}
+    copies = ranks.copies(dist.get_rank()) if ranks.several else ()
     for f in found.values():
         summed = set().union(*(gradient_hooks.summed_over(module) for module, _ in f.places))
-        f.partial = len(summed) > 1 and not is_dtensor(f.param) and summed == set(ranks.copies)
+        f.partial = len(summed) > 1 and not is_dtensor(f.param) and summed == set(copies)
     if partial is None:
         return
     if callable(partial):
@@ -267,7 +269,7 @@ def compare_copies(engine: Engine, incoming: Collection[str]) -> None:
     ]
     apart = unlike(group, [None if v is None else local_of(v.detach()) for v in values])
     if names := [e.slot.name for e, other in zip(entries, apart, strict=True) if other]:
-        axes = [n for n in mesh.axes.names if not mesh.axes.carries(n)]
+        axes = [n for n in mesh.names if n not in mesh.data]
         along = " and ".join(map(repr, axes))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ValueError(
