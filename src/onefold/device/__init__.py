@@ -17,9 +17,7 @@ CPU, and on a device without streams (with one warning), the same calls run sync
 from onefold.device.copies import CopyStream, HostSums, Reading, Ticket, chunk_for, within
 from onefold.device.pinned import HostBuffers, host_empty, host_pages, owners_of
 from onefold.device.streams import (
-    Clock,
     MemoryFigures,
-    Stream,
     available,
     backend_name,
     capturing,
@@ -54,13 +52,11 @@ from onefold.device.streams import (
 )
 
 __all__ = [
-    "Clock",
     "CopyStream",
     "HostBuffers",
     "HostSums",
     "MemoryFigures",
     "Reading",
-    "Stream",
     "Ticket",
     "available",
     "backend_name",

@@ -7,10 +7,10 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -252,55 +252,11 @@ _CPU = torch.device("cpu")
 _streamless: dict[str, bool] = {"cpu": True, "meta": True}
 
 
-class Stream(Protocol):
-    """The methods of torch.Stream that are used."""
-
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-    def record_event(self, event: Any = None) -> Any: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool: ...
-
-
-class Clock(Protocol):
-    """The streams and events of a simulation. See [Note: simulated streams].
-
-    Attributes:
-        memory: the torch device that stands for the host's memory.
-    """
-
-    memory: torch.device
-
-    def current_stream(self) -> Any: ...
-    def new_stream(self, name: str) -> Any: ...
-    def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]: ...
-    def new_event(self) -> Any: ...
-    def synchronize(self) -> None: ...
-    def new_lock(self) -> contextlib.AbstractContextManager[Any]: ...
-    def new_thread(self, name: str) -> Any: ...
-
-    def kernel(
-        self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
-    ) -> None:
-        """Run one of the engine's own kernels, which adds up parts, on the current stream."""
-        ...
-
-    def collective(self, event: Any, ranks: list[int], ring: bool, communicator: str) -> Any:
-        """Return a work object for a collective that the current stream launches, among the global
-        `ranks`. `event` is its event in the traffic ledger.
-
-        Args:
-            ring: each rank's bytes enter a node once; else each peer is sent its own part.
-            communicator: which communicator of these ranks; its collectives run one after another.
-        """
-        ...
-
-
-_clock: ContextVar[Clock | None] = ContextVar("onefold's simulated streams", default=None)
+_clock: ContextVar[Any] = ContextVar("onefold's simulated streams", default=None)
 
 
 @contextlib.contextmanager
-def clocked(clock: Clock) -> Iterator[None]:
+def clocked(clock: Any) -> Iterator[None]:
     """Replace this thread's streams and events by those of `clock`, inside the context."""
     before = _clock.set(clock)
     try:
@@ -309,7 +265,7 @@ def clocked(clock: Clock) -> Iterator[None]:
         _clock.reset(before)
 
 
-def simulated() -> Clock | None:
+def simulated() -> Any:
     """Return the clock that simulates this thread's streams; None outside a simulation."""
     return _clock.get()
 

@@ -14,7 +14,6 @@ from onefold.comm import CollectiveContext, Group
 from onefold.device import has_streams
 from onefold.recipe.rows import FLAT
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.interval import dispatches
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -36,29 +35,6 @@ from onefold.runtime.updates import in_words
 # element of every stage is accounted for by one rank, so the sum over all ranks of what each accounts
 # for is the power of the norm over all stages. The ranks of the stages are told by one group over all
 # of them, which is made at the first call.
-
-
-def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
-    """Return the parts of all gradients that this rank accounts for. A gradient that its storage
-    measures (on NVMe, or off a device with streams) is represented by its entry.
-    """
-    parts: list[torch.Tensor | Entry] = []
-    for entry in engine.entries:
-        grad, flat = entry.param.grad, entry.flat
-        if grad is None:
-            continue
-        a, b = entry.accounted()
-        if flat.storage.measures_gradients:
-            if a < b:
-                parts.append(entry)
-            continue
-        # Other ranks hold it too: each accounts for one part
-        if flat.shared:
-            first, _ = entry.owned()
-            grad = grad.reshape(-1)[a - first : b - first]
-        if grad.numel():
-            parts.append(grad)
-    return parts
 
 
 def clip_grad_norm(
@@ -153,19 +129,29 @@ def _number(value: object) -> float | None:
 
 def _total_norm(engines: Sequence[Engine], group: Group, p: float) -> torch.Tensor:
     """Return the norm over all ranks of `group` as a 0-dim fp64 tensor, with the same bits on every
-    rank.
+    rank. Each rank measures the parts of all gradients that it accounts for.
     """
     device, step = engines[0].device, engines[0].step_count
-    parts = [part for engine in engines for part in own_gradients(engine)]
-    found: dict[int, torch.Tensor] = {}
-    for on_one in by_device(t for t in parts if isinstance(t, torch.Tensor)):
-        found |= zip(map(id, on_one), torch._foreach_norm(on_one, p), strict=True)
-    each = [
-        found[id(part)]
-        if isinstance(part, torch.Tensor)
-        else part.flat.storage.gradient_norm(part, p)
-        for part in parts
-    ]
+    each: list[torch.Tensor] = []
+    here: dict[torch.device, list[int]] = {}  # places of gradients in `each`
+    for entry in (entry for engine in engines for entry in engine.entries):
+        grad, flat = entry.param.grad, entry.flat
+        a, b = entry.accounted() if grad is not None else (0, 0)
+        if grad is None or a == b:
+            continue
+        if flat.storage.measures_gradients:  # on NVMe, or off a device with streams
+            each.append(flat.storage.gradient_norm(entry, p))
+            continue
+        # Other ranks hold it too: each accounts for one part
+        if flat.shared:
+            first, _ = entry.owned()
+            grad = grad.reshape(-1)[a - first : b - first]
+        here.setdefault(grad.device, []).append(len(each))
+        each.append(grad)
+    for places in here.values():
+        norms = torch._foreach_norm([each[place] for place in places], p)
+        for place, norm in zip(places, norms, strict=True):
+            each[place] = norm
     if not each:
         norms = torch.zeros(1, dtype=torch.float64, device=device)
     elif len({(n.dtype, n.device) for n in each}) == 1:

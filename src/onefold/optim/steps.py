@@ -116,7 +116,9 @@ _TORCHS_WRAPPER = Optimizer.profile_hook_step(print).__code__
 def _put_inside(hooked: Any) -> Any:
     """Let torch's wrapper of a `step`, which calls the hooks, call ours in the place of the `step`."""
     torchs = hooked
-    while torchs.__code__ is not _TORCHS_WRAPPER:  # somebody has wrapped it in turn
+    while (
+        getattr(torchs, "__code__", None) is not _TORCHS_WRAPPER
+    ):  # somebody has wrapped it in turn
         torchs = torchs.__wrapped__
     cell = torchs.__closure__[_TORCHS_WRAPPER.co_freevars.index("func")]
     step = cell.cell_contents

@@ -234,9 +234,8 @@ def _try(
     """Compare steps of a parameter of this shape with steps of its pieces."""
     known_whole = any(c.__name__.lower() in STEP_MATRICES for c in type(optimizer).__mro__)
     otherwise = WHOLE if known_whole else REFUSED
-    values = _drawn(shape, like.device)
     try:
-        whole, numbers = _run(optimizer, group, like, values)
+        reason = _dependence(optimizer, group, like, shape)
     except Communicates as error:
         return GroupVerdict(
             REFUSED,
@@ -246,8 +245,16 @@ def _try(
     except TouchesReal as error:
         return GroupVerdict(REFUSED, f"it cannot be tried: {error}")
     except Exception as error:
-        failed = f"its step could not be tried on a small matrix ({type(error).__name__}: {error})."
-        return GroupVerdict(otherwise, failed)
+        reason = f"its step could not be tried on a small matrix ({type(error).__name__}: {error})."
+    return GroupVerdict(otherwise, reason) if reason else _ELEMENTWISE
+
+
+def _dependence(
+    optimizer: Optimizer, group: dict[str, Any], like: Any, shape: tuple[int, ...]
+) -> str:
+    """Return what tells that the update of an element depends on others; "" if nothing does."""
+    values = _drawn(shape, like.device)
+    whole, numbers = _run(optimizer, group, like, values)
     numel, what = prod(shape), "matrix" if len(shape) == 2 else f"tensor of {len(shape)} dimensions"
     # The cuts are at multiples of 128 elements, where SIMD vectors end
     cut = (numel // 3 // 128 * 128, 2 * numel // 3 // 128 * 128)
@@ -259,40 +266,28 @@ def _try(
             for piece in zip(*(t.reshape(-1).tensor_split(cut) for t in values), strict=True)
         ]
     except Exception as error:
-        reason = (
+        return (
             f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
         )
-        return GroupVerdict(otherwise, reason)
     if not torch.equal(whole.reshape(-1), torch.cat([piece for piece, _ in pieces])):
-        given = ", ".join(f"{k}={v!r}" for k, v in _own_options(optimizer, group).items())
+        given = ", ".join(
+            f"{key}={value!r}"
+            for key, value in group.items()
+            if key not in _OF_THE_USER and _is_plain(value)
+            if optimizer.defaults.get(key) != value
+        )
         given = given and f", with a group's {given},"
-        reason = (
+        return (
             "its update of an element depends on other elements (cutting a small"
             f" {what}{given} changed the result)."
         )
-        return GroupVerdict(otherwise, reason)
-    for _, others in pieces:
-        for key, value in numbers.items():
-            same = value == others.get(key)
-            if key not in others or not bool(
-                same.all() if isinstance(same, torch.Tensor) else same
-            ):
-                reason = (
-                    f"its update depends on what it sums over all elements ({key} came out otherwise"
-                    f" for parts of a small {what})."
-                )
-                return GroupVerdict(otherwise, reason)
-    return _ELEMENTWISE
-
-
-def _own_options(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options in which a group differs from the optimizer's defaults."""
-    defaults = optimizer.defaults
-    return {
-        key: value
-        for key, value in group.items()
-        if key not in _OF_THE_USER and _is_plain(value) and defaults.get(key) != value
-    }
+    for key, value in numbers.items():
+        if any(key not in others or bool(value != others[key]) for _, others in pieces):
+            return (
+                f"its update depends on what it sums over all elements ({key} came out otherwise"
+                f" for parts of a small {what})."
+            )
+    return ""
 
 
 def _drawn(shape: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:

@@ -144,7 +144,7 @@ def owned(optimizer: Optimizer, param: Any) -> Owned | None:
 
 
 def _find(optimizer: Optimizer, chosen: Mapping[Entry, int]) -> dict[int, Owned]:
-    wanted: dict[Group, list[tuple[Entry, tuple[tuple[int, int, int], ...]]]] = {}
+    wanted: dict[Group, list[Entry]] = {}
     out, inside = dict[int, Owned](), held_inside(optimizer)
     for inner in {id(each): each for each in inside.values()}.values():
         out |= owned_by(inner)
@@ -158,29 +158,28 @@ def _find(optimizer: Optimizer, chosen: Mapping[Entry, int]) -> dict[int, Owned]
         with contextlib.suppress(ValueError):  # raised again when it steps
             verdict = partial(verdict_for(engine.recipe), optimizer, number)
             if entry.slot.numel and steps_whole(engine, optimizer, entry.flat, verdict):
-                among, pieces = _pieces(entry)
-                wanted.setdefault(among, []).append((entry, pieces))
+                if entry.flat.whole_master:  # every rank owns all
+                    among, place = entry.flat.group, entry.flat.group.rank
+                    matrix = Matrix(0, entry.slot.shape, ((place, 0, entry.slot.numel),))
+                    out[id(param)] = Owned(entry, among, place, matrix)
+                else:
+                    wanted.setdefault(entry.flat.owners_group, []).append(entry)
     for among, found in wanted.items():
-        matrices = [Matrix(i, entry.slot.shape, pieces) for i, (entry, pieces) in enumerate(found)]
-        kept = {i: chosen[entry] for i, (entry, _) in enumerate(found) if entry in chosen}
-        # One rank alone, in a group of its own: it owns all, whatever its place is
-        places = {place for matrix in matrices for place, _, _ in matrix.pieces}
-        if len(places) == 1:
-            kept = dict.fromkeys(range(len(found)), places.pop())
+        matrices = [Matrix(i, e.slot.shape, _pieces(e, among)) for i, e in enumerate(found)]
+        kept = {i: chosen[entry] for i, entry in enumerate(found) if entry in chosen}
         owners = assign(matrices, among.size, kept)
-        for matrix, (entry, _) in zip(matrices, found, strict=True):
+        for matrix, entry in zip(matrices, found, strict=True):
             out[id(entry.param)] = Owned(entry, among, owners[matrix.key], matrix)
     return out
 
 
-def _pieces(entry: Entry) -> tuple[Group, tuple[tuple[int, int, int], ...]]:
-    """Return the ranks that exchange pieces of `entry`, and what each holds, by place in them."""
-    flat = entry.flat
-    if flat.whole_master:
-        return flat.group, ((flat.group.rank, 0, entry.slot.numel),)
-    among = flat.owners_group
-    held = [(p, *entry.owned(flat.group.ranks.index(rank))) for p, rank in enumerate(among.ranks)]
-    return among, tuple(piece for piece in held if piece[1] < piece[2])
+def _pieces(entry: Entry, among: Group) -> tuple[tuple[int, int, int], ...]:
+    """Return what each rank of `among` holds of `entry`, by place in them."""
+    held = [
+        (place, *entry.owned(entry.flat.group.ranks.index(rank)))
+        for place, rank in enumerate(among.ranks)
+    ]
+    return tuple(piece for piece in held if piece[1] < piece[2])
 
 
 def steps_whole(

@@ -13,7 +13,7 @@ torchtitan (column- and row-wise linear layers, a vocabulary-parallel embedding 
 | norm      | norms, positions, biases behind a row-wise   | –                        | –       | all of the stage  |
 |           | layer, and what no rule knows                |                          |         |                   |
 
-"held by" is what `Axes.holders` (layout/holders.py) says of the axes that divide the kind: the
+"held by" is what `Mesh.holders` (layout/holders.py) says of the axes that divide the kind: the
 runtime asks the same function. A flat buffer has the parameters of a unit that the same ranks hold,
 and is a `ShardSpec` over that many ranks.
 
