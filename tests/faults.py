@@ -214,8 +214,8 @@ FAULTS = [
         "rest and peak",
         "every rank holds all masters, at every stage",
         "layout/spec.py",
-        "whole_master=recipe.optimizer.placement is Placement.REPLICATED or ranks == 1,",
-        "whole_master=True,",
+        "return self.recipe.optimizer.placement is Placement.REPLICATED or self.ranks == 1",
+        "return True",
         [row("stages: 3 on 2, precision=bf16, clipped to 0.5")],
     ),
     Fault(
@@ -526,16 +526,16 @@ FAULTS = [
         "stores",
         "a block of moments crosses the border between two ranks",
         "layout/spec.py",
-        "                max(recipe.block, at_rest),",
-        "                at_rest,",
+        "block = max(self.recipe.block, at_rest)",
+        "block = at_rest",
         [row("moments: 3 on 2, moments=int8, wide gpt")],
     ),
     Fault(
         "stores",
         "a block of frozen weights that are stored encoded crosses the border between two ranks",
         "layout/spec.py",
-        "                max(recipe.block, at_rest),",
-        "                recipe.block,",
+        "block = max(self.recipe.block, at_rest)",
+        "block = self.recipe.block",
         [
             "tests/scripts/test_dicts.py::test_encoded_weights_compute_what_they_decode_to_and_survive_files"
         ],

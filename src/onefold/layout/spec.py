@@ -212,7 +212,8 @@ class ShardSpec:
     def layout(self) -> FlatLayout:
         sector = SECTOR if self.tiers is not None and self.tiers.on_disk else 0
         stored = self.recipe.frozen if self.stored else None
-        block = max(self.recipe.block, self.codec(stored).block if stored is not None else 0)
+        at_rest = self.codec(stored).block if stored is not None else 0
+        block = max(self.recipe.block, at_rest)
         return _laid_out(self.parameters, self.ranks, sector, block, self.rooms)
 
     @property

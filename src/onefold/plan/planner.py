@@ -43,7 +43,6 @@ from onefold.plan.subject import subject_of
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.rows import FLAT
-from onefold.recipe.tiers import Tier
 from onefold.runtime.units import offload_notes
 
 
@@ -96,12 +95,11 @@ class Plan:
         if self.recommended is None:
             raise ValueError(self.why_not)
         recipe = self.recommended.scheme.recipe(self.job)
-        tier = recipe.disk
-        if tier is None or SOMEWHERE not in recipe.nvme:
+        if not recipe.on_disk or SOMEWHERE not in recipe.nvme:
             return recipe
         measured = self.machine.measured
         disk = measured.disk if measured is not None else None
-        if disk is None or tier is not Tier.NVME:
+        if disk is None:
             raise ValueError(
                 f"the plan is {self.recommended.scheme}, and no folder for it is known: give"
                 f" nvme='/path/on/the/disk'."
@@ -165,7 +163,7 @@ class Plan:
         options.pop("nvme", None)
         options |= scheme.asked
         with suppress(ValueError):  # the planned machine has folders that are not known here
-            if self.recipe.disk is not None:
+            if self.recipe.on_disk:
                 options["nvme"] = self.recipe.nvme
         asked = {
             "stage": scheme.stage,

@@ -40,6 +40,8 @@ from onefold.recipe.tiers import Tier
 if TYPE_CHECKING:
     import torch
 
+#: The kinds of state that have a row.
+ROWS = ("parameters", "gradients", "optimizer")
 #: Bytes of small units that may be gathered ahead, and of small reductions that may be in flight,
 #: beyond the counts `prefetch` and `in_flight`. For so few bytes latency dominates, and waiting for
 #: each in turn would keep the ranks in lockstep.
@@ -208,43 +210,42 @@ class Recipe:
     # -- what the options come to ------------------------------------------------------------------
 
     @functools.cached_property
-    def _rows(self) -> dict[str, Row]:
-        from onefold.recipe.dtypes import DTYPES
-
-        dtype: dict[Any, Any] = {None: None, **DTYPES}
-        sharded, in_groups = self.stage > 0, self.shard_group is not None
-        states, gradients = self.offload_optimizer, self.offload_gradients
-        dtypes = (self.precision, self.accumulate_dtype, self.master_dtype)
-        wires = (self.precision if sharded else None, self.wire or self.precision, None)
-        tiers = (self.offload_param, states if gradients is Tier.DEVICE else gradients, states)
-        grouped = (
-            in_groups or self.second_copy,
-            in_groups,
-            in_groups and self.optimizer_over is None,
-        )
-        codecs = (self.gather_codec, self.reduce_codec, None)
-        return {
-            name: Row(placement, dtype[rest], dtype[wire], tier, GROUP if one else ALL, codec)
-            for name, placement, rest, wire, tier, one, codec in zip(
-                ("parameters", "gradients", "optimizer"), PLACEMENTS_OF_STAGE[self.stage], dtypes, wires, tiers, grouped, codecs,
-                strict=True,
-            )
-        }  # fmt: skip
-
-    @property
     def parameters(self) -> Row:
         """Where parameters are stored, and how they are sent."""
-        return self._rows["parameters"]
+        in_groups = self.shard_group is not None or self.second_copy
+        wire = self.precision if self.stage else None
+        return self._row(0, self.precision, wire, self.offload_param, in_groups, self.gather_codec)
 
-    @property
+    @functools.cached_property
     def gradients(self) -> Row:
         """The same for gradients."""
-        return self._rows["gradients"]
+        wire, tier = self.wire or self.precision, self.offload_gradients
+        tier = self.offload_optimizer if tier is Tier.DEVICE else tier
+        in_groups = self.shard_group is not None
+        return self._row(1, self.accumulate_dtype, wire, tier, in_groups, self.reduce_codec)
 
-    @property
+    @functools.cached_property
     def optimizer(self) -> Row:
         """The same for master weights and optimizer states."""
-        return self._rows["optimizer"]
+        in_groups = self.shard_group is not None and self.optimizer_over is None
+        return self._row(2, self.master_dtype, None, self.offload_optimizer, in_groups)
+
+    def _row(
+        self,
+        kind: int,
+        dtype: str | None,
+        wire: str | None,
+        tier: Tier,
+        in_groups: bool,
+        codec: str | None = None,
+    ) -> Row:
+        from onefold.recipe.dtypes import DTYPES
+
+        known = {None: None, **DTYPES}
+        placement = PLACEMENTS_OF_STAGE[self.stage][kind]
+        return Row(
+            placement, known[dtype], known[wire], tier, GROUP if in_groups else ALL, codec
+        )
 
     @property
     def inner(self) -> Any:
@@ -288,9 +289,9 @@ class Recipe:
         return self.gradients.dtype
 
     @property
-    def disk(self) -> Tier | None:
-        """The tier of files that some of the state is stored on; None: all of it is in memory."""
-        return next((row.tier for row in self._rows.values() if row.tier.on_disk), None)
+    def on_disk(self) -> bool:
+        """Whether some of the state is stored in files."""
+        return any(row.tier.on_disk for row in (self.parameters, self.gradients, self.optimizer))
 
     @property
     def block(self) -> int:
@@ -340,8 +341,8 @@ class Recipe:
         were given, and the notes.
         """
         lines = [f"{'':12}{'placement':12}{'tier':8}{'at rest':10}{'wire':10}"]
-        for name, row in self._rows.items():
-            at_rest, wire = self.in_words(name)
+        for name in ROWS:
+            row, (at_rest, wire) = getattr(self, name), self.in_words(name)
             place, tier = row.placement.value, row.tier.value
             lines.append(f"{name:12}{place:12}{tier:8}{at_rest:10}{wire or '-':10}")
         given = "; ".join(f"{name}={_said(value)}" for name, value in self.given.items())
@@ -351,7 +352,7 @@ class Recipe:
         """Return the dtypes of a row, stored and on the wire, as a table shows them: by name,
         "model's" for each parameter's own, "" if not sent.
         """
-        row = self._rows[name]
+        row = getattr(self, name)
         sent = name == "gradients" or (name == "parameters" and self.stage > 0)
         return _short(row.dtype), _short(row.wire or self.compute_dtype) if sent else ""
 
@@ -395,7 +396,7 @@ Recipe.zero.__func__.__signature__ = inspect.signature(Recipe.__init__)  # type:
 def check(r: Recipe) -> None:
     """Raise ValueError if no run can follow the recipe; the message says what to change."""
     p, g, o = r.parameters.tier, r.gradients.tier, r.optimizer.tier
-    device, disk = Tier.DEVICE, r.disk
+    device = Tier.DEVICE
     sector = of.SECTOR
     if r.moments is not None and o.on_disk:
         from onefold.recipe.moments import FORMATS
@@ -416,8 +417,8 @@ def check(r: Recipe) -> None:
          f"gradients are stored on {g.value!r} and the optimizer's states on {o.value!r}: gradients go where the states are stepped,"
          f" or to the"
          " host for states on NVMe."),
-        (disk is not None and not r.nvme,
-         f"the recipe keeps state {disk and disk.where} but names no folder: give nvme='/path/on/the/disk', or a list of such."),
+        (r.on_disk and not r.nvme,
+         "the recipe keeps state on NVMe but names no folder: give nvme='/path/on/the/disk', or a list of such."),
         (r.chunk % sector, f"chunk={r.chunk}: expected a multiple of {sector} elements, which fill whole sectors of {of.SECTOR} bytes."),
         (r.step_in_backward and o is device,
          "step_in_backward=True steps offloaded states in the backward pass; offload_optimizer says where they are."),
@@ -464,7 +465,7 @@ def without_effect(r: Recipe) -> list[str]:
         ("bf16" not in (r.moments, r.master_dtype), ("stochastic_rounding",),
          "where nothing is rounded to bf16: give moments='bf16' or master_dtype='bf16'"),
         (r.optimizer.tier is Tier.DEVICE, ("offload_amount",), "where the optimizer's states stay on the device: give offload_optimizer"),
-        (r.disk is None, ("nvme", "chunk", "nvme_threads"), "where no state is stored on NVMe"),
+        (not r.on_disk, ("nvme", "chunk", "nvme_threads"), "where no state is stored on NVMe"),
     )  # fmt: skip
     said: dict[str, str] = {}
     for holds, names, why in idle:

@@ -105,7 +105,7 @@ class Engine:
         self.pool = Pool(
             device,
             self.memory,
-            paged=bool(offloaded) and recipe.disk is not None,
+            paged=bool(offloaded) and recipe.on_disk,
         )
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.spans = Spans(self.timeline)

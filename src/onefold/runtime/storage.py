@@ -84,7 +84,7 @@ class Transfers:
         self.recipe, self.rank, self.device = recipe, rank, memory
         self.ledgers = {tier: MemoryLedger() for tier in Tier} | {Tier.DEVICE: memory}
         self.host = self.ledgers[Tier.HOST]
-        self.disk = self.ledgers[recipe.disk or Tier.NVME]
+        self.disk = self.ledgers[Tier.NVME]
         self.moved = TrafficLedger()
         self.down, self.up = (
             CopyStream(device, name="copies down"),
