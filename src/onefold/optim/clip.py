@@ -149,8 +149,8 @@ def _total_norm(engines: Sequence[Engine], group: Group, p: float) -> torch.Tens
         here.setdefault(grad.device, []).append(len(each))
         each.append(grad)
     for places in here.values():
-        norms = torch._foreach_norm([each[place] for place in places], p)
-        for place, norm in zip(places, norms, strict=True):
+        of_device = torch._foreach_norm([each[place] for place in places], p)
+        for place, norm in zip(places, of_device, strict=True):
             each[place] = norm
     if not each:
         norms = torch.zeros(1, dtype=torch.float64, device=device)

@@ -241,7 +241,7 @@ class Recipe:
     ) -> Row:
         from onefold.recipe.dtypes import DTYPES
 
-        known = {None: None, **DTYPES}
+        known: dict[str | None, torch.dtype | None] = {None: None, **DTYPES}
         placement = PLACEMENTS_OF_STAGE[self.stage][kind]
         return Row(
             placement, known[dtype], known[wire], tier, GROUP if in_groups else ALL, codec
