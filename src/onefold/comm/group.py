@@ -62,7 +62,6 @@ from onefold.comm.communicators import (
     Communicators,
     Nodes,
     backend_of,
-    flat_note,
     flat_over,
     format_ranks,
     host_identity,
@@ -178,7 +177,7 @@ class Shared:
         self.places = {} if self.mesh is None else self.mesh.places
         self.per_node: Nodes = ranks_of_a_node()
         self.node_of = dict.fromkeys(self.ranks, 0)
-        self.borders = self.flat_note = ""
+        self.borders = ""
         self.ledger = TrafficLedger()
         self.heard: int | None = None
         self.updates: list[tuple[str, ...]] = []
@@ -234,8 +233,6 @@ class Shared:
     def name_nodes(self, inner: int) -> None:
         """Set what counts as a node. `inner`: ranks of each group."""
         nodes, name = nodes_of(self.ranks, self.per_node), "nodes"
-        if self.inner is None and flat_over(nodes, Topology(len(nodes), inner)):
-            self.flat_note = flat_note(self.ranks, nodes)
         if len(set(nodes)) == 1 and isinstance(self.inner, int):
             nodes, name = [number // inner for number in range(len(nodes))], "groups"
         self.node_of = dict(zip(self.ranks, nodes, strict=True))
@@ -312,7 +309,7 @@ class Group:
         self.timeout, self.device, self.backend = shared.timeout, shared.device, shared.backend
         self.ledger, self.chains, self.updates = shared.ledger, shared.chains, shared.updates
         self.relay, self.summing, self.reunion = shared.relay, shared.summing, shared.reunion
-        self.borders, self.flat_note = shared.borders, shared.flat_note
+        self.borders = shared.borders
         self.size, self.name = len(ranks), format_ranks(ranks)
         self.stands_for_all = self.backend == "fake"
         self.alone = self.size == 1 or self.stands_for_all

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from onefold.comm.communicators import flat_note
 from onefold.device import default_device, device_count
 from onefold.memory import GATHERED
 from onefold.recipe.rows import FLAT, GROUP, NATIVE
@@ -85,7 +86,8 @@ def flat_notes(engine: Engine) -> list[str]:
     gradients up then.
     """
     group, recipe = engine.group, engine.recipe
-    said = [group.flat_note] if group.flat_note else []
+    by_default = group.shared.inner is None and group.flat_over_nodes
+    said = [flat_note(group.ranks, group.nodes)] if by_default else []
     if engine.decides_sums and recipe.reduce == NATIVE:
         said.append(
             "gradients are added by the backend, in the dtype of the wire (reduce='native'), since"
