@@ -241,11 +241,9 @@ class Recipe:
     ) -> Row:
         from onefold.recipe.dtypes import DTYPES
 
-        known: dict[str | None, torch.dtype | None] = {None: None, **DTYPES}
+        at_rest, sent = (DTYPES[name] if name is not None else None for name in (dtype, wire))
         placement = PLACEMENTS_OF_STAGE[self.stage][kind]
-        return Row(
-            placement, known[dtype], known[wire], tier, GROUP if in_groups else ALL, codec
-        )
+        return Row(placement, at_rest, sent, tier, GROUP if in_groups else ALL, codec)
 
     @property
     def inner(self) -> Any:
