@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import weakref
@@ -74,7 +75,7 @@ from onefold.runtime.state.start import (
 )
 from onefold.runtime.stepper import Stepper, Steppers
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
-from onefold.runtime.uninitialized import is_marked, without_value
+from onefold.runtime.uninitialized import is_blank, is_marked, without_value
 from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec, find_units, offload_notes
 
@@ -223,7 +224,7 @@ def _laid_out(
         state_start.lay_out(engine, unit, names | without)
         for entry in unit.entries:
             if entry.name in without:
-                engine.uninitialized.add(entry, unit)
+                engine.uninitialized.add(entry.names, unit, functools.partial(is_blank, entry))
     return engine, specs
 
 
@@ -443,17 +444,19 @@ def _note_uninitialized(
         for name, owner in modules_of(spec, specs)
         for key in owner._buffers
     }
-    mine = [
-        name
-        for name, (owner, _) in inside.items()
-        if (b := owner._buffers[name.rpartition(".")[2]]) is not None and is_marked(b)
-    ]
+    mine = [name for name, (owner, _) in inside.items() if _no_value(owner._buffers, name)]
     for name in tell_all(engine.resources, "shard()", mine)[0]:
         owner, unit = inside[name]
-        engine.uninitialized.add_buffer(name, owner._buffers, unit)
+        engine.uninitialized.add([name], unit, functools.partial(_no_value, owner._buffers, name))
     engine.uninitialized.given(incoming)
     if engine.uninitialized:
         guard_uninitialized(engine, module)
+
+
+def _no_value(table: dict[str, torch.Tensor | None], name: str) -> bool:
+    """Whether a buffer, in its module's table, has no value."""
+    buffer = table.get(name.rpartition(".")[2])
+    return buffer is not None and is_marked(buffer)
 
 
 def _device(module: nn.Module, device: torch.device | str | None, at_once: bool) -> torch.device:

@@ -52,7 +52,15 @@ from onefold.runtime.pending_gradients import (
 )
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.refresh import Copies
-from onefold.runtime.resources import Capabilities, MasterAccess, Progress, Resources, Span, Spans
+from onefold.runtime.resources import (
+    Activations,
+    Capabilities,
+    MasterAccess,
+    Progress,
+    Resources,
+    Span,
+    Spans,
+)
 from onefold.runtime.stepper import Steppers
 from onefold.runtime.storage import Transfers
 from onefold.runtime.uninitialized import Uninitialized
@@ -72,6 +80,19 @@ class Engine:
         transfers: what the engine holds on the host and on NVMe, and what it moves there and back.
         timeline: when each unit computed, recorded while `memory.record` is set.
     """
+
+    units: list[Unit]
+    entries: list[Entry]
+    write_counters: WriteCounters
+    buffers: Buffers
+    uninitialized: Uninitialized
+    # Made by `start`, in this order: each takes what it needs of those before
+    stepper: Steppers
+    gather: Gatherer
+    activations: Activations
+    reduce: Reducer
+    copies: Copies
+    passes: Passes
 
     def __init__(
         self,
@@ -150,28 +171,12 @@ class Engine:
         when.
         """
         self.stepper = stepper
-        self.reduce: Reducer  # created below: it needs the gatherer, which calls it in turn
-        self.gather: Gatherer = Gatherer(
-            self.units,
-            self.resources,
-            self.backward_event,
-            lambda units: self.reduce.passed_over(units),
-        )
+        self.gather = Gatherer(self)
         self.activations = self.capabilities.activations(
             self.units, self.resources, self.gather.by_storage
         )
-        self.reduce = Reducer(
-            self.units,
-            self.resources,
-            self.gather,
-            self.stepper,
-            self.spans,
-            self.write_counters,
-            self.backward_event,
-        )
-        self.copies = Copies(
-            self.units, self.entries, self.progress, self.gather, self.write_counters
-        )
+        self.reduce = Reducer(self)
+        self.copies = Copies(self)
         self.started = True
         self.passes = Passes(self)
         follow_trainable(self.reduce)

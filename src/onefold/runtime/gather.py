@@ -24,8 +24,8 @@ from onefold.runtime.saved import saving
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
     from onefold.runtime.passes import Graph
-    from onefold.runtime.resources import Resources
 
 
 class Gatherer:
@@ -40,30 +40,13 @@ class Gatherer:
         hooks: on saved tensors, of the forward pass under way.
     """
 
-    def __init__(
-        self,
-        units: list[Unit],
-        resources: Resources,
-        backward_event: Callable[[], None],
-        passed_over: Callable[[list[Unit]], None],
-    ) -> None:
-        """
-        Args:
-            backward_event: called when a backward pass reaches something of this engine.
-            passed_over: called with the units that a backward pass went past without using them.
-        """
-        self.units, self.backward_event, self.passed_over = units, backward_event, passed_over
-        self.recipe, self.group, self.progress = (
-            resources.recipe,
-            resources.group,
-            resources.progress,
-        )
-        self.memory, self.pool, self.transfers = (
-            resources.memory,
-            resources.pool,
-            resources.transfers,
-        )
-        self.sharded = [u for u in units if not u.resident]
+    def __init__(self, engine: Engine) -> None:
+        self.units, self.backward_event = engine.units, engine.backward_event
+        #: Called with the units that a backward pass went past without using them
+        self.passed_over: Callable[[list[Unit]], None] = lambda u: engine.reduce.passed_over(u)
+        self.recipe, self.group, self.progress = engine.recipe, engine.group, engine.progress
+        self.memory, self.pool, self.transfers = engine.memory, engine.pool, engine.transfers
+        self.sharded = [u for u in self.units if not u.resident]
         self.forward, self.backward = Order(self.sharded), Order(backwards(self.sharded))
         self.last: Collection[Unit] = ()
         self.units_ahead = self.recipe.units_ahead(self.group.topology.two_levels)

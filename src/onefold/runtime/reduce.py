@@ -22,7 +22,6 @@ once a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,10 +39,7 @@ from onefold.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from onefold.parallel.marks import Marks
-    from onefold.runtime.gather import Gatherer
-    from onefold.runtime.parameters.values import WriteCounters
-    from onefold.runtime.resources import Resources, Spans
-    from onefold.runtime.stepper import Steppers
+    from onefold.runtime.engine import Engine
 
 
 #: A gradient of at most SMALL bytes waits for others of its unit, until the waiting ones have more
@@ -54,33 +50,15 @@ SMALL, ASIDE = 64 << 10, 1 << 20
 class Reducer:
     """Collects, reduces and hands over the gradients of one engine."""
 
-    def __init__(
-        self,
-        units: list[Unit],
-        resources: Resources,
-        gather: Gatherer,
-        stepper: Steppers,
-        spans: Spans,
-        write_counters: WriteCounters,
-        backward_event: Callable[[bool], None],
-    ) -> None:
-        """
-        Args:
-            backward_event: called when a backward pass reaches something of this engine; with True
-                if a parameter has got its gradient.
-        """
-        self.units, self.gather, self.stepper, self.spans = units, gather, stepper, spans
-        self.write_counters, self.backward_event = write_counters, backward_event
-        self.unit_of = {entry.number: unit for unit in units for entry in unit.entries}
-        self.group, self.progress, self.memory = (
-            resources.group,
-            resources.progress,
-            resources.memory,
-        )
-        self.pool = resources.pool
+    def __init__(self, engine: Engine) -> None:
+        self.units, self.unit_of, self.gather = engine.units, engine.unit_of, engine.gather
+        self.stepper, self.spans = engine.stepper, engine.spans
+        self.write_counters, self.backward_event = engine.write_counters, engine.backward_event
+        self.group, self.progress, self.memory = engine.group, engine.progress, engine.memory
+        self.pool = engine.pool
         # The order of reductions, see runtime/order.py
-        self.order = Order(units[::-1])
-        self.in_flight = resources.recipe.in_flight if resources.recipe.overlap else 0
+        self.order = Order(self.units[::-1])
+        self.in_flight = engine.recipe.in_flight if engine.recipe.overlap else 0
         self.under_way: list[Reduction] = []
         self.on_next_hop: list[Reduction] = []  # past their first hop
         # Entries that have a gradient, on any rank, in the held sums

@@ -25,8 +25,8 @@ with the masters as they are. Only the units that stay gathered until their back
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,26 +36,21 @@ from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather import Gatherer
 from onefold.runtime.gather_paths import Gather
-from onefold.runtime.parameters.values import WriteCounters, written
+from onefold.runtime.parameters.values import written
 from onefold.runtime.parameters.whole import point
-from onefold.runtime.resources import Progress
 from onefold.runtime.storage import refuse_written
 from onefold.runtime.unit import State, Unit
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
 
 
 class Copies:
     """The copies of one engine's masters."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        entries: Sequence[Entry],
-        progress: Progress,
-        gather: Gatherer,
-        write_counters: WriteCounters,
-    ) -> None:
-        self.units, self.entries, self.progress = units, entries, progress
-        self.gather, self.write_counters = gather, write_counters
+    def __init__(self, engine: Engine) -> None:
+        self.units, self.entries, self.progress = engine.units, engine.entries, engine.progress
+        self.gather, self.write_counters = engine.gather, engine.write_counters
 
     def look_for_writes(self) -> None:
         """Mark copies stale if their masters were written to since the last look: by an optimizer

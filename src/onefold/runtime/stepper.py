@@ -360,9 +360,7 @@ def held_inside(optimizer: Optimizer) -> dict[int, Optimizer]:
     `step` in its own, such as Muon and AdamW.
     """
     out: dict[int, Optimizer] = {}
-    for name, value in optimizer.__dict__.items():
-        if name in ("state", "param_groups", "defaults"):
-            continue
+    for value in own_attributes(optimizer).values():
         some = value.values() if isinstance(value, dict) else value
         for each in some if isinstance(value, (dict, list, tuple)) else (value,):
             # By its type: a weak proxy of the optimizer itself says that it is an Optimizer

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -127,16 +126,9 @@ class Uninitialized:
     def __bool__(self) -> bool:
         return bool(self._left)
 
-    def add(self, entry: Entry, unit: Unit) -> None:
-        """Note a parameter that has no value."""
-        self._left.append(_Unset(entry.names, unit.index, partial(_entry_is_blank, entry)))
-
-    def add_buffer(self, name: str, table: dict[str, torch.Tensor | None], unit: Unit) -> None:
-        """Note a buffer that has no value, in a module's `table`."""
-        key = name.rpartition(".")[2]
-        self._left.append(
-            _Unset([name], unit.index, lambda: (b := table.get(key)) is not None and is_marked(b))
-        )
+    def add(self, names: Sequence[str], unit: Unit, is_blank: Callable[[], bool]) -> None:
+        """Note a parameter or buffer that has no value."""
+        self._left.append(_Unset(names, unit.index, is_blank))
 
     def notes(self) -> list[str]:
         """Return a sentence for the start of the run, if anything is uninitialized."""
@@ -201,7 +193,7 @@ def _some(found: list[_Unset]) -> str:
     return ", ".join(repr(unset.names[0]) for unset in found[:5]) + more
 
 
-def _entry_is_blank(entry: Entry) -> bool:
+def is_blank(entry: Entry) -> bool:
     """Whether this rank has elements of a parameter, and none has a value."""
     flat = entry.flat
     if flat.unsharded:

@@ -304,17 +304,8 @@ Init = Callable[[nn.Module], object]
 
 def modules_of(spec: UnitSpec, others: Iterable[UnitSpec]) -> list[tuple[str, nn.Module]]:
     """The modules of a unit that are not inside another unit, with their dotted names."""
-    return _walk(spec.name, spec.module, {id(o.module) for o in others if o is not spec})
-
-
-def _walk(prefix: str, module: nn.Module, without: set[int]) -> list[tuple[str, nn.Module]]:
-    # Not a nested function: one that calls itself is a reference cycle, and would keep the model
-    # alive until the collector runs.
-    out = [(prefix, module)]
-    for name, child in module.named_children():
-        if id(child) not in without:
-            out += _walk(f"{prefix}.{name}" if prefix else name, child, without)
-    return out
+    outside = {other.module for other in others if other is not spec}
+    return list(spec.module.named_modules(outside, spec.name))
 
 
 def has_meta(module: nn.Module) -> bool:
