@@ -49,7 +49,7 @@ from onefold.runtime.reduce_paths import (
     RowsReduce,
     SimulatedReduce,
 )
-from onefold.runtime.resources import Activations, Capabilities, Resources, Store
+from onefold.runtime.resources import Activations, Resources, Store
 from onefold.runtime.state import dicts as state_dicts
 from onefold.runtime.state import start as state_start
 from onefold.runtime.state.checks import (
@@ -207,7 +207,7 @@ def _laid_out(
         ranks.group if ranks.plain else ranks, where, recipe.stall_timeout, recipe.inner
     )
     undo.callback(group.close)
-    engine = Engine(specs, recipe, group, where, capabilities(), ranks)
+    engine = Engine(specs, recipe, group, where, Capabilities(), ranks)
     undo.callback(_close, engine)
     values = compare_ranks(engine, module, recipe, specs, incoming is not None)
     preflight(engine)
@@ -353,21 +353,23 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def capabilities() -> Capabilities:
-    """Return the factories of the engine's parts. Parts outside the core are imported lazily."""
+class Capabilities:
+    """The makers of an engine's parts, see runtime/resources.py. Parts outside the core are imported
+    when a recipe first needs them.
+    """
 
-    def storage(flat: Flat, tiers: Tiers | None, encoded: bool, shared: Resources) -> Storage:
+    def storage(self, flat: Flat, tiers: Tiers | None, encoded: bool, shared: Resources) -> Storage:
         if encoded:
             from onefold.quant.encoded_storage import EncodedStorage
 
-            return EncodedStorage(flat, named(shared.recipe.frozen or ""))
+            return EncodedStorage(flat, self.codec(shared.recipe.frozen or ""))
         if tiers is not None:
             from onefold.offload.tiers import STORAGES
 
             return STORAGES[tiers.optimizer](flat, tiers, shared)
         return InPlaceStorage(flat) if flat.unsharded else DeviceStorage(flat)
 
-    def gather(flat: Flat, shared: Resources) -> Gather:
+    def gather(self, flat: Flat, shared: Resources) -> Gather:
         spec = flat.spec
         if flat.storage.encoded:
             from onefold.quant.encoded_storage import EncodedStorage
@@ -378,15 +380,15 @@ def capabilities() -> Capabilities:
         if spec.gather_codec is not None:
             from onefold.quant.gather_paths import EncodedGather
 
-            return EncodedGather(flat, shared, named(shared.recipe.parameters.codec or ""))
+            return EncodedGather(flat, shared, self.codec(shared.recipe.parameters.codec or ""))
         return Gather(flat, shared)
 
-    def reduce(flat: Flat, at: int, shared: Resources) -> Reduce:
+    def reduce(self, flat: Flat, at: int, shared: Resources) -> Reduce:
         group = flat.hops[at].group
         if flat.spec.encodes(flat.spec.hops[at]) and not group.alone:
             from onefold.quant.reduce_paths import EncodedReduce
 
-            return EncodedReduce(flat, at, shared, named(shared.recipe.gradients.codec or ""))
+            return EncodedReduce(flat, at, shared, self.codec(shared.recipe.gradients.codec or ""))
         if shared.recipe.reduce == NATIVE and group.size > 1:
             return (BackendAllReduce if flat.whole_master else BackendReduce)(flat, at, shared)
         if group.native:
@@ -394,7 +396,7 @@ def capabilities() -> Capabilities:
         return (SimulatedReduce if group.stands_for_all else PairwiseReduce)(flat, at, shared)
 
     def activations(
-        units: list[Unit], shared: Resources, gathered: dict[int, tuple[Unit, Flat]]
+        self, units: list[Unit], shared: Resources, gathered: dict[int, tuple[Unit, Flat]]
     ) -> Activations:
         if shared.recipe.offload_activations is None:
             return Activations()
@@ -402,12 +404,12 @@ def capabilities() -> Capabilities:
 
         return HostActivations(units, shared, gathered)
 
-    def named(name: str) -> Codec:
+    def codec(self, name: str) -> Codec:
         from onefold.quant.codecs import CODECS
 
         return CODECS[name]
 
-    def store(recipe: Recipe, rank: int, streams: bool) -> Store:
+    def store(self, recipe: Recipe, rank: int, streams: bool) -> Store:
         from onefold.offload.nvme import Nvme, substitute
 
         if (make := substitute()) is not None:
@@ -418,8 +420,6 @@ def capabilities() -> Capabilities:
 
             give_large_blocks_back()
         return Nvme(recipe.nvme, name=f"rank{rank}", threads=recipe.nvme_threads)
-
-    return Capabilities(storage, gather, reduce, activations, named, store)
 
 
 def _open(
@@ -439,23 +439,22 @@ def _note_uninitialized(
     guard against their use: see runtime/uninitialized.py. Collective.
     """
     inside = {
-        f"{name}.{key}" if name else key: (owner, unit)
+        f"{name}.{key}" if name else key: (unit, functools.partial(_no_value, owner._buffers, key))
         for spec, unit in zip(specs, engine.units, strict=True)
         for name, owner in modules_of(spec, specs)
         for key in owner._buffers
     }
-    mine = [name for name, (owner, _) in inside.items() if _no_value(owner._buffers, name)]
+    mine = [name for name, (_, has_none) in inside.items() if has_none()]
     for name in tell_all(engine.resources, "shard()", mine)[0]:
-        owner, unit = inside[name]
-        engine.uninitialized.add([name], unit, functools.partial(_no_value, owner._buffers, name))
+        engine.uninitialized.add([name], *inside[name])
     engine.uninitialized.given(incoming)
     if engine.uninitialized:
         guard_uninitialized(engine, module)
 
 
-def _no_value(table: dict[str, torch.Tensor | None], name: str) -> bool:
+def _no_value(table: dict[str, torch.Tensor | None], key: str) -> bool:
     """Whether a buffer, in its module's table, has no value."""
-    buffer = table.get(name.rpartition(".")[2])
+    buffer = table.get(key)
     return buffer is not None and is_marked(buffer)
 
 

@@ -10,14 +10,14 @@ import onefold
 import virtual
 from onefold.memory import STAGING, MemoryLedger
 from onefold.runtime.storage import Transfers
-from onefold.shard import capabilities
+from onefold.shard import Capabilities
 
 DEVICE = "virtual:0"
 
 
 def transfers() -> Transfers:
     return Transfers(
-        onefold.Recipe.zero(1), 0, torch.device(DEVICE), MemoryLedger(), capabilities().store
+        onefold.Recipe.zero(1), 0, torch.device(DEVICE), MemoryLedger(), Capabilities().store
     )
 
 

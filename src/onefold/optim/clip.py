@@ -260,7 +260,7 @@ class GradScaler(torch.amp.GradScaler):
             # One exchange, also where ranks have unequal numbers of stages
             engine.agree_on_overflow(found, self._across)
             for each in self._engines[1:]:
-                each.told_of_overflow(found)
+                each.told_of_overflow()
         return {engine.device: found}
 
 

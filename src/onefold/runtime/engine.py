@@ -19,7 +19,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -54,7 +54,6 @@ from onefold.runtime.reduce import Reducer
 from onefold.runtime.refresh import Copies
 from onefold.runtime.resources import (
     Activations,
-    Capabilities,
     MasterAccess,
     Progress,
     Resources,
@@ -66,6 +65,9 @@ from onefold.runtime.storage import Transfers
 from onefold.runtime.uninitialized import Uninitialized
 from onefold.runtime.unit import State, Unit, bind
 from onefold.runtime.units import UnitSpec, offloaded_units
+
+if TYPE_CHECKING:
+    from onefold.shard import Capabilities
 
 
 class Engine:
@@ -320,25 +322,23 @@ class Engine:
         Raises:
             ValueError: the recipe steps in the backward pass, before gradients can be checked.
         """
-        self.refuse_unscaling()
-        self.optimizer_is_stepping()
+        self.told_of_overflow()
         values = (group or self.group).gather_values(
             found.detach().to(self.device),
             CollectiveContext("control", "(overflow check)", self.step_count, "optimizer"),
         )
         found.fill_(values.max().to(found.device))
 
-    def told_of_overflow(self, found: torch.Tensor) -> None:
-        """Take over what another stage of this rank has agreed on. Raises as `agree_on_overflow`."""
-        self.refuse_unscaling()
-        self.optimizer_is_stepping()
-
-    def refuse_unscaling(self) -> None:
+    def told_of_overflow(self) -> None:
+        """Called before gradients are unscaled: the ranks agree, or another stage of this rank has
+        agreed, on whether they are finite. Raises as `agree_on_overflow`.
+        """
         if self.recipe.step_in_backward:
             raise ValueError(
                 "step_in_backward=True steps gradients before they can be unscaled: leave that"
                 " option out with a GradScaler."
             )
+        self.optimizer_is_stepping()
 
     # -- between steps -----------------------------------------------------------------------------
 

@@ -18,15 +18,11 @@ from onefold.recipe.rows import GROUP
 
 if TYPE_CHECKING:
     from onefold.comm import Group
-    from onefold.layout import Tiers
-    from onefold.layout.spec import Encoding
     from onefold.memory import MemoryLedger, Pool
     from onefold.runtime.flat import Flat
-    from onefold.runtime.gather_paths import Gather
     from onefold.runtime.passes import Graph
-    from onefold.runtime.reduce_paths import Reduce
-    from onefold.runtime.storage import Storage, Transfers
-    from onefold.runtime.unit import Unit
+    from onefold.runtime.storage import Transfers
+    from onefold.shard import Capabilities
 
 
 # -- who follows the passes ------------------------------------------------------------------------
@@ -69,7 +65,7 @@ class PassFollower(Protocol):
 # What an engine is given from outside the core: `shard()` knows which capability a recipe needs,
 # and hands its maker to the engine.
 #
-# | question                                              | answered by        | maker                      |
+# | question                                              | answered by        | maker (shard.py)           |
 # |-------------------------------------------------------|--------------------|----------------------------|
 # | where is a shard stored                               | `Storage`          | `Capabilities.storage`     |
 # | how does the whole come together                      | `Gather`           | `Capabilities.gather`      |
@@ -131,18 +127,6 @@ class Activations:
     def end_forward(self) -> None: ...
     def end_backward(self) -> None: ...
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """The makers. See the table of this module."""
-
-    storage: Callable[[Flat, Tiers | None, bool, Resources], Storage]  # (..., stored encoded, ...)
-    gather: Callable[[Flat, Resources], Gather]
-    reduce: Callable[[Flat, int, Resources], Reduce]  # (flat buffer, hop, ...)
-    activations: Callable[[list[Unit], Resources, dict[int, tuple[Unit, Flat]]], Activations]
-    codec: Callable[[str], Encoding]
-    store: Callable[[Recipe, int, bool], Store]  # (recipe, rank, the device has streams)
 
 
 # -- which step, which pass ------------------------------------------------------------------------
