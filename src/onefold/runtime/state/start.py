@@ -448,14 +448,14 @@ def fetch(params: Iterable[nn.Parameter]) -> None:
 # and released in each pass as usual.
 
 
-def fitting(engine: Engine, limit: int | None) -> set[Unit]:
+def fitting(engine: Engine, limit: int | None) -> list[Unit]:
     """Return the units that stay gathered: those that fit under `limit` bytes, taken in the agreed
     order of the forward pass, which is the same on every rank.
     """
-    chosen, left = set(), limit
+    chosen, left = [], limit
     for unit in engine.gather.forward.units:
         if left is None or unit.gathered_bytes <= left:
-            chosen.add(unit)
+            chosen.append(unit)
             left = None if left is None else left - unit.gathered_bytes
     return chosen
 
