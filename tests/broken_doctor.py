@@ -39,20 +39,22 @@ def _wrong_element(name: str) -> Callable[[], None]:
 
 
 def sums(change: Callable[[Any, torch.Tensor, Any], None]) -> Callable[[], None]:
-    """Onefold's sums are changed by `change(reduction, sums, engine)` after they were made,
-    wherever they are made.
+    """Onefold's sums are changed by `change(hop, sums, engine)` after they were made, wherever they
+    are made.
     """
 
     def breaking() -> None:
-        from onefold.runtime.reduce_paths import Sending
+        from onefold.runtime import reduce
 
-        real = Sending.land
+        real = reduce.landed
 
-        def land(self: Any) -> None:
-            real(self)
-            change(self.r, self.r.total, self.r.flat.entries[0].engine())
+        def landed(hop: Any) -> torch.Tensor:
+            of = hop.gi_frame.f_locals["self"]
+            total = real(hop)
+            change(of, total, of.flat.entries[0].engine())
+            return total
 
-        Sending.land = land
+        reduce.landed = landed
 
     return breaking
 

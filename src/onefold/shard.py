@@ -40,15 +40,8 @@ from onefold.runtime.hooks import (
     install,
     register,
 )
+from onefold.runtime.hops import Hop, Native, Pairwise, Rows, Simulated
 from onefold.runtime.parts import tell_all
-from onefold.runtime.reduce_paths import (
-    BackendAllReduce,
-    BackendReduce,
-    PairwiseReduce,
-    Reduce,
-    RowsReduce,
-    SimulatedReduce,
-)
 from onefold.runtime.resources import Activations, Resources, Store
 from onefold.runtime.state import dicts as state_dicts
 from onefold.runtime.state import start as state_start
@@ -383,17 +376,17 @@ class Capabilities:
             return EncodedGather(flat, shared, self.codec(shared.recipe.parameters.codec or ""))
         return Gather(flat, shared)
 
-    def reduce(self, flat: Flat, at: int, shared: Resources) -> Reduce:
-        group = flat.hops[at].group
+    def hop(self, flat: Flat, at: int, shared: Resources) -> Hop:
+        group = flat.group  # its levels are like it
         if flat.spec.encodes(flat.spec.hops[at]) and not group.alone:
-            from onefold.quant.reduce_paths import EncodedReduce
+            from onefold.quant.hops import Encoded
 
-            return EncodedReduce(flat, at, shared, self.codec(shared.recipe.gradients.codec or ""))
-        if shared.recipe.reduce == NATIVE and group.size > 1:
-            return (BackendAllReduce if flat.whole_master else BackendReduce)(flat, at, shared)
-        if group.native:
-            return RowsReduce(flat, at, shared)
-        return (SimulatedReduce if group.stands_for_all else PairwiseReduce)(flat, at, shared)
+            return Encoded(flat, at, shared, self.codec(shared.recipe.gradients.codec or ""))
+        if shared.recipe.reduce == NATIVE and flat.spec.hops[at].size > 1:
+            return Native(flat, at, shared)
+        if group.native and flat.spec.hops[at].size > 1:
+            return Rows(flat, at, shared)
+        return (Simulated if group.stands_for_all else Pairwise)(flat, at, shared)
 
     def activations(
         self, units: list[Unit], shared: Resources, gathered: dict[int, tuple[Unit, Flat]]

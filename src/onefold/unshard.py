@@ -54,7 +54,7 @@ def _refuse_unless_possible(engine: Engine) -> None:
     }
     if where := next((name for name, now in inside.items() if now), None):
         raise RuntimeError(f"unshard was called inside {where}: call it outside, between steps.")
-    if any(flat.grads or flat.held for flat in flats):
+    if any(flat.waits for flat in flats):
         raise RuntimeError(
             "unshard was called while gradients kept under no_sync wait to be reduced; call it after"
             " optimizer.step()."

@@ -87,7 +87,7 @@ ROWS = {
                        make=small_gpt),
     "of a part": Row("oo", loss=lambda m, i: m.blocks[1](batch(i) @ torch.ones(7, 10)).mean()),
     "without a forward pass": Row("o", loss=lambda m, i: m.leave.weight.square().sum() / (1 + i)),
-    "with hooks of the script": Row("bo", after=with_hooks, stages=(0, 1)),
+    "with hooks of the script": Row("bb", after=with_hooks, stages=(0, 1)),
     "thawed later": Row("oo", frozen=True, after=lambda m: m.blocks.requires_grad_(True)),
     "summed over ranks": Row("bo", json={"gradient_allreduce_op": "sum"}, times=-1.0),
     "summed, bf16": Row("b", json={"gradient_allreduce_op": "sum", "bf16": {"enabled": True}},

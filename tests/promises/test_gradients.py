@@ -197,6 +197,22 @@ def test_a_step_on_unreduced_gradients_is_refused_and_the_boundary_puts_it_right
     assert differences(*found) == []
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("mode", in_ci(KEEPING, "3, late"))
+def test_a_hook_sees_the_gradient_of_its_own_micro_batch(mode: str) -> None:
+    found = []
+    for batches in ((0, 1), (1,)):
+        model, seen = sharded(mode), []
+        model.leave.weight.register_post_accumulate_grad_hook(
+            lambda p, s=seen: s.append(p.grad.clone())
+        )
+        for micro in batches:
+            with contextlib.nullcontext() if micro else no_sync(model):
+                backward(model, micro)
+        found.append(seen[-1])
+    assert torch.equal(*found)
+
+
 # -- added up --------------------------------------------------------------------------------------
 
 

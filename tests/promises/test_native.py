@@ -86,10 +86,9 @@ def test_sums_of_the_backend_are_within_rounding_and_send_no_byte_more(
     stage, options, loop, near = ADDED[case]
     mesh = Mesh(dp=4, backend="standin")
     row = Row("native", stage, {"reduce": "native", **options}, mesh, loop, "mlp", "", near=near)
-    before = standin.launched["all_reduce"], standin.launched["reduce_scatter"]
+    before = standin.launched["reduce_scatter"]
     assert ask(row, [row], folder) == []
-    after = standin.launched["all_reduce"], standin.launched["reduce_scatter"]
-    assert after[stage > 0] > before[stage > 0], "the backend added nothing up"
+    assert standin.launched["reduce_scatter"] > before, "the backend added nothing up"
 
 
 class One(nn.Module):

@@ -8,8 +8,7 @@ each other.
 | partial sums | replicated | all-reduce     | the two above                              | the two above                |
 | replicated   | sharded    | slice          | no traffic                                 | no traffic                   |
 
-With `reduce="native"` in the recipe partial sums go by the backend's own reduce_scatter_single and
-all_reduce.
+With `reduce="native"` in the recipe partial sums go by the backend's own reduce_scatter_single.
 
 [Note: two levels] Ranks may be arranged in groups (layout/flat.py); by default the ranks of
 each node are a group if there are several nodes. This rank then has a group on each level:
@@ -95,7 +94,7 @@ from onefold.layout.holders import Mesh
 
 #: (peer, tensor) for each message.
 Parts = Sequence[tuple[int, torch.Tensor]]
-#: The range of the unit's buffer that is reduced.
+#: What is reduced, if some of the buffer's parameters are frozen.
 Addresses = tuple[int, int] | None
 #: Bytes to other ranks, and those of them to other nodes; the bytes that these two were encoded from, 0
 #: if they were not.
@@ -157,7 +156,7 @@ class Shared:
             stream that waits for the first move of a chain, so that all ranks launch the second moves
             in one order.
         summing: the stream on which parts are added up; None without streams. See [Note: sums
-            beside the computation] in runtime/reduce_paths.py.
+            beside the computation] in runtime/hops.py.
         run_ahead: bounds how far the host runs ahead of the device; None where nothing needs it.
     """
 
@@ -718,8 +717,8 @@ class Group:
             received: the parts from all ranks, by position: [ranks, own] with a row for this rank,
                 or [ranks - 1, own] without.
             plain: bytes that each rank's part was encoded from, for the ledger.
-            addresses: the range of the unit's buffer that is reduced, the same on all ranks. If
-                ranks disagree on it, they do not take each other's bytes for their own.
+            addresses: what is reduced, the same on all ranks. If ranks disagree on it, they do not
+                take each other's bytes for their own.
         """
         into, gives, gets = received.view(-1), list(cut.sizes), [cut.own] * self.size
         if received.shape[0] < self.size:  # this rank's part stays where it is
@@ -776,28 +775,6 @@ class Group:
             ],
             [sent, own],
             addresses,
-        )
-
-    def all_reduce(
-        self,
-        whole: torch.Tensor,
-        context: CollectiveContext,
-        number: int,
-        mean: bool,
-        addresses: Addresses = None,
-    ) -> Pending:
-        """Run the backend's own all-reduce: the sum, or mean, of all ranks' `whole`, in place and
-        in its dtype.
-        """
-        op, each = _operation(mean), 2 * -(-whole.numel() // self.size) * whole.element_size()
-        return self._launch(
-            "all-reduce",
-            context,
-            number,
-            self._to_all(each),
-            lambda group: [dist.all_reduce(whole, op=op, group=group, async_op=True)],
-            [whole],
-            addresses or whole.numel(),
         )
 
     def launched(self) -> bytes:

@@ -182,25 +182,6 @@ class FlatLayout:
         """
         return overlap((slot.start, slot.end), self.interval(rank))
 
-    def runs(self, active: Sequence[bool]) -> tuple[tuple[int, int], ...]:
-        """Return the address ranges to move when only some slots take part (`active`, one flag for
-        each slot).
-
-        Consecutive active slots become one range. If all are active, the range is the whole space,
-        padding included, which makes one contiguous message for each rank.
-        """
-        if all(active):
-            return ((0, self.numel),) if self.slots else ()
-        runs: list[tuple[int, int]] = []
-        for i, slot in enumerate(self.slots):
-            if not active[i]:
-                continue
-            if runs and i and active[i - 1]:
-                runs[-1] = (runs[-1][0], slot.end)
-            else:
-                runs.append((slot.start, slot.end))
-        return tuple(runs)
-
 
 def overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     """Return the addresses in both ranges; an empty range at a's start if there are none."""

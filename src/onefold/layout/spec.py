@@ -46,7 +46,7 @@ CODED_ALIGNMENT = 16
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 #: The ranks of a hop: all ranks, those of a group, or one of each group.
 Level = Literal["all", "intra-group", "inter-group"]
-#: Who adds gradients up (runtime/reduce_paths.py). "pairwise": this rank, part by part, as gloo's
+#: Who adds gradients up (runtime/hops.py). "pairwise": this rank, part by part, as gloo's
 #: messages arrive. "at once": this rank, all parts of one NCCL operation together. "backend": NCCL
 #: itself, under reduce="native".
 Adds = Literal["pairwise", "at once", "backend"]
@@ -160,7 +160,6 @@ class Exchange:
         part: elements of each of these parts.
         apart: elements of one peer's part that is received outside the receive buffer, because the
             sum is made in its memory; 0 if there is none.
-        whole: the backend sums the whole on every rank, and no parts are received.
     """
 
     dtype: torch.dtype
@@ -168,7 +167,6 @@ class Exchange:
     rows: int
     part: int
     apart: int = 0
-    whole: bool = False
 
     @property
     def received(self) -> int:
@@ -427,12 +425,8 @@ class ShardSpec:
 
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
-        """The hops of a reduction of gradients, from the whole to the interval. If the backend
-        makes the sums for every rank, that is one move: a single hop.
-        """
-        at_once = self.whole_master and self.adds == "backend"
-        topology = Topology(self.ranks, self.ranks) if at_once else self.topology
-        return hops_of(topology, self.position, self.layout.shard_numel)
+        """The hops of a reduction of gradients, from the whole to the interval."""
+        return hops_of(self.topology, self.position, self.layout.shard_numel)
 
     @property
     def broadcast_back(self) -> tuple[Hop, ...]:
@@ -456,31 +450,18 @@ class ShardSpec:
         """Return who adds up the parts of a hop. Encoded parts are decoded and added one by one."""
         return "pairwise" if hop.size == 1 or self.encodes(hop) else self.adds
 
-    def exchange(
-        self,
-        at: int,
-        dtype: torch.dtype,
-        span: tuple[int, int] | None = None,
-        adds: Adds | None = None,
-    ) -> Exchange:
-        """Return the buffers that hop `at` needs for gradients in `dtype`.
-
-        Args:
-            span: the addresses that are reduced, if not all parameters take part.
-            adds: who adds the parts, if not as usual: parts may be uneven, or not sent as the
-                recipe says.
+    def exchange(self, at: int, dtype: torch.dtype, adds: Adds | None = None) -> Exchange:
+        """Return the buffers that hop `at` needs for gradients in `dtype`. `adds`: who adds the
+        parts, if they are not sent as the recipe says.
         """
         hop, wire = self.hops[at], self.dtypes.wire
-        span = span or (hop.start, hop.start + hop.span)
-        sizes = [b - a for a, b in (overlap(span, there) for there in hop.ranges)]
-        numel, own = sum(sizes), sizes[hop.index]
+        numel, own = hop.span, hop.own
         if self.reduce_codec is not None and self.encodes(hop) and adds is None:
-            place = padded_bytes(self.reduce_codec, max(sizes))
+            place = padded_bytes(self.reduce_codec, own)
             return Exchange(torch.uint8, hop.size * place, hop.size, place)
         adds, narrowed = adds or self.added_by(hop), dtype != wire
         if adds == "backend":
-            whole = self.whole_master
-            return Exchange(wire, numel * narrowed, 0 if whole else 1, own, whole=whole)
+            return Exchange(wire, numel * narrowed, 1, own)
         if adds == "at once":
             # If they are narrowed, this rank's own part stays where it is
             return Exchange(wire, (numel - own) * narrowed, hop.size - narrowed, own)

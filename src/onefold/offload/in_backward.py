@@ -95,7 +95,6 @@ class InBackwardStepper:
         if (
             not storage.offloaded
             or flat.lingering
-            or len(flat.runs) != 1
             or not all(which[e.index] for e in flat.entries if e.active)
         ):
             return False

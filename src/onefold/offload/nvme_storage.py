@@ -245,12 +245,10 @@ class NvmeStorage(OffloadStorage):
     def _on_cpu(self) -> bool:
         return not self.transfers.down.asynchronous
 
-    def take_gradient(
-        self, total: torch.Tensor, span: tuple[int, int], wanted: list[Entry]
-    ) -> bool:
+    def take_gradient(self, total: torch.Tensor, wanted: list[Entry]) -> bool:
         """Write the gradients of the entries `wanted` to NVMe, or add to those that are there.
 
-        `total`: host sums for the addresses `span`. `.grad` of the entries becomes storageless.
+        `total`: host sums, [owned]. `.grad` of the entries becomes storageless.
         """
         if not self.gradients_on_disk:
             return False
@@ -263,17 +261,13 @@ class NvmeStorage(OffloadStorage):
                 " unscaled already: do that once, after the last backward pass of a step."
             )
         for a, b in self.chunks():
-            here = overlap((base + a, base + b), span)
+            here = (base + a, base + b)
             inside = [(e, overlap((e.slot.start, e.slot.end), here)) for e in wanted]
             inside = [(e, (x, y)) for e, (x, y) in inside if x < y]
             if not inside:
                 continue
             whole, data = self._buffer(b - a, region.dtype)
-            if any(
-                e.param.grad is not None
-                for e in self.flat.entries
-                if _meets(e, (base + a, base + b))
-            ):
+            if any(e.param.grad is not None for e in self.flat.entries if _meets(e, here)):
                 self.transfers.wait(region.read(a, data))
                 self.transfers.entered(
                     "read", self.flat.unit_name, data.numel() * data.element_size()
@@ -281,7 +275,7 @@ class NvmeStorage(OffloadStorage):
             else:
                 data.zero_()
             for entry, (x, y) in inside:
-                into, new = data[x - base - a : y - base - a], total[x - span[0] : y - span[0]]
+                into, new = data[x - base - a : y - base - a], total[x - base : y - base]
                 if entry.param.grad is None:
                     into.copy_(new)
                 else:
@@ -296,7 +290,7 @@ class NvmeStorage(OffloadStorage):
                     self.norms[entry.index] = norm
                 elif self._on_cpu and x < y and total.dtype == region.dtype:
                     self.norms[entry.index] = torch._foreach_norm(
-                        [total[x - span[0] : y - span[0]]], 2.0
+                        [total[x - base : y - base]], 2.0
                     )[0]
                 entry.param.grad = storageless(entry.param, f"the gradient of {entry.slot.name!r}")
         return True

@@ -39,7 +39,7 @@ from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.values import StatePlace, is_storageless
-from onefold.runtime.pending_gradients import unique_bytes
+from onefold.runtime.reduce import unique_bytes
 from onefold.runtime.resources import Transfer
 from onefold.runtime.stepper import Part, groups_of, only, raw_step, step_parts
 from onefold.runtime.storage import state_shape

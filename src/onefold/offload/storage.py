@@ -53,7 +53,7 @@ from onefold.layout import Tiers
 from onefold.memory import LEAVING, MASTERS, PARAMETERS, MemoryLedger, nbytes_of, storage_of
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
-from onefold.runtime.parameters.values import storageless, written
+from onefold.runtime.parameters.values import written
 from onefold.runtime.storage import Storage, refuse_written
 
 if TYPE_CHECKING:
@@ -235,13 +235,14 @@ class OffloadStorage(Storage):
         self._note(measured, norms, low)
         return low
 
-    def measure(self, total: torch.Tensor, span: tuple[int, int], entries: list[Entry]) -> None:
+    def measure(self, total: torch.Tensor, entries: list[Entry]) -> None:
         self._parts = []
         # 16-bit sums are measured as gradients in the masters' dtype
         if not self.transfers.measures or total.dtype != self.flat.dtypes.master:
             return
         for entry in entries:
-            a, b = (entry.slot.start + at - span[0] for at in entry.accounted())
+            first = entry.slot.start - self.flat.owned[0]
+            a, b = (first + at for at in entry.accounted())
             if a < b:
                 self._parts.append((entry.index, total[a:b]))
 
@@ -280,11 +281,6 @@ class OffloadStorage(Storage):
 
     def gradient_seen(self, entry: Entry) -> None:
         self._measured.pop(entry.index, None)
-
-    def show_gradient(self, entry: Entry, part: torch.Tensor, what: str) -> torch.Tensor:
-        # The gradient is on the device and its parameter is not. So show a tensor without elements:
-        # it has a shape, and the user can drop it.
-        return storageless(entry.param, what)
 
 
 def _identity(values: torch.Tensor) -> tuple[int, int]:

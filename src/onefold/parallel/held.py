@@ -18,7 +18,6 @@ from torch import nn
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.runtime.pending_gradients import take_pending
 from onefold.runtime.refresh import refresh
 
 
@@ -96,11 +95,9 @@ def reduce_grad(module: nn.Module, divide_by: float = 1.0) -> None:
 
 
 def _divide(engine: Engine, divisor: float) -> None:
-    # `.grad` shows views of what is written to here, and a write to them is taken for the user's
-    engine.reduce.shows = False
-    take_pending(engine.reduce)
-    for buffer in (b for u in engine.units for flat in u.flats for b in flat.grads.values()):
-        buffer.div_(divisor)
+    for buffer in (flat.grad for u in engine.units for flat in u.flats):
+        if buffer is not None:
+            buffer.div_(divisor)
 
 
 @contextlib.contextmanager

@@ -67,7 +67,6 @@ class Reduction:
         into: bytes of a received part that becomes the sum.
         rows: parts in `received` that are added up at once.
         total: memory for the sum of such parts, taken before they come, if it is sent on.
-        whole: the backend makes the whole sum on every rank.
     """
 
     unit: int
@@ -79,7 +78,6 @@ class Reduction:
     into: int = 0
     rows: int = 0
     total: torch.Tensor | None = None
-    whole: bool = False
 
     @property
     def hop(self) -> Hop:
@@ -384,10 +382,7 @@ class Replay:
         if room.apart:
             r.into = room.apart * room.dtype.itemsize
             self.ledger.add(REDUCTION, r.into)
-        if room.whole:
-            r.whole = True
-            self.ledger.add(GRADIENTS, r.hop.span * room.dtype.itemsize)
-        elif room.rows:
+        if room.rows:
             r.received = self.pool.take(room.received, room.dtype, REDUCTION)
         if r.rows and r.is_last:
             self.ledger.add(GRADIENTS, _landed_bytes(r))
@@ -408,7 +403,7 @@ class Replay:
             total = r.total if r.rows else self.pool.take(r.hop.own, sums, REDUCTION)
         else:
             nbytes = _landed_bytes(r)
-            if not (r.rows or r.whole):
+            if not r.rows:
                 self.ledger.add(GRADIENTS, nbytes)
                 if flat.landed != sums:
                     self.pool.give(self.pool.take(r.hop.own, sums, REDUCTION))

@@ -269,9 +269,7 @@ def summed_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int =
         sent = flat.dtypes.wire.itemsize
         for hop, times in hops_in_a_step(flat, recipe, micro_batches):
             adds = flat.added_by(hop)
-            if adds == "backend" and flat.whole_master:  # a copy for it to add into
-                total += times * 2 * hop.span * sent
-            elif adds != "pairwise":
+            if adds != "pairwise":
                 written = flat.landed if hop is flat.hops[-1] else flat.dtypes.sums
                 parts = hop.size if adds == "at once" else 1
                 total += times * added_bytes(hop.own, parts, sent, written.itemsize)

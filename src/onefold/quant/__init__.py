@@ -3,7 +3,7 @@
 | what                                   | where                                                |
 |----------------------------------------|------------------------------------------------------|
 | floats as fewer bytes                  | `codecs`                                             |
-| encoded wires, encoded frozen weights  | `gather_paths`, `reduce_paths`, `encoded_storage`    |
+| encoded wires, encoded frozen weights  | `gather_paths`, `hops`, `encoded_storage`            |
 | moments of optimizers in fewer bits    | `moments`, `moment_packing`, `stepper`               |
 | stochastic rounding to bf16            | `bf16_rounding`                                      |
 | what is compiled on CUDA               | `compiled`                                           |

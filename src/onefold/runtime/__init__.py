@@ -7,12 +7,11 @@ commands.
 | What do other axes leave of a parameter?       | `boxes`                                                |
 | What happens in a step?                        | `engine`, `hooks`, `passes`, `order`, `resources`      |
 | How does the whole of a unit come together?    | `gather` (when), `gather_paths` (how)                  |
-| How do gradients become this rank's sums?      | `reduce` (when), `reduce_paths` (how)                  |
+| How do gradients become this rank's sums?      | `reduce` (when), `hops` (how)                          |
 | What do ranks tell each other after a pass?    | `agree`                                                |
 | Where is a shard stored, and who steps it?     | `storage`, `stepper`                                   |
 | How do parts become wholes, and wholes parts?  | `parts`                                                |
 | Which copies are out of date?                  | `refresh`                                              |
-| Which parameters train, and what waits?        | `pending_gradients`                                    |
 | What does autograd keep of a forward pass?     | `saved`                                                |
 | What do autograd and the compiler do?          | `differentiate`                                        |
 | What else is checked and kept?                 | `buffers`, `uninitialized`, `updates`                  |

@@ -43,13 +43,6 @@ from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
 from onefold.runtime.parameters.values import WriteCounters
 from onefold.runtime.parts import whole_masters
 from onefold.runtime.passes import Passes
-from onefold.runtime.pending_gradients import (
-    follow_trainable,
-    follow_trainable_of,
-    gradient_bytes,
-    show_pending,
-    take_pending,
-)
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.refresh import Copies
 from onefold.runtime.resources import (
@@ -181,7 +174,7 @@ class Engine:
         self.copies = Copies(self)
         self.started = True
         self.passes = Passes(self)
-        follow_trainable(self.reduce)
+        self.reduce.follow_trainable()
         for unit in self.units:
             for flat in unit.flats:
                 for tier, held in flat.storage.resting_bytes().items():
@@ -200,7 +193,7 @@ class Engine:
             )
         for tier, ledger in self.transfers.ledgers.items():
             if tier is Tier.DEVICE or (self.offloaded_flats and not tier.on_disk):
-                ledger.probes[GRADIENTS] = partial(gradient_bytes, self.units, self.resources, tier)
+                ledger.probes[GRADIENTS] = partial(self.reduce.gradient_bytes, tier)
         self.memory.reset_peak()
 
     def close(self) -> None:
@@ -221,10 +214,8 @@ class Engine:
         self.transfers.close()
         for unit in self.units:
             for flat in unit.flats:
-                flat.grads.clear()
-                flat.held.clear()
-                flat.full, flat.hops, flat.broadcast_back = None, (), None
-                flat.reduces = ()
+                flat.grad = flat.held = flat.full = None
+                flat.hops = ()
                 del flat.storage, flat.gather
                 flat.forget()
             unit.flats.clear()
@@ -307,7 +298,7 @@ class Engine:
         self.in_any_pass()
         check_in_place((unit,))
         self.copies.look_before_use(unit)
-        follow_trainable_of(self.reduce, unit)
+        self.reduce.follow_trainable_of(unit)
         if unit.resident and unit.state is State.STALE:
             self.gather.launch(unit)
         unit.calls += 1
@@ -364,11 +355,8 @@ class Engine:
             self.progress.failure is not None and self.world_size == 1
         ):
             self.tell_failure()
-        if not any(flat.grads or flat.held for u in self.units for flat in u.flats):
-            return
-        take_pending(self.reduce)
-        if any(flat.grads or flat.held for u in self.units for flat in u.flats):
-            show_pending(self.reduce)
+        self.reduce.refuse_changed()
+        if any(flat.waits for u in self.units for flat in u.flats):
             raise RuntimeError(
                 "optimizer.step() was called while gradients kept under no_sync have not been"
                 " reduced yet. Run the last micro-batch of the step outside"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from onefold.layout import LOW, Dtypes, ShardSpec, Slot, Tiers, overlap
 from onefold.layout.holders import Holders, TensorBox
 from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.differentiate import in_autograd
-from onefold.runtime.gather_paths import Gather, group_hops
+from onefold.runtime.gather_paths import Gather
 from onefold.runtime.open_passes import in_forward
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.in_pass import follow_reads, put
@@ -33,8 +35,8 @@ from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
+    from onefold.runtime.hops import Hop
     from onefold.runtime.parameters.parameter import OwningEngine
-    from onefold.runtime.reduce_paths import Reduce
     from onefold.runtime.resources import Resources
 
 
@@ -90,19 +92,14 @@ class Entry:
         self.local: torch.Tensor = found.param
         self.released: torch.Tensor = found.param
         self.active, self.declared = found.param.requires_grad, declared_dtype(found.param)
-        self.filled = self.hooked = False
-        self.accumulates: Any = (
-            None  # the node of autograd of `param`, see runtime/pending_gradients.py
-        )
-        self.post_hooks: Any = None  # the user's hooks, as they were when a backward pass began
-        # A hook of the user has sent what accumulates to other ranks, see gradient_hooks.py
-        self.hook_sums = False
-        self.small = 0  # bytes of a gradient that is small (runtime/reduce.py)
+        self.filled = False
+        self.nbytes = slot.numel * flat.dtypes.compute.itemsize  # of its gradient
+        # The node of autograd of `param`, and the engine's hook on `compute` (runtime/reduce.py)
+        self.accumulates: Any = None
+        self.arrival: Any = None
         self.seen_version = 0  # of `compute`, see runtime/refresh.py
         # This rank owns nothing of it, and the ranks that do have a gradient for it
         self.graded_elsewhere = False
-        # What `.grad` shows of a gradient that is not reduced yet
-        self.pending_grad: torch.Tensor | None = None
         self.number = 0  # among all entries of the engine
         self.last_write = 0  # the last write to its master, see runtime/parameters/values.py
 
@@ -174,18 +171,18 @@ class Entry:
 #     an interval that ranks of other groups have too    yes         yes
 #
 # Recipes differ in the parts that a flat buffer is made of. `shard()` chooses them once: its
-# `storage` (runtime/storage.py), its `gather` (runtime/gather_paths.py) and its `reduces`, one for each
-# hop of its gradient (runtime/reduce_paths.py).
+# `storage` (runtime/storage.py), its `gather` (runtime/gather_paths.py) and its `hops`, those of its
+# gradient (runtime/hops.py).
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How a range of addresses is divided among a flat buffer's entries.
+    """How the addresses that this rank owns are divided among a flat buffer's entries.
 
     Attributes:
         sizes: numbers of elements, in order: before the first entry of `local`, of that entry,
             between it and the second, ..., after the last.
-        local: entries with elements in the range, or without any elements. remote: the others.
+        local: entries with elements there, or without any elements. remote: the others.
     """
 
     sizes: tuple[int, ...]
@@ -249,46 +246,42 @@ class Flat:
         self.entries = [
             Entry(by_name[s.name], s, i, self, engine) for i, s in enumerate(self.layout.slots)
         ]
-        #: Whether some gradient is multiplied before the sum (`Entry.parts`)
-        self.has_parts = any(entry.parts != 1 for entry in self.entries)
         self.whole_master, self.resident = spec.whole_master, spec.resident
         # This rank's addresses: its part among all ranks, its part among the ranks of its group
         # (the same without groups), and what its optimizer owns
         self.interval, self.shard, self.owned = spec.interval, spec.shard, spec.owned
-        self.hops = group_hops(spec, group)
         # What each rank multiplies its own gradient with, and whether the sums are divided by the
-        # ranks that they were made of; see [Note: the mean over ranks] in runtime/reduce_paths.py
+        # ranks that they were made of; see [Note: the mean over ranks] in runtime/hops.py
         self.scales_late = dtypes.wire != dtypes.sums
         self.early_scale = ranks.scale_of_mean if self.scales_late else ranks.scale
         if recipe.reduce_op == "sum":
             self.early_scale *= ranks.data
-        # The hop that sends sums on to the other ranks that hold them too; None if none do
-        self.broadcast_back = self.hops[-1] if spec.broadcast_back else None
+        # Whether sums are sent on, to the other ranks that hold them too
+        self.sums_go_on = bool(spec.broadcast_back)
         self.storage: Storage = made.storage(self, tiers, kind.encoded, resources)
         self.gather: Gather = made.gather(self, resources)
-        self.reduces: tuple[Reduce, ...] = tuple(
-            made.reduce(self, at, resources) for at in range(len(self.hops))
+        self.hops: tuple[Hop, ...] = tuple(
+            made.hop(self, at, resources) for at in range(len(spec.hops))
         )
         #: Whether its parameters are parts of global tensors (all of them: their holders differ)
         self.in_boxes = any(f.box is not None and f.box.divided for f in found)
         # Which rank has which part of the parameters; None if every rank has the whole.
         part = self.owned != (0, self.layout.numel) or self.in_boxes
         self.owners = Owners(self, engine) if part else None
-        # Sums inside the group that wait for the boundary, by run
-        self.held: dict[tuple[int, int], torch.Tensor] = {}
         self.master: torch.Tensor
         self.full: torch.Tensor | None = None
-        self.grads: dict[tuple[int, int], torch.Tensor] = {}
+        # This rank's whole gradient, which is not reduced yet; and the sums of its group that wait
+        # for the boundary, over `shard`
+        self.grad: torch.Tensor | None = None
+        self.held: torch.Tensor | None = None
         self.pieces: list[torch.Tensor] = []  # see `views`
-        self._shares: dict[tuple[int, int], Shares] = {}
-        # `refresh_active` has set `active` of the entries, `runs`, and what is made of them
-        self.followed = False
-        self.lingering = False  # entries that are frozen by now travel too, see `refresh_active`
         self.swapped_in = False  # modules see the whole parameters: their unit is in a pass
         self.hooked = False  # the trainable entries have their gradient hooks
         self.awaited: frozenset[int] = frozenset()  # the numbers of the trainable entries
-        self.runs: tuple[tuple[int, int], ...] = ()
-        self.run_of: dict[int, tuple[int, int]] = {}
+        # What tells them from others in messages, if some are frozen: ranks must freeze the same
+        self.trained: tuple[int, int] | None = None
+        # Gradients of entries that are frozen by now wait for the boundary, here or on other ranks
+        self.lingering = False
         # Whether the module writes to its parameters, see runtime/refresh.py
         self.compared, self.written_in_forward = 0, False
         # Of parameters whose `.data` a module reads in this pass: the values before. Only where the
@@ -385,7 +378,7 @@ class Flat:
         """Let go of the parameters when the engine closes."""
         self.entries.clear()
         self.pieces.clear()
-        self._shares.clear()
+        self.__dict__.pop("shares", None)
 
     # -- views -------------------------------------------------------------------------------------
 
@@ -408,24 +401,21 @@ class Flat:
         """The name of its reductions in the ledger and in messages."""
         return "all-reduce" if self.whole_master else "reduce-scatter"
 
-    def shares(self, span: tuple[int, int]) -> Shares:
-        """Return how `span` is divided among the entries. Cached."""
-        if (known := self._shares.get(span)) is not None:
-            return known
+    @cached_property
+    def shares(self) -> Shares:
         sizes: list[int] = []
         local: list[Entry] = []
         remote: list[Entry] = []
-        end = span[0]
+        end = self.owned[0]
         for entry in self.entries:
-            a, b = overlap((entry.slot.start, entry.slot.end), span)
+            a, b = self.local(entry)
             if a < b:
                 sizes += [a - end, b - a]
                 end = b
             elif not entry.slot.numel:
                 sizes += [0, 0]
             (remote if a == b and entry.slot.numel else local).append(entry)
-        known = self._shares[span] = Shares((*sizes, span[1] - end), tuple(local), tuple(remote))
-        return known
+        return Shares((*sizes, self.owned[1] - end), tuple(local), tuple(remote))
 
     @property
     def owners_group(self) -> Group:
@@ -522,43 +512,35 @@ class Flat:
 
     # -- trainable parts ---------------------------------------------------------------------------
 
-    def refresh_active(self, waiting: bool) -> bool:
-        """Follow `requires_grad` as the user has set it on the parameters. Returns True if the
-        gradient of any of them travels.
+    def follow_trainable(self, waiting: bool) -> None:
+        """Follow `requires_grad` as the user has set it on the parameters.
 
-        waiting: gradients of earlier micro-batches wait for the boundary. The gradients of
-            parameters that were trainable then are sent too, even if the parameters are frozen now.
-            So `runs`, the ranges that are reduced, are the same on ranks that have used these
-            parameters and on ranks that have not. (All ranks make the same passes.)
+        `waiting`: gradients of earlier micro-batches wait for the boundary. Those of parameters that
+        were trainable then are sent too, even if the parameters are frozen now.
         """
-        changed, self.followed = self.lingering or not self.followed, True
+        froze = False
         for entry in self.entries:
             wanted = entry.param.requires_grad
             if wanted != entry.active:
-                changed = True
                 if wanted:
                     self.storage.refuse_training(entry)
-                entry.active = wanted
+                entry.active, self.hooked, froze = wanted, False, froze or not wanted
                 set_requires_grad(entry.compute, wanted)
-        if changed:
-            self.hooked, self.awaited = (
-                False,
-                frozenset(e.number for e in self.entries if e.active and not self.unsharded),
-            )
-            active = [e.active for e in self.entries]
-            flags = [a or (waiting and i in self.run_of) for i, a in enumerate(active)]
-            self.lingering = flags != active
-            self.runs = self.layout.runs(flags) if any(flags) else ()
-            self.run_of = {
-                e.index: next(r for r in self.runs if r[0] <= e.slot.start and e.slot.end <= r[1])
-                for e, flag in zip(self.entries, flags, strict=True)
-                if flag
-            }
-        return bool(self.runs)
+        self.lingering = waiting and (self.lingering or froze)
+        if not self.hooked:
+            self.awaited = frozenset(e.number for e in self.entries if e.active)
+            flags = bytes(e.active for e in self.entries)
+            self.trained = None if all(flags) else (sum(flags), zlib.crc32(flags))
 
-    def in_run(self, entry: Entry, run: tuple[int, int]) -> bool:
-        """Whether the gradient of `entry` travels with `run`."""
-        return self.run_of.get(entry.index) == run
+    @property
+    def travels(self) -> bool:
+        """Whether its gradient is reduced: whole, with zeros for entries that are frozen."""
+        return bool(self.awaited) or self.lingering
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait for the boundary."""
+        return self.grad is not None or self.held is not None
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

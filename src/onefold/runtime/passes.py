@@ -35,7 +35,6 @@ from onefold.runtime.differentiate import (
 from onefold.runtime.open_passes import OpenPass, here, still_open
 from onefold.runtime.parameters.in_pass import put, take_back
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad
-from onefold.runtime.pending_gradients import follow_trainable, show_pending
 from onefold.runtime.refresh import FIRST, keep_writes, refresh
 from onefold.runtime.unit import State, Unit
 
@@ -293,7 +292,7 @@ class Passes:
         # A pass without gradients in between (a reference pass with adapters off) must not change
         # what the open graphs rely on
         if graded or not progress.graphs:
-            follow_trainable(self.reduce)
+            self.reduce.follow_trainable()
         if graded and not progress.graphs:
             for unit in self.units:
                 unit.calls = 0
@@ -414,14 +413,12 @@ class Passes:
             used: set[int] = set()
             if not progress.differentiating:
                 reduce.collect()
-                reduce.take_multipliers_back()
                 self.gather.join_rest_of_backward()
                 used = reduce.used
                 if used and not progress.deferring:
                     self._reduce_rest(learn=True)
                 if progress.deferring or progress.holding:
                     progress.pending = True
-                    show_pending(reduce)
                 elif used:
                     progress.pending = False
             if used or (progress.differentiating and not progress.creates_graph):
@@ -456,7 +453,6 @@ class Passes:
                     self.reduce.arrived(entry)
             self.reduce.collect()
             self.progress.pending = True
-            show_pending(self.reduce)
             self._finish()
 
     def reset(self) -> None:

@@ -5,8 +5,8 @@
     wire         [r3 .......][r2 ....]   [r1 ....]  [r0 ...]         (in_flight = 2: the third waits for the first)
     result                    grad 3      grad 2     grad 1  grad 0
 
-When autograd hands over a gradient, the reducer copies it into its unit's flat buffer and drops it.
-Small gradients are copied several at a time, because the number of calls is what they cost. When
+When autograd has put a gradient on a whole parameter, it waits there for others of its unit: they
+are copied into the unit's flat buffer together, because the number of calls is what that costs. When
 the unit has all its gradients, its buffer is exchanged and summed in an agreed order (see
 [Note: reductions keep one order] in runtime/order.py and [Note: sums are local and in
 rank order] in comm/group.py). The sums become `.grad` of the optimizer's parameters.
@@ -18,33 +18,80 @@ it would in one process. A parameter that another rank used gets its gradient he
 [Note: held sums] Where gradients are divided inside groups, micro-batches before the boundary take
 only the hop inside the group. The group's sums are held, and the hop between groups carries them
 once a step.
+
+[Note: a buffer is reduced whole] What travels is a whole flat buffer, or nothing if none of its
+parameters train. Parameters that were frozen after `shard()` travel as zeros. (Those frozen before
+are in flat buffers of their own.)
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onefold.layout import overlap
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.pool import TierError
+from onefold.recipe import Tier
 from onefold.runtime.boxes import local_of
-from onefold.runtime.flat import Entry, Flat, Shares
+from onefold.runtime.differentiate import keep_hooks_from_compiler
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.hops import Hop, UnderWay, broadcast_back, drop, landed
 from onefold.runtime.order import Order, are_large, is_due
-from onefold.runtime.parameters import gradient_hooks
-from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
-from onefold.runtime.pending_gradients import take_pending
-from onefold.runtime.reduce_paths import Reduction, broadcast_back
+from onefold.runtime.parameters.interval import (
+    ShardedParameterError,
+    disable_torch_function,
+    get_grad,
+    set_grad,
+)
+from onefold.runtime.parameters.operators import unreduced_error
 from onefold.runtime.unit import Unit
 
 if TYPE_CHECKING:
+    from onefold.comm import Pending
     from onefold.parallel.marks import Marks
     from onefold.runtime.engine import Engine
 
 
-#: A gradient of at most SMALL bytes waits for others of its unit, until the waiting ones have more
-#: than ASIDE bytes together.
-SMALL, ASIDE = 64 << 10, 1 << 20
+#: Gradients wait on whole parameters until those of their unit have more bytes together.
+ASIDE = 1 << 20
+
+
+@dataclass
+class Reduction:
+    """One flat buffer that is being reduced.
+
+    Attributes:
+        filled: which entries got a gradient here.
+        at: the index of the hop. under_way: that hop.
+        total: the sums of the last hop, over what this rank owns. down: they have left the device.
+        gathering: the exchange of sums with the other ranks that hold them too.
+    """
+
+    unit: Unit
+    flat: Flat
+    filled: list[bool]
+    at: int = 0
+    under_way: UnderWay | None = None
+    total: torch.Tensor | None = None
+    gathering: Pending | None = None
+    down: bool = False
+
+    @property
+    def hop(self) -> Hop:
+        return self.flat.hops[self.at]
+
+    @property
+    def is_last(self) -> bool:
+        return self.hop.last
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.hop.sent_bytes
 
 
 class Reducer:
@@ -55,7 +102,7 @@ class Reducer:
         self.stepper, self.spans = engine.stepper, engine.spans
         self.write_counters, self.backward_event = engine.write_counters, engine.backward_event
         self.group, self.progress, self.memory = engine.group, engine.progress, engine.memory
-        self.pool = engine.pool
+        self.pool, self._ledgers = engine.pool, engine.transfers.ledgers
         # The order of reductions, see runtime/order.py
         self.order = Order(self.units[::-1])
         self.in_flight = engine.recipe.in_flight if engine.recipe.overlap else 0
@@ -65,184 +112,54 @@ class Reducer:
         self.held: set[int] = set()
         self.summed: list[Reduction] = []
         self.used: set[int] = set()
-        # Hooks that multiply gradients before the user's own, by entry: (dict of hooks, key in it)
-        self.multiplied: dict[int, tuple[Any, int]] = {}
-        # `.grad` shows, or has shown, gradients that wait for the boundary (runtime/pending_gradients.py)
-        self.shows = False
+        # What `.grad` has shown of gradients that wait for the boundary, as plain tensors
+        self.shown: dict[Entry, torch.Tensor] = {}
         # Of a mesh along which some ranks have the same data
         self.marks: Marks | None = None
-        for entry in (entry for unit in self.units for entry in unit.entries):
-            nbytes = entry.slot.numel * entry.flat.dtypes.compute.itemsize
-            entry.small = nbytes if nbytes <= SMALL else 0
 
     # -- arrival -----------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        if self.shows:
-            self.shows = False
-            take_pending(self)
+        self.refuse_changed()
         self.order.begin(self.order.units)
         self.used = set()
-        self.take_multipliers_back()
         if self.marks is not None:
             self.marks.begin_backward()
-        if self.progress.factor != 1:
-            self._multiply_before_hooks()
         for unit in self.units:
             unit.gradients = unit.awaited
-            for flat in unit.flats:
-                for entry in flat.entries:
-                    entry.post_hooks = entry.param._post_accumulate_grad_hooks
             unit.ready = not unit.gradients or unit.calls == 0
             unit.launched = unit.late = False
 
-    def _multiply_before_hooks(self) -> None:
-        """Let the user's hooks on whole parameters see gradients that are multiplied already."""
-        factor = self.progress.factor
-
-        def multiply(grad: torch.Tensor) -> torch.Tensor:
-            return grad * factor
-
-        for entry in (e for unit in self.units for e in unit.entries):
-            if not (hooks := entry.compute._backward_hooks):
-                continue
-            others = dict(hooks)
-            hooks.clear()
-            hooks[id(multiply)] = multiply  # autograd calls them in the order of the dict
-            hooks.update(others)
-            self.multiplied[entry.number] = (hooks, id(multiply))
-
-    def take_multipliers_back(self) -> None:
-        for hooks, key in self.multiplied.values():
-            hooks.pop(key, None)
-        self.multiplied.clear()
-
     def arrived(self, entry: Entry) -> None:
         """Autograd has put the complete gradient of `entry` on the whole parameter."""
-        progress = self.progress
+        unit, flat, progress = self.unit_of[entry.number], entry.flat, self.progress
         if entry.box is not None:
             with disable_torch_function(), torch.no_grad():
                 entry.box.settle(entry.compute)
-        if (
-            entry.small
-            and not entry.post_hooks
-            and progress.backward_open
-            and not progress.differentiating
-            and not torch.is_grad_enabled()
-        ):
-            self._put_aside(entry)
-            return
-        with disable_torch_function(), torch.no_grad():
+                entry.box.settled = False
+        if not progress.backward_open or progress.differentiating:
             self.backward_event(True)
-            hooks = entry.param._post_accumulate_grad_hooks
-            if not hooks:
-                self._take(entry)
-                return
-        factor = 1.0 if entry.number in self.multiplied else progress.factor
-        if (grad := get_grad(entry.compute)) is not None:
-            if factor != 1:
-                with disable_torch_function(), torch.no_grad():
-                    set_grad(entry.compute, grad * factor)
-            self._call_hooks(entry, hooks)
-        with disable_torch_function(), torch.no_grad():
-            self._take(entry, factor=1.0)
-
-    def _put_aside(self, entry: Entry) -> None:
-        """Leave a small gradient on the whole parameter until others of its unit have come."""
-        unit, flat = self.unit_of[entry.number], entry.flat
-        run = flat.run_of[entry.index]
-        if run not in flat.grads:
-            with disable_torch_function():
-                self._begin(flat, run)
+        if flat.grad is None:
+            wide = progress.deferring  # accumulation never happens in 16 bits
+            flat.grad = self._buffer(flat, flat.dtypes.sums if wide else flat.dtypes.wire)
         unit.aside.append(entry)
-        unit.aside_bytes += entry.small
+        unit.aside_bytes += entry.nbytes
         unit.gradients.discard(entry.number)
         if not unit.gradients or unit.aside_bytes > ASIDE:
-            with disable_torch_function():
-                self._store_aside(unit)
+            with disable_torch_function(), torch.no_grad():
+                self._store(unit)
                 self._complete(unit)
 
-    def _store_aside(self, unit: Unit) -> None:
-        """Move the small gradients that wait on whole parameters into the unit's buffers."""
-        entries, unit.aside, unit.aside_bytes = unit.aside, [], 0
-        for flat in unit.flats:
-            mine = [entry for entry in entries if entry.flat is flat]
-            if not mine or self._store_together(flat, mine):
+    def _store(self, unit: Unit) -> None:
+        """Move the gradients that wait on whole parameters into the unit's buffers, scaled for the
+        mean.
+        """
+        came, unit.aside, unit.aside_bytes = unit.aside, [], 0
+        alike: dict[tuple[Flat, bool, int], tuple[list[Entry], list[torch.Tensor]]] = {}
+        for entry in came:
+            grad = local_of(get_grad(entry.compute))
+            if grad is None:  # a hook has dropped it, or it came twice and is stored
                 continue
-            for entry in mine:
-                self._store_one(unit, entry)
-        if unit.launched:
-            unit.late = True
-
-    def collect(self) -> None:
-        """At the end of a backward pass, store the waiting small gradients of units whose gradients
-        did not all come.
-        """
-        for unit in self.units:
-            if unit.aside:
-                self._store_aside(unit)
-
-    def _store_together(self, flat: Flat, entries: list[Entry]) -> bool:
-        """Store the gradients of `entries` in the buffer with a few calls for all.
-
-        Returns False, and stores nothing, unless all of them are dense and of the buffer's dtype,
-        and either all or none are added to earlier ones.
-        """
-        buffer, filled = flat.grads.get((0, flat.layout.numel)), entries[0].filled
-        grads: list[Any] = [local_of(get_grad(entry.compute)) for entry in entries]
-        if (
-            buffer is None
-            or any(entry.filled is not filled for entry in entries)
-            or len(set(entries)) < len(entries)
-        ):
-            return False
-        if flat.has_parts or (
-            self.multiplied and any(entry.number in self.multiplied for entry in entries)
-        ):
-            return False
-        if any(
-            grad is None or grad.layout is not torch.strided or grad.dtype != buffer.dtype
-            for grad in grads
-        ):
-            return False
-        if self.marks is not None and self.marks.open:
-            for entry, grad in zip(entries, grads, strict=True):
-                self.marks.note(entry, grad)
-        progress, views = self.progress, flat.views(buffer)
-        scale = flat.early_scale * progress.weight * progress.factor
-        if len(entries) < len(views) or any(
-            entry is not own for entry, own in zip(entries, flat.entries, strict=True)
-        ):
-            views = [views[entry.index] for entry in entries]
-        if filled:
-            torch._foreach_add_(views, grads, alpha=scale)
-        else:
-            torch._foreach_copy_(views, grads)
-            if scale != 1 and len(views) == len(flat.entries):
-                buffer.mul_(scale)
-            elif scale != 1:
-                torch._foreach_mul_(views, scale)
-        for entry in entries:
-            set_grad(entry.compute, None)
-            entry.filled = True
-            self.used.add(entry.number)
-        return True
-
-    def _take(self, entry: Entry, factor: float | None = None) -> None:
-        """Move the gradient of `entry` from the whole parameter into its unit's buffer, multiplied
-        with `factor`; None takes that of the pass.
-        """
-        unit = self.unit_of[entry.number]
-        self._store_one(unit, entry, factor)
-        unit.gradients.discard(entry.number)
-        if not unit.gradients and unit.aside:
-            self._store_aside(unit)
-        self._complete(unit)
-
-    def _store_one(self, unit: Unit, entry: Entry, factor: float | None = None) -> None:
-        grad = local_of(get_grad(entry.compute))
-        set_grad(entry.compute, None)
-        if grad is not None:  # else a hook has dropped it
             if grad.layout is not torch.strided:
                 raise ValueError(
                     f"parameter {entry.slot.name!r} got a gradient of layout {grad.layout}; "
@@ -250,12 +167,52 @@ class Reducer:
                 )
             if self.marks is not None and self.marks.open:
                 self.marks.note(entry, grad)
-            if factor is None:
-                factor = 1.0 if entry.number in self.multiplied else self.progress.factor
-            self._store(unit, entry, grad, factor)
+            set_grad(entry.compute, None)
+            entries, grads = alike.setdefault((entry.flat, entry.filled, entry.parts), ([], []))
+            entries.append(entry)
+            grads.append(grad)
             self.used.add(entry.number)
-            if unit.launched:
-                unit.late = True
+            unit.late = unit.late or unit.launched
+        for (flat, filled, parts), (entries, grads) in alike.items():
+            self._add(flat, filled, parts, entries, grads)
+            for entry in entries:
+                entry.filled = True
+
+    def _add(
+        self, flat: Flat, filled: bool, parts: int, entries: list[Entry], grads: list[torch.Tensor]
+    ) -> None:
+        """Copy gradients into the flat buffer, or add them to those that are there (`filled`)."""
+        buffer, sums, progress = flat.grad, flat.dtypes.sums, self.progress
+        assert buffer is not None
+        if filled and buffer.dtype != sums:
+            narrow = buffer
+            buffer = self.pool.take(narrow.numel(), sums, self._category, flat.unit_name)
+            flat.grad = buffer.copy_(narrow)
+            self.pool.give(narrow)
+        scale = flat.early_scale * parts * progress.weight * progress.factor
+        if len(entries) == 1 or any(grad.dtype != buffer.dtype for grad in grads):
+            for entry, grad in zip(entries, grads, strict=True):
+                view = flat.view(buffer, entry)
+                if filled:
+                    view.add_(grad, alpha=scale)
+                else:
+                    torch.mul(grad, scale, out=view) if scale != 1 else view.copy_(grad)
+            return
+        views = flat.views(buffer)
+        everything = len(entries) == len(views)
+        views = [views[entry.index] for entry in entries]
+        if filled:
+            torch._foreach_add_(views, grads, alpha=scale)
+            return
+        torch._foreach_copy_(views, grads)
+        if scale != 1:
+            buffer.mul_(scale) if everything else torch._foreach_mul_(views, scale)
+
+    def collect(self) -> None:
+        """At the end of a backward pass, store the gradients of units of which some did not come."""
+        for unit in self.units:
+            if unit.aside:
+                self._store(unit)
 
     def _complete(self, unit: Unit) -> None:
         """Mark the unit ready if all its gradients have come."""
@@ -270,25 +227,6 @@ class Reducer:
                 self._advance()
         self.gather.maybe_release(unit)
 
-    def _call_hooks(self, entry: Entry, hooks: Any) -> None:
-        """Let the user's hooks see and change this rank's whole gradient. It includes what earlier
-        micro-batches left unreduced.
-        """
-        earlier, flat = None, entry.flat
-        if entry.filled:
-            run = flat.run_of[entry.index]
-            with torch.no_grad():
-                earlier = flat.grads[run][entry.slot.start - run[0] : entry.slot.end - run[0]].view(
-                    entry.slot.shape
-                )
-                earlier = earlier / (flat.early_scale * entry.parts * self.progress.weight)
-                if entry.box is not None:
-                    earlier = entry.box.over(earlier)
-        changed = gradient_hooks.run(entry, hooks, earlier)
-        if changed or (earlier is not None and get_grad(entry.compute) is None):
-            entry.filled = False  # the gradient on the parameter includes the earlier one
-            self.used.discard(entry.number)
-
     def passed_over(self, units: list[Unit]) -> None:
         """Let units that the backward pass went past without using them take part with zeros now:
         other ranks may wait for them.
@@ -301,34 +239,6 @@ class Reducer:
         if not self.progress.deferring:
             self._advance()
 
-    def _store(self, unit: Unit, entry: Entry, grad: torch.Tensor, factor: float) -> None:
-        flat = entry.flat
-        run = flat.run_of[entry.index]
-        sums = flat.dtypes.sums
-        buffer = flat.grads.get(run)
-        if buffer is None:
-            buffer = self._begin(flat, run)
-        elif entry.filled and buffer.dtype != sums:  # accumulation never happens in 16 bits
-            wide = self.pool.take(buffer.numel(), sums, self._category, unit.name)
-            wide.copy_(buffer)
-            self.pool.give(buffer)
-            buffer = flat.grads[run] = wide
-        view = buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].view(entry.slot.shape)
-        scale = flat.early_scale * entry.parts * self.progress.weight * factor
-        if entry.filled:
-            view.add_(grad, alpha=scale)
-        elif scale != 1:
-            torch.mul(grad, scale, out=view)
-        else:
-            view.copy_(grad)
-        entry.filled = True
-
-    def _begin(self, flat: Flat, run: tuple[int, int]) -> torch.Tensor:
-        """Take a buffer for `run`, whose first gradient has come."""
-        dtype = flat.dtypes.sums if self.progress.deferring else flat.dtypes.wire
-        buffer = flat.grads[run] = self._buffer(flat, run, dtype)
-        return buffer
-
     @property
     def _category(self) -> str:
         """The ledger's category of whole gradients: GRADIENTS if they stay until the boundary,
@@ -336,20 +246,19 @@ class Reducer:
         """
         return GRADIENTS if self.progress.deferring else REDUCTION
 
-    def _buffer(self, flat: Flat, run: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Take a gradient buffer over `run`, with zeros between the slots. The slots themselves are
-        not initialized.
+    def _buffer(self, flat: Flat, dtype: torch.dtype) -> torch.Tensor:
+        """Take a gradient buffer with zeros between the slots. The slots themselves are not
+        initialized.
         """
-        buffer = self.pool.take(run[1] - run[0], dtype, self._category, flat.unit_name)
+        buffer = self.pool.take(flat.layout.numel, dtype, self._category, flat.unit_name)
         if nbytes_of(buffer) <= ASIDE:  # here each further call would cost more than the bytes
             return buffer.zero_()
-        end = run[0]
+        end = 0
         for slot in flat.layout.slots:
-            if run[0] <= slot.start < run[1]:
-                if slot.start > end:
-                    buffer[end - run[0] : slot.start - run[0]].zero_()
-                end = slot.end
-        buffer[end - run[0] :].zero_()
+            if slot.start > end:
+                buffer[end : slot.start].zero_()
+            end = slot.end
+        buffer[end:].zero_()
         return buffer
 
     # -- the wire ----------------------------------------------------------------------------------
@@ -372,61 +281,55 @@ class Reducer:
 
     def _launch(self, unit: Unit) -> None:
         if unit.aside:
-            self._store_aside(unit)
+            self._store(unit)
         if self.group.run_ahead is not None:
             self.group.run_ahead.comes(unit.index, "backward")
         unit.launched = True
         for flat in unit.flats:
-            for run in flat.runs:
-                buffer = flat.grads.pop(run, None)
-                if buffer is None:
-                    buffer = self._buffer(flat, run, flat.dtypes.wire)
-                filled = [entry.filled for entry in flat.entries]
-                # Add what only earlier micro-batches have used: other ranks must hear of it
-                self.used.update(entry.number for entry in flat.entries if entry.filled)
-                if all(filled) and len(flat.runs) == 1:
-                    for entry in flat.entries:
-                        entry.filled = False
-                    self._send(Reduction(unit, flat, run, filled, buffer, run))
-                    continue
-                filled = []
-                for entry in flat.entries:
-                    inside = flat.in_run(entry, run)
-                    if inside and not entry.filled:
-                        buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].zero_()
-                    filled.append(inside and entry.filled)
-                    entry.filled = entry.filled and not inside
-                self._send(Reduction(unit, flat, run, filled, buffer, run))
+            if not flat.travels:
+                continue
+            buffer, flat.grad = flat.grad, None
+            if buffer is None:
+                buffer = self._buffer(flat, flat.dtypes.wire)
+            filled = [entry.filled for entry in flat.entries]
+            for entry in flat.entries:
+                if entry.filled:  # if only by earlier micro-batches: other ranks must hear of it
+                    self.used.add(entry.number)
+                else:
+                    flat.view(buffer, entry).zero_()
+                entry.filled = False
+            r = Reduction(unit, flat, filled)
+            self._start(r, buffer)
+            self.under_way.append(r)
 
-    def _send(self, r: Reduction) -> None:
-        self._start(r)
-        self.under_way.append(r)
-
-    def _start(self, r: Reduction) -> None:
-        """Start the next hop of `r`."""
+    def _start(self, r: Reduction, buffer: torch.Tensor) -> None:
+        """Start the hop of `r`, with `buffer`."""
         context = self.progress.context(r.flat.reduce_move, r.unit.name)
-        r.sending = r.flat.reduces[r.at].start(r, context)
+        r.under_way = r.hop.start(buffer, context)
+        next(r.under_way)
 
     def _land(self, r: Reduction) -> None:
         """Wait for the parts and add them up in rank order. Then start the next hop, or hand over
         the sums that can be handed over.
         """
-        sending, r.sending, flat = r.sending, None, r.flat
-        assert sending is not None
-        sending.land()
-        total = r.total
-        assert total is not None
+        hop, r.under_way, flat = r.under_way, None, r.flat
+        assert hop is not None
+        total = landed(hop)
         if not r.is_last:
-            if self._hold(r):
+            self._add_held(flat, total)
+            if self.progress.holding:
+                flat.held = self.pool.take(total.numel(), total.dtype, GRADIENTS, r.unit.name)
+                flat.held.copy_(total)
+                self.pool.give(total)
                 return
-            r.next_hop()
-            self._start(r)
+            r.at += 1
+            self._start(r, total)
             self.on_next_hop.append(r)
             return
-        if flat.broadcast_back is not None:
-            if r.gathering is None:  # else the backend has given all ranks the sums
-                context = self.progress.context("all-reduce", r.unit.name)
-                r.gathering = broadcast_back(r, context)
+        r.total = total
+        if flat.sums_go_on:
+            context = self.progress.context("all-reduce", r.unit.name)
+            r.gathering = broadcast_back(flat, total, context)
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
             # The sums were added to gradients that were there, and are freed
@@ -434,22 +337,12 @@ class Reducer:
         if r.gathering is None and not _all_of(r, r.filled):
             self.summed.append(r)  # another rank may have used the remaining entries
 
-    def _hold(self, r: Reduction) -> bool:
-        """Add the group's sums of earlier micro-batches to those of `r`. Before the boundary, hold
-        the result and return True. See [Note: held sums].
-        """
-        pool, held, total = self.pool, r.flat.held.pop(r.run, None), r.total
-        assert total is not None
+    def _add_held(self, flat: Flat, total: torch.Tensor) -> None:
+        """Add what the group holds of earlier micro-batches. See [Note: held sums]."""
+        held, flat.held = flat.held, None
         if held is not None:
             total.add_(held)
-            pool.give(held)
-        if self.progress.holding:
-            held = pool.take(total.numel(), total.dtype, GRADIENTS, r.unit.name)
-            r.flat.held[r.run] = held.copy_(total)
-            r.total = None
-            r.buffer = total.new_empty(0)
-            pool.give(total)
-        return self.progress.holding
+            self.pool.give(held)
 
     # -- handing over ------------------------------------------------------------------------------
 
@@ -460,18 +353,18 @@ class Reducer:
         """
         flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
         assert r.total is not None
-        shares = flat.shares(r.result_range)
+        shares = flat.shares
         for entry in shares.remote:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
         meant = [entry for entry in shares.local if which[entry.index]]
         if storage.measures_gradients and self.progress.sync and not r.down:
-            storage.measure(r.total, r.result_range, meant)
-        if storage.adds_on_device and not kept and self._add_on_device(r, shares, which):
+            storage.measure(r.total, meant)
+        if storage.adds_on_device and not kept and self._add_on_device(r, which):
             return True
         self._bring_down(r)
         in_backward = self.stepper.early.takes(flat, which)
         try:
-            if not in_backward and storage.take_gradient(r.total, r.result_range, meant):
+            if not in_backward and storage.take_gradient(r.total, meant):
                 return kept
         except TierError as error:
             # The other ranks wait for this one: all raise before the optimizer steps
@@ -501,19 +394,20 @@ class Reducer:
             self.stepper.early.landed(flat)
         return kept
 
-    def _add_on_device(self, r: Reduction, shares: Shares, which: list[bool]) -> bool:
+    def _add_on_device(self, r: Reduction, which: list[bool]) -> bool:
         """Let the device add the sums to gradients that are all on another tier, and give them up.
         Returns False if it cannot.
         """
         flat, total = r.flat, r.total
         assert total is not None
-        grads = [get_grad(entry.param) for entry in shares.local]
-        if r.down or not grads or any(grad is None for grad in grads):
+        shares = flat.shares
+        parts = zip(shares.local, total.split_with_sizes(shares.sizes)[1::2], strict=True)
+        pairs = [(get_grad(entry.param), part) for entry, part in parts if which[entry.index]]
+        if r.down or not pairs or any(grad is None for grad, _ in pairs):
             return False
         in_backward = self.stepper.early.takes(flat, which)
-        parts = total.split_with_sizes(shares.sizes)[1::2]
         self.memory.add(GRADIENTS, -nbytes_of(total))
-        if not flat.storage.add_gradient(total, list(zip(grads, parts, strict=True))):
+        if not flat.storage.add_gradient(total, pairs):
             self.memory.add(GRADIENTS, nbytes_of(total))
             return False
         r.down = True
@@ -550,16 +444,14 @@ class Reducer:
             self._land(self.on_next_hop.pop(0))
         while self.summed:  # one by one, so that each is freed once it is handed over
             r = self.summed.pop(0)
+            done = r.filled
             if r.gathering is not None:
                 r.gathering.wait()
-                which = [
-                    e.number in used_anywhere and r.flat.in_run(e, r.run) for e in r.flat.entries
-                ]
-            else:
-                which = [
-                    e.number in used_anywhere and r.flat.in_run(e, r.run) and not done
-                    for e, done in zip(r.flat.entries, r.filled, strict=True)
-                ]
+                done = [False] * len(done)
+            which = [
+                e.number in used_anywhere and not d
+                for e, d in zip(r.flat.entries, done, strict=True)
+            ]
             if (
                 not self._hand_over(r, which)
                 and r.flat.storage.offloaded
@@ -606,33 +498,187 @@ class Reducer:
         if self.marks is not None:
             self.marks.forget()
         for r in (*self.under_way, *self.on_next_hop):
-            if r.sending is not None:
-                r.sending.drop(wait=self.group.broken is None)
+            if r.under_way is not None:
+                drop(r.under_way)
         if self.group.broken is None:
             for r in self.summed:
                 if r.gathering is not None:
                     r.gathering.wait()
-        self.take_multipliers_back()
         self.under_way.clear()
         self.on_next_hop.clear()
         self.summed.clear()
         self.held.clear()
+        self.shown.clear()
         for unit in self.units:
             unit.gradients = set()
             unit.ready = unit.launched = unit.late = False
             unit.aside, unit.aside_bytes = [], 0
             for flat in unit.flats:
                 # Forgotten first: after a second Ctrl-C in here, the next call gives none twice
-                for buffers in (flat.grads, flat.held):
-                    while buffers:
-                        self.pool.give(buffers.popitem()[1])
+                buffers, flat.grad, flat.held = (flat.grad, flat.held), None, None
+                for buffer in buffers:
+                    if buffer is not None:
+                        self.pool.give(buffer)
                 for entry in flat.entries:
-                    if entry.pending_grad is not None and entry.param.grad is entry.pending_grad:
-                        entry.param.grad = None
-                    entry.filled, entry.pending_grad = False, None
+                    entry.filled = False
                     set_grad(entry.compute, None)
+
+    # -- gradients that wait for the boundary --------------------------------------------------------
+
+    def waiting(self, entry: Entry) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what waits for the boundary of the gradient of `entry`, and the elements of it that
+        this rank steps, both one-dimensional: this rank's whole gradient, or its group's sums. None
+        if nothing waits.
+        """
+        flat, slot = entry.flat, entry.slot
+        if self.progress.backward_open:
+            return None
+        if flat.grad is not None and entry.filled:
+            buffer, span = flat.grad, (0, flat.layout.numel)
+        elif flat.held is not None and entry.number in self.held:
+            buffer, span = flat.held, flat.shard
+        else:
+            return None
+        (a, b), (x, y) = overlap((slot.start, slot.end), span), flat.local(entry)
+        return buffer[a - span[0] : b - span[0]], buffer[x - span[0] : y - span[0]]
+
+    def whole_waiting(self, entry: Entry) -> torch.Tensor | None:
+        """Return a copy of this rank's whole gradient of `entry` that waits for the boundary, as
+        autograd has made it; None if none waits whole.
+        """
+        flat, found = entry.flat, self.waiting(entry)
+        if found is None or flat.grad is None or not entry.filled:
+            return None
+        return found[0].view(entry.slot.shape) / (
+            flat.early_scale * entry.parts * self.progress.weight
+        )
+
+    def forget(self, entry: Entry) -> None:
+        """Drop what waits for the boundary of the gradient of `entry`: its `.grad` became None."""
+        flat = entry.flat
+        self.shown.pop(entry, None)
+        while (found := self.waiting(entry)) is not None:  # both may: its own, and its group's
+            if entry.filled:
+                entry.filled = False
+            else:
+                found[0].zero_()
+                self.held.discard(entry.number)
+        if flat.grad is not None and not any(e.filled for e in flat.entries):
+            self.pool.give(flat.grad)
+            flat.grad = None
+        if flat.held is not None and not any(e.number in self.held for e in flat.entries):
+            self.pool.give(flat.held)
+            flat.held = None
+
+    def refuse_changed(self) -> None:
+        """Raise if a gradient that waits for the boundary was changed where every rank sees its
+        whole own. (Where it sees a part, the change itself raises.)
+        """
+        shown, self.shown = self.shown, {}
+        for entry, grad in shown.items():
+            if grad._version and grad.any():  # zeros drop it
+                raise unreduced_error("an operation in place", entry.slot.name)
+
+    def gradient_bytes(self, tier: Tier) -> int:
+        """Return the bytes of gradients on a tier that wait for the optimizer: of reduced ones, and
+        on the device also of those that wait for the boundary.
+        """
+        # In a backward pass buffers change owners: only the ledger's own count is right
+        if self.progress.backward_open:
+            return self._ledgers[tier].held(GRADIENTS)
+        flats = [flat for unit in self.units for flat in unit.flats]
+        here = [flat for flat in flats if flat.storage.gradient_tier is tier]
+        with disable_torch_function():
+            reduced = sum(unique_bytes([get_grad(e.param) for f in here for e in f.entries]))
+        if tier is not Tier.DEVICE:
+            return reduced
+        waiting = [b for flat in flats for b in (flat.grad, flat.held) if b is not None]
+        return reduced + sum(map(nbytes_of, waiting))
+
+    # -- which parameters train ----------------------------------------------------------------------
+
+    def follow_trainable(self) -> None:
+        """Follow `requires_grad` as the user has set it, and hook the gradients of trainable
+        parameters.
+        """
+        for unit in self.units:
+            self.follow_trainable_of(unit)
+
+    def follow_trainable_of(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            if flat.unsharded:
+                continue
+            flat.follow_trainable(self.progress.pending)
+            if flat.hooked:
+                continue
+            flat.hooked = True
+            for entry in flat.entries:
+                if entry.active and entry.arrival is None:
+                    # Its own method would register on the optimizer's object (`Whole`)
+                    entry.arrival = torch.Tensor.register_post_accumulate_grad_hook(
+                        entry.compute, _arrival(weakref.ref(self), weakref.ref(entry))
+                    )
+                    refuse_gradients(entry)
+
+
+def unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
+    """The bytes of each storage among `tensors`, once."""
+    seen = set()
+    with disable_torch_function():
+        for t in tensors:
+            if t is not None and (storage := t.untyped_storage())._cdata not in seen:
+                seen.add(storage._cdata)
+                yield storage.nbytes()
+
+
+def refuse_gradients(entry: Entry) -> None:
+    """Let a backward pass raise that accumulates a gradient into the optimizer's parameter itself.
+
+    Autograd knows the whole parameter. It comes to the other one only if code has given that to an
+    autograd Function or the like, which computes with a tensor's memory: with this rank's elements
+    at most. Nothing would reduce that gradient.
+    """
+    known = weakref.ref(entry)
+
+    def refuse(_: Any) -> None:
+        if (
+            (e := known()) is not None
+            and (engine := e.engine()) is not None
+            and not engine.progress.closed
+            and getattr(e.param, "_onefold_faced", False)
+        ):
+            raise ShardedParameterError(
+                f"parameter {e.slot.name!r} was given to an autograd Function, or to other code that"
+                " computes with a tensor's memory: its gradient would not be reduced. In the forward"
+                " pass read it as an attribute of its module (`module.weight`), which is the whole"
+                " there; elsewhere give the code `parameter.clone()`."
+            )
+
+    with disable_torch_function(), torch.enable_grad():
+        # The parameter refers to this node weakly: the entry keeps it
+        entry.accumulates = torch.autograd.graph.get_gradient_edge(entry.param).node
+        entry.accumulates.register_prehook(refuse)
+
+
+def _arrival(reduce: weakref.ref[Reducer], entry: weakref.ref[Entry]) -> Any:
+    def hook(_: torch.Tensor) -> None:
+        if (r := reduce()) is not None and (e := entry()) is not None and not r.progress.closed:
+            r.arrived(e)
+
+    return hook
+
+
+for _function in (refuse_gradients, _arrival):
+    keep_hooks_from_compiler(_function)
 
 
 def _all_of(r: Reduction, which: list[bool]) -> bool:
-    """Whether `which`, one flag for each entry, is True for all entries that travel with `r`."""
-    return all(which) or all(which[e.index] for e in r.flat.entries if r.flat.in_run(e, r.run))
+    """Whether `which`, one flag for each entry, is True for all that may have a gradient on any
+    rank.
+    """
+    if all(which):
+        return True
+    frozen_too = r.flat.lingering
+    return all(
+        w or not (e.active or frozen_too) for w, e in zip(which, r.flat.entries, strict=True)
+    )

@@ -135,7 +135,7 @@ def _stepped(flat: Flat) -> bool:
     version counter to go by. Parameters that are frozen now were stepped if they got a gradient
     before.
     """
-    return bool(flat.runs) or any(entry.last_write > flat.epoch for entry in flat.entries)
+    return flat.travels or any(entry.last_write > flat.epoch for entry in flat.entries)
 
 
 def _is_copy(flat: Flat) -> bool:

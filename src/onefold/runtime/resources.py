@@ -69,7 +69,7 @@ class PassFollower(Protocol):
 # |-------------------------------------------------------|--------------------|----------------------------|
 # | where is a shard stored                               | `Storage`          | `Capabilities.storage`     |
 # | how does the whole come together                      | `Gather`           | `Capabilities.gather`      |
-# | how do partial gradients become sums                  | `Reduce`           | `Capabilities.reduce`      |
+# | how do partial gradients become sums                  | `Hop`              | `Capabilities.hop`         |
 # | where do saved activations wait for the backward pass | `Activations`      | `Capabilities.activations` |
 # | how is an interval written as fewer bytes             | a codec of quant   | `Capabilities.codec`       |
 # | what holds regions on NVMe                            | `Store`            | `Capabilities.store`       |

@@ -445,10 +445,8 @@ class Storage(ABC):
     def settle_gradient(self, total: torch.Tensor) -> None:
         """Wait for `total`, which `bring_down` has returned, if the host is about to read it."""
 
-    def take_gradient(
-        self, total: torch.Tensor, span: tuple[int, int], wanted: list[Entry]
-    ) -> bool:
-        """Add sums over the addresses `span` to the gradients on disk, for the entries `wanted`.
+    def take_gradient(self, total: torch.Tensor, wanted: list[Entry]) -> bool:
+        """Add sums, [owned], to the gradients on disk, for the entries `wanted`.
 
         Returns False if gradients are stored in memory: then they are put into `.grad`.
 
@@ -457,9 +455,9 @@ class Storage(ABC):
         """
         return False
 
-    def measure(self, total: torch.Tensor, span: tuple[int, int], entries: list[Entry]) -> None:
-        """Measure `total`, sums on the device over the addresses `span`, which `bring_down` or
-        `add_gradient` is about to take. They are complete gradients of `entries`.
+    def measure(self, total: torch.Tensor, entries: list[Entry]) -> None:
+        """Measure `total`, sums [owned] on the device, which `bring_down` or `add_gradient` is about
+        to take. They are complete gradients of `entries`.
         """
 
     def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
@@ -485,13 +483,6 @@ class Storage(ABC):
     def write_gradient(self, entry: Entry, values: torch.Tensor) -> None:
         """Overwrite this rank's elements of a gradient on disk by `values`, [held]."""
         raise NotImplementedError
-
-    def show_gradient(self, entry: Entry, part: torch.Tensor, what: str) -> torch.Tensor:
-        """Return what `.grad` shows for `part`, this rank's elements of an unreduced gradient: a
-        view of it, or a stand-in of its shape called `what` if the parameter is on another tier.
-        """
-        # `.data` has a version counter of its own, which tells whether the user wrote to it
-        return part.data.to(entry.param.dtype).view(entry.param.shape)
 
 
 class DeviceStorage(Storage):

@@ -117,8 +117,8 @@ class IntervalSpec:
     Attributes:
         name: the parameter's name, for messages.
         first: the address of element 0 in the flat buffer.
-        unreduced: True for a gradient kept under no_sync: it is a part of this rank's own gradient,
-            not of the sum over ranks.
+        unreduced: of a gradient kept under no_sync, this rank's whole gradient, of which it is a
+            part; None for any other tensor.
         role: what it is of the parameter: "" for its values, "grad", or an optimizer state's key.
         box: the box that its holders have of the whole, [start, stop) being elements of it; None if
             they have all of it.
@@ -135,7 +135,7 @@ class IntervalSpec:
         name: str,
         first: int,
         shape: Any,
-        unreduced: bool = False,
+        unreduced: torch.Tensor | None = None,
         role: str = "",
         box: Box | None = None,
     ) -> None:

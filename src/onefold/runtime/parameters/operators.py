@@ -97,7 +97,7 @@ def compute(op: Operator, func: Any, args: Any, kwargs: Any, among: Sequence[tor
         if not args:  # its first argument was given by name
             first = next((k for k in _FIRST if k in kwargs), next(iter(kwargs)))
             args, kwargs = (kwargs[first],), {k: v for k, v in kwargs.items() if k != first}
-        if not op.about_itself and op.name not in ("data", "zero_", "_foreach_zero_"):
+        if not op.about_itself and op.name != "data":
             _refuse_unreduced(op, among)
         return op.run(op, func, args, kwargs)
 
@@ -121,14 +121,19 @@ def refuse(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _refuse_unreduced(op: Operator, among: Sequence[torch.Tensor]) -> None:
-    for t in among:
-        if (spec := spec_of(t)) is not None and spec.unreduced:
-            raise ShardedParameterError(
-                f"{op.name} was given the gradient of {spec.name!r} under onefold.no_sync, where"
-                " `.grad` shows this rank's unreduced part only. Look at gradients, and change"
-                " them, after the last micro-batch. Dropping them is fine: optimizer.zero_grad(),"
-                " or `.grad = None`."
-            )
+    for spec in filter(None, map(spec_of, among)):
+        if spec.unreduced is not None:
+            if op.name not in ("zero_", "_foreach_zero_"):
+                raise unreduced_error(op.name, spec.name)
+            spec.unreduced.zero_()
+
+
+def unreduced_error(what: str, name: str) -> ShardedParameterError:
+    return ShardedParameterError(
+        f"{what} was given the gradient of {name!r} under onefold.no_sync, where `.grad` shows this"
+        " rank's unreduced part only. Look at gradients, and change them, after the last"
+        " micro-batch. Dropping them is fine: optimizer.zero_grad(), or `.grad = None`."
+    )
 
 
 # -- questions and new tensors ---------------------------------------------------------------------

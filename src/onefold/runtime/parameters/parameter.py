@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from onefold.runtime.gather import Gatherer
     from onefold.runtime.parameters.values import WriteCounters
     from onefold.runtime.passes import Passes
+    from onefold.runtime.reduce import Reducer
     from onefold.runtime.unit import Unit
 
 
@@ -77,6 +78,7 @@ class OwningEngine(Protocol):
     gather: Gatherer
     masters: MasterAccess
     passes: Passes
+    reduce: Reducer
     write_counters: WriteCounters
 
     @property
@@ -324,11 +326,6 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # Outside disable_torch_function: a recomputation inside `func` needs the dispatch on parameters
     if func in differentiate.CALLS:
         return differentiate.call(func, args, kwargs)
-    if (
-        gradient_hooks.showing
-        and (answer := gradient_hooks.answered(func, args, kwargs)) is not NotImplemented
-    ):
-        return answer
     op = operator_of(func)
     if op.run is call_python:
         return call_python(op, func, args, kwargs)
@@ -336,6 +333,10 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if op.name in _HOOKS and isinstance(first, ShardedParameter) and (entry := entry_of(first)):
         return gradient_hooks.register(entry, func, args, kwargs)
     with disable_torch_function():
+        if gradient_hooks.showing and op.name in ("data", "detach"):
+            whole = gradient_hooks.whole(first)
+            if whole is not None:
+                return whole
         if op.name in _OWN and isinstance(first, ShardedParameter):
             return _own(func, op.name, first, args, kwargs)
         # In a forward pass, or in the recomputation of one (which autograd runs with gradients

@@ -21,7 +21,7 @@ from onefold.runtime.parameters.interval import (
     spec_of,
     tensors_among,
 )
-from onefold.runtime.parameters.operators import of_shape, part_of
+from onefold.runtime.parameters.operators import of_shape, part_of, unreduced_error
 from onefold.runtime.parameters.schema import operator_of, words
 
 if TYPE_CHECKING:
@@ -186,6 +186,8 @@ def seen_grad(param: Any) -> torch.Tensor | None:
     storage = getattr(entry.flat, "storage", None) if entry is not None else None
     if storage is not None:
         storage.gradient_seen(entry)
+    if grad is None and entry is not None and (found := _waiting(entry)) is not None:
+        return _seen_waiting(entry, spec, *found)
     if spec is None:
         return grad
     if grad is None:
@@ -196,11 +198,30 @@ def seen_grad(param: Any) -> torch.Tensor | None:
         return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec.of("grad"))
     if isinstance(grad, Storageless):
         return grad
-    pending = entry.pending_grad if entry is not None else None
-    if pending is not None and pending is grad:
-        spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, True, "grad", spec.box)
-        return dress(grad.detach(), spec)
     return dress(grad.detach(), spec.of("grad"))
+
+
+def _waiting(entry: Entry) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """See `Reducer.waiting`."""
+    if not entry.filled and entry.flat.held is None:
+        return None
+    engine = entry.engine()
+    return None if engine is None else engine.reduce.waiting(entry)
+
+
+def _seen_waiting(
+    entry: Entry, spec: IntervalSpec | None, whole: torch.Tensor, own: torch.Tensor
+) -> torch.Tensor:
+    """Return what `.grad` shows of a gradient that waits for the boundary under no_sync."""
+    engine = entry.engine()
+    assert engine is not None
+    if entry.flat.storage.offloaded:  # it is on the device, and its parameter is not
+        return storageless(entry.param, f"the unreduced gradient of {entry.slot.name!r}")
+    if spec is None:
+        # `.data` has a version counter of its own, which tells whether the user wrote to it
+        return engine.reduce.shown.setdefault(entry, own.data.view(entry.param.shape))
+    spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, whole, "grad", spec.box)
+    return dress(own.detach(), spec)
 
 
 _nothing = torch.empty(0, device="cpu")
@@ -208,12 +229,15 @@ _nothing = torch.empty(0, device="cpu")
 
 def dropped_grad(param: Any) -> torch.Tensor | None:
     """Return `.grad` for code that only drops it: the plain tensor, without an interval around it.
+    Of a gradient that waits for the boundary, that is this rank's whole.
 
     If other ranks have a gradient and this one owns no element, that is an arbitrary empty tensor:
     the code must see that there is something to drop.
     """
     own: torch.Tensor | None = get_grad(param)
     entry = entry_of(param) if own is None else None
+    if entry is not None and (found := _waiting(entry)) is not None:
+        return found[0]
     return own if entry is None or not entry.graded_elsewhere else _nothing
 
 
@@ -221,6 +245,10 @@ def give_grad(param: Any, value: torch.Tensor | None) -> None:
     spec, entry = spec_of(param), entry_of(param)
     elsewhere = spec is not None and spec.start == spec.stop
     absent = value is None or isinstance(value, Storageless)
+    if entry is not None and _waiting(entry) is not None:
+        if value is not None:
+            raise unreduced_error("`.grad =`", entry.slot.name)
+        entry.engine().reduce.forget(entry)  # type: ignore[union-attr]
     # Every rank checks, also one that has no element of the parameter
     if spec is not None and value is not None and not absent and shape_of(value) != spec.shape:
         raise spec.of("grad").mismatch(value)

@@ -27,7 +27,6 @@ from onefold.runtime.parameters.interval import disable_torch_function, dress, s
 from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.parameters.values import Storageless
 from onefold.runtime.parts import MasterParts
-from onefold.runtime.pending_gradients import whole_local_gradient
 from onefold.runtime.storage import OnDisk, in_memory, put
 
 #: The optimizers of an engine: the one that `deepspeed.initialize` has made an engine with, or what
@@ -64,8 +63,7 @@ def _waiting_gradient(param: nn.Parameter) -> Tensor | None:
     engine = entry.engine() if entry is not None else None
     if entry is None or engine is None:
         return None
-    follower = engine.progress.follower
-    return whole_local_gradient(entry, 1.0 if follower is None else follower.weight)
+    return engine.reduce.whole_waiting(entry)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

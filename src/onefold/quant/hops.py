@@ -1,0 +1,60 @@
+"""Reductions that send encoded parts (qgZ, ZeRO++).
+
+Each part is encoded for its receiver, which decodes it and adds it in the accumulation dtype.
+Encoded values are never added. A rank's own part is not encoded.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from onefold.comm import CollectiveContext
+from onefold.quant.codecs import Codec
+from onefold.runtime.flat import Flat
+from onefold.runtime.hops import Hop, UnderWay
+
+if TYPE_CHECKING:
+    from onefold.runtime.resources import Resources
+
+
+class Encoded(Hop):
+    """One hop with encoded parts. Each encoded part begins at a multiple of 16 bytes."""
+
+    def __init__(self, flat: Flat, at: int, resources: Resources, codec: Codec) -> None:
+        super().__init__(flat, at, resources)
+        self.codec, self.used = codec, codec.encoded_bytes(self.cut.own)
+
+    def run(self, taken: list[torch.Tensor], context: CollectiveContext) -> UnderWay:
+        buffer, group, flat, here = taken[0], self.group, self.flat, self.group.rank
+        room, mine, plain = (
+            self.rooms[buffer.dtype],
+            buffer[self.mine],
+            self.cut.own * self.wire.itemsize,
+        )
+        sent, received = (self.take(n, room.dtype, taken) for n in (room.sent, room.received))
+        coded, rows = (each.view(group.size, room.part) for each in (sent, received))
+        self._encode(buffer[: self.mine.start], coded[:here])
+        self._encode(buffer[self.mine.stop :], coded[here + 1 :])
+        if group.native and self.used == room.part:
+            even = group.cut([room.part] * group.size)
+            pending = group.scatter_parts(
+                sent, even, rows, context, flat.index, context.move, plain, flat.trained
+            )
+        else:
+            sends, recvs = (
+                [(p, each[p, : self.used]) for p in group.peers] for each in (coded, rows)
+            )
+            pending = self.exchange(sends, recvs, context, plain)
+        yield from self.until_here(pending)
+        total, target = self.total()
+        decode = partial(self.codec.decode_sum, rows[:, : self.used], mine, here)
+        self.add(decode, target, received)
+        return total
+
+    def _encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
+        """Encode the parts of neighbours, which lie end to end, each into a row."""
+        if values.numel():
+            self.codec.encode(values.view(-1, self.cut.own), coded[:, : self.used])

@@ -1,0 +1,417 @@
+"""How the partial gradients in one buffer become this rank's sums, hop by hop, and reach the other
+ranks that hold these sums too.
+
+    stage 1 to 3      whole ── all ──► interval
+    stage 0           whole ── all ──► interval ── all ──► whole            (reduce-scatter and all-gather: an all-reduce)
+    over groups       whole ── intra-group ──► shard ── inter-group ──► interval
+    stage 0           ... ──► interval ── inter-group ──► shard ── intra-group ──► whole
+    HSDP, MiCS        whole ── intra-group ──► shard ── inter-group ──► interval ── inter-group ──► shard
+
+One `Hop` for each hop of each flat buffer, chosen once in `shard()`:
+
+| class          | file          | parts travel                           | and are added                           |
+|----------------|---------------|----------------------------------------|-----------------------------------------|
+| `Pairwise`     | here          | in messages between two ranks (gloo)   | here, in rank order                     |
+| `Simulated`    | here          | nowhere: one rank stands for all       | as above                                |
+| `Rows`         | here          | in one all_to_all_single (NCCL)        | here, in rank order, by one kernel      |
+| `Native`       | here          | in a reduce_scatter of the backend     | by the backend, in an order of its own  |
+| `Encoded`      | quant/hops.py | encoded (qgZ)                          | here, decoded, in rank order            |
+
+[Note: a hop under way is a generator] `Hop.start` yields once, when its messages are launched. The
+second `next` lands it (`landed`): it waits for the parts, adds them up and returns the sums. `drop`
+makes it raise `Dropped` in place of that. Either way it gives back what it has taken. The stream is
+the caller's at the yield: no other stream may be current there.
+
+[Note: rounded once] The mean over the ranks is computed in the accumulation dtype and rounded once
+to the dtype of the wire. That holds too where the mean stays on this rank (stages 1 to 3). So the second half of stage 0's
+all-reduce sends as many bytes as the formula says, and stages 1 to 3 get the same bits as stage 0.
+
+[Note: the mean over ranks] Gradients are divided by the number of ranks once. If they travel in the
+accumulation dtype, each rank scales its own gradients while it copies them into the buffer
+(`Flat.early_scale`), at no cost. If they travel in 16 bits, scaling early would waste the range of
+the dtype. Then the sums are scaled (`Hop.late`): on each hop by the number of ranks that it adds
+up. Only where that is not the number to divide by (experts, layout/holders.py), the rest is early.
+
+[Note: all parts at once] On backends with collectives of their own one operation brings the parts of
+all ranks into the rows of one buffer, and one kernel adds them (comm/sums.py). This rank's part is
+sent along, unless it is in a wider dtype than the wire. Then it stays where it is and is not
+rounded, as on gloo. With `reduce="native"` the backend adds the parts, in the dtype of the wire.
+
+[Note: sums beside the computation] On a device with streams the kernel that adds the parts runs on
+a stream of its own, `Group.summing`:
+
+    computing    ... gradients of unit 1 |    gradients of unit 0    | wait for sum 1 | ...
+    reductions                           [r1 ......]
+    summing                                         [sum 1]
+
+It is queued at the launch, behind the parts. When the reduction is landed, the computing stream
+waits for the sum, and only then: the buffers were allocated on that stream, and go back to its pool.
+So a sum that is done by then costs the computation nothing. The memory of the sum is taken at the
+launch, on any device, so that a plan counts the same bytes for all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from onefold.comm import Chain, CollectiveContext, Group, Pending
+from onefold.comm.group import Parts
+from onefold.comm.sums import sum_parts
+from onefold.device import current_stream, use_stream
+from onefold.layout import Adds
+from onefold.memory import GRADIENTS, REDUCTION, nbytes_of
+
+if TYPE_CHECKING:
+    from onefold.runtime.flat import Flat
+    from onefold.runtime.resources import Resources
+
+#: See [Note: a hop under way is a generator].
+UnderWay = Generator[None, None, torch.Tensor]
+
+
+class Dropped(Exception):
+    """Raised inside a hop under way whose sums nobody wants any more."""
+
+
+def landed(hop: UnderWay) -> torch.Tensor:
+    """Wait for the parts of a hop under way and return their sums."""
+    try:
+        next(hop)
+    except StopIteration as done:
+        sums: torch.Tensor = done.value
+        return sums
+    raise AssertionError("a hop yields once")
+
+
+def drop(hop: UnderWay) -> None:
+    """Give up a hop under way. Waits for the parts, unless the group is broken: they will never come."""
+    with suppress(Dropped):
+        hop.throw(Dropped())
+
+
+class Hop(ABC):
+    """One hop of the reductions of one flat buffer: the ranks of `group` divide addresses.
+
+    Attributes:
+        last: no further hop follows. cut: how the ranks divide a buffer. mine: this rank's part of it.
+        first: the address at which the buffer begins.
+        sent_bytes: of a buffer in the dtype of the wire. They are the same on all ranks, unlike those of
+            a buffer in which a rank has added up gradients.
+        late: the mean's factor if this hop applies it to its sums, else 1.
+        rooms: the buffers that it needs, by the dtype of what it reduces.
+    """
+
+    #: How this class adds parts, if not as the recipe says
+    adds: ClassVar[Adds | None] = None
+
+    def __init__(self, flat: Flat, at: int, resources: Resources) -> None:
+        hop = flat.spec.hops[at]
+        self.flat, self.last, self.first = flat, at + 1 == len(flat.spec.hops), hop.start
+        self.group: Group = flat.group
+        if hop.level != "all":
+            inside = hop.level == "intra-group"
+            self.group = flat.group.intra_group if inside else flat.group.inter_group
+        self.pool, self.memory, self.unit = resources.pool, resources.memory, flat.unit_name
+        self.wire, self.sums = flat.dtypes.wire, flat.dtypes.sums
+        self.cut = self.group.cut([hop.own] * hop.size)
+        self.mine = slice(hop.index * hop.own, (hop.index + 1) * hop.own)
+        self.sent_bytes = hop.span * self.wire.itemsize
+        self.late = 1.0 / hop.size if flat.scales_late else 1.0
+        self.rooms = {d: flat.spec.exchange(at, d, self.adds) for d in (self.wire, self.sums)}
+
+    def start(self, buffer: torch.Tensor, context: CollectiveContext) -> UnderWay:
+        """Reduce `buffer`, of the pool, which goes back to it. See [Note: a hop under way is a
+        generator].
+        """
+        taken = [buffer]
+        try:
+            return (yield from self.run(taken, context))
+        finally:  # the views of them are gone by now, so that the pool may hand them out again
+            while taken:
+                self.pool.give(taken.pop())
+
+    @abstractmethod
+    def run(self, taken: list[torch.Tensor], context: CollectiveContext) -> UnderWay:
+        """Do what `start` says with `taken[0]`. Buffers that go back at the end are added to `taken`."""
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def take(self, numel: int, dtype: torch.dtype, taken: list[torch.Tensor]) -> torch.Tensor:
+        taken.append(self.pool.take(numel, dtype, REDUCTION, self.unit))
+        return taken[-1]
+
+    def on_the_wire(self, taken: list[torch.Tensor]) -> torch.Tensor:
+        """Return the buffer in the dtype of the wire: itself, or the last of `taken`."""
+        buffer = taken[0]
+        if buffer.dtype == self.wire:
+            return buffer
+        return self.take(buffer.numel(), self.wire, taken).copy_(buffer)
+
+    def was_sent(self, sent: torch.Tensor, taken: list[torch.Tensor]) -> None:
+        """Give back what `on_the_wire` has taken."""
+        if sent is not taken[0]:
+            self.pool.give(taken.pop())
+
+    def total(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory for the sums, and the part of it that this rank sums.
+
+        A rank that holds more than it sums puts its sums into their place in what it holds. The
+        other ranks' sums come later.
+        """
+        flat, own = self.flat, self.cut.own
+        if not self.last:  # the sums are sent on
+            total = self.pool.take(own, self.sums, REDUCTION, self.unit)
+            return total, total
+        total = self.pool.fresh(flat.spec.own, flat.spec.landed)
+        self.memory.add(GRADIENTS, nbytes_of(total))
+        first = self.first + self.mine.start - flat.owned[0]
+        return total, total[first : first + own]
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def exchange(
+        self, sends: Parts, recvs: Parts, context: CollectiveContext, plain: int = 0
+    ) -> Pending:
+        """Exchange parts with other ranks, each encoded from `plain` bytes if it is."""
+        return self.group.exchange(
+            sends,
+            recvs,
+            context,
+            self.flat.index,
+            move=context.move,
+            plain={p: plain for p, _ in sends},
+            addresses=self.flat.trained,
+        )
+
+    # -- parts and sums ----------------------------------------------------------------------------
+
+    def until_here(self, pending: Pending) -> Iterator[None]:
+        """Yield once, and then wait for the messages, also if the hop is dropped."""
+        try:
+            yield
+        except Dropped:
+            if self.group.broken is None:
+                pending.wait()
+            raise
+        pending.wait()
+
+    def add(
+        self, add: Callable[[torch.Tensor], object], target: torch.Tensor, room: torch.Tensor
+    ) -> None:
+        """Let `add` make the sums of all parts, into `target`: in the accumulation dtype, scaled,
+        rounded once. `room`: the receive buffer of these parts.
+        """
+        sums = target
+        if target.dtype != self.sums:
+            sums = self.pool.take(target.numel(), self.sums, REDUCTION, self.unit)
+        add(sums)
+        if self.late != 1:
+            sums.mul_(self.late)
+        if sums is not target:
+            target.copy_(sums)
+            self.pool.give(sums)
+        elif self.last:
+            _round(sums, self.wire, room)
+
+
+def _round(sums: torch.Tensor, wire: torch.dtype, room: torch.Tensor) -> None:
+    """Round `sums` to the dtype of the wire, in place, by way of `room`. See [Note: rounded once]."""
+    if wire == sums.dtype or torch.promote_types(wire, sums.dtype) == wire or not room.numel():
+        return
+    room = room.view(torch.uint8)
+    room = room[: room.numel() // wire.itemsize * wire.itemsize].view(wire)
+    for part in sums.split(max(room.numel(), 1)):
+        part.copy_(room[: part.numel()].copy_(part))
+
+
+def add_up(parts: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
+    """Add the parts into `sums`, in their order. `sums` may be one of the first two."""
+    first, *others = parts
+    if others and first.dtype == others[0].dtype == sums.dtype:
+        torch.add(first, others[0], out=sums)
+        others = others[1:]
+    else:
+        sums.copy_(first)
+    for part in others:
+        sums.add_(part)
+
+
+class Pairwise(Hop):
+    """Each rank sends to every other rank the part that the other sums, and adds up what it gets.
+
+    If the parts arrive in the dtype of the sums, and the sums may lie anywhere, the first part of
+    another rank is received into memory of its own (`Exchange.apart`). The other parts are added to
+    it, and it becomes the gradient.
+    """
+
+    adds = "pairwise"
+
+    def run(self, taken: list[torch.Tensor], context: CollectiveContext) -> UnderWay:
+        buffer, here = taken[0], self.group.rank
+        room, apart = self.rooms[buffer.dtype], None
+        parts = {here: buffer[self.mine]}
+        if room.apart:
+            parts[int(here == 0)] = apart = self.pool.fresh(room.apart, self.wire)
+            self.memory.add(REDUCTION, nbytes_of(apart), self.unit)
+        rows = self.take(room.received, self.wire, taken) if room.rows else buffer[:0]
+        self.place(parts, rows.view(room.rows, room.part))
+        sent = self.on_the_wire(taken)
+        recvs = [(p, part) for p, part in parts.items() if p != here]
+        try:
+            yield from self.until_here(self.exchange(self.messages(sent), recvs, context))
+        finally:
+            if apart is not None:
+                self.memory.add(REDUCTION, -nbytes_of(apart), self.unit)
+        self.was_sent(sent, taken)
+        add = partial(add_up, [part for _, part in sorted(parts.items())])
+        if apart is not None:
+            add(apart)
+            self.memory.add(GRADIENTS, nbytes_of(apart))
+            return apart
+        total, target = self.total()
+        self.add(add, target, rows)
+        return total
+
+    def place(self, parts: dict[int, torch.Tensor], rows: torch.Tensor) -> None:
+        """Receive the parts that have no place yet into `rows`."""
+        others = [p for p in range(self.group.size) if p not in parts]
+        parts |= dict(zip(others, rows, strict=False))
+
+    def messages(self, sent: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Return what is sent: (peer, its part)."""
+        pieces = enumerate(sent.split(self.cut.sizes))
+        return [(p, piece) for p, piece in pieces if p != self.group.rank]
+
+
+class Simulated(Pairwise):
+    """One rank stands for all (torch's "fake" backend). Two messages stand for those to all other
+    ranks, and nothing arrives.
+    """
+
+    def place(self, parts: dict[int, torch.Tensor], rows: torch.Tensor) -> None:
+        pass
+
+    def messages(self, sent: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        here = self.group.rank
+        return [(here, sent[: self.mine.start]), (here, sent[self.mine.stop :])]
+
+
+class Rows(Hop):
+    """See [Note: all parts at once] and [Note: sums beside the computation]."""
+
+    adds: ClassVar[Adds | None] = "at once"
+
+    def run(self, taken: list[torch.Tensor], context: CollectiveContext) -> UnderWay:
+        buffer, group, added = taken[0], self.group, None
+        room = self.rooms[buffer.dtype]
+        rows = self.take(room.received, self.wire, taken).view(room.rows, room.part)
+        total, target = self.total()
+        add = partial(self.add_rows, rows, target, buffer)
+        try:
+            sent = self.on_the_wire(taken)
+            pending = self.launch(sent, rows, context)
+            if group.summing is None:
+                yield from self.until_here(pending)
+            else:
+                with use_stream(group.summing):
+                    pending.wait()
+                    add()
+                    added = group.summing.record_event()
+                yield
+                group.wait_for(added, pending.context, pending.event)
+        except BaseException:
+            if added is not None:  # later work gets the memory that the sum reads and writes
+                current_stream(group.device).wait_event(added)
+            if self.last:
+                self.memory.add(GRADIENTS, -nbytes_of(total))
+            else:
+                self.pool.give(total)
+            raise
+        del pending
+        self.was_sent(sent, taken)
+        if added is None:
+            add()
+        return total
+
+    def on_the_wire(self, taken: list[torch.Tensor]) -> torch.Tensor:
+        """This rank's part stays where it is if it is in a wider dtype."""
+        buffer, mine = taken[0], self.mine
+        if buffer.dtype == self.wire:
+            return buffer
+        sent = self.take(buffer.numel() - self.cut.own, self.wire, taken)
+        sent[: mine.start].copy_(buffer[: mine.start])
+        sent[mine.start :].copy_(buffer[mine.stop :])
+        return sent
+
+    def launch(self, sent: torch.Tensor, rows: torch.Tensor, context: CollectiveContext) -> Pending:
+        index, trained = self.flat.index, self.flat.trained
+        return self.group.scatter_parts(
+            sent, self.cut, rows, context, index, context.move, addresses=trained
+        )
+
+    def add_rows(self, rows: torch.Tensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Add the rows, and this rank's part if it is not among them, with one kernel."""
+        self._sum(rows, target, self.late, buffer[self.mine] if buffer.dtype != self.wire else None)
+
+    def _sum(
+        self, rows: torch.Tensor, target: torch.Tensor, scale: float, own: torch.Tensor | None
+    ) -> None:
+        sum_parts(
+            rows,
+            target,
+            scale,
+            own=own,
+            rank=self.group.rank,
+            round_to=self.wire if self.last else None,
+            dtype=self.sums,
+        )
+
+
+class Native(Rows):
+    """The backend adds the parts up and scales them, in the dtype of the wire: one row arrives."""
+
+    adds = "backend"
+    on_the_wire = Hop.on_the_wire
+
+    def launch(self, sent: torch.Tensor, rows: torch.Tensor, context: CollectiveContext) -> Pending:
+        flat, move = self.flat, context.move
+        return self.group.reduce_scatter(
+            sent, self.cut, rows[0], context, flat.index, move, flat.scales_late, flat.trained
+        )
+
+    def add_rows(self, rows: torch.Tensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
+        self._sum(rows, target, 1.0, None)
+
+
+# -- to the other ranks that hold the sums too -----------------------------------------------------
+
+
+def broadcast_back(flat: Flat, total: torch.Tensor, context: CollectiveContext) -> Pending:
+    """Start the exchange of sums among all ranks that hold them: between groups first, then inside
+    each group.
+    """
+    pending = _broadcast_on(flat.hops[-1], total, context)
+    if flat.whole_master and len(flat.hops) > 1:
+        return Chain(flat.group, pending, lambda: _broadcast_on(flat.hops[0], total, context))
+    return pending
+
+
+def _broadcast_on(hop: Hop, total: torch.Tensor, context: CollectiveContext) -> Pending:
+    """Exchange sums over the addresses of a hop with the ranks of its group: send this rank's,
+    receive theirs.
+    """
+    group, flat, first = hop.group, hop.flat, hop.first - hop.flat.owned[0]
+    total = total[first : first + hop.cut.numel]
+    if group.can_reduce(hop.cut):
+        return group.all_gather(
+            total, context, flat.index, move="all-reduce", over=1, addresses=flat.trained
+        )
+    part = total.split(hop.cut.sizes)
+    recvs = [(p, part[p]) for p in group.peers] if not group.alone else []
+    return hop.exchange([(p, part[group.rank]) for p in group.peers], recvs, context)
