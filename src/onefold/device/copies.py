@@ -189,15 +189,15 @@ class CopyStream:
         """Release device memory of copies that are done, and of the oldest ones beyond the window,
         for which the computing stream waits.
         """
-        while self._holding and (self._holding[0].ticket.query() or not self._within_window()):
+        while self._holding:
+            sizes = (flying.nbytes for flying in self._holding)
+            if not self._holding[0].ticket.query() and within(self.window, self._held, sizes):
+                return
             first = self._holding.popleft()
             first.stream.wait_event(first.ticket)  # free if the copy is done
             self._held -= first.nbytes
             first.let_go()
             self._landing.append(first)
-
-    def _within_window(self) -> bool:
-        return within(self.window, self._held, (flying.nbytes for flying in self._holding))
 
     def _land(self) -> Ticket | None:
         """Release host memory of copies that are done. Returns the ticket of the copy that the host
@@ -316,7 +316,7 @@ class HostSums:
     def __init__(
         self,
         down: CopyStream,
-        taken: Callable[[int], None] | None = None,
+        taken: Callable[[int], object] = lambda nbytes: None,
         chunk: int = CHUNK,
     ) -> None:
         """
@@ -336,6 +336,7 @@ class HostSums:
         whole: torch.Tensor,
         then: Callable[[], object] | None = None,
         done: Callable[[], None] | None = None,
+        adds: bool = True,
     ) -> Any:
         """Start to add to host sums. See `CopyStream.copy` for `done` and the result.
 
@@ -344,23 +345,8 @@ class HostSums:
                 `whole`). If both have the same dtype, the new sum is in `whole` too.
             whole: a tensor on the device. It is held until the work is done.
             then: queues more work that reads `whole`, on the stream of the copies down.
+            adds: False writes over the sums.
         """
-        return self._run(parts, whole, True, then, done)
-
-    def cast(
-        self, into: torch.Tensor, source: torch.Tensor, done: Callable[[], None] | None = None
-    ) -> Any:
-        """Start a copy of `source`, on the device, into pinned memory of another dtype."""
-        return self._run([(into, source)], source, False, None, done)
-
-    def _run(
-        self,
-        parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        whole: torch.Tensor,
-        adds: bool,
-        then: Callable[[], object] | None,
-        done: Callable[[], None] | None,
-    ) -> Any:
         buffers = self._take(whole.device)
 
         def work() -> None:
@@ -373,14 +359,11 @@ class HostSums:
                 step = self.chunk // into.element_size()
                 for low, part in zip(into.split(step), source.split(step), strict=True):
                     buffer = buffers[turn][: low.numel() * low.element_size()].view(low.dtype)
-                    if adds:
-                        self._bring(buffer, low, free[turn])
                     if not adds:
                         buffer.copy_(part)
-                    elif part.dtype == low.dtype:
-                        buffer = part.add_(buffer)
                     else:
-                        buffer.add_(part)
+                        self._bring(buffer, low, free[turn])
+                        buffer = part.add_(buffer) if part.dtype == low.dtype else buffer.add_(part)
                     low.copy_(buffer, non_blocking=True)
                     free[turn] = self._down.stream.record_event()
                     turn = 1 - turn
@@ -388,6 +371,12 @@ class HostSums:
                 then()
 
         return self._down.run(work, (whole, *(into for into, _ in parts)), done)
+
+    def cast(
+        self, into: torch.Tensor, source: torch.Tensor, done: Callable[[], None] | None = None
+    ) -> Any:
+        """Start a copy of `source`, on the device, into pinned memory of another dtype."""
+        return self.add([(into, source)], source, done=done, adds=False)
 
     def _bring(self, buffer: torch.Tensor, low: torch.Tensor, free: Any) -> None:
         """Copy a chunk of the host's sum up, as soon as its buffer is `free`."""
@@ -406,13 +395,11 @@ class HostSums:
                 torch.empty(self.chunk, dtype=torch.uint8, device=device) for _ in range(2)
             )
             self._buffers = first, second
-            if self._taken is not None:
-                self._taken(2 * self.chunk)
+            self._taken(2 * self.chunk)
         return self._buffers
 
     def release(self) -> None:
         """Release the buffers. The caller has waited for the copies down."""
         if self._buffers is not None:
             self._buffers = None
-            if self._taken is not None:
-                self._taken(-2 * self.chunk)
+            self._taken(-2 * self.chunk)

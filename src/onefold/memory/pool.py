@@ -247,10 +247,11 @@ class Pool:
         pinned: torch.device | None = None,
     ) -> None:
         self.device, self.ledger, self.paged, self.pinned = device, ledger, paged, pinned
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        # Idle buffers, and how many times `drain` had been called when they were given back
+        self._free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, int]]] = defaultdict(
+            list
+        )
         self._taken: dict[int, tuple[str, str]] = {}
-        # Of idle pinned buffers: how many times `drain` had been called when they were given back
-        self._given: dict[int, int] = {}
         self._drained = 0
 
     def take(self, numel: int, dtype: torch.dtype, category: str, unit: str = "") -> torch.Tensor:
@@ -259,9 +260,8 @@ class Pool:
         """
         free = self._free[numel, dtype]
         try:
-            buffer = free.pop()  # another thread may have taken the last one
+            buffer, _ = free.pop()  # another thread may have taken the last one
             self.ledger.add(IDLE, -nbytes_of(buffer))
-            self._given.pop(id(buffer), None)
         except IndexError:
             if self.pinned is None:
                 self.drain()  # before allocating
@@ -283,10 +283,8 @@ class Pool:
         category, unit = self._taken.pop(id(buffer))
         self.ledger.add(category, -nbytes_of(buffer), unit)
         if owners_of(buffer) <= 1:
-            self._free[buffer.numel(), buffer.dtype].append(buffer)
+            self._free[buffer.numel(), buffer.dtype].append((buffer, self._drained))
             self.ledger.add(IDLE, nbytes_of(buffer))
-            if self.pinned is not None:
-                self._given[id(buffer)] = self._drained
 
     def drain(self) -> None:
         """Free every idle buffer; of pinned ones those that nobody has taken for a while."""
@@ -295,16 +293,14 @@ class Pool:
             return
         self._drained += 1
         for idle in self._free.values():
-            old = [b for b in idle if self._given[id(b)] < self._drained - 2]
-            for buffer in old:
-                del self._given[id(buffer)]
-                self.ledger.add(IDLE, -nbytes_of(buffer))
-            idle[:] = [b for b in idle if id(b) in self._given]
+            for buffer, given in idle:
+                if given < self._drained - 2:
+                    self.ledger.add(IDLE, -nbytes_of(buffer))
+            idle[:] = [each for each in idle if each[1] >= self._drained - 2]
 
     def close(self) -> None:
         """Free every idle buffer."""
         self._free.clear()
-        self._given.clear()
         self.ledger.set(IDLE, 0)
 
 
