@@ -55,22 +55,17 @@ from onefold.runtime.state.checks import (
     with_replicas,
 )
 from onefold.runtime.state.start import (
-    device_notes,
     fetch,
-    flat_notes,
     has_meta,
-    idle_notes,
     materialize,
     modules_of,
-    precision_notes,
     tie,
-    whole_notes,
 )
 from onefold.runtime.stepper import Stepper, Steppers
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
 from onefold.runtime.uninitialized import is_blank, is_marked, without_value
 from onefold.runtime.unit import Unit
-from onefold.runtime.units import UnitSpec, find_units, offload_notes
+from onefold.runtime.units import UnitSpec, find_units
 
 if TYPE_CHECKING:
     from onefold.pretrained.weights import Weights
@@ -148,7 +143,8 @@ def shard(
         _install_hooks(engine, specs, module)
         install_step_hooks(engine)
         if engine.rank == 0:
-            for note in (*_notes(engine, specs, device), *engine.uninitialized.notes()):
+            sizes = [spec.trained for spec in specs]
+            for note in state_start.notes(engine, sizes, device is not None):
                 logging.getLogger("onefold").warning(note)
         if incoming is not None:
             with contextlib.closing(incoming):
@@ -231,20 +227,6 @@ def _install_hooks(engine: Engine, specs: list[UnitSpec], module: nn.Module) -> 
         install(engine, engine.units[0], inner, part=True)
     for part in module.modules():
         guard_state_dict(engine, part)
-
-
-def _notes(engine: Engine, specs: list[UnitSpec], device: torch.device | str | None) -> list[str]:
-    """Return what the user is told at the start. `device`: as it was given to `shard`."""
-    sizes = [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs]
-    return [
-        *engine.recipe.notes,
-        *precision_notes(engine),
-        *whole_notes(engine),
-        *offload_notes(sizes, engine.recipe, engine.world_size),
-        *flat_notes(engine),
-        *idle_notes(engine),
-        *(device_notes(engine.device) if device is None else []),
-    ]
 
 
 def clip_grad_norm_(

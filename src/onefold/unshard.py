@@ -46,7 +46,7 @@ def unshard(module: nn.Module) -> nn.Module:
 
 def _refuse_unless_possible(engine: Engine) -> None:
     """Raise if this model cannot be made whole now, with the same error on every rank."""
-    flats = [flat for unit in engine.units for flat in unit.flats]
+    flats = engine.flats
     inside = {
         "a pass of the model": engine.in_any_pass(),
         "full_params": bool(engine.full_params_depth),
@@ -82,7 +82,7 @@ def _make_plain(engine: Engine) -> None:
     """
     with disable_torch_function(), torch.no_grad():
         wholes: list[tuple[Entry, torch.Tensor]] = []
-        for flat in (flat for unit in engine.units for flat in unit.flats if not flat.unsharded):
+        for flat in (flat for flat in engine.flats if not flat.unsharded):
             full = whole_masters(engine.resources, flat)
             wholes += [(entry, flat.view(full, entry).clone()) for entry in flat.entries]
         # What needs memory is done: from here on the model changes

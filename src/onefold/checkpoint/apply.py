@@ -326,7 +326,7 @@ def fit_groups(
     try:
         for optimizer in optimizers:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for flat in (f for unit in engine.units for f in unit.flats):
+            for flat in engine.flats:
                 if any(id(e.param) in stepped for e in flat.entries):
                     moment_policy(optimizer, engine.recipe, flat)  # refuses formats that disagree
     except ValueError as error:

@@ -70,7 +70,7 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     groups = groups_of(optimizer)
     try:
         with engine.transfers.host_threads():
-            for flat in (flat for unit in engine.units for flat in unit.flats):
+            for flat in engine.flats:
                 if not flat.storage.on_disk:
                     mine = [e for e in flat.entries if id(e) in ready]
                     step_flat(optimizer, engine, flat, mine, groups)

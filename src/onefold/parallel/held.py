@@ -95,7 +95,7 @@ def reduce_grad(module: nn.Module, divide_by: float = 1.0) -> None:
 
 
 def _divide(engine: Engine, divisor: float) -> None:
-    for buffer in (flat.grad for u in engine.units for flat in u.flats):
+    for buffer in (flat.grad for flat in engine.flats):
         if buffer is not None:
             buffer.div_(divisor)
 

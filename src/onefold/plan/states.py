@@ -57,7 +57,7 @@ from onefold.recipe import Recipe
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.rows import GROUP
-from onefold.runtime.units import offloaded_of_sizes
+from onefold.runtime.units import offloaded_units
 
 # -- layouts ---------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ def units_of(
         raise ValueError(
             f"rank {rank} of {ranks}: expected at least one rank, and a rank below their number."
         )
-    offloaded = offloaded_of_sizes([u.trainable for u in model.units], recipe, ranks)
+    offloaded = offloaded_units([u.trainable for u in model.units], recipe, ranks)
     topology = topology_of(recipe, ranks, per_node)
     recipe = decided(recipe, ranks, per_node, nccl)
 

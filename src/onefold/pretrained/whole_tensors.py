@@ -191,7 +191,7 @@ def buckets(
 ) -> list[Bucket]:
     """Divide all parameters into buckets of at most `limit` bytes, or of one larger parameter."""
     out = [Bucket()]
-    for flat in (flat for unit in engine.units for flat in unit.flats):
+    for flat in engine.flats:
         wanted = dtype(flat)
         stretch: Stretch | None = None
         for entry in flat.entries:

@@ -77,6 +77,7 @@ class Engine:
     """
 
     units: list[Unit]
+    flats: list[Flat]
     entries: list[Entry]
     write_counters: WriteCounters
     buffers: Buffers
@@ -114,7 +115,7 @@ class Engine:
         self.traffic = self.group.ledger
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
-        offloaded = offloaded_units(specs, recipe, self.world_size)
+        offloaded = offloaded_units([s.trained for s in specs], recipe, self.world_size)
         self.transfers = Transfers(
             recipe, self.rank, device, memory, capabilities.store, self.world_size
         )
@@ -141,13 +142,14 @@ class Engine:
         )
         holders = find_boxes(specs, self.group, mesh)
         self.units: list[Unit] = bind(specs, self.resources, self, offloaded, holders)
-        self.entries = [e for u in self.units for e in u.entries]
+        self.flats = [flat for unit in self.units for flat in unit.flats]
+        self.entries = [entry for flat in self.flats for entry in flat.entries]
         self.unit_of: dict[int, Unit] = {}
         for unit in self.units:
             for entry in unit.entries:
                 entry.number = len(self.unit_of)
                 self.unit_of[entry.number] = unit
-        self.unsharded: bool = all(flat.unsharded for u in self.units for flat in u.flats)
+        self.unsharded: bool = all(flat.unsharded for flat in self.flats)
         self.write_counters = WriteCounters(self.entries)
         self.started = False
         self.full_params_depth = 0
@@ -175,13 +177,12 @@ class Engine:
         self.started = True
         self.passes = Passes(self)
         self.reduce.follow_trainable()
-        for unit in self.units:
-            for flat in unit.flats:
-                for tier, held in flat.storage.resting_bytes().items():
-                    for category, nbytes in held.items():
-                        self.transfers.ledgers[tier].add(category, nbytes, unit.name)
-                if (cached := flat.gather.cached) is not None:
-                    self.memory.add(PARAMETERS, cached.nbytes, unit.name)
+        for flat in self.flats:
+            for tier, held in flat.storage.resting_bytes().items():
+                for category, nbytes in held.items():
+                    self.transfers.ledgers[tier].add(category, nbytes, flat.unit_name)
+            if (cached := flat.gather.cached) is not None:
+                self.memory.add(PARAMETERS, cached.nbytes, flat.unit_name)
         if self.transfers.up.asynchronous:
             self.masters.plain = [f for f in self.offloaded_flats if f.owners is None]
         if self.offloaded_flats:  # no more elements than the largest of them needs
@@ -212,13 +213,14 @@ class Engine:
             self.across.close()
         self.group.close()
         self.transfers.close()
+        for flat in self.flats:
+            flat.grad = flat.held = flat.full = None
+            flat.hops = ()
+            del flat.storage, flat.gather
+            flat.forget()
         for unit in self.units:
-            for flat in unit.flats:
-                flat.grad = flat.held = flat.full = None
-                flat.hops = ()
-                del flat.storage, flat.gather
-                flat.forget()
             unit.flats.clear()
+        self.flats.clear()
         self.entries.clear()
         self.unit_of.clear()
         self.buffers.close()
@@ -233,12 +235,12 @@ class Engine:
     @property
     def offloaded_flats(self) -> list[Flat]:
         """The flat buffers whose state is offloaded."""
-        return [flat for unit in self.units for flat in unit.flats if flat.storage.offloaded]
+        return [flat for flat in self.flats if flat.storage.offloaded]
 
     @property
     def on_disk(self) -> bool:
         """Whether some of the state is stored on NVMe."""
-        return any(flat.storage.on_disk for unit in self.units for flat in unit.flats)
+        return any(flat.storage.on_disk for flat in self.flats)
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -356,7 +358,7 @@ class Engine:
         ):
             self.tell_failure()
         self.reduce.refuse_changed()
-        if any(flat.waits for u in self.units for flat in u.flats):
+        if any(flat.waits for flat in self.flats):
             raise RuntimeError(
                 "optimizer.step() was called while gradients kept under no_sync have not been"
                 " reduced yet. Run the last micro-batch of the step outside"
@@ -425,7 +427,7 @@ class Engine:
     def summary(self) -> str:
         """Return the recipe and the units as a readable table, with the share of padding."""
         numel = sum(u.numel for u in self.units)
-        content = sum(f.layout.content for u in self.units for f in u.flats)
+        content = sum(flat.layout.content for flat in self.flats)
         lines = [
             self.recipe.describe(),
             (

@@ -164,7 +164,7 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
     """Refuse `state_dict()` of a sharded model: it would hold one rank's intervals under the names
     of whole parameters.
     """
-    if all(not flat.divided for u in engine.units for flat in u.flats):
+    if all(not flat.divided for flat in engine.flats):
         return
 
     def on_save(part: nn.Module, prefix: str, keep_vars: bool) -> None:

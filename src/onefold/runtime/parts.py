@@ -47,7 +47,6 @@ would gather themselves otherwise.
 from __future__ import annotations
 
 import pickle
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -333,13 +332,10 @@ def tell_all(resources: Resources, call: str, value: Any) -> list[Any]:
         "control", f"({call}, which every rank must call)", resources.progress.step_count, "state"
     )
     try:
-        head = group.exchange_control(
-            torch.frombuffer(bytearray(struct.pack("<q", len(text))), dtype=torch.uint8),
-            context,
-            "call",
-        )
-        lengths = [struct.unpack("<q", bytes(part.tolist()))[0] for part in head]
-        mine = torch.frombuffer(bytearray(text.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+        length = torch.tensor([len(text)], device="cpu").view(torch.uint8)
+        lengths = group.exchange_control(length, context, "call")
+        longest = max(int(part.view(torch.int64)) for part in lengths)
+        mine = torch.frombuffer(bytearray(text.ljust(longest, b"\0")), dtype=torch.uint8)
         parts = group.exchange_control(mine, context, "call")
     except StallError as error:
         raise StallError(
@@ -347,7 +343,7 @@ def tell_all(resources: Resources, call: str, value: Any) -> list[Any]:
             f" {error}"
         ) from None
     by_number = sorted(range(group.size), key=lambda position: group.ranks[position])
-    said = [pickle.loads(bytes(parts[p][: lengths[p]].numpy())) for p in by_number]
+    said = [pickle.loads(bytes(parts[p].numpy())) for p in by_number]  # stops before the zeros
     other = next((rank for rank, (name, _) in enumerate(said) if name != call), None)
     if other is not None:
         raise RuntimeError(

@@ -309,7 +309,7 @@ class Passes:
         self._borrowed.clear()
         if this.beside == [this]:
             take_back()
-        for flat in (f for u in self.units for f in u.flats) if aborted else ():
+        for flat in self.engine.flats if aborted else ():
             flat.before_data.clear()
         self.gather.end_forward(aborted)
         if graph is not None and graph.of_model and not aborted:

@@ -70,6 +70,11 @@ class UnitSpec:
     module: nn.Module
     found: list[Found] = field(default_factory=list)
 
+    @property
+    def trained(self) -> int:
+        """Elements that are trained."""
+        return sum(f.param.numel() for f in self.found if f.param.requires_grad)
+
 
 def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[UnitSpec]:
     """Return the units of `root`: the root's own first, then in the order of `named_modules()`."""
@@ -209,18 +214,9 @@ def keeps_dtype(found: Found) -> bool:
 # depends on sizes alone, so it is the same on every rank.
 
 
-def offloaded_units(specs: Sequence[UnitSpec], recipe: Recipe, ranks: int) -> set[int]:
-    """Return the indices of the units whose state leaves the device."""
-    return offloaded_of_sizes(
-        [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs],
-        recipe,
-        ranks,
-    )
-
-
-def offloaded_of_sizes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int]:
-    """Do the same from the number of trained elements in each unit, which is what a plan knows of a
-    model. Units of frozen parameters alone have size 0.
+def offloaded_units(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int]:
+    """Return the indices of the units whose state leaves the device, from the number of trained
+    elements in each. Units of frozen parameters alone have size 0.
     """
     if recipe.optimizer.tier is Tier.DEVICE and recipe.parameters.tier is Tier.DEVICE:
         return set()
@@ -247,7 +243,7 @@ def offload_notes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]
     """Return a note for the user if a budget is too small for any unit. `sizes`: trained elements
     in each unit.
     """
-    if recipe.offload_bytes is None or offloaded_of_sizes(sizes, recipe, ranks) or not any(sizes):
+    if recipe.offload_bytes is None or offloaded_units(sizes, recipe, ranks) or not any(sizes):
         return []
     return [
         f"offload_amount: {recipe.offload_bytes:,} bytes a rank are too few for the states of"

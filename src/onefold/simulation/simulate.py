@@ -346,7 +346,7 @@ def engine_on(twin: nn.Module, recipe: Recipe, **given: Any) -> Iterator[Any]:
     from onefold.shard import engine_of, shard
 
     engine = engine_of(shard(twin, recipe, device="cpu", **given))
-    for flat in (flat for unit in engine.units for flat in unit.flats):
+    for flat in engine.flats:
         flat.compared = FIRST  # fake tensors have no contents to compare with master weights
         if flat.storage.offloaded and simulated() is not None:
             for entry in flat.entries:

@@ -140,7 +140,7 @@ def refuse_uneven_groups(engine: Engine) -> None:
     rows = (engine.recipe.parameters, engine.recipe.gradients, engine.recipe.optimizer)
     if not any(row.over == GROUP for row in rows):
         return
-    for flat in (flat for unit in engine.units for flat in unit.flats):
+    for flat in engine.flats:
         if flat.group.topology.outer != engine.group.topology.outer:
             raise ValueError(
                 f"{flat.entries[0].slot.name!r} is held by ranks {flat.group.name}, which lie in"

@@ -14,6 +14,7 @@ from torch import nn
 from onefold.comm.communicators import flat_note
 from onefold.device import default_device, device_count
 from onefold.memory import GATHERED
+from onefold.recipe import Recipe
 from onefold.recipe.rows import FLAT, GROUP, NATIVE
 from onefold.runtime.boxes import is_dtensor, local_of
 from onefold.runtime.engine import Engine
@@ -30,7 +31,7 @@ from onefold.runtime.parts import (
 )
 from onefold.runtime.uninitialized import fill_blank, is_marked, mark, value_of
 from onefold.runtime.unit import Unit
-from onefold.runtime.units import UnitSpec
+from onefold.runtime.units import UnitSpec, offload_notes
 
 # -- notes for the user ----------------------------------------------------------------------------
 #
@@ -41,68 +42,28 @@ from onefold.runtime.units import UnitSpec
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def precision_notes(engine: Engine) -> list[str]:
-    """Return a sentence about the 16-bit weights that are trained, if the recipe takes the model's
-    dtypes as they are. The list is empty if there are no such weights.
-    """
-    recipe = engine.recipe
-    flats = [
-        flat for unit in engine.units for flat in unit.flats if any(e.active for e in flat.entries)
-    ]
-    narrow = [flat for flat in flats if flat.dtypes.compute in _NARROW]
-    if recipe.compute_dtype is not None or not narrow:
-        return []
-    names = " and ".join(
-        _short(dtype) for dtype in dict.fromkeys(flat.dtypes.compute for flat in flats)
-    )
-    masters = recipe.masters_dtype
-    numel = sum(e.slot.numel for flat in narrow for e in flat.entries if e.active)
-    mended = "" if masters in _NARROW else ", or master_dtype='bf16' to step them as they are"
-    return [
-        f"precision=None computes as the model is, in {names}. {numel:,} weights of 16 bits are"
-        f" trained, with master weights in {_short(masters)}. Give precision='fp32' to compute in"
-        f" fp32{mended}."
-    ]
-
-
-def whole_notes(engine: Engine) -> list[str]:
-    """Return a sentence for each pattern of `whole=` that matches no parameter here. It may match one
-    of another stage of a pipeline.
-    """
-    patterns = engine.recipe.whole
-    if patterns is None or isinstance(patterns, bool):
-        return []
-    names = [n for unit in engine.units for f in unit.flats for e in f.entries for n in e.names]
-    return [
-        f"whole={pattern!r} matches no parameter of this model, so no group is stepped whole by it."
-        f" Its first parameter is {names[0]!r}."
-        for pattern in patterns
-        if names and not any(fnmatch.fnmatchcase(name, pattern) for name in names)
-    ]
-
-
-def flat_notes(engine: Engine) -> list[str]:
-    """Return sentences about exchanges that are flat over nodes: why they are, and who adds
-    gradients up then.
-    """
-    group, recipe = engine.group, engine.recipe
-    by_default = group.shared.inner is None and group.flat_over_nodes
-    said = [flat_note(group.ranks, group.nodes)] if by_default else []
+def notes(engine: Engine, sizes: Sequence[int], device_given: bool) -> Iterator[str]:
+    """Yield what the user is told at the start. `sizes`: trained elements in each unit."""
+    recipe, group = engine.recipe, engine.group
+    yield from recipe.notes
+    yield from _precision_notes(recipe, engine.flats)
+    names = [name for entry in engine.entries for name in entry.names]
+    for pattern in recipe.whole if names and recipe.whole not in (None, True, False) else ():
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):  # or of another stage
+            yield (
+                f"whole={pattern!r} matches no parameter of this model, so no group is stepped whole by"
+                f" it. Its first parameter is {names[0]!r}."
+            )
+    yield from offload_notes(sizes, recipe, engine.world_size)
+    if group.shared.inner is None and group.flat_over_nodes:
+        yield flat_note(group.ranks, group.nodes)
     if engine.decides_sums and recipe.reduce == NATIVE:
-        said.append(
+        yield (
             "gradients are added by the backend, in the dtype of the wire (reduce='native'), since"
             f" exchanges are flat over {len(set(group.nodes))} hosts: in rank order they would send"
             f" up to {max(map(group.nodes.count, set(group.nodes)))} times the bytes between them."
             " Give reduce='ordered' for the same bits at every stage."
         )
-    return said
-
-
-def idle_notes(engine: Engine) -> list[str]:
-    """Return a sentence for each option that changes nothing in this run: about one rank, groups,
-    or frozen weights.
-    """
-    recipe, said = engine.recipe, []
     rows = (recipe.parameters, recipe.gradients, recipe.optimizer)
     travels = {
         f"gather_codec={recipe.parameters.codec!r}": recipe.parameters.codec,
@@ -112,37 +73,48 @@ def idle_notes(engine: Engine) -> list[str]:
     }
     idle = [name for name, given in travels.items() if given]
     if idle and engine.world_size == 1:
-        said.append(f"{' and '.join(idle)}: no effect on one rank, from which nothing travels.")
+        yield f"{' and '.join(idle)}: no effect on one rank, from which nothing travels."
     # Only if the user named a group: the default takes nodes as groups, or does without groups.
-    if recipe.inner not in (None, FLAT) and engine.group.topology.outer == 1 < engine.world_size:
+    if recipe.inner not in (None, FLAT) and group.topology.outer == 1 < engine.world_size:
         node = "all are on one node, by the launcher (LOCAL_WORLD_SIZE) or by their hosts"
         why = node if recipe.inner == "node" else "they are all"
-        said.append(
+        yield (
             f"group={recipe.inner!r} makes one group of the {engine.world_size} ranks ({why}):"
             " nothing is divided inside groups only."
         )
-    if recipe.frozen and not any(
-        flat.storage.encoded for unit in engine.units for flat in unit.flats
-    ):
-        said.append(
+    if recipe.frozen and not any(flat.storage.encoded for flat in engine.flats):
+        yield (
             f"frozen={recipe.frozen!r} has no effect: no matrix but embeddings was frozen when"
             " shard() was called."
         )
-    return said
+    if engine.device.type == "cpu" and not device_given and (count := device_count()):
+        kind = default_device().type
+        yield (
+            f"the model is on the CPU, and trains there: torch finds {count} {kind} device"
+            f"{'s' if count > 1 else ''} here. To use {'them' if count > 1 else 'it'}, call"
+            f" torch.{kind}.set_device(int(os.environ['LOCAL_RANK'])), give"
+            f" shard(..., device={kind!r}), and move batches there. device='cpu' says that the CPU is"
+            " meant."
+        )
+    yield from engine.uninitialized.notes()
 
 
-def device_notes(device: torch.device) -> list[str]:
-    """Return a sentence if the model was left on the CPU of a machine that has accelerators."""
-    if device.type != "cpu" or not (count := device_count()):
-        return []
-    kind = default_device().type
-    return [
-        f"the model is on the CPU, and trains there: torch finds {count} {kind} device"
-        f"{'s' if count > 1 else ''} here. To use {'them' if count > 1 else 'it'}, call"
-        f" torch.{kind}.set_device(int(os.environ['LOCAL_RANK'])), give"
-        f" shard(..., device={kind!r}), and move batches there. device='cpu' says that the CPU is"
-        " meant."
-    ]
+def _precision_notes(recipe: Recipe, flats: Sequence[Flat]) -> Iterator[str]:
+    """Yield a sentence about the 16-bit weights that are trained, if the recipe takes the model's
+    dtypes as they are.
+    """
+    trained = [flat for flat in flats if any(e.active for e in flat.entries)]
+    narrow = [flat for flat in trained if flat.dtypes.compute in _NARROW]
+    if recipe.compute_dtype is None and narrow:
+        names = map(_short, dict.fromkeys(flat.dtypes.compute for flat in trained))
+        masters = recipe.masters_dtype
+        numel = sum(e.slot.numel for flat in narrow for e in flat.entries if e.active)
+        mended = "" if masters in _NARROW else ", or master_dtype='bf16' to step them as they are"
+        yield (
+            f"precision=None computes as the model is, in {' and '.join(names)}. {numel:,} weights of"
+            f" 16 bits are trained, with master weights in {_short(masters)}. Give precision='fp32'"
+            f" to compute in fp32{mended}."
+        )
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -192,7 +164,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
     try:
         try:
             with disable_torch_function():
-                for flat in (f for unit in engine.units for f in unit.flats if not f.unsharded):
+                for flat in (f for f in engine.flats if not f.unsharded):
                     full = whole_masters(engine.resources, flat)
                     wholes.append((flat, full))
                     engine.memory.add(GATHERED, full.nbytes, flat.unit_name)
