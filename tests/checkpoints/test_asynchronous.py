@@ -208,17 +208,3 @@ def test_the_newest_sound_checkpoint_is_loaded_where_a_newer_one_is_damaged(tmp_
         (tmp_path / "step-00000001" / "state.json").unlink()
         with pytest.raises(CheckpointError, match="none of the 3 checkpoints"):
             checkpoints.load(optimizer=optimizer)
-
-
-def test_loading_ahead_changes_nothing_before_it_is_waited_for(tmp_path: Path) -> None:
-    model, optimizer = made(3)
-    step(model, optimizer, 0)
-    onefold.save(tmp_path / "a", model=model, optimizer=optimizer, step=1)
-    expected = step(model, optimizer, 1)
-    other, states = made(3, seed=4)
-    before = onefold.full_state_dict(other)
-    loading = onefold.load_async(tmp_path / "a", model=other, optimizer=states)
-    loading._thread.join()
-    assert not differences(before, onefold.full_state_dict(other))
-    assert loading.wait(300.0).step == 1
-    assert step(other, states, 1) == expected

@@ -69,7 +69,7 @@ def test_what_another_mesh_cannot_have_is_told(folder: Path, every: bool) -> Non
             onefold.load(folder / "small", model=other.model)
         onefold.load(folder / "two files", **give)
         assert not differences(saved.weights, look(other, Seen()).weights)
-        loaded, position = onefold.load_async(folder / "whole", **give).wait(), Position()
+        loaded, position = onefold.load(folder / "whole", **give), Position()
         if case == MESH:
             onefold.load(folder / "whole", **give, data=position)
             assert loaded.data == position == {"seen": 10 + job.data_rank}

@@ -110,18 +110,14 @@ def there_and_back(family: str, folder: Path, stage: int) -> None:
     first, second = (json.loads((f / "config.json").read_text()) for f in (there, out))
     assert first == second
     same_model(onefold.shard(opened(out, family), recipe(stage)), expected, family)
-    # Into a model that is sharded already, at once and behind what the program does meanwhile
-    for load in (onefold.load_pretrained, onefold.load_async):
-        model = onefold.shard(build(family), recipe(stage))
-        before = onefold.full_state_dict(model)
-        if load is onefold.load_async:
-            loading = load(there, model=model)
-            assert not differences(before, onefold.full_state_dict(model))
-            loaded = loading.wait(300.0)
-            assert loaded.missing == loaded.unexpected == () and loading.wait() is loaded
-        else:
-            assert load(model, there) == ([], [])
-        same_model(model, expected, family)
+    # Into a model that is sharded already
+    model = onefold.shard(build(family), recipe(stage))
+    assert onefold.load_pretrained(model, there) == ([], [])
+    same_model(model, expected, family)
+    model = onefold.shard(build(family), recipe(stage))
+    loaded = onefold.load(there, model=model)
+    assert loaded.missing == loaded.unexpected == ()
+    same_model(model, expected, family)
 
 
 def but_slow(names: Iterable[str], *quick: str) -> list[Any]:
@@ -351,12 +347,11 @@ def test_what_cannot_be_loaded_is_told_on_every_rank_and_changes_nothing(folder:
     said = complaint(lambda: onefold.shard(on_meta(family), recipe(), weights=few))
     assert "on the meta device" in said
     other = saved(folder, "gpt2", "gpt2")
-    said = complaint(lambda: onefold.load_async(other, model=model).wait(300.0))
+    said = complaint(lambda: onefold.load(other, model=model))
     assert "is of another model" in said
     assert not differences(before, onefold.full_state_dict(model))
     # A tensor that fits nowhere is not passed over, unless that is asked for
     more = folder / "fit nowhere"
-    for load in (onefold.load, lambda *a, **k: onefold.load_async(*a, **k).wait(300.0)):
-        said = complaint(lambda load=load: load(more, model=model))
-        assert "1 are unknown to this model (model.extra.weight)" in said
-        assert load(more, model=model, strict=False).unexpected == ("model.extra.weight",)
+    said = complaint(lambda: onefold.load(more, model=model))
+    assert "1 are unknown to this model (model.extra.weight)" in said
+    assert onefold.load(more, model=model, strict=False).unexpected == ("model.extra.weight",)

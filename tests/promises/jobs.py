@@ -159,12 +159,6 @@ class Seen:
 # -- the loop --------------------------------------------------------------------------------------
 
 
-def _torchao(name: str) -> Any:
-    import torchao.optim
-
-    return getattr(torchao.optim, name)
-
-
 def _two_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     matrices = {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.2}
     vectors = {"params": [p for p in params if p.dim() < 2], "lr": 2e-3, "betas": (0.8, 0.95)}
@@ -197,7 +191,6 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adadelta": _of(torch.optim.Adadelta, eps=1e-4),
     "rprop": _of(torch.optim.Rprop, lr=1e-4),
     "asgd": _of(torch.optim.ASGD),
-    "torchao 8 bits": lambda params: _torchao("AdamW8bit")(params, lr=0.01, eps=1e-4),
 }
 #: Names by which the plan knows the states of an optimizer.
 PLANNED = {"adamw": "adamw", "fused adamw": "adamw", "foreach adamw": "adamw", "two groups": "adamw",

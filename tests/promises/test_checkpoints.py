@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import onefold
 from on_ranks import on_ranks, slow
-from promises.jobs import STEPS, Job, Loop, Mesh, Row, differing, first_ranks, sharded, whole_states
+from promises.jobs import STEPS, Job, Mesh, Row, differing, first_ranks, sharded, whole_states
 
 SERVER = "libraries"
 with_torchao = pytest.mark.skipif(
@@ -186,17 +186,6 @@ def test_moments_of_every_format_are_read_into_every_other(source: str, folder: 
             coarse = 0.2 if "int4" in (source, target) else 0.05
             bound = 0.0 if source == target else coarse * value.abs().max().item()
             assert torch.allclose(found[name].float(), value.float(), 0, bound), (target, name)
-
-
-@with_torchao
-@on_ranks(2)
-def test_a_checkpoint_of_torchaos_optimizer_is_one_of_the_recipes_format(folder: Path) -> None:
-    """By a recipe that knows nothing of blocks."""
-    theirs = Row("torchao's", 0, loop=Loop(optimizer="torchao 8 bits"), model="wide gpt")
-    kept = save(trained(theirs, folder), folder / "theirs")
-    found = state(load(moments("int8"), folder / "theirs", folder))
-    weights = [name for name in kept if ": " not in name]
-    assert [n for n in weights if not torch.equal(kept[n], found[n])] == []
 
 
 @with_torchao

@@ -31,7 +31,7 @@ from onefold.checkpoint.background import Background
 from onefold.checkpoint.checkpointer import Checkpointer
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import latest
-from onefold.checkpoint.loading import Loaded, Loading, load, load_async
+from onefold.checkpoint.loading import Loaded, load
 from onefold.checkpoint.saving import save, save_async
 from onefold.checkpoint.stages import join_stages
 
@@ -40,11 +40,9 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "Loaded",
-    "Loading",
     "join_stages",
     "latest",
     "load",
-    "load_async",
     "save",
     "save_async",
 ]

@@ -1,5 +1,5 @@
-"""Saves and loads in the background: one thread per rank. `wait` raises the error of a failed save
-or load. If nobody waits for a failed save, the next optimizer step raises its error.
+"""Saves in the background: one thread per rank. `wait` raises the error of a failed save. If nobody
+waits for it, the next optimizer step raises its error.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from onefold.runtime.engine import Engine
 if TYPE_CHECKING:
     from onefold.checkpoint.copying import Copying
 
-# Weak on both sides: a load under way refers to its model, and this table must not keep that model
+# Weak on both sides: a save under way refers to its model, and this table must not keep that model
 # alive.
 _running: weakref.WeakKeyDictionary[Engine, weakref.ref[Background]] = weakref.WeakKeyDictionary()
 
 
 class Background:
-    """A save or a load under way.
+    """A save under way.
 
     Attributes:
         path: the checkpoint.
         seconds: from start to end of the work; None until it has ended.
     """
-
-    tell_steps = True  # the next optimizer step raises a failure of this work
 
     def __init__(
         self,
@@ -71,7 +69,7 @@ class Background:
     def _failed(self, error: BaseException) -> None:
         self._error = error
         engine = self._engine()
-        if engine is not None and self.tell_steps:
+        if engine is not None:
             engine.progress.failure = engine.progress.last_failure = error
 
     @property

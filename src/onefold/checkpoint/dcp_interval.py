@@ -12,7 +12,6 @@ a box of the tensor, as tensor parallelism leaves it to a rank, consists of boxe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 import torch
@@ -157,16 +156,6 @@ class DCPInterval(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise CheckpointError(
             f"{self!r} was to be pickled, which would save this rank's part under the name of the"
-            " whole. Save it by torch.distributed.checkpoint.save, with a planner that flattens"
-            " state dicts (the default)."
+            " whole. Save it by torch.distributed.checkpoint.save, or async_save in a thread (not"
+            " in a process), with a planner that flattens state dicts (the default)."
         )
-
-
-def _between_processes(leaf: DCPInterval) -> Any:
-    """Pickle `leaf` for another process on this host, with its memory shared. Needed by
-    `async_save(async_checkpointer_type=PROCESS)`.
-    """
-    return DCPInterval, (leaf.local, tuple(leaf.size()), leaf.start, leaf.region)
-
-
-ForkingPickler.register(DCPInterval, _between_processes)

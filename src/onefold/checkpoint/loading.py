@@ -5,7 +5,6 @@ own, and the checksums of all bytes read are compared with the manifest.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,6 @@ from onefold.checkpoint.apply import (
     fit_groups,
     fit_model,
 )
-from onefold.checkpoint.background import Background
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import checkpoints, latest, of_run
 from onefold.checkpoint.folder_source import FolderSource
@@ -31,7 +29,6 @@ from onefold.checkpoint.saving import Optimizers, check_moment, kinds_of, optimi
 from onefold.checkpoint.source import Source, closed_on_error, read_by_another
 from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
 from onefold.checkpoint.values import refuse_another_state, short
-from onefold.checkpoint.views import Prefetched
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.state.dicts import beside_parameters
@@ -100,78 +97,7 @@ def load(
     engine.refuse_changes("load")
     meet(engine, "load")
     with contextlib.closing(_open(engine, Path(path), optimizer, scheduler, scaler)) as source:
-        return _apply(engine, model, source, None, optimizer, things, strict, rng)
-
-
-class Loading(Background):
-    """A load under way. `.wait()` applies the data read and returns `Loaded`; collective. A second
-    call returns the same.
-    """
-
-    tell_steps = False
-
-    def __init__(
-        self,
-        engine: Engine,
-        source: Source,
-        ahead: Prefetched,
-        finish: Any,
-        begun: float,
-        path: Path,
-    ) -> None:
-        self._finish, self._source = finish, source
-        self._loaded: Loaded | None = None
-        super().__init__(engine, path, ahead.read_all, begun)
-
-    def wait(self, timeout: float | None = None) -> Loaded:  # type: ignore[override]
-        if self._loaded is not None:
-            return self._loaded
-        error: Exception | None = None
-        try:
-            super().wait(timeout)
-        except TimeoutError:
-            raise
-        except Exception as failure:
-            error = failure
-        try:
-            self._loaded = self._finish(error)
-        finally:
-            self._source.close()
-        return self._loaded
-
-
-def load_async(
-    path: str | Path,
-    *,
-    model: nn.Module,
-    optimizer: Optimizers = None,
-    scheduler: Any = None,
-    scaler: Any = None,
-    data: Any = None,
-    strict: bool = True,
-    rng: bool = True,
-) -> Loading:
-    """Load as `load` does, but read this rank's bytes into host memory in the background. `.wait()`
-    applies them.
-
-    The read takes as many bytes of host memory as this rank loads. Model and optimizer do not
-    change before `.wait()`.
-    """
-    begun = time.perf_counter()
-    engine = engine_of(model)
-    engine.refuse_changes("load_async")
-    meet(engine, "load_async")
-    opened = _open(engine, Path(path), optimizer, scheduler, scaler)
-    with closed_on_error(opened) as source, Together.of(engine).each_rank():
-        ahead = Prefetched(engine, source.fitted(model), optimizer is not None)
-
-    def finish(error: Exception | None) -> Loaded:
-        # Ranks read at different speeds: `agree` waits longer for them than `meet` would
-        Together.of(engine).agree(error)
-        things = {"scheduler": scheduler, "scaler": scaler, "data": data}
-        return _apply(engine, model, source, ahead, optimizer, things, strict, rng)
-
-    return Loading(engine, source, ahead, finish, begun, Path(path))
+        return _apply(engine, model, source, optimizer, things, strict, rng)
 
 
 def source_of(path: Path) -> Source:
@@ -222,23 +148,19 @@ def _open(engine: Engine, path: Path, optimizer: Any, scheduler: Any, scaler: An
 
 
 def _apply(
-    engine: Engine, model: nn.Module, source: Source, ahead: Source | None, optimizer: Any, things: dict[str, Any], strict: bool,
-    rng: bool,
+    engine: Engine, model: nn.Module, source: Source, optimizer: Any, things: dict[str, Any], strict: bool, rng: bool,
 ) -> Loaded:  # fmt: skip
-    """Load `source` into the model and everything given with it. Collective. `ahead`: the data that
-    was read from `source` in advance, under the model's names.
-    """
+    """Load `source` into the model and everything given with it. Collective."""
     together, optimizers = Together.of(engine), optimizers_of(optimizer)
     # Only an Onefold checkpoint has extra state, random generators and checksums
     own = source if isinstance(source, FolderSource) else None
     values: dict[str, Any] = {}
-    reader: Source = source if ahead is None else ahead
+    reader = source
     fit: ModelFit | None = None
     with together.each_rank():  # all checks, before anything is changed
         values = _values(source, together, things)
         check_moment(engine, "load", optimizer)
-        if ahead is None:
-            reader = source.fitted(model)
+        reader = source.fitted(model)
         fit = fit_model(engine, model, reader, strict)
         if own is not None:
             _fit_extra_state(engine, model, own, fit, strict)

@@ -30,7 +30,7 @@ _known: weakref.WeakKeyDictionary[Engine, Together] = weakref.WeakKeyDictionary(
 _across: weakref.WeakKeyDictionary[Group, Together] = weakref.WeakKeyDictionary()
 
 
-CALLS = ("save", "save_async", "load", "load_async", "Checkpointer(...)", "Checkpointer.load",
+CALLS = ("save", "save_async", "load", "Checkpointer(...)", "Checkpointer.load",
          "Checkpointer.latest", "export", "load_pretrained", "load_adapters", "shard(weights=...)")  # fmt: skip
 
 

@@ -5,9 +5,10 @@ loaders, and the user's `extra`.
 |----------------------------------------|------------------------------------------------------------|
 | None, bool, int, finite float, str, list | itself                                                   |
 | dict with plain string keys            | an object                                                  |
-| any other dict, tuple, set, Counter    | {"$dict": [[k, v], ...]}, {"$tuple": [...]}, ...           |
+| a scalar of numpy                      | the plain number                                           |
+| any other dict, tuple, Counter         | {"$dict": [[k, v], ...]}, {"$tuple": [...]}, ...           |
 | nan, inf                               | {"$float": "nan"}                                          |
-| bytes, complex, torch.dtype, device, Path | {"$bytes": base64}, ...                                 |
+| bytes, torch.dtype                     | {"$bytes": base64}, {"$dtype": name}                       |
 | tensor or array up to INLINE bytes     | {"$tensor": {dtype, shape, data: base64}}                  |
 | a larger one                           | {"$tensor": {"stored": number}}: `keep` stores the tensor  |
 
@@ -20,7 +21,6 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Callable
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -40,14 +40,11 @@ _NAMED = {
 #: Types stored as one tagged JSON value: (types, tag, to JSON, from JSON).
 _SIMPLE: list[tuple[type | tuple[type, ...], str, _Convert, _Convert]] = [
     ((bytes, bytearray), "$bytes", lambda v: base64.b64encode(bytes(v)).decode(), base64.b64decode),
-    (complex, "$complex", lambda v: [v.real, v.imag], lambda v: complex(*v)),
     (torch.dtype, "$dtype", lambda v: str(v).removeprefix("torch."), lambda v: _NAMED[v]),
-    (torch.device, "$device", str, torch.device),
-    (PurePath, "$path", str, PurePath),
 ]
 #: For each tag, the function that makes the value from the decoded JSON.
 _READ: dict[str, Any] = {
-    "$float": float, "$tuple": tuple, "$set": set, "$dict": dict, "$counter": lambda v: Counter(dict(v)),
+    "$float": float, "$tuple": tuple, "$dict": dict, "$counter": lambda v: Counter(dict(v)),
 } | {tag: read for _, tag, _, read in _SIMPLE}  # fmt: skip
 
 Keep = Callable[[torch.Tensor], int]
@@ -66,10 +63,12 @@ def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
-    if isinstance(value, (float, int)) and not isinstance(value, np.generic):
+    if isinstance(value, np.generic):
+        return encode(value.item(), where)
+    if isinstance(value, (float, int)):
         number = value if isinstance(value, int) else float(value)
         return number if math.isfinite(number) else {"$float": repr(number)}
-    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+    if isinstance(value, (torch.Tensor, np.ndarray)):
         return _encode_array(value, where, keep)
     if isinstance(value, dict):
         return _encode_dict(value, where, keep)
@@ -77,14 +76,12 @@ def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
         return [encode(v, f"{where}[{i}]", keep) for i, v in enumerate(value)]
     if isinstance(value, tuple):
         return {"$tuple": [encode(v, f"{where}[{i}]", keep) for i, v in enumerate(value)]}
-    if isinstance(value, (set, frozenset)):
-        return {"$set": [encode(v, f"{where}{{}}", keep) for v in sorted(value, key=repr)]}
     for kind, name, write, _ in _SIMPLE:
         if isinstance(value, kind):
             return {name: write(value)}
     raise CheckpointError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which only pickle could"
-        " store, and a checkpoint holds no pickle. Give its numbers instead (a dict, a list,"
+        " store, and a checkpoint holds no pickle. Give plain values instead (a dict, a list, text,"
         " tensors), for instance its state_dict()."
     )
 
@@ -117,7 +114,7 @@ def _encode_array(value: Any, where: str, keep: Keep | None) -> Any:
             f"{where} is a tensor of {tensor.dtype}, which cannot be stored; known are"
             f" {', '.join(DTYPES)}."
         )
-    name = ("$scalar" if isinstance(value, np.generic) else "$array") if array else "$tensor"
+    name = "$array" if array else "$tensor"
     if tensor.numel() * tensor.element_size() > INLINE and keep is not None:
         return {name: {"stored": keep(tensor)}}
     data = base64.b64encode(bytes_of(tensor)).decode()
@@ -151,11 +148,11 @@ def short(value: Any) -> str:
 
 
 def _decode_tagged(name: str, inner: Any, fetch: Fetch | None) -> Any:
-    if name in ("$tensor", "$array", "$scalar"):
+    if name in ("$tensor", "$array"):
         tensor = _decode_tensor(inner, fetch)
         if name == "$tensor" or not isinstance(tensor, torch.Tensor):  # `fetch` has a stand-in
             return tensor
-        return tensor.numpy() if name == "$array" else tensor.numpy()[()]
+        return tensor.numpy()
     if name not in _READ:
         raise CheckpointError(
             f"the checkpoint holds a value of the kind {name!r}, which this version of Onefold does"
@@ -195,7 +192,7 @@ def fits(ours: Any, value: Any, strict: bool = False) -> bool:
     | what `encode` refuses      | nothing: a method, an optimizer                                        |
     """
     try:
-        # As both would come back from a file: a path as any path, a tuple of another class as a tuple
+        # As both would come back from a file: a tuple of another class as a tuple
         return _fits(decode(encode(ours, "")), decode(encode(value, "")), strict)
     except CheckpointError:
         return False

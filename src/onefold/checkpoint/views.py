@@ -1,5 +1,5 @@
-"""Sources that wrap another source: `Recoded` converts moments to the format of this run, `Local`
-shows this rank's boxes, and `Prefetched` reads data ahead of time.
+"""Sources that wrap another source: `Recoded` converts moments to the format of this run, and `Local`
+shows this rank's boxes.
 
 `Recoded` reads moments as if they had been saved in another format:
 
@@ -188,74 +188,8 @@ class Local(View):
             self.source.read_box(item, region, start, stop, out)
 
 
-class Prefetched(View):
-    """A wrapper that holds this rank's part of `source` in memory. Other reads are passed on.
-
-    Args:
-        source: a source with the model's own names.
-        states: also read optimizer states ahead.
-    """
-
-    def __init__(self, engine: Engine, source: Source, states: bool) -> None:
-        super().__init__(source)
-        self._held: dict[_Wish, torch.Tensor] = {}
-        items = source.items()
-        self._dtypes = {item: stored.dtype for item, stored in items.items()}
-        by_name: dict[str, list[Item]] = {}
-        for item in items:
-            if item.kind == "parameter" or (item.kind == "state" and states):
-                by_name.setdefault(item.name, []).append(item)
-        self._wanted: list[_Wish] = []
-        for entry in engine.entries:
-            start, stop = entry.accounted()
-            found = source.parameter(entry.names)
-            if found is None or stop <= start:
-                continue
-            region = entry.region
-            there = {} if region is None else source.packed_in(found.name, region)
-            for item in by_name[found.name]:
-                if items[item].shape == entry.shape and item not in map(_moment_of, there):
-                    self._wanted.append((item, region, *entry.outside(start, stop)[1:]))
-            for item in there if states else ():
-                self._dtypes[item] = there[item].dtype
-                self._wanted.append((item, region, *entry.outside(start, stop, item.state)[1:]))
-
-    def read_all(self) -> None:
-        for wish in self._wanted:
-            item, _, start, stop = wish
-            tensor = torch.empty(stop - start, dtype=self._dtypes[item], device="cpu")
-            self._read(wish, tensor)
-            self._held[wish] = tensor
-
-    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
-        self._get((item, None, start, stop), out)
-
-    def read_box(
-        self, item: Item, region: TensorBox, start: int, stop: int, out: torch.Tensor
-    ) -> None:
-        self._get((item, region, start, stop), out)
-
-    def _get(self, wish: _Wish, out: torch.Tensor) -> None:
-        held = self._held.pop(wish, None)
-        if held is not None:
-            out.copy_(held)
-        else:
-            self._read(wish, out)
-
-    def _read(self, wish: _Wish, out: torch.Tensor) -> None:
-        item, region, start, stop = wish
-        if region is None:
-            self.source.read(item, start, stop, out)
-        else:
-            self.source.read_box(item, region, start, stop, out)
-
-
 def _moment_of(item: Item) -> Item:
     """Return the moment of which `item` is the codes or the scales."""
     part = packed(item.state)
     assert part is not None
     return Item(item.kind, item.name, part.key)
-
-
-#: A tensor, the box of it (None: the whole), and elements [start, stop) of that.
-_Wish = tuple[Item, TensorBox | None, int, int]

@@ -8,7 +8,7 @@ from torch.optim.optimizer import Optimizer
 
 from onefold.offload.in_backward import InBackwardStepper
 from onefold.offload.step import step_apart
-from onefold.quant.moments import moment_policy, torchao_format
+from onefold.quant.moments import moment_policy
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.stepper import GroupVerdict, Stepper, refuse_cut
@@ -32,9 +32,7 @@ class OffloadStepper(Stepper):
         if not flat.storage.offloaded:
             return False
         moment_policy(optimizer, self.engine.recipe, flat)  # refuses formats that disagree
-        # torchao's optimizers are known to be element-wise, and a trial would compile them
-        if torchao_format(optimizer) is None:
-            refuse_cut(optimizer, flat, verdict)
+        refuse_cut(optimizer, flat, verdict)
         return True
 
     def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:

@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from onefold.optim.verdict import fresh_state
 from onefold.optim.whole import owned_by
-from onefold.quant.moments import MomentPolicy, moment_policy, torchao_format
+from onefold.quant.moments import MomentPolicy, moment_policy
 from onefold.recipe.moments import SIGNED, packed
 from onefold.runtime.parameters.interval import (
     Interval,
@@ -201,7 +201,7 @@ def _fresh(optimizer: Optimizer, group: dict[str, Any], param: Any) -> dict[str,
     known.
     """
     flat = param.__dict__["_onefold_entry"]().flat
-    plain = policy_of(optimizer, flat.entries[0]) is None and torchao_format(optimizer) is None
+    plain = policy_of(optimizer, flat.entries[0]) is None
     with contextlib.suppress(Exception), torch.no_grad():
         return fresh_state(optimizer, group, param) if plain and not flat.storage.offloaded else {}
     return {}

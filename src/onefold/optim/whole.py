@@ -42,7 +42,7 @@ from onefold.comm import OWNERS, CollectiveContext, Group, alike, both
 from onefold.layout.owners import Matrix, assign, rounds
 from onefold.memory import OWNED, nbytes_of
 from onefold.optim.verdict import takes_stacks, verdict_for
-from onefold.quant.moments import moment_policy, torchao_format
+from onefold.quant.moments import moment_policy
 from onefold.recipe.optimizers import WHOLE
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
@@ -190,11 +190,9 @@ def steps_whole(
     Raises:
         ValueError: it would have to, and the recipe does not allow it.
     """
-    # torchao's optimizers are known to be element-wise, and a trial would compile them. With a policy
-    # it is Adam; with whole= the next stepper says what is wrong
+    # With a policy it is Adam; with whole= the next stepper says what is wrong
     if (
         not is_cut(flat)
-        or torchao_format(optimizer) is not None
         or moment_policy(optimizer, engine.recipe, flat) is not None
         or verdict().update != WHOLE
     ):

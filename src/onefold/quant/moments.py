@@ -8,7 +8,6 @@
 | requested by                                             | format                     | stepped by                     |
 |----------------------------------------------------------|----------------------------|--------------------------------|
 | the recipe's `moments`, with torch's Adam or AdamW       | the recipe's               | the optimizer itself           |
-| `torchao.optim.AdamW8bit`, `Adam4bit`, `AdamWFp8`, ...   | the class's                | torchao's update, not compiled |
 | stochastic rounding of bf16 master weights               | bf16, or the recipe's      | the optimizer itself           |
 
 [Note: blocks are the parameter's] Blocks are counted from the beginning of the whole parameter, and
@@ -19,9 +18,8 @@ the number of ranks, the stage, the tier or the size of a chunk.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +31,7 @@ from onefold.quant.moment_packing import MomentPacking
 from onefold.recipe import Recipe
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.stepper import Part, groups_of, raw_step, step_parts
+from onefold.runtime.stepper import Part, groups_of, step_parts
 
 #: Elements stepped at a time. On a CPU the unpacked values stay in the cache. Other devices need more
 #: work per call: 2**24 elements take 256 MB of unpacked values and gradients.
@@ -55,7 +53,6 @@ class MomentPolicy:
 
     format: Format
     seed: int | None
-    update: Callable[[Optimizer], None]
     codecs: dict[tuple[str, torch.device], MomentPacking] = field(compare=False)
 
     def of(self, entry: Entry) -> Format:
@@ -81,18 +78,14 @@ class MomentPolicy:
         return self.codecs[format.name, device]
 
 
-def torchao_format(optimizer: Optimizer) -> Format | None:
-    """Return the format of a low-bit optimizer of torchao's; None for any other. Does not import
-    torchao.
-    """
+def refuse_torchao(optimizer: Optimizer) -> None:
+    """Raise ValueError for a low-bit optimizer of torchao's. Does not import torchao."""
     for kind in type(optimizer).__mro__:
-        if (
-            kind.__module__.partition(".")[0] == "torchao"
-            and kind.__name__ in _TORCHAO
-            and "torchao" in sys.modules
-        ):
-            return FORMATS[_TORCHAO[kind.__name__]]
-    return None
+        if kind.__module__.partition(".")[0] == "torchao" and kind.__name__ in _TORCHAO:
+            raise ValueError(
+                f"{kind.__name__} of torchao packs its own moments. Use torch.optim.AdamW (or Adam),"
+                f" and give the recipe moments={_TORCHAO[kind.__name__]!r}."
+            )
 
 
 def moment_policy(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPolicy | None:
@@ -101,11 +94,8 @@ def moment_policy(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPol
     Raises:
         ValueError: recipe and optimizer contradict each other.
     """
-    master, own = flat.dtypes.master, torchao_format(optimizer)
-    chance = 0 if recipe.stochastic_rounding else None
-    if own is not None:
-        _check_torchao(optimizer, own, recipe, flat)
-        return MomentPolicy(own, chance, _torchao_step, _codecs.setdefault(optimizer, {}))
+    refuse_torchao(optimizer)
+    master, chance = flat.dtypes.master, 0 if recipe.stochastic_rounding else None
     name = recipe.moments or ("bf16" if chance is not None and master == torch.bfloat16 else None)
     if (
         name is None
@@ -124,63 +114,7 @@ def moment_policy(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPol
             f" {type(optimizer).__name__} keeps other states. Use one of those, or leave the option"
             " out."
         )
-    return MomentPolicy(FORMATS[name], chance, raw_step, _codecs.setdefault(optimizer, {}))
-
-
-def _check_torchao(optimizer: Any, own: Format, recipe: Recipe, flat: Flat) -> None:
-    """Raise ValueError if blocks of this torchao optimizer would be split, or if it contradicts the
-    recipe.
-    """
-    name, say = type(optimizer).__name__, f"moments={own.name!r}"
-    if recipe.moments not in (None, own.name):
-        raise ValueError(
-            f"{name} keeps its moments in {own.name}, and the recipe says"
-            f" moments={recipe.moments!r}: give the recipe {say}, or use torch.optim.AdamW, which"
-            " keeps them as the recipe says."
-        )
-    if optimizer.block_size != own.block:
-        raise ValueError(
-            f"{name} was made with block_size={optimizer.block_size}; Onefold keeps blocks of"
-            f" {own.block}: leave it out."
-        )
-    if optimizer.bf16_stochastic_round:
-        raise ValueError(
-            f"{name}: leave bf16_stochastic_round out and give the recipe stochastic_rounding=True,"
-            " the same on any number of ranks."
-        )
-    if flat.dtypes.master not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"{name} steps parameters of up to 32 bits, and {flat.unit_name!r} has some in"
-            f" {flat.dtypes.master}: use torch.optim.AdamW."
-        )
-    if not flat.layout.block and (flat.divided or flat.storage.on_disk):
-        raise ValueError(
-            f"{name} keeps its moments in blocks of {own.block} elements, and this model was"
-            " divided without regard to them, so that results would depend on the number of ranks:"
-            f" give the recipe {say} (then {name} or torch.optim.AdamW step alike)."
-        )
-
-
-def _torchao_step(optimizer: Any) -> None:
-    """Apply torchao's own update, not compiled, over plain fp32 moments."""
-    from torchao.optim.adam import single_param_adam
-
-    for group in optimizer.param_groups:
-        if not isinstance(group["lr"], torch.Tensor):
-            raise ValueError(
-                f"the learning rate of {type(optimizer).__name__} was replaced by {group['lr']!r};"
-                ' it is a tensor: optimizer.param_groups[0]["lr"].fill_(...), as schedules do.'
-            )
-        for p in group["params"]:
-            state = optimizer.state[p]
-            if not state:
-                state["step"] = torch.tensor(0.0, device="cpu")
-                state |= {key: torch.zeros_like(p) for key in moments_of(group)}
-            state["step"] += 1
-            single_param_adam(
-                p.detach(), p.grad, state["step"], state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq"), group["lr"],
-                *group["betas"], group["weight_decay"], group["eps"], optimizer.is_adamw, False,
-            )  # fmt: skip
+    return MomentPolicy(FORMATS[name], chance, _codecs.setdefault(optimizer, {}))
 
 
 def moments_of(group: dict[str, Any]) -> list[str]:
@@ -237,7 +171,7 @@ def _step_batch(
     batch: Sequence[tuple[Piece, Piece]],
 ) -> None:
     parts = [_part(how, small) for _, small in batch]
-    step_parts(optimizer, groups, parts, update=how.update)
+    step_parts(optimizer, groups, parts)
     for (piece, small), part in zip(batch, parts, strict=True):
         piece.scalars = _put_back(how, small, part)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch.optim.optimizer import Optimizer
 
-from onefold.quant.moments import moment_policy, step_in_memory, torchao_format
+from onefold.quant.moments import moment_policy, step_in_memory
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.stepper import GroupVerdict, Stepper, refuse_cut
@@ -25,9 +25,7 @@ class LowBitStepper(Stepper):
     ) -> bool:
         if moment_policy(optimizer, self.engine.recipe, flat) is None:
             return False
-        # torchao's optimizers are known to be element-wise, and a trial would compile them
-        if torchao_format(optimizer) is None:
-            refuse_cut(optimizer, flat, verdict)
+        refuse_cut(optimizer, flat, verdict)
         return True
 
     def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
@@ -41,8 +39,4 @@ class LowBitStepper(Stepper):
 
     def wants_unsharded(self, optimizer: Optimizer) -> bool:
         recipe = self.engine.recipe
-        return (
-            recipe.moments is not None
-            or recipe.stochastic_rounding
-            or torchao_format(optimizer) is not None
-        )
+        return recipe.moments is not None or recipe.stochastic_rounding
