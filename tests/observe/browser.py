@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-WIDTHS = (1280, 400)
-#: Once this is set, every chart has been drawn.
-DRAWN = "html[data-drawn]"
+#: A chart that has been drawn.
+DRAWN = ".chart .main-svg"
 
 
 class NoBrowserError(Exception):
@@ -63,11 +62,9 @@ class Opened:
 
 
 @contextlib.contextmanager
-def opened(browser: Any, path: Path, width: int, scheme: str = "light") -> Iterator[Opened]:
+def opened(browser: Any, path: Path, width: int) -> Iterator[Opened]:
     """`path` in a window `width` pixels wide, without any network."""
-    context = browser.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
-    )
+    context = browser.new_context(viewport={"width": width, "height": 900}, offline=True)
     try:
         seen = Opened(context.new_page())
         seen.page.set_default_timeout(300_000)  # ms; it only bounds a hang
@@ -92,18 +89,14 @@ def opened(browser: Any, path: Path, width: int, scheme: str = "light") -> Itera
 
 
 def screenshots(report: Path, folder: Path) -> list[Path]:
-    """Write `report-1280.png` and `report-400.png`, in few colours, hence small."""
+    """Write `report-1280.png`, in few colours, hence small."""
     image = importlib.import_module("PIL.Image")
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    with chromium() as browser:
-        for width in WIDTHS:
-            path = folder / f"report-{width}.png"
-            with opened(browser, report, width) as seen:
-                seen.page.screenshot(path=str(path), full_page=True)
-            image.open(path).convert("RGB").quantize(200).save(path, optimize=True)
-            written.append(path)
-    return written
+    path = folder / "report-1280.png"
+    with chromium() as browser, opened(browser, report, 1280) as seen:
+        seen.page.screenshot(path=str(path), full_page=True)
+    image.open(path).convert("RGB").quantize(200).save(path, optimize=True)
+    return [path]
 
 
 if __name__ == "__main__":

@@ -112,9 +112,8 @@ def test_names_of_a_run_are_text_on_the_page_and_never_markup(tmp_path: Path) ->
     write_observed(
         tmp_path, 0, 4, account(step), step=step, facts={evil: evil}, recipe=Recipe.zero(3)
     )
-    before = outline(write_report(write_run(tmp_path / "plain"))).tags.count("script")
     path = write_report(tmp_path)
-    assert outline(path).tags.count("script") == before
+    assert "b" not in outline(path).tags
     assert "<script>alert" not in path.read_text(encoding="utf-8")
 
 

@@ -64,6 +64,8 @@ def test_every_step_has_every_figure(run: Path) -> None:
         assert set(row) >= FIGURES, FIGURES - set(row)
         assert row["wire_bytes"] > 0 and row["memory"] > sum(row["held"]["now"].values()) > 0
         assert row["host"] == row["nvme"] == 0
+        least, most = row["own_ms"]  # of all ranks, however many there are
+        assert 0 <= least <= most and row["slowest"] in range(RANKS)
 
 
 def test_tensorboard_has_the_figures_of_every_step(run: Path) -> None:

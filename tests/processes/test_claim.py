@@ -140,18 +140,16 @@ def test_where_nothing_can_be_written_is_said(path: str, said: str, tmp_path: Pa
 
 
 AT = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
-JOB = {"nnodes": "1:2", "rdzv_endpoint": "a:29500", "output": "x", "resume": "auto"}
 
 
 @pytest.mark.parametrize(
     ("options", "one", "other", "same"),
     [
         ({}, {}, {}, False),
-        (JOB, {}, {}, True),
         ({}, {"TORCHELASTIC_RUN_ID": "j", "RANK": "0"}, {"TORCHELASTIC_RUN_ID": "j", "RANK": "1"}, True),
         ({}, {"RANK": "0", **AT}, {"RANK": "1", **AT}, True),
         ({}, {"RANK": "0", **AT}, {"RANK": "0", **AT, "MASTER_PORT": "2"}, False),
-        (JOB, {"ONEFOLD_RUN": "r", "RANK": "1", **AT}, {"ONEFOLD_RUN": "r"}, True),
+        ({}, {"ONEFOLD_RUN": "r", "RANK": "1", **AT}, {"ONEFOLD_RUN": "r"}, True),
     ],
 )  # fmt: skip
 def test_a_run_has_one_name_in_all_its_processes_and_another_run_has_another(

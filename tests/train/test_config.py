@@ -59,7 +59,9 @@ def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
         ("seed: " + "9" * 5000, "Exceeds the limit (4300 digits)"),
         ("lr: 0x" + "f" * 5000, "--lr with this number: "),
         ("a: " + "[" * 5000, "is nested too deeply."),
-        ('rdzv_id: "\\ud800"', "--rdzv-id '\\ud800': input should be a valid string"),
+        ("rdzv-endpoint: a:1", "no rdzv-endpoint any more: give it to torchrun"),
+        ("on_nonfinite: rollback", "input should be 'stop' or 'skip'."),
+        ('output: "\\ud800"', "--output '\\ud800': input should be a valid string"),
     ],
 )
 def test_what_cannot_be_is_told_with_its_key(tmp_path: Path, text: str, message: str) -> None:

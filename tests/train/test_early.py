@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_written_or_is_not_free_is_told_in_a_sentence(pl
         ),
         (["--data-cache", "ok.txt/a"], "--data-cache ok.txt/a: ok.txt is a file; name a folder."),
         (["--optimizer", "adamm"], "--optimizer adamm: Did you mean"),
-        (["--nnodes", "2"], "--rdzv-endpoint HOST:PORT"),
+        (["--nnodes", "2"], "give it to torchrun"),
         (["--config", "ok.txt"], "expected a file that ends in .yaml"),
         (["--data", "x" * 300], "cannot be read: File name too long"),
     ],

@@ -71,20 +71,40 @@ def test_slurm_starts_a_rank_a_task(tmp_path: Path) -> None:
     assert asked.keys() == known  # of `man sbatch`
 
 
+def by_torchrun(words: list[str]) -> dict[str, Any]:
+    """The same of `torchrun ... -m onefold train`; and what torchrun understands."""
+    from torch.distributed.run import parse_args
+
+    assert words[0] == "torchrun"
+    asked = parse_args(words[1:])
+    assert asked.module and asked.training_script == "onefold"
+    return {**vars(asked), **trains(["onefold", *asked.training_script_args])}
+
+
 def test_skypilot_starts_onefold_on_each_machine() -> None:
     task = yaml.safe_load((LAUNCH / "sky.yaml").read_text(encoding="utf-8"))
     assert task.keys() == {"name", "num_nodes", "resources", "file_mounts", "setup", "run"}
     nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2"}
-    text = f'onefold() {{ printf "%s\\n" onefold "$@"; }}\n{task["run"]}'
+    text = f'torchrun() {{ printf "%s\\n" torchrun "$@"; }}\n{task["run"]}'
     done = subprocess.run(
         ["bash", "-eu"], input=text, text=True, capture_output=True,
         env={**os.environ, **nodes, "SKYPILOT_NUM_GPUS_PER_NODE": "8"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    asked = trains(done.stdout.splitlines())
-    assert (str(asked["nnodes"]), str(asked["nproc"])) == ("2", "8")
+    asked = by_torchrun(done.stdout.splitlines())
+    assert (asked["nnodes"], asked["nproc_per_node"]) == ("2", "8")
     assert asked["rdzv_endpoint"] == "10.0.0.1:29500"
     if has("sky"):
         import sky
 
         assert sky.Task.from_yaml(str(LAUNCH / "sky.yaml")).num_nodes == task["num_nodes"]
+
+
+def test_a_jobset_starts_onefold_on_each_machine() -> None:
+    job = yaml.safe_load((LAUNCH / "jobset.yaml").read_text(encoding="utf-8"))
+    pods = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = pods["template"]["spec"]["containers"]
+    asked = by_torchrun([*container["command"], *container["args"]])
+    assert asked["nnodes"] == str(pods["parallelism"]) == str(pods["completions"])
+    assert asked["nproc_per_node"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert asked["grace"] == "110s"

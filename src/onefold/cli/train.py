@@ -34,7 +34,6 @@ PANELS = {
     "tp": "Other axes than data",
     "activation_checkpointing": "Memory and speed of the computation",
     "save_every": "What the run survives",
-    "max_restarts": "Starting again, on several machines",
     "eval_every": "What is measured and shown",
 }
 

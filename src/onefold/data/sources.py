@@ -14,6 +14,7 @@ Several parts are written a.jsonl:0.7,b.parquet:0.3. The numbers are their share
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -44,6 +45,8 @@ LINES, TABLES = (".jsonl", ".ndjson"), (".parquet", ".arrow")
 SMALL = 16 << 20
 #: Approximate bytes of such a piece.
 PIECE = 1 << 20
+#: Rows of a table that are looked at before a run.
+_ROWS = 1024
 #: Bytes at the beginning of a file that are checked for being text.
 _LOOK = 1 << 16
 #: A file is refused if more than this fraction of these characters is not valid UTF-8.
@@ -224,7 +227,7 @@ def _file(path: Path, field: str | None, only_look: bool, piecewise: bool) -> It
         for kind, row in _json_lines(path, field):
             yield kind, row, True
     elif ending in TABLES:
-        yield from table_rows(path, field, only_look)
+        yield from itertools.islice(table_rows(path, field), _ROWS if only_look else None)
     else:
         yield from _text(path, only_look, piecewise)
 

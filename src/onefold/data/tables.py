@@ -1,6 +1,5 @@
-"""Read a column of Parquet and Arrow files, and of the hub's datasets, as documents. This module
-chooses the column and checks its values. It does not import torch, and needs `datasets` only for
-the hub.
+"""Read a column of Parquet and Arrow files, and of the hub's datasets, as documents: `datasets` reads
+them. This module chooses the column and checks its values. It does not import torch.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from onefold.wording import TrainError, did_you_mean
 
 #: (kind, a document or a piece of one, whether the document ends with it).
 Row = tuple[str, Any, bool]
-#: Rows of a table decoded at a time.
-_ROWS = 1024
 _HUB = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/([\w.+-]+))?(?::(\S+))?")
 
 
@@ -87,80 +84,42 @@ def _are_messages(value: Any) -> bool:
     )
 
 
-#: `datasets` installs pyarrow too.
 NEEDED = "--data {} needs: pip install datasets."
 
 
-def _needed(name: str, package: str) -> Any:
-    """Import a package that is needed to read the data `name`."""
-    if importlib.util.find_spec(package) is None:
-        raise TrainError(NEEDED.format(name))
-    return importlib.import_module(package)
-
-
-def _rows(where: str, column: str, values: Iterable[Any], first: int = 0) -> Iterator[Row]:
-    """Yield the values of a column, from row `first` on, as documents."""
-    for number, value in enumerate(values, first):
-        if value is not None:
-            yield kind_of_value(f"{where} row {number}:", column, value), value, True
-
-
-def table_rows(path: Path, field: str | None, only_look: bool) -> Iterator[Row]:
+def table_rows(path: Path, field: str | None) -> Iterator[Row]:
     """Yield the rows of a Parquet or Arrow file, which is decoded in batches."""
-    pyarrow, where, number = _needed(str(path), "pyarrow"), f"--data {path}:", 0
-    try:
-        for column, values in _batches(path, where, field):
-            yield from _rows(where, column, values, number)
-            number += len(values)
-            if only_look and number:
-                return
-    except pyarrow.ArrowException as error:
-        raise TrainError(
-            f"{where} it cannot be read ({' '.join(str(error).split())[:200]})."
-        ) from None
-
-
-def _batches(path: Path, where: str, field: str | None) -> Iterator[tuple[str, list[Any]]]:
-    """Yield (the column that is read, a batch of its values)."""
-    if path.suffix.lower() == ".parquet":
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-        with parquet.ParquetFile(str(path), memory_map=True) as file:
-            column = column_of(where, "column", file.schema_arrow.names, field)
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
-                yield column, batch.column(0).to_pylist()
-        return
-    pyarrow: Any = importlib.import_module("pyarrow")
-    with pyarrow.memory_map(str(path)) as stream:
-        try:
-            reader = pyarrow.ipc.open_file(stream)
-            batches = (reader.get_batch(at) for at in range(reader.num_record_batches))
-        except pyarrow.ArrowInvalid:  # a stream, which `datasets` writes
-            stream.seek(0)
-            batches = reader = pyarrow.ipc.open_stream(stream)
-        column = column_of(where, "column", reader.schema.names, field)
-        for batch in batches:
-            whole = batch.column(reader.schema.names.index(column))
-            for start in range(0, len(whole), _ROWS):
-                yield column, whole.slice(start, _ROWS).to_pylist()
+    how = {"data_files": str(path), "split": "train", "streaming": True}
+    return _rows(str(path), "", field, path.suffix.lower().removeprefix("."), **how)
 
 
 def dataset_rows(name: str, hub: HubData, field: str | None) -> Iterator[Row]:
     """Yield the rows of a dataset of the hub. `name`: how `--data` calls it."""
-    datasets, where = _needed(name, "datasets"), f"--data {name}:"
+    # Offline: read the cache. Online: stream, which stores nothing on disk.
+    how = {"split": hub.split, "streaming": hub.is_whole and not is_offline()}
+    return _rows(name, "no such file or folder, and ", field, hub.path, hub.config, **how)
+
+
+def _rows(name: str, missing: str, field: str | None, *what: Any, **how: Any) -> Iterator[Row]:
+    """Yield the rows of what `datasets.load_dataset(*what, **how)` opens, as documents."""
+    if importlib.util.find_spec("datasets") is None:
+        raise TrainError(NEEDED.format(name))
+    datasets: Any = importlib.import_module("datasets")
+    where = f"--data {name}:"
     try:
-        # Offline: read the cache. Online: stream, which stores nothing on disk.
-        streaming = hub.is_whole and not is_offline()
-        found = datasets.load_dataset(hub.path, hub.config, split=hub.split, streaming=streaming)
+        found = datasets.load_dataset(*what, **how)
         column = column_of(where, "column", list(found.column_names or next(iter(found))), field)
-        yield from _rows(where, column, (row[column] for row in found))
+        for number, row in enumerate(found.select_columns([column])):
+            if (value := row[column]) is not None:
+                yield kind_of_value(f"{where} row {number}:", column, value), value, True
     except TrainError:
         raise
-    except Exception as error:  # any error of the network, the hub or a loading script
+    except Exception as error:  # any error of a file, the network, the hub or a loading script
         # ValueError: a configuration or split is missing or unknown; the error lists the known ones
-        how = " Name one as org/name/CONFIG:SPLIT." if isinstance(error, ValueError) else ""
+        hint = " Name one as org/name/CONFIG:SPLIT." if isinstance(error, ValueError) else ""
         raise TrainError(
-            f"{where} no such file or folder, and `datasets` cannot open it"
-            f" ({' '.join(str(error).split())[:300]}).{how}"
+            f"{where} {missing}`datasets` cannot open it"
+            f" ({' '.join(str(error).split())[:300]}).{hint if missing else ''}"
         ) from error
 
 

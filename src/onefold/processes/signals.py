@@ -179,7 +179,6 @@ class StopSignal:
         self._listen()
         if self.control is not None:
             with contextlib.suppress(OSError):
-                (self.control / f"ended-{local_rank}").unlink(missing_ok=True)
                 if local_rank == 0:
                     (self.control / TRAINING).unlink(missing_ok=True)
 
@@ -204,7 +203,6 @@ class StopSignal:
 
     def exit_code(self, stopped: Stop) -> int:
         """Return this rank's exit status. After Ctrl-C, the launcher turns 0 into 130 itself."""
-        self._mark(f"ended-{self.local_rank}")
         by_hand = stopped & Stop.INTERRUPT and not stopped & Stop.PREEMPT
         return INTERRUPTED if by_hand and self.control is None else 0
 

@@ -57,9 +57,8 @@ def agent(file: Path, said: str, arguments: list[str]) -> int:
         signal.signal(number, lambda number, frame: None)
     os.environ[PARENT] = str(os.getpid())  # the ranks end with this process
     logging.disable(logging.CRITICAL)
-    from torch.distributed import DistError, run
+    from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import api
 
     from onefold.train import alone
     from onefold.wording import TrainError
@@ -91,23 +90,6 @@ def agent(file: Path, said: str, arguments: list[str]) -> int:
         said = _how_it_ended(first, failure.exitcode)
         if _has_spoken(Path(os.environ[CONTROL])):
             return 1
-    except api.RendezvousTimeoutError:
-        said = (
-            "the machines did not meet in time: fewer than --nnodes asks for came to"
-            " --rdzv-endpoint."
-        )
-    except api.RendezvousClosedError:
-        said = "the run has ended on the other machines."
-    except api.RendezvousError as error:
-        said = (
-            f"the machines cannot meet at --rdzv-endpoint ({_first_line(error)}): is it HOST:PORT"
-            " of one of them, and is that one up?"
-        )
-    except DistError as error:  # the machine that holds the store went during the rendezvous
-        said = (
-            f"the machines lost each other while they met ({_first_line(error)}). Start this one"
-            " again, and it joins them."
-        )
     print(f"error: {said}", file=sys.stderr)
     return 1
 
@@ -125,11 +107,8 @@ def _make_ready(file: Path, nproc: int) -> None:
 
     config = TrainConfig.model_validate_json(file.read_text(encoding="utf-8"))
     config.check_recipe()
-    if config.nodes[1] == 1:
-        refuse_groups(config, nproc)
-        # On several machines rank 0 decides about the folder: the run may already use it when
-        # another machine joins
-        config = with_output(config)
+    refuse_groups(config, nproc)
+    config = with_output(config)
     if kind_of(config.model) == "hub":
         out = sys.stderr if config.json_lines else sys.stdout
         fetch(config.model, lambda line: print(line, file=out, flush=True))
@@ -137,10 +116,6 @@ def _make_ready(file: Path, nproc: int) -> None:
         if not needs_hub(config.data):
             os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the ranks find it in the cache
         file.write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _has_spoken(control: Path) -> bool:

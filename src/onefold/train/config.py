@@ -65,20 +65,6 @@ def _duration(value: str) -> str:
     return value
 
 
-def _nodes(value: object) -> str:
-    parts = str(value).split(":")
-    whole = len(parts) <= 2 and all(part.isdecimal() for part in parts)
-    if not whole or not 1 <= int(parts[0]) <= int(parts[-1]) <= MOST:
-        raise ValueError("expected a number of machines, N or MIN:MAX, such as 1:4")
-    return str(value)
-
-
-def _endpoint(value: str) -> str:
-    if value.endswith(":"):
-        raise ValueError("expected HOST:PORT")
-    return value
-
-
 Count = Annotated[int, Field(ge=1, le=MOST)]
 CountFrom0 = Annotated[int, Field(ge=0, le=MOST)]
 Above0 = Annotated[float, Field(gt=0)]
@@ -86,8 +72,6 @@ From0 = Annotated[float, Field(ge=0)]
 Stage = Annotated[Literal["auto", "0", "1", "2", "3"], BeforeValidator(str)]
 MicroBatch = Annotated[int | Literal["auto"], BeforeValidator(_micro_batch)]
 Duration = Annotated[str, AfterValidator(_duration)]
-Endpoint = Annotated[str, AfterValidator(_endpoint)]
-Nodes = Annotated[str, BeforeValidator(_nodes)]
 OptimizerOptions = Annotated[dict[str, Any] | None, BeforeValidator(optimizers.read_options)]
 
 
@@ -237,22 +221,8 @@ class TrainConfig(_RecipeOptions):
     nonfinite_limit: Count = 5
     """End the run after this many such steps in a row, even with skip."""
 
-    # what torchrun is asked for, where this command starts it
     max_restarts: CountFrom0 = 0
     """How often ranks are started again after one has gone."""
-    nnodes: Nodes = "1"
-    """Machines of the run, N or MIN:MAX; each runs this command."""
-    rdzv_endpoint: Endpoint | None = None
-    """HOST:PORT where the machines meet."""
-    rdzv_id: str = "onefold"
-    """Name of the run at the rendezvous."""
-    rdzv_backend: str = "c10d"
-    """Rendezvous backend."""
-    rdzv_conf: str | None = None
-    """More rendezvous settings, such as last_call_timeout=10,keep_alive_interval=2."""
-    local_addr: str | None = None
-    """This machine's address, if its host name does not resolve to it."""
-
     # what is measured and shown
     eval_every: CountFrom0 = 10
     """Steps between held-out losses; 0 measures none."""
@@ -280,12 +250,6 @@ class TrainConfig(_RecipeOptions):
                 f"expected {'' if kind is bool else 'a value other than '}true or false"
             )
         return value
-
-    @property
-    def nodes(self) -> tuple[int, int]:
-        """(fewest, most) machines of the run."""
-        fewest, _, most = self.nnodes.partition(":")
-        return int(fewest), int(most or fewest)
 
     @model_validator(mode="after")
     def _options_agree(self) -> TrainConfig:

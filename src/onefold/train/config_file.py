@@ -17,6 +17,10 @@ GONE = {
     "slow_factor": "leave it out: `slowest` in the metrics is the slowest rank of a step",
     "torch_profiler": "use torch.profiler in a loop of your own",
     "pp": "write a loop with onefold.parallel.PipelineStage, as examples/pipeline.py does",
+    **dict.fromkeys(
+        ("nnodes", "rdzv_endpoint", "rdzv_id", "rdzv_backend", "rdzv_conf", "local_addr"),
+        "give it to torchrun, on each machine: torchrun --nnodes 2 ... -m onefold train ...",
+    ),
 }
 
 

@@ -5,7 +5,7 @@
     _Waiting             while the agent runs: passes signals on to the ranks, and enforces --grace
     _end                 ends every process that is left
 
-The agent (agent.py) is torchrun. On one machine it has its own rendezvous, on several the user's.
+The agent (agent.py) is torchrun, with a rendezvous of its own. On several machines the user starts torchrun.
 """
 
 from __future__ import annotations
@@ -70,55 +70,18 @@ def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
     return cores, f"one a physical core, {cores} here"
 
 
-def is_alone(config: TrainConfig) -> bool:
-    """Return whether the run is on this machine alone, with no rendezvous of the user's."""
-    return config.nodes[1] == 1 and config.rdzv_endpoint is None
-
-
-def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
-    """Return torchrun's arguments: its own rendezvous on one machine, the user's on several.
-    Raises TrainError if something that several machines need is missing.
-    """
-    arguments = [f"--nproc-per-node={nproc}", f"--max-restarts={config.max_restarts}"]
-    fewest, most = config.nodes
-    if is_alone(config):
-        return [f"--rdzv-backend={ALONE}", *arguments]
-    several = f"--nnodes {config.nnodes}"
-    if config.rdzv_endpoint is None:
-        raise TrainError(
-            f"{several}: say where the machines meet, with --rdzv-endpoint HOST:PORT (one of them,"
-            " the same on all)."
-        )
-    if config.output is None:
-        raise TrainError(f"{several}: name the folder that all machines see, with --output.")
-    if fewest < most and config.resume != "auto":
-        raise TrainError(
-            f"{several}: machines may come and go, and each time the run goes on from a checkpoint:"
-            " add --resume auto."
-        )
-    handed_on = ("nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr")
-    for name in handed_on:
-        if value := getattr(config, name):
-            arguments.append(f"--{name.replace('_', '-')}={value}")
-    return arguments
-
-
 def launch(config: TrainConfig) -> int:
     """Run the training on ranks of this machine.
     Returns the exit status: 0, 1 for a failure, 130 after Ctrl-C.
     Raises TrainError if the run cannot start; then no rank was started and no file is left.
     """
-    fewest, most = config.nodes
     # With --nproc, check before GPUs are counted, which imports torch
-    if config.nproc is not None and fewest == most:
-        check_batch(config, config.nproc * fewest)
-    torchrun_arguments(config, config.nproc or 1)
-    if most == 1:
-        refuse_earlier_run(config)
+    if config.nproc is not None:
+        check_batch(config, config.nproc)
+    refuse_earlier_run(config)
     with _claimed(config) as (named, run):
         nproc, why = ranks_to_start(config)
-        if fewest == most:
-            check_batch(config, nproc * fewest)
+        check_batch(config, nproc)
         said = "" if config.json_lines else f"starting {nproc} ranks ({why})"
         return _run(named, nproc, run, said)
 
@@ -130,7 +93,7 @@ def _claimed(config: TrainConfig) -> Iterator[tuple[TrainConfig, str]]:
     for this run and is still empty.
     """
     with _signals_later():
-        named = name_output(config) if config.nodes[1] == 1 else config
+        named = name_output(config)
         assert named.output is not None
         run = run_of(named, os.environ)
         claim = Claim.take(Path(named.output), run, new=config.output is None)
@@ -163,7 +126,11 @@ def _run(config: TrainConfig, nproc: int, run: str, said: str) -> int:
     """Start the agent, which prints `said` and starts the ranks, and wait for its end.
     Returns the exit status. Raises TrainError if the agent's checks refuse the configuration.
     """
-    asked = torchrun_arguments(config, nproc)
+    asked = [
+        f"--rdzv-backend={ALONE}",
+        f"--nproc-per-node={nproc}",
+        f"--max-restarts={config.max_restarts}",
+    ]
     with (
         noted_signals() as arrived,
         tempfile.TemporaryDirectory(prefix="onefold-", ignore_cleanup_errors=True) as folder,
@@ -173,17 +140,12 @@ def _run(config: TrainConfig, nproc: int, run: str, said: str) -> int:
         file.write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
         online = kind_of(config.model) == "hub" or needs_hub(config.data)
         environment = {
-            **child_environment(
-                os.environ, nproc, control, config.compile, online, is_alone(config)
-            ),
+            **child_environment(os.environ, nproc, control, config.compile, online, alone=True),
             GRACE: str(seconds_of(config.grace)),
             STARTED: str(time.time()),
             PARENT: str(os.getpid()),
             RUN: run,
         }
-        if config.nodes[1] > 1:
-            # A new store for each restart: a shared one could be on a machine that has left
-            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         this = "onefold.train.agent"
         process = subprocess.Popen(
             [
@@ -193,7 +155,7 @@ def _run(config: TrainConfig, nproc: int, run: str, said: str) -> int:
             env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
-            code = _Waiting(process, control, arrived, nproc, config).to_the_end()
+            code = _Waiting(process, control, arrived, config).to_the_end()
         finally:
             _end(process, control)
         if code and (refused := control / REFUSED).exists():
@@ -208,7 +170,6 @@ class _Waiting:
     process: subprocess.Popen[bytes]
     control: Path
     arrived: list[int]
-    nproc: int
     config: TrainConfig
     heard: int = 0
     deadline: float | None = None
@@ -238,13 +199,7 @@ class _Waiting:
                 return over
         if (self.control / FINAL).exists():
             return 1
-        if self.deadline is None:
-            return None
-        ended = len(list(self.control.glob("ended-*"))) == self.nproc
-        if self.config.nodes[1] > 1 and ended and not _alive(self.control):
-            # The agent may wait minutes for other machines' agents, and would end the run for them
-            return 0
-        if time.monotonic() > self.deadline:
+        if self.deadline is not None and time.monotonic() > self.deadline:
             _say(
                 f"error: step and checkpoint took longer than --grace {self.config.grace}; what was"
                 " saved before remains."
@@ -278,15 +233,6 @@ def _pids(control: Path) -> Iterator[int]:
     for file in control.glob("rank-*.pid"):
         with contextlib.suppress(OSError, ValueError):
             yield int(file.read_text())
-
-
-def _alive(control: Path) -> bool:
-    """Whether a rank of this machine still runs."""
-    for pid in _pids(control):
-        with contextlib.suppress(OSError):
-            os.kill(pid, 0)
-            return True
-    return False
 
 
 def _end(process: subprocess.Popen[bytes], control: Path) -> None:

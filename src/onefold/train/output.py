@@ -43,8 +43,6 @@ def run_of(config: TrainConfig, environment: Mapping[str, str]) -> str:
         return f"torchrun {elastic}"
     if "RANK" in environment:
         return f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
-    if config.nodes[1] > 1:
-        return f"{config.rdzv_id} at {config.rdzv_endpoint}"
     return secrets.token_hex(8)
 
 

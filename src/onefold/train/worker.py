@@ -50,9 +50,8 @@ PATIENCE = 5.0
 #: Seconds that a rank waits, after it stopped with the others, for a request that its own machine
 #: end as well.
 LINGER = 5.0
-#: Options about the launcher, which each machine sets for itself.
-OF_A_LAUNCHER = ("max_restarts", "nnodes", "rdzv_endpoint", "rdzv_conf", "local_addr")
-OF_A_MACHINE = ("nproc", "device", "grace", "rdzv_id", "rdzv_backend", *OF_A_LAUNCHER)
+#: Options that each machine sets for itself.
+OF_A_MACHINE = ("nproc", "device", "grace", "max_restarts")
 
 
 class Rank:
@@ -177,7 +176,7 @@ def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
         restarted: bool = ranks.from_first(
             count > 0 or checkpoints.made_since(config, started_at())
         )
-        if CONTROL not in os.environ or config.nodes[1] > 1:
+        if CONTROL not in os.environ:
             given = config
             config = ranks.on_first(lambda: with_output(given, restarted))
             me.otherwise = otherwise(ranks.gather(unlike(given, config)))
@@ -326,13 +325,10 @@ def _about_starting(run: Run, me: Rank) -> list[str]:
                 "--max-restarts without --save-every: a restart begins again at the first step"
             )
         return said
-    fields = TrainConfig.model_fields
-    given = [name for name in OF_A_LAUNCHER if getattr(config, name) != fields[name].default]
-    if given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    if config.max_restarts:
         said.append(
-            f"{options}: the launcher that started this rank decides that, so it does"
-            " nothing here; give it to the launcher"
+            "--max-restarts: the launcher that started this rank decides that, so it does nothing"
+            " here; give it to the launcher"
         )
     return said
 

@@ -1,10 +1,7 @@
-"""Format figures for people, and make charts: the layout that all charts share, with plotly, and
-transparent backgrounds because the page sets the colours of light and dark mode.
-"""
+"""Format figures for people, and make charts: the layout that all charts share, with plotly."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
@@ -84,7 +81,7 @@ def in_unit(value: float | None, unit: str) -> str:
     return f"{value:,.0f}" if unit == "1/s" else f"{value:.1%}"
 
 
-Figure = dict[str, Any]
+Figure = Any  # plotly.graph_objects.Figure
 
 
 @cache
@@ -110,41 +107,19 @@ def plotly_source() -> str:
 
 
 def figure(traces: list[Any], *, height: int, x: str, y: str, **layout: Any) -> Figure:
-    """Return the figure as plain JSON, checked by plotly. `height`: pixels. `x`, `y`: titles."""
-    go = plotly()
-    axes = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
-    for name in axes:
-        own = {
-            "automargin": True,
-            "zeroline": False,
-            "fixedrange": name == "yaxis",
-            **layout.pop(name, {}),
-        }
-        axes[name] = {**axes[name], **own}
-    drawn = go.Figure(
-        data=traces,
-        layout={
-            "template": go.layout.Template(),
-            "height": height,
-            "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
-            "paper_bgcolor": "rgba(0,0,0,0)",
-            "plot_bgcolor": "rgba(0,0,0,0)",
-            "font": {"family": "system-ui, -apple-system, 'Segoe UI', sans-serif", "size": 12},
-            "legend": {
-                "orientation": "h",
-                "x": 0,
-                "y": 1.02,
-                "yanchor": "bottom",
-                "font": {"size": 12},
-                "traceorder": "normal",
-            },
-            "hoverlabel": {"namelength": -1},
-            **axes,
-            **layout,
-        },
-    )
-    plain: Figure = json.loads(drawn.to_json())
-    return plain
+    """Return the figure. `height`: pixels. `x`, `y`: titles."""
+    axes = {
+        name: {"title": {"text": title}, "automargin": True, **layout.pop(name, {})}
+        for name, title in (("xaxis", x), ("yaxis", y))
+    }
+    shared = {
+        "template": "plotly_white",
+        "height": height,
+        "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+        "hoverlabel": {"namelength": -1},
+    }
+    return plotly().Figure(data=traces, layout={**shared, **axes, **layout})
 
 
 def thinned(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,13 +25,10 @@ from onefold.observe.report.tables import (
     readable_facts,
     tiles,
 )
-from onefold.observe.runfile import RUN_FILE, Observed, RankObserved, RunFileError, read_observed
+from onefold.observe.runfile import RUN_FILE, Observed, RunFileError, read_observed
 from onefold.plan.schema import LOGITS
 from onefold.recipe.tiers import OFF_DEVICE
 
-#: The page shows the recorded steps of up to this many ranks. Of more ranks it shows the first, the
-#: last, the slowest and the one with most memory.
-RANKS_SHOWN = 8
 #: The sentence that explains why the ratio of logits is far from 1 in every run.
 OF_LOGITS = (
     "At peak the plan counts logits with their fp32 copy and their gradient; the ledger sees what"
@@ -46,14 +42,14 @@ class Report:
     """The contents of the page.
 
     Attributes:
-        figures: {name: figure}, or {name: {rank: figure}} if the reader may choose the rank.
+        figures: {name: figure}.
         said: {section: sentences}. missing: {section: why it is missing}.
         window: how much was recorded.
     """
 
     title: str
     tiles: list[Tile] = field(default_factory=list)
-    figures: dict[str, Figure | dict[str, Figure]] = field(default_factory=dict)
+    figures: dict[str, Figure] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
     tables: dict[str, Any] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -171,52 +167,47 @@ def _observed(report: Report, observed: Observed | None) -> None:
 
 
 def _steps(report: Report, observed: Observed) -> None:
-    """Draw memory and timeline of the recorded step, for some ranks."""
-    chosen = [(r, r.step) for r in _ranks_to_show(observed.ranks) if r.step is not None]
-    if not chosen:
+    """Draw memory and timeline of the recorded step, of the rank that held most."""
+    recorded = [rank for rank in observed.ranks if rank.step is not None]
+    if not recorded:
         for name in ("memory", "timeline"):
             report.missing[name] = (
                 "No step was recorded: run one inside onefold.observe.record() and give it to"
                 f" {OWN_LOOP}."
             )
         return
-    report.figures["memory"] = {
-        str(r.rank): charts.memory(s, observed.plan) for r, s in chosen if s.levels()[1]
-    }
-    for tier in (tier.value for tier in OFF_DEVICE):
-        if found := {
-            str(r.rank): charts.memory(s, observed.plan, tier) for r, s in chosen if tier in s.tiers
-        }:
-            report.figures[tier] = found
-    report.figures["timeline"] = {
-        str(r.rank): charts.timeline(s) for r, s in chosen if s.moves or s.work
-    }
-    longest = max(s.steps for _, s in chosen)
-    report.window = f"{longest} steps" if longest > 1 else "one step"
-    busiest = max(chosen, key=lambda pair: sum(pair[1].moved().values()))
+    rank = fullest(recorded)
+    step = rank.step
+    assert step is not None
+    if step.levels()[1]:
+        report.figures["memory"] = charts.memory(step, observed.plan)
+    for tier in OFF_DEVICE:
+        if tier.value in step.tiers:
+            report.figures[tier.value] = charts.memory(step, observed.plan, tier.value)
+    report.window = f"{step.steps} steps" if step.steps > 1 else "one step"
     notes = [
-        said for said in (outside_view(fullest(observed.ranks)), between_tiers(*busiest)) if said
+        f"Of rank {rank.rank}, which held most." if observed.world_size > 1 else "",
+        outside_view(rank),
+        between_tiers(rank, step),
     ]
-    if not all(s.activations_watched for _, s in chosen):
+    if not step.activations_watched:
         notes.append(
             "Activations were not watched in this run: record(..., activations=True) shows them"
             " too."
         )
     if observed.plan is None:
         notes.append("There was no plan to draw a line of.")
-    if any(s.truncated for _, s in chosen):
+    if step.truncated:
         notes.append(
             "The recorded window was longer than the ledgers keep; its beginning is missing."
         )
-    report.said["memory"] = " ".join(notes)
-    if not report.figures["timeline"]:
-        del report.figures["timeline"]
+    report.said["memory"] = " ".join(filter(None, notes))
+    if step.moves or step.work:
+        report.figures["timeline"] = charts.timeline(step)
+        if not step.moves:
+            report.said["timeline"] = "Nothing travelled: a lone rank has nobody to send to."
+    else:
         report.missing["timeline"] = "The recorded step holds neither moves nor work of units."
-    elif not any(s.moves for _, s in chosen):
-        report.said["timeline"] = "Nothing travelled: a lone rank has nobody to send to."
-    shown = len(chosen)
-    if shown < observed.world_size:
-        report.said["choice"] = f"{shown} of {observed.world_size} ranks are in this page."
 
 
 def _across(report: Report, observed: Observed) -> None:
@@ -263,19 +254,8 @@ def _across(report: Report, observed: Observed) -> None:
         )
 
 
-def _ranks_to_show(found: tuple[RankObserved, ...]) -> list[RankObserved]:
-    recorded = [r for r in found if r.step is not None]
-    if len(recorded) <= RANKS_SHOWN:
-        return recorded
-    slowest = max(recorded, key=lambda r: r.measured.seconds.get("compute", 0.0))
-    return sorted(
-        {r.rank: r for r in (recorded[0], recorded[-1], slowest, fullest(recorded))}.values(),
-        key=lambda r: r.rank,
-    )
-
-
 def render(report: Report) -> str:
-    """Return the page as text, with styles, script, plotly.js and data inside.
+    """Return the page as text, with styles, plotly.js and data inside.
 
     Raises:
         ModuleNotFoundError: jinja2 is not installed.
@@ -294,12 +274,15 @@ def render(report: Report) -> str:
     environment = jinja.Environment(
         autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    # A "<" in the data must not close the script element around it.
-    data = json.dumps(report.figures, separators=(",", ":")).replace("<", "\\u003c")
-    # Files of this package and generated data, which need no escaping
-    trusted = {name: jinja.utils.markupsafe.Markup(text) for name, text in (
-        ("style", read("page.css")), ("script", read("page.js")), ("plotly", plotly_source()), ("data", data),
-    )}  # fmt: skip
+    # Of this package and of plotly, which escapes what it is given
+    safe = jinja.utils.markupsafe.Markup
+    how = {
+        "full_html": False,
+        "include_plotlyjs": False,
+        "config": {"displaylogo": False, "responsive": True},
+    }
+    drawn = {name: safe(figure.to_html(**how)) for name, figure in report.figures.items()}
+    trusted = {"style": safe(read("page.css")), "plotly": safe(plotly_source()), "charts": drawn}
     places = [(tier.value, tier.where) for tier in OFF_DEVICE]
     template = environment.from_string(read("page.html"))
     page: str = template.render(report=report, places=places, **trusted)
