@@ -57,7 +57,7 @@ def read_config_file(path: str | Path, known: Collection[str]) -> dict[str, Any]
         )
     for key in values:
         if (name := str(key).replace("-", "_")) not in known:
-            refuse_gone(name)
+            refuse_gone(str(key))
             raise TrainError(
                 f"--config {path} has the unknown key {key!r}. {did_you_mean(name, known)}"
             )
