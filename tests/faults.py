@@ -579,8 +579,8 @@ FAULTS = [
         "stores",
         "a pool hands a buffer out twice",
         "memory/pool.py",
-        "            buffer = free.pop()  #",
-        "            buffer = free[-1]  #",
+        "            buffer, _ = free.pop()",
+        "            buffer, _ = free[-1]",
         ["tests/stores/test_memory.py"],
     ),
     Fault(
