@@ -1,4 +1,20 @@
-"""How gradients and parameters travel: the hops among groups of ranks, and the paths of a gather."""
+"""How the whole of a flat buffer comes together. `shard()` chooses one `Gather` for each flat buffer.
+
+| class           | file                  | what travels                                                          |
+|-----------------|-----------------------|-----------------------------------------------------------------------|
+| `Gather`        | here                  | values in the compute dtype                                           |
+| `EncodedGather` | quant/gather_paths.py | bytes, encoded once after a step                                      |
+
+| path                                                                  | where                            |
+|-----------------------------------------------------------------------|----------------------------------|
+| a copy, or nothing                                                    | every rank has all masters       |
+| owned ── all owners ──► whole                                         | else                             |
+| interval ── inter-group ──► shard (cached) ── intra-group ──► whole   | with a second copy (hpZ, ZeRO++) |
+
+`interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
+positions] in layout/flat.py). A gather may have a cached shard: the secondary shard (hpZ), or
+this rank's part encoded (qwZ). Gathers start from it until masters are written to.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +29,6 @@ from onefold.memory.pool import TierError
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
     from onefold.runtime.resources import Resources
-
-
-# -- paths of a gather -----------------------------------------------------------------------------
-#
-# How the whole of a flat buffer comes together. `shard()` chooses one `Gather` for each flat
-# buffer.
-#
-# | class           | file                  | what travels                                                          |
-# |-----------------|-----------------------|-----------------------------------------------------------------------|
-# | `Gather`        | here                  | values in the compute dtype                                           |
-# | `EncodedGather` | quant/gather_paths.py | bytes, encoded once after a step                                      |
-#
-# | path                                                                  | where                            |
-# |-----------------------------------------------------------------------|----------------------------------|
-# | a copy, or nothing                                                    | every rank has all masters       |
-# | owned ── all owners ──► whole                                         | else                             |
-# | interval ── inter-group ──► shard (cached) ── intra-group ──► whole   | with a second copy (hpZ, ZeRO++) |
-#
-# `interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
-# positions] in layout/flat.py). A gather may have a cached shard: the secondary shard (hpZ), or
-# this rank's part encoded (qwZ). Gathers start from it until masters are written to.
 
 
 class Gather:
