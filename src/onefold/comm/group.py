@@ -764,7 +764,7 @@ class Group:
         """Run the backend's own reduce-scatter: the sum, or mean, of all ranks' `sent` [numel].
         This rank's part is written to `own`. The backend adds in the dtype of `sent`.
         """
-        op = _operation(mean)
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         return self._launch(
             move,
             context,
@@ -1076,10 +1076,6 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _operation(mean: bool) -> Any:
-    return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
 
 
 def of_length(tag: int, message: torch.Tensor) -> int:
