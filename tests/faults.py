@@ -139,9 +139,9 @@ FAULTS = [
     Fault(
         "numbers",
         "a cached shard is not made anew after a step",
-        "runtime/refresh.py",
-        "        flat.gather.fresh = False",
-        "        pass",
+        "runtime/gather_paths.py",
+        "self.cached is not None and self.cached_of == self.flat.version",
+        "self.cached is not None and self.cached_of >= 0",
         [row("groups: 3 on 4, group=2, second_copy=True, clipped to 0.5")],
     ),
     Fault(
@@ -483,8 +483,8 @@ FAULTS = [
         "scripts",
         "what a module writes to its weights in the forward pass is lost",
         "runtime/refresh.py",
-        "    elif flat.storage.keep_written(full[slice(*flat.owned)], written):",
-        "    elif not written:",
+        "            flat.storage.keep_written(full[slice(*flat.owned)], written)",
+        "            pass",
         ["tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[loops]"],
     ),
     Fault(

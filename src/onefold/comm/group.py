@@ -583,48 +583,6 @@ class Group:
             over,
         )
 
-    @property
-    def joins_messages(self) -> bool:
-        """Whether `all_gather_together` is available and pays: on gloo and a CPU, a message costs
-        the host more than copying the few bytes in it.
-        """
-        gloo = self.backend == "gloo" and self.device.type == "cpu"
-        return gloo and self.size > 1 and not self.topology.two_levels
-
-    def all_gather_together(
-        self, fulls: Sequence[torch.Tensor], places: Sequence[CollectiveContext], number: int
-    ) -> Pending:
-        """All-gather several buffers, in one message to each rank.
-
-        Until the move is waited for, temporary buffers, together as large as all `fulls`, hold what
-        is sent and received.
-
-        Args:
-            fulls: [numel] each, cut evenly, of one dtype.
-            places: the context of each gather; the ledger gets an event for each.
-            number: messages with different numbers are never taken for each other.
-        """
-        rows = [full.view(self.size, -1) for full in fulls]
-        lengths = [row.shape[1] for row in rows]
-        sent = torch.cat([row[self.rank] for row in rows])
-        received = [(peer, torch.empty_like(sent)) for peer in self.peers]
-        first, *others = (self._to_all(n * sent.itemsize) for n in lengths)
-        sends, move = [(peer, sent) for peer in self.peers], "all-gather"
-        pending = self.exchange(sends, received, places[0], number, move=move, sent=first)
-        events = [
-            self._record(move, context, sent.dtype, each)
-            for context, each in zip(places[1:], others, strict=True)
-        ]
-
-        def arrived() -> None:
-            for peer, message in received:
-                torch._foreach_copy_([row[peer] for row in rows], list(message.split(lengths)))
-            now = time.perf_counter()
-            for event in events:
-                self.ledger.waited(event, now)
-
-        return pending.then(arrived)
-
     def exchange(
         self,
         sends: Parts,

@@ -347,16 +347,6 @@ class RunAhead:
             self._reach(*self._marks[0])
             self._marks.popleft()
 
-    def settle(self) -> None:
-        """Wait until the device has done all that is queued: before the host reads a number of it.
-
-        Raises:
-            StallError: as `comes`.
-        """
-        if not self._gave_up and not capturing(self.device):
-            waits = [wait for _, of_mark in self._marks for wait in of_mark] + self._waits
-            self._reach(current_stream(self.device).record_event(), waits)
-
     def _reach(self, mark: Any, waits: list[_Wait]) -> None:
         if mark.query():
             return

@@ -131,9 +131,8 @@ class OffloadStorage(Storage):
     def stepped(self, start: int, stop: int, master: torch.Tensor) -> None:
         """Update what gathers read: masters [start, stop) have the new values `master`."""
 
-    def keep_written(self, own: torch.Tensor, written: list[Entry]) -> bool:
+    def keep_written(self, own: torch.Tensor, written: list[Entry]) -> None:
         refuse_written(written)
-        return False
 
     def copy_up(self, into: torch.Tensor, master: torch.Tensor) -> None:
         """Copy new masters into the interval that gathers read."""

@@ -47,7 +47,6 @@ from onefold.recipe.optimizers import WHOLE
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.hooks import engine_of_entry
-from onefold.runtime.parameters.values import written
 from onefold.runtime.stepper import (
     GroupVerdict,
     Part,
@@ -57,7 +56,6 @@ from onefold.runtime.stepper import (
     is_cut,
     step_parts,
 )
-from onefold.runtime.unit import State
 
 _WHERE = "(whole matrices)"
 
@@ -328,12 +326,7 @@ class WholeStep(Stepper):
         """Whether the resident whole of `entry`, if its flat buffer has one that is made of the
         masters, has their values: nobody has written to any since they were gathered.
         """
-        flat = entry.flat
-        return not _has_whole(flat) or (
-            self.engine.unit_of[entry.number].state is not State.STALE
-            and entry.last_write <= flat.copied
-            and flat.versions == sum(written(e.param) for e in flat.entries)
-        )
+        return not (_has_whole(entry.flat) and entry.flat.stale)
 
     def _agree_on_failure(self, optimizer: Optimizer, error: Exception | None) -> None:
         group, name = self.engine.group, type(optimizer).__name__

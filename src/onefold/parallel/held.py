@@ -47,8 +47,7 @@ def unshard(module: nn.Module) -> None:
         engine.transfers.check()
         # First: writes to units that are not kept are not looked for
         engine.gather.keep(engine.gather.sharded, holding=True)
-        engine.copies.look_for_writes()
-        refresh(engine.gather)
+        refresh(engine.gather, engine.units)
         engine.gather.gather_kept()
 
 

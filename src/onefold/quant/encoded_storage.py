@@ -98,9 +98,8 @@ class EncodedStorage(Storage):
             " and freeze it afterwards, or leave frozen out of the recipe."
         )
 
-    def keep_written(self, own: torch.Tensor, written: list[Entry]) -> bool:
+    def keep_written(self, own: torch.Tensor, written: list[Entry]) -> None:
         refuse_written(written)
-        return False
 
     def put(self, full: torch.Tensor) -> None:
         """Do nothing: `EncodedRestGather` sends the bytes."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ from onefold.runtime.parameters.values import WriteCounters
 from onefold.runtime.parts import whole_masters
 from onefold.runtime.passes import Passes
 from onefold.runtime.reduce import Reducer
-from onefold.runtime.refresh import Copies
+from onefold.runtime.refresh import refresh
 from onefold.runtime.resources import (
     Activations,
     MasterAccess,
@@ -56,7 +56,7 @@ from onefold.runtime.resources import (
 from onefold.runtime.stepper import Steppers
 from onefold.runtime.storage import Transfers
 from onefold.runtime.uninitialized import Uninitialized
-from onefold.runtime.unit import State, Unit, bind
+from onefold.runtime.unit import Unit, bind
 from onefold.runtime.units import UnitSpec, offloaded_units
 
 if TYPE_CHECKING:
@@ -87,7 +87,6 @@ class Engine:
     gather: Gatherer
     activations: Activations
     reduce: Reducer
-    copies: Copies
     passes: Passes
 
     def __init__(
@@ -150,7 +149,7 @@ class Engine:
                 entry.number = len(self.unit_of)
                 self.unit_of[entry.number] = unit
         self.unsharded: bool = all(flat.unsharded for flat in self.flats)
-        self.write_counters = WriteCounters(self.entries)
+        self.write_counters = WriteCounters(self.entries, self.progress)
         self.started = False
         self.full_params_depth = 0
         self.full_params_write = False
@@ -173,7 +172,6 @@ class Engine:
             self.units, self.resources, self.gather.by_storage
         )
         self.reduce = Reducer(self)
-        self.copies = Copies(self)
         self.started = True
         self.passes = Passes(self)
         self.reduce.follow_trainable()
@@ -230,7 +228,7 @@ class Engine:
             ledger.probes.clear()
         if self.started:
             self.activations.close()
-            del self.gather, self.reduce, self.stepper, self.copies, self.passes
+            del self.gather, self.reduce, self.stepper, self.passes
 
     @property
     def offloaded_flats(self) -> list[Flat]:
@@ -299,10 +297,8 @@ class Engine:
         unit = self.unit_of[entry.number]
         self.in_any_pass()
         check_in_place((unit,))
-        self.copies.look_before_use(unit)
+        refresh(self.gather, [unit])
         self.reduce.follow_trainable_of(unit)
-        if unit.resident and unit.state is State.STALE:
-            self.gather.launch(unit)
         unit.calls += 1
         return unit
 
@@ -337,7 +333,9 @@ class Engine:
 
     def make_stale(self) -> None:
         """Mark every copy of masters as stale: the masters have been written to."""
-        self.copies.all_written()
+        self.write_counters.all_of(self.entries)
+        for flat in self.flats:
+            flat.storage.masters_written()
 
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""
@@ -379,11 +377,11 @@ class Engine:
         if failure is not None:
             raise failure
 
-    def optimizer_has_stepped(self, entries: Iterable[Entry]) -> list[Entry]:
+    def optimizer_has_stepped(self, entries: Sequence[Entry]) -> list[Entry]:
         """Called after an optimizer over the parameters of `entries` has stepped. Returns those
         that other ranks alone have stepped.
         """
-        self.progress.optimizer_seen = self.progress.stepped = True
+        self.progress.optimizer_seen = True
         return self.write_counters.stepped(entries)
 
     # -- backward ----------------------------------------------------------------------------------

@@ -16,20 +16,19 @@ from torch import nn
 from onefold.comm import Group
 from onefold.layout import LOW, Dtypes, ShardSpec, Slot, Tiers, overlap
 from onefold.layout.holders import Holders, TensorBox
+from onefold.memory import storage_of
 from onefold.recipe.moments import grain_of, items_of, packed
-from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.gather_paths import Gather
-from onefold.runtime.open_passes import in_forward
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.in_pass import follow_reads, put
 from onefold.runtime.parameters.interval import (
     IntervalSpec,
     Owners,
-    disable_torch_function,
     dispatches,
     over,
 )
 from onefold.runtime.parameters.parameter import ShardedParameter, ShardInfo, faced_class
+from onefold.runtime.parameters.values import written
 from onefold.runtime.parameters.whole import Released, Whole, point, set_requires_grad
 from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
@@ -97,7 +96,10 @@ class Entry:
         # The node of autograd of `param`, and the engine's hook on `compute` (runtime/reduce.py)
         self.accumulates: Any = None
         self.arrival: Any = None
-        self.seen_version = 0  # of `compute`, see runtime/refresh.py
+        # Of the whole parameter: its version at the last look, and what all who read its `.data` in
+        # this forward pass share. See `keep_writes` in runtime/refresh.py
+        self.seen_version = 0
+        self.alias: torch.Tensor | None = None
         # This rank owns nothing of it, and the ranks that do have a gradient for it
         self.graded_elsewhere = False
         self.number = 0  # among all entries of the engine
@@ -282,16 +284,9 @@ class Flat:
         self.trained: tuple[int, int] | None = None
         # Gradients of entries that are frozen by now wait for the boundary, here or on other ranks
         self.lingering = False
-        # Whether the module writes to its parameters, see runtime/refresh.py
-        self.compared, self.written_in_forward = 0, False
-        # Of parameters whose `.data` a module reads in this pass: the values before. Only where the
-        # whole cannot be compared with the masters, see `data_is_read`
-        self.before_data: dict[int, torch.Tensor] = {}
-        self.seen_versions = -1  # of the whole parameters together, at the last look
-        # The last write to the masters that is known, by its number among the engine's writes, and
-        # the last that the resident copy has; torch's version counters at the last look. See
-        # runtime/refresh.py
-        self.epoch = self.copied = self.versions = 0
+        # Writes to the masters that no counter of torch shows; the version that the whole was made
+        # of, and the engine's write before it. See runtime/refresh.py
+        self.bumps = self.copied = self.refreshed = 0
 
     @property
     def divided(self) -> bool:
@@ -430,7 +425,7 @@ class Flat:
         """Whether the values that passes used before that write to the masters are gone. A resident
         copy has them until it is refreshed.
         """
-        return not self.unsharded and not (self.is_copied and self.copied < write)
+        return not self.unsharded and not (self.is_copied and self.refreshed < write)
 
     @property
     def is_copied(self) -> bool:
@@ -440,9 +435,18 @@ class Flat:
         return self.resident and self.storage.copies and not self.storage.offloaded
 
     @property
+    def version(self) -> int:
+        """The number of the masters' values: another one after each write."""
+        return self.bumps + sum([written(entry.param) for entry in self.entries])
+
+    @property
     def stale(self) -> bool:
-        """Whether the resident copy lacks a write to the masters."""
-        return self.copied < self.epoch
+        """Whether the whole lacks a write to the masters."""
+        if self.full is None or (
+            self.whole_master and storage_of(self.full) == storage_of(self.master)
+        ):
+            return False  # there is none, or the masters are in it
+        return self.copied != self.version
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return all entries as views of a buffer over the whole address space, in their logical
@@ -475,28 +479,6 @@ class Flat:
                 leaf.__class__ = Released
             elif entry.box is not None:  # [Note: a DTensor follows its buffer]
                 leaf._local_tensor = entry.box.freed if released else entry.local
-
-    def data_is_read(self, entry: Entry) -> None:
-        """Note that code has got `.data` of the whole of `entry`, through which it may write.
-
-        Where masters are off the device, or travel encoded, the whole cannot be compared with them
-        at the end of the pass (runtime/refresh.py). So its present values are kept until then.
-        """
-        self.written_in_forward = True
-        follows = self.gather.exact and self.storage.in_place and not self.storage.offloaded
-        if follows or entry.index in self.before_data or not in_forward() or in_autograd():
-            return
-        with disable_torch_function(), torch.no_grad():
-            self.before_data[entry.index] = entry.local.detach().clone()
-
-    def written_by_data(self) -> list[Entry]:
-        """Return the entries that were written to since `data_is_read` in this pass."""
-        before, self.before_data = self.before_data, {}
-        return [
-            entry
-            for entry in self.entries
-            if entry.index in before and not _same_bits(before[entry.index], entry.local)
-        ]
 
     @staticmethod
     def swap(entry: Entry, param: torch.Tensor, instead_of: torch.Tensor | None = None) -> None:
@@ -541,9 +523,3 @@ class Flat:
     def waits(self) -> bool:
         """Whether gradients wait for the boundary."""
         return self.grad is not None or self.held is not None
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape have the same bits; NaNs that are alike count as equal."""
-    a, b = (t.detach().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)

@@ -19,7 +19,6 @@ from onefold.runtime.boxes import local_of
 from onefold.runtime.differentiate import tensors_in
 from onefold.runtime.flat import Flat
 from onefold.runtime.order import Order, backwards, last_units
-from onefold.runtime.parameters.values import written
 from onefold.runtime.saved import saving
 from onefold.runtime.unit import State, Unit
 
@@ -107,7 +106,6 @@ class Gatherer:
             if unit in last and not unit.ungathered:
                 self.wait(unit)  # it may have been joined and not used
                 unit.used, unit.awaiting_backward = False, True
-                unit.writes = _writes(unit)
                 continue
             # Where units stay gathered for the backward pass, those that this rank joined and did
             # not use stay too. Other ranks use them: then all ranks hold the unit, and no rank has
@@ -174,7 +172,7 @@ class Gatherer:
         self.backward.begin([])
         for unit in self._awaiting_backward():
             # Gather it again: this backward pass uses the new values of all units
-            if _writes(unit) != unit.writes:
+            if any(flat.stale for flat in unit.flats):
                 self.release(unit)
         if not self.progress.differentiating:
             self.foresee_backward()
@@ -366,7 +364,8 @@ class Gatherer:
                 unit.pending.append(under_way)
             if flat.gather.beside:
                 unit.arriving.append(self.transfers.up.mark())
-            flat.copied = flat.epoch  # not before: a launch that was interrupted is made again
+            # Not before: a launch that was interrupted is made again
+            flat.copied, flat.refreshed = flat.version, self.progress.writes
 
     def buffer_of(self, unit: Unit, flat: Flat) -> torch.Tensor:
         """Return the buffer for the whole of `flat`; take one from the pool if it has none."""
@@ -458,8 +457,3 @@ class Gatherer:
 
 
 differentiate.keep_hooks_from_compiler(Gatherer.release_when_gone)
-
-
-def _writes(unit: Unit) -> int:
-    """Return how often the unit's masters have been written to, as far as version counters tell."""
-    return sum(written(entry.param) for entry in unit.entries)

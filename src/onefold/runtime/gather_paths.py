@@ -37,7 +37,7 @@ class Gather:
     Attributes:
         exact: the whole holds the masters' values, rounded to the compute dtype and no further.
         cached: the bytes of the cached shard; None if every gather starts from the masters.
-        fresh: the cached shard has the masters' present values.
+        cached_of: the version of the masters that the cached shard was made of.
         beside: it begins with a copy, from the host or a cast. Copy and gather then run on the stream
             of the copies up. The computation goes on, and waits where the unit is used.
     """
@@ -49,7 +49,7 @@ class Gather:
         self.up = resources.transfers.up
         self.beside = self.up.asynchronous and flat.storage.copies
         self.cached: torch.Tensor | None = None
-        self.fresh = False
+        self.cached_of = -1
 
     def build(self, device: torch.device) -> None:
         """Take the memory of the cached shard."""
@@ -77,7 +77,7 @@ class Gather:
             mine.copy_(cached)
             return self.all_gather(last, wire, context)
         self.fill(full, wire)
-        self.fresh = True
+        self.cached_of = self.flat.version
 
         def cache_and_gather() -> Pending:
             cached.copy_(mine)
@@ -86,6 +86,11 @@ class Gather:
         if not second_copy:
             return cache_and_gather()
         return Chain(group, self.all_gather(group.inter_group, mine, context), cache_and_gather)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the cached shard has the masters' present values."""
+        return self.cached is not None and self.cached_of == self.flat.version
 
     @property
     def cached_slice(self) -> slice:

@@ -35,7 +35,7 @@ from onefold.runtime.differentiate import (
 from onefold.runtime.open_passes import OpenPass, here, still_open
 from onefold.runtime.parameters.in_pass import put, take_back
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad
-from onefold.runtime.refresh import FIRST, keep_writes, refresh
+from onefold.runtime.refresh import keep_writes, refresh
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Passes:
                 graph = self._graph = Graph(outermost and unit.index == 0 and not part)
                 if outermost:
                     self._begin_forward(this, graph.of_model)
-                graph.since = engine.write_counters.count
+                graph.since = progress.writes
             self._entered.add(unit.index)
             engine.spans.enter()
             # In one statement: Ctrl-C may come between two
@@ -245,11 +245,7 @@ class Passes:
             self.engine.spans.leave(unit.name, self.progress.phase, keep)
 
     def _keep_writes(self, unit: Unit) -> None:
-        # What is gathered from ranks that are not there is no value to compare with
-        if unit.state is State.GATHERED and not self.resources.group.stands_for_all:
-            # The host is about to compare values, and would wait for a missing rank without a limit
-            if self.run_ahead is not None and any(flat.compared < FIRST for flat in unit.flats):
-                self.run_ahead.settle()
+        if unit.state is State.GATHERED:
             with torch.no_grad():
                 keep_writes(unit)
 
@@ -287,8 +283,6 @@ class Passes:
                 self._modules = now
                 engine.buffers.find(root)
             self._compared = progress.step_count
-        # Before `follow_trainable`: it must see what was trainable when the optimizer stepped
-        engine.copies.look_for_writes()
         # A pass without gradients in between (a reference pass with adapters off) must not change
         # what the open graphs rely on
         if graded or not progress.graphs:
@@ -298,8 +292,8 @@ class Passes:
                 unit.calls = 0
         this.outermost = True  # from here on there is something to end
         engine.activations.begin_forward()  # first: the gatherer's hooks call the hooks set here
+        refresh(self.gather, self.units)
         self.gather.begin_forward(of_model)
-        refresh(self.gather)
         if of_model:
             engine.buffers.before_pass(self.resources)
 
@@ -309,8 +303,8 @@ class Passes:
         self._borrowed.clear()
         if this.beside == [this]:
             take_back()
-        for flat in self.engine.flats if aborted else ():
-            flat.before_data.clear()
+        for entry in engine.entries if aborted else ():
+            entry.alias = None
         self.gather.end_forward(aborted)
         if graph is not None and graph.of_model and not aborted:
             engine.buffers.after_pass(graded and progress.sync)
@@ -325,7 +319,7 @@ class Passes:
         """Hook what an operation outside passes has returned: a backward pass through it is one of
         this engine's.
         """
-        graph = Graph(False, self.engine.write_counters.count)
+        graph = Graph(False, self.progress.writes)
         self.progress.graphs.add(graph)
         self._watch(output, graph, None, whole=True)
 
@@ -363,7 +357,7 @@ class Passes:
         an output of the pass was checked (`whole`), its units are not checked in that backward pass.
         """
         counters = self.engine.write_counters
-        if graph.since == counters.count:
+        if graph.since == self.progress.writes:
             return
         task = torch._C._current_graph_task_id()
         if whole:
@@ -471,7 +465,9 @@ class Passes:
         self.reduce.launch_rest()
         agree_and_finish(self.resources, self.gather, self.reduce, learn)
         self.progress.step_count += 1
-        self.progress.reduced_since_gather = True
+        if not self.progress.optimizer_seen:  # code may step by itself, and some ranks own nothing
+            for flat in self.engine.flats:
+                flat.bumps += flat.travels
 
     def _finish(self) -> None:
         self.engine.stepper.early.join()

@@ -151,9 +151,8 @@ class Progress:
             pass is itself recorded by autograd.
         graphs: of forward passes, and of operations with gradients outside them, whose backward pass
             has not come.
-        optimizer_seen: an optimizer over these parameters has stepped once. stepped: one has
-            stepped since the engine last looked for stale copies (runtime/refresh.py).
-            reduced_since_gather: gradients were reduced since that look.
+        writes: how often a step, a load or the engine has written to masters. optimizer_seen: an
+            optimizer over these parameters has stepped once.
         failure: an error of background work, or of a disk, that was not raised yet. Ranks agree on
             it in a backward pass, and the next optimizer step raises it on all of them, so that no
             rank takes a step that another does not take.
@@ -170,7 +169,7 @@ class Progress:
         self.graded = False
         self.backward_open = self.differentiating = self.creates_graph = False
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
-        self.optimizer_seen = self.stepped = self.reduced_since_gather = False
+        self.writes, self.optimizer_seen = 0, False
         self.failure: BaseException | None = None
         self.failure_agreed = False
         self.last_failure: BaseException | None = None

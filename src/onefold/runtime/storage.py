@@ -337,12 +337,12 @@ class Storage(ABC):
         """Raise ValueError if `entry`, frozen until now, cannot be trained from here on."""
 
     @abstractmethod
-    def keep_written(self, own: torch.Tensor, written: list[Entry]) -> bool:
-        """Make `own`, [owned] in the compute dtype, the masters' values: a module wrote to its
-        parameters in a forward pass. Returns True if any value differed.
+    def keep_written(self, own: torch.Tensor, written: list[Entry]) -> None:
+        """Make `own`, [owned] in the compute dtype, the masters' values: a module has `written` to
+        its parameters in a forward pass.
 
         Raises:
-            RuntimeError: masters cannot follow, and some entries were `written` to.
+            RuntimeError: masters cannot follow.
         """
 
     # -- elements of masters and states ------------------------------------------------------------
@@ -527,18 +527,13 @@ class DeviceStorage(Storage):
                 " precision='fp32'."
             )
 
-    def keep_written(self, own: torch.Tensor, written: list[Entry]) -> bool:
+    def keep_written(self, own: torch.Tensor, written: list[Entry]) -> None:
         master = self.master
         if storage_of(own) == storage_of(master):
-            return False  # the masters are a view of the whole
-        then = master if own.dtype == master.dtype else master.to(own.dtype)
-        if torch.equal(own, then):
-            return False
-        if own.dtype == master.dtype:
-            master.copy_(own)
-        else:  # elements that nobody wrote to keep the bits that the compute dtype cannot hold
-            master.copy_(torch.where(own == then, master, own.to(master.dtype)))
-        return True
+            return  # the masters are a view of the whole
+        # Elements that nobody wrote to keep the bits that the compute dtype cannot hold
+        same = own == master.to(own.dtype)
+        master.copy_(torch.where(same, master, own.to(master.dtype)))
 
     @property
     def copies(self) -> bool:

@@ -8,8 +8,7 @@
 | SHARDED   | GATHERING | a gather is launched (used, prefetched, or joined)         |
 | GATHERING | GATHERED  | its bytes have arrived                                    |
 | GATHERED  | SHARDED   | released: the buffer goes back to the pool                |
-| GATHERED  | STALE     | masters were written to (an optimizer step)                |
-| STALE     | GATHERING | the resident copy is refreshed                              |
+| GATHERED  | GATHERING | the resident copy is refreshed: its masters were written to |
 
 Any other move is a bug of the engine and raises.
 """
@@ -42,7 +41,6 @@ class State(enum.Enum):
     FETCHING = "fetching"
     GATHERING = "gathering"
     GATHERED = "gathered"
-    STALE = "stale"
 
 
 _ALLOWED = {
@@ -52,8 +50,7 @@ _ALLOWED = {
     (State.SHARDED, State.GATHERING),
     (State.GATHERING, State.GATHERED),
     (State.GATHERED, State.SHARDED),
-    (State.GATHERED, State.STALE),
-    (State.STALE, State.GATHERING),
+    (State.GATHERED, State.GATHERING),
 }
 
 
@@ -113,7 +110,7 @@ class Unit:
         # The backward pass of an embedding reads no parameter
         self.looks_up_only = type(module) is nn.Embedding
         self.state = State.GATHERED if self.resident else State.SHARDED
-        self.in_use = self.saved = self.writes = 0
+        self.in_use = self.saved = 0
         self.used = self.unwanted = self.borrowed = self.lent = self.by_hand = False
         self.kept = self.awaiting_backward = False
         self.gradients: set[int] = set()  # numbers of entries

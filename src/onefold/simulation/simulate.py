@@ -51,7 +51,6 @@ from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.optimizers import SIMULATED, WHOLE
 from onefold.recipe.rows import FLAT, NODE
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.runtime.refresh import FIRST
 from onefold.simulation.clock import Clock, Recording
 from onefold.simulation.disk import Disk
 from onefold.simulation.places import fused_there, only_engine_calls, put_on_host
@@ -347,7 +346,6 @@ def engine_on(twin: nn.Module, recipe: Recipe, **given: Any) -> Iterator[Any]:
 
     engine = engine_of(shard(twin, recipe, device="cpu", **given))
     for flat in engine.flats:
-        flat.compared = FIRST  # fake tensors have no contents to compare with master weights
         if flat.storage.offloaded and simulated() is not None:
             for entry in flat.entries:
                 put_on_host(entry.param)

@@ -343,6 +343,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # enabled), code gets whole parameters.
         if in_forward() or _recomputing():
             args, kwargs = _substitute(op, args, kwargs)
+            if op.name == "data" and args[0] is not first:
+                return args[0].data  # that of the whole, whose writes are followed
             # Parameters are left over that belong to another model, which is not in a pass
             among = tensors_among((args, kwargs))
             if not op.about_itself:
@@ -578,10 +580,7 @@ def _substitute(op: Operator, args: Any, kwargs: Any, during: str = "computing")
             return t
         if op.about_itself and op.name != "detach":
             return entry.compute
-        whole = engine.use(entry)
-        if op.name == "data":
-            entry.flat.data_is_read(entry)
-        return whole
+        return engine.use(entry)
 
     swapped: tuple[Any, Any] = mapped((args, kwargs), swap)
     return swapped

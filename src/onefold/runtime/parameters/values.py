@@ -27,6 +27,7 @@ from onefold.runtime.parameters.schema import operator_of, words
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
     from onefold.runtime.parameters.parameter import ShardInfo
+    from onefold.runtime.resources import Progress
 
 
 # -- without memory --------------------------------------------------------------------------------
@@ -397,30 +398,36 @@ class WriteCounters:
     to that entry.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Entry], progress: Progress) -> None:
         self._entries = entries  # the engine's own list, which it clears when it closes
-        self.count = 0
+        self.progress = progress
         # Parameters that got a gradient on some rank since they were last stepped
         self.graded: set[int] = set()
 
-    def stepped(self, entries: Iterable[Entry]) -> list[Entry]:
+    def stepped(self, entries: Sequence[Entry]) -> list[Entry]:
         """Count a step of an optimizer over `entries` as a write to those with a gradient.
 
         For an entry of which this rank owns no element, a gradient on any other rank counts.
         Returns such entries that the other ranks have stepped.
         """
-        self.count += 1
+        self.progress.writes += 1
         others: list[Entry] = []
         for entry in entries:
             graded = entry.number in self.graded
             if get_grad(entry.param) is not None:
-                entry.last_write = self.count
+                entry.last_write = self.progress.writes
             elif (graded or entry.graded_elsewhere) and self._is_others(entry):
-                entry.last_write = self.count
+                entry.last_write = self.progress.writes
                 # A step of offloaded shards has dropped their gradients by now
                 if entry.graded_elsewhere or entry.flat.storage.offloaded:
                     others.append(entry)
             self.graded.discard(entry.number)
+        for flat in {entry.flat: None for entry in entries}:
+            # All ranks alike, also one that owns nothing of it and so has no counter to go by
+            if flat.travels or any(
+                entry.last_write == self.progress.writes for entry in flat.entries
+            ):
+                flat.bumps += 1
         return others
 
     @staticmethod
@@ -431,9 +438,10 @@ class WriteCounters:
 
     def all_of(self, entries: Iterable[Entry]) -> None:
         """Count a write to the masters of all `entries`."""
-        self.count += 1
+        self.progress.writes += 1
         for entry in entries:
-            entry.last_write = self.count
+            entry.last_write = self.progress.writes
+            entry.flat.bumps += 1
 
     def refuse_if_computed_with(self, since: int) -> None:
         """Check the parameters upstream of the current autograd node. Called in a hook of a

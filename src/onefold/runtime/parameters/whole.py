@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from onefold.runtime.differentiate import CALLS
+from onefold.runtime.differentiate import CALLS, in_autograd
+from onefold.runtime.open_passes import in_forward
 from onefold.runtime.parameters.interval import (
     disable_torch_function,
     get_grad,
@@ -18,25 +19,27 @@ from onefold.runtime.parameters.values import give_grad, needs_no_elements, seen
 
 
 class Whole(nn.Parameter):
-    """A whole parameter as its module sees it in a forward pass.
-
-    No version counter shows writes through `.data`. So once a module has read `.data`, the end of
-    each forward pass compares values (runtime/refresh.py).
-    """
+    """A whole parameter as its module sees it in a forward pass."""
 
     @property
     def data(self) -> torch.Tensor:
+        """In a forward pass all who read it share one version counter, which tells of their writes:
+        see `keep_writes` in runtime/refresh.py.
+        """
         value: torch.Tensor = _DATA.__get__(self)
         seen = self.__dict__.get("_onefold_entry")
-        if seen is not None and (entry := seen()) is not None:
-            entry.flat.data_is_read(entry)
-        return value
+        entry = seen() if seen is not None and in_forward() and not in_autograd() else None
+        if entry is None:
+            return value
+        if entry.alias is None or entry.alias.data_ptr() != value.data_ptr():
+            entry.alias = value
+        return entry.alias.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         seen = self.__dict__.get("_onefold_entry")
         if seen is not None and (entry := seen()) is not None:
-            entry.flat.written_in_forward = True
+            entry.seen_version = -1  # it was written to
         _DATA.__set__(self, value)
 
     # `.grad` and `requires_grad` of the object that the optimizer has. Autograd does not come here: it

@@ -29,6 +29,7 @@ from onefold.runtime.parts import (
     whole_masters,
     within_holders,
 )
+from onefold.runtime.refresh import refresh
 from onefold.runtime.uninitialized import fill_blank, is_marked, mark, value_of
 from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec, offload_notes
@@ -453,7 +454,7 @@ def keep_gathered(engine: Engine, limit: int | None) -> Iterator[None]:
     try:
         with disable_torch_function(), torch.no_grad():
             engine.transfers.check()
-            engine.copies.look_for_writes()
+            refresh(gather, engine.units)
             gather.gather_kept()
             for unit in gather.kept:
                 gather.wait(unit)
