@@ -21,7 +21,7 @@ at any number of the host's threads. On a CPU nothing leaves: clipping measures 
 
 One step of an offloaded unit, by the calls that move its bytes:
 
-    Reducer._bring_down ► bring_down / add_gradient ── on transfers.down ──► .grad on the host
+    Reducer._hand_over  ► accept ─────────────────── on transfers.down ──► .grad on the host
                           gradients_are_down: the host waits at the end of the backward pass
     optimizer.step()    ► offload/step.py step_apart ► step_flat ► new masters on the host
                           ► follow ► copy_up ──────── on transfers.up ────► the interval that is sent
@@ -50,7 +50,7 @@ import torch
 
 from onefold.device import host_empty, on_host
 from onefold.layout import Tiers
-from onefold.memory import LEAVING, MASTERS, PARAMETERS, MemoryLedger, nbytes_of, storage_of
+from onefold.memory import LEAVING, MASTERS, PARAMETERS, nbytes_of, storage_of
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
 from onefold.runtime.parameters.values import written
@@ -91,10 +91,7 @@ class OffloadStorage(Storage):
         self.tiers, self.transfers, self.device = tiers, resources.transfers, resources.device
         self.rest: torch.Tensor | None = None
         self.shown: torch.Tensor
-        self.adds_on_device = not tiers.gradients.on_disk and self.transfers.down.asynchronous
         self.measures_gradients = self.gradients_on_disk or self.transfers.down.asynchronous
-        # What is to be measured: (index of the entry, its elements of a sum on the device)
-        self._parts: list[tuple[int, torch.Tensor]] = []
         # 2-norms by the index of the entry, and which values in host memory they are of
         self._measured: dict[int, tuple[torch.Tensor, tuple[int, int]]] = {}
 
@@ -172,27 +169,42 @@ class OffloadStorage(Storage):
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def gradient_ledger(self, device: MemoryLedger) -> MemoryLedger:
-        return self.transfers.host
-
     @property
     def gradient_tier(self) -> Tier:
         return Tier.HOST
 
-    def settle_gradient(self, total: torch.Tensor) -> None:
+    def accept(
+        self,
+        total: torch.Tensor,
+        pairs: list[tuple[torch.Tensor | None, torch.Tensor]],
+        complete: list[Entry],
+    ) -> torch.Tensor | None:
+        measured = self._to_measure(total, complete)
+        if self._added(total, pairs, measured):
+            return None
+        low = self._brought_down(total, measured)
         if self.gradients_on_disk or any(e.param.grad is not None for e in self.flat.entries):
-            self.transfers.down.wait()
+            self.transfers.down.wait()  # the host is about to read it
+        return low
 
-    def add_gradient(
-        self, total: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    def _added(
+        self,
+        total: torch.Tensor,
+        pairs: list[tuple[torch.Tensor | None, torch.Tensor]],
+        measured: list[tuple[int, torch.Tensor]],
     ) -> bool:
-        parts = joined(pairs, total) if all(map(self._may_add, pairs)) else None
+        """Let the device add `total` to the gradients on the host, without the host. Returns False
+        if it cannot.
+        """
+        if self.gradients_on_disk or not self.transfers.down.asynchronous:
+            return False
+        there = [(low, part) for low, part in pairs if low is not None and self._may_add(low)]
+        parts = joined(there, total) if there and len(there) == len(pairs) else None
         if parts is None:
             return False
         nbytes = total.numel() * self.flat.dtypes.master.itemsize
         self.transfers.entered("up", self.flat.unit_name, nbytes)
         self.transfers.entered("down", self.flat.unit_name, nbytes)
-        measured, self._parts = self._parts, []
         norms = torch.empty(len(measured), dtype=total.dtype, device=total.device)
 
         def measure() -> None:
@@ -204,8 +216,7 @@ class OffloadStorage(Storage):
             self._note(measured, norms.unbind(), low)
         return True
 
-    def _may_add(self, pair: tuple[torch.Tensor, torch.Tensor]) -> bool:
-        before, _ = pair
+    def _may_add(self, before: torch.Tensor) -> bool:
         return (
             before.dtype == self.flat.dtypes.master
             and before.is_contiguous()
@@ -218,14 +229,15 @@ class OffloadStorage(Storage):
         device.add(LEAVING, nbytes)
         return partial(device.add, LEAVING, -nbytes)
 
-    def bring_down(self, total: torch.Tensor) -> torch.Tensor:
+    def _brought_down(
+        self, total: torch.Tensor, measured: list[tuple[int, torch.Tensor]]
+    ) -> torch.Tensor:
         """Return a summed gradient in host memory: `total` itself if the device is the CPU, else in
         the masters' dtype.
         """
         if on_host(total):
             self.transfers.entered("down", self.flat.unit_name, nbytes_of(total))
             return total
-        measured, self._parts = self._parts, []
         norms = torch._foreach_norm([part for _, part in measured], 2.0) if measured else ()
         low = self.transfers.pinned.empty(total.numel(), self.flat.dtypes.master)
         self.transfers.entered("down", self.flat.unit_name, nbytes_of(low))
@@ -234,16 +246,19 @@ class OffloadStorage(Storage):
         self._note(measured, norms, low)
         return low
 
-    def measure(self, total: torch.Tensor, entries: list[Entry]) -> None:
-        self._parts = []
+    def _to_measure(
+        self, total: torch.Tensor, entries: list[Entry]
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Return what the device is to measure: (index of an entry, its elements of `total`)."""
+        out: list[tuple[int, torch.Tensor]] = []
         # 16-bit sums are measured as gradients in the masters' dtype
-        if not self.transfers.measures or total.dtype != self.flat.dtypes.master:
-            return
-        for entry in entries:
+        wanted = self.measures_gradients and self.transfers.measures
+        for entry in entries if wanted and total.dtype == self.flat.dtypes.master else ():
             first = entry.slot.start - self.flat.owned[0]
             a, b = (first + at for at in entry.accounted())
             if a < b:
-                self._parts.append((entry.index, total[a:b]))
+                out.append((entry.index, total[a:b]))
+        return out
 
     def _note(
         self,

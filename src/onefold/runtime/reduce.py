@@ -352,17 +352,22 @@ class Reducer:
         Returns True if some `.grad` is a view of the sums now, or may become one.
         """
         flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
-        assert r.total is not None
-        shares = flat.shares
-        for entry in shares.remote:
+        for entry in flat.shares.remote:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
-        meant = [entry for entry in shares.local if which[entry.index]]
-        if storage.measures_gradients and self.progress.sync and not r.down:
-            storage.measure(r.total, meant)
-        if storage.adds_on_device and not kept and self._add_on_device(r, which):
-            return True
-        self._bring_down(r)
+        meant = [entry for entry in flat.shares.local if which[entry.index]]
         in_backward = self.stepper.early.takes(flat, which)
+        if not r.down and (there := self._ledger(flat)) is not self.memory:
+            assert r.total is not None
+            r.down = True
+            self.memory.add(GRADIENTS, -nbytes_of(r.total))
+            pairs = [] if kept else [(get_grad(e.param), p) for e, p in self._parts(r, which)]
+            r.total = storage.accept(r.total, pairs, meant if self.progress.sync else [])
+            if r.total is None:
+                if in_backward:
+                    self.stepper.early.landed(flat)
+                return True
+            there.add(GRADIENTS, nbytes_of(r.total))
+        assert r.total is not None
         try:
             if not in_backward and storage.take_gradient(r.total, meant):
                 return kept
@@ -370,14 +375,8 @@ class Reducer:
             # The other ranks wait for this one: all raise before the optimizer steps
             self.progress.failed(error)
             return kept
-        total, same = r.total, r.total.dtype == flat.dtypes.master
-        for entry, part in (
-            zip(shares.local, total.split_with_sizes(shares.sizes)[1::2], strict=True)
-            if meant
-            else ()
-        ):
-            if not which[entry.index]:
-                continue
+        same = r.total.dtype == flat.dtypes.master
+        for entry, part in self._parts(r, which) if meant else ():
             param = entry.param
             grad = flat.shaped(part, entry)
             before = get_grad(param)
@@ -394,42 +393,16 @@ class Reducer:
             self.stepper.early.landed(flat)
         return kept
 
-    def _add_on_device(self, r: Reduction, which: list[bool]) -> bool:
-        """Let the device add the sums to gradients that are all on another tier, and give them up.
-        Returns False if it cannot.
-        """
-        flat, total = r.flat, r.total
-        assert total is not None
-        shares = flat.shares
-        parts = zip(shares.local, total.split_with_sizes(shares.sizes)[1::2], strict=True)
-        pairs = [(get_grad(entry.param), part) for entry, part in parts if which[entry.index]]
-        if r.down or not pairs or any(grad is None for grad, _ in pairs):
-            return False
-        in_backward = self.stepper.early.takes(flat, which)
-        self.memory.add(GRADIENTS, -nbytes_of(total))
-        if not flat.storage.add_gradient(total, pairs):
-            self.memory.add(GRADIENTS, nbytes_of(total))
-            return False
-        r.down = True
-        if in_backward:
-            self.stepper.early.landed(flat)
-        return True
-
-    def _bring_down(self, r: Reduction) -> None:
-        """Move the sums off the device, once, if their optimizer is not on it."""
+    @staticmethod
+    def _parts(r: Reduction, which: list[bool]) -> list[tuple[Entry, torch.Tensor]]:
+        """Return the entries `which`, as far as this rank steps them, with their sums."""
         assert r.total is not None
-        storage = r.flat.storage
-        if not r.down:
-            r.down = True
-            here, there = self.memory, self._ledger(r.flat)
-            if there is not here:
-                here.add(GRADIENTS, -nbytes_of(r.total))
-                r.total = storage.bring_down(r.total)
-                there.add(GRADIENTS, nbytes_of(r.total))
-        storage.settle_gradient(r.total)
+        shares = r.flat.shares
+        parts = zip(shares.local, r.total.split_with_sizes(shares.sizes)[1::2], strict=True)
+        return [(entry, part) for entry, part in parts if which[entry.index]]
 
     def _ledger(self, flat: Flat) -> MemoryLedger:
-        return flat.storage.gradient_ledger(self.memory)
+        return self._ledgers[flat.storage.gradient_tier]
 
     def finish(self, used_anywhere: set[int]) -> None:
         """Land everything and hand over the gradients of what any rank used."""

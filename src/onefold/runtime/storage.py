@@ -250,7 +250,7 @@ class Transfers:
 # | `NvmeStorage`    | offload/nvme_storage.py  | in files on a disk                      | no                |
 # | `EncodedStorage` | quant/encoded_storage.py | on the device, encoded (frozen weights) | no                |
 #
-#     build ─► bound ─► ( put ─► gather ... backward ─► bring_down ─► take_gradient ─► step ─► follow )*
+#     build ─► bound ─► ( put ─► gather ... backward ─► accept ─► take_gradient ─► step ─► follow )*
 #
 # Elements are counted from the first that this rank owns. "[owned]" is the shape of a tensor of all
 # the elements that it owns.
@@ -267,7 +267,6 @@ class Storage(ABC):
         on_disk: masters and states are in files. gradients_on_disk: gradients too.
         encoded: frozen weights are stored as a codec writes them.
         reads_ahead: a gather begins with a read from disk, which is to be started early.
-        adds_on_device: the device adds to gradients that are on another tier (`add_gradient`).
         measures_gradients: norms of gradients come from `gradient_norm`.
     """
 
@@ -277,7 +276,6 @@ class Storage(ABC):
     gradients_on_disk: bool = False
     encoded: bool = False
     reads_ahead: bool = False
-    adds_on_device: bool = False
     measures_gradients: bool = False
 
     def __init__(self, flat: Flat) -> None:
@@ -413,37 +411,27 @@ class Storage(ABC):
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def gradient_ledger(self, device: MemoryLedger) -> MemoryLedger:
-        """The ledger of the memory that reduced gradients are in; `device`: that of the device."""
-        return device
-
     @property
     def gradient_tier(self) -> Tier:
         """The tier of the reduced gradients that are in memory."""
         return Tier.DEVICE
 
-    def bring_down(self, total: torch.Tensor) -> torch.Tensor:
-        """Bring a summed gradient to where the optimizer wants it. Returns `total` itself, or a
-        copy of it that is under way.
-        """
-        return total
-
-    def add_gradient(
-        self, total: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> bool:
-        """Add `total`, a summed gradient on the device, to gradients on another tier, without the
-        host. Called only if `adds_on_device`.
+    def accept(
+        self,
+        total: torch.Tensor,
+        pairs: list[tuple[torch.Tensor | None, torch.Tensor]],
+        complete: list[Entry],
+    ) -> torch.Tensor | None:
+        """Take sums, [owned], from the device to `gradient_tier`, if that is another. Returns them
+        there: `total` itself, or a copy that is under way unless the host is about to read it. None
+        if the device has added them to the gradients that are there.
 
         Args:
-            pairs: (`.grad` of an entry, its elements of `total`), in the order of their addresses,
-                with nothing but padding between them.
-
-        Returns: False if the host has to add: `bring_down` comes next.
+            pairs: (`.grad` of an entry, its elements of `total`) of all entries with sums, in the
+                order of their addresses; empty if not all have come.
+            complete: the entries whose gradients are complete, to be measured before they leave.
         """
-        return False
-
-    def settle_gradient(self, total: torch.Tensor) -> None:
-        """Wait for `total`, which `bring_down` has returned, if the host is about to read it."""
+        return total
 
     def take_gradient(self, total: torch.Tensor, wanted: list[Entry]) -> bool:
         """Add sums, [owned], to the gradients on disk, for the entries `wanted`.
@@ -454,11 +442,6 @@ class Storage(ABC):
             TierError: they could not be written.
         """
         return False
-
-    def measure(self, total: torch.Tensor, entries: list[Entry]) -> None:
-        """Measure `total`, sums [owned] on the device, which `bring_down` or `add_gradient` is about
-        to take. They are complete gradients of `entries`.
-        """
 
     def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
         """Return the p-norm, a 0-dim tensor, of the part of the gradient of `entry` that this rank
