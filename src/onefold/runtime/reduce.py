@@ -168,11 +168,14 @@ class Reducer:
             if self.marks is not None and self.marks.open:
                 self.marks.note(entry, grad)
             set_grad(entry.compute, None)
+            self.used.add(entry.number)
+            unit.late = unit.late or unit.launched
+            if not entry.nbytes:  # nothing to copy, and its view is no view of the buffer
+                entry.filled = True
+                continue
             entries, grads = alike.setdefault((entry.flat, entry.filled, entry.parts), ([], []))
             entries.append(entry)
             grads.append(grad)
-            self.used.add(entry.number)
-            unit.late = unit.late or unit.launched
         for (flat, filled, parts), (entries, grads) in alike.items():
             self._add(flat, filled, parts, entries, grads)
             for entry in entries:
