@@ -296,8 +296,8 @@ FAULTS = [
         "checkpoints",
         "buffers are saved as the last rank has them",
         "checkpoint/parts.py",
-        "if sharing.rank == 0:\n                out.add_own(Item(",
-        "if sharing.rank == sharing.size - 1:\n                out.add_own(Item(",
+        "if group.rank == 0:\n                out.add_own(Item(",
+        "if group.rank == group.size - 1:\n                out.add_own(Item(",
         ["tests/checkpoints/test_buffers.py"],
     ),
     Fault(

@@ -18,6 +18,13 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names)}."
 
 
+def few(names: Iterable[str], count: int = 5, between: str = ", ") -> str:
+    """Join names; of more than `count`, the first ones and how many more there are."""
+    every = list(names)
+    more = f" and {len(every) - count} more" if len(every) > count else ""
+    return between.join(every[:count]) + more
+
+
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _WHOLE = re.compile(r"(?:\d+(?:\.\d+)?[dhms])+")
 _PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")

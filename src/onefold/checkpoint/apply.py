@@ -25,12 +25,12 @@ from onefold.checkpoint.tensorfile import numel_of
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.values import fits, is_number, short
 from onefold.checkpoint.views import Local, Recoded
+from onefold.comm import Group
 from onefold.optim.states import OptimizerParts, meet, placed, show_states
 from onefold.optim.verdict import fresh_state
 from onefold.optim.whole import StateElsewhere
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
-from onefold.runtime.buffers import Sharing
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather_paths import state_context
@@ -223,16 +223,15 @@ class StateReader:
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
         """Read buffers on the first of the ranks that share them, and broadcast them."""
-        every, by_sharing = self.engine.group, dict[Sharing, dict[Item, torch.Tensor]]()
+        by_group: dict[Group, dict[Item, torch.Tensor]] = {}
         places = self.engine.buffers.places(wanted)
         for item, tensor in wanted.items():
-            sharing = places[item][0] if item.state else ()
-            by_sharing.setdefault(sharing, {})[item] = tensor
-        for sharing, found in by_sharing.items():
-            group = every.part(sharing) if sharing else every
+            group = places[item][0] if item.state else self.engine.group
+            by_group.setdefault(group, {})[item] = tensor
+        for group, found in by_group.items():
             for item, tensor in found.items() if group.rank == 0 else ():
                 self.read(item, 0, tensor.numel(), tensor)
-            group.broadcast(list(found.values()), state_context(self.engine.resources, "buffers"))
+            group.broadcast([*found.values()], state_context(self.engine.resources, "buffers"))
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor | OnDisk) -> None:
         """Read elements [start, stop) into `out`, on any tier. Does nothing after a first error."""

@@ -29,6 +29,7 @@ from onefold.layout.regions import BoxInterval, whole_region
 from onefold.quant.moment_packing import MomentPacking
 from onefold.reading import parse_json, read_bytes
 from onefold.recipe.moments import BLOCK, SIGNED, grain_of, items_of, packed
+from onefold.wording import few
 
 #: The values of state.json that loads look into; each may be missing or null. A list stands for any
 #: number of such values, a key of `str` for any key.
@@ -304,9 +305,8 @@ class FolderSource(Source):
                         where += f" of the box at {piece.box.offset} of {piece.box.shape}"
                     bad.append(f"{self.folder / piece.file}: {item}, {where}")
         if bad:
-            more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
             raise DamagedCheckpoint(
-                f"bytes have changed since they were written: {'; '.join(bad[:3])}{more}. Load an"
+                f"bytes have changed since they were written: {few(bad, 3, '; ')}. Load an"
                 " earlier checkpoint; `onefold checkpoint verify` lists all that is damaged."
             )
 

@@ -34,6 +34,7 @@ from onefold.checkpoint.manifest import FileRecord, Record, StoredPiece, key_of
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, write_tensors
 from onefold.checkpoint.values import encode
+from onefold.comm import Group
 from onefold.layout.holders import TensorBox
 from onefold.layout.regions import whole_region
 from onefold.optim.states import OptimizerParts, kinds_of, meet
@@ -102,7 +103,7 @@ def collect(
     optimizers: list[torch.optim.Optimizer],
     things: Mapping[str, Any],
     frozen: bool | Collection[str] = True,
-    own: Mapping[str, str] | None = None,
+    own: Mapping[str, tuple[Group, str]] | None = None,
 ) -> RankState:
     """Collect this rank's part of a checkpoint. Local; copies only tensors that are not contiguous.
 
@@ -139,11 +140,9 @@ def collect(
             if first or entry.flat.divided:
                 out.add_own(Item("state", entry.name, key), value)
         buffers, odd = beside_parameters(engine, module)
-        places = engine.buffers.places(buffers) if own else {}
         for name, buffer in buffers.items():
-            place = own[name] if own and name in own else ""
-            sharing = engine.group.part(places[name][0]) if place else engine.group
-            if sharing.rank == 0:
+            group, place = (own or {}).get(name, (engine.group, ""))
+            if group.rank == 0:
                 out.add_own(Item("buffer", name, place), buffer)
         if first:
             _collect_first(out, odd, things)

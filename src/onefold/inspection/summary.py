@@ -17,6 +17,7 @@ from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, STATE, path_in, read
 from onefold.checkpoint.source import KINDS, Item, Source
 from onefold.checkpoint.tensorfile import CODES, DTYPES, numel_of
 from onefold.inspection.verify import is_like_a_checkpoint
+from onefold.wording import few
 
 
 @dataclass(frozen=True)
@@ -235,5 +236,5 @@ def glance(folder: Path) -> Listed:
             wrong.append(f"{name} has {size} bytes and should have {recorded.nbytes}")
     nbytes = sum(f.nbytes for f in manifest.files.values())
     ranks = manifest.saved_by.get("world_size")
-    what = "; ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    what = few(wrong, 3, "; ")
     return Listed(folder, manifest.step, manifest.created, ranks, nbytes, what, manifest.saved_by)

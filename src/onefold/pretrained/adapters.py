@@ -27,12 +27,13 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import closed_on_error
 from onefold.checkpoint.together import Together, meet
 from onefold.pretrained.export import converted, masters, stream
-from onefold.pretrained.fitted import Fitted, Outline, refuse_shapes, some
+from onefold.pretrained.fitted import Fitted, Outline, refuse_shapes
 from onefold.pretrained.hf_names import Layout, whole
 from onefold.pretrained.huggingface import HuggingFaceSource, load_fitted, refuse_differences
 from onefold.pretrained.streams import Pieces, Progress, Sheet
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.state.dicts import unguarded
+from onefold.wording import few
 
 FILES = "adapter_model"
 #: The prefix that peft adds to the names of a model that it wraps.
@@ -201,7 +202,7 @@ def adapter_names(
     if odd or not found:
         raise CheckpointError(
             f"the tensors of adapter {adapter!r} ({wrapped.peft_config[adapter].peft_type}) are not"
-            f" the model's own{f', but made of them: {some(odd)}' if odd else ''}. Save it by peft:"
+            f" the model's own{f', but made of them: {few(odd)}' if odd else ''}. Save it by peft:"
             " `with onefold.full_params(model):` on every rank, and model.save_pretrained(folder)"
             " on the first."
         )
@@ -247,7 +248,7 @@ def _adapter(model: Any, adapter: str | None) -> str:
             active = active()
         adapter = active if isinstance(active, str) else known[0]
     if adapter not in known:
-        raise CheckpointError(f"this model has no adapter {adapter!r}; it has {some(known)}.")
+        raise CheckpointError(f"this model has no adapter {adapter!r}; it has {few(known)}.")
     return adapter
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,7 +212,3 @@ def refuse_shapes(
     ]
     if wrong:
         raise CheckpointError(f"{what} {'; '.join(wrong[:5])}.{hint}")
-
-
-def some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

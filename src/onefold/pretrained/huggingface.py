@@ -25,11 +25,12 @@ from onefold.checkpoint.errors import CheckpointError, NotStreamed
 from onefold.checkpoint.source import Item, Source, Stored, closed_on_error
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Together, meet
-from onefold.pretrained.fitted import Fitted, Outline, copies, refuse_shapes, some, unwrapped
+from onefold.pretrained.fitted import Fitted, Outline, copies, refuse_shapes, unwrapped
 from onefold.pretrained.hf_names import is_transformers, reading
 from onefold.reading import read_json
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of, is_sharded
+from onefold.wording import few
 
 
 class HuggingFaceSource(Source):
@@ -207,7 +208,7 @@ def refuse_differences(fitted: Fitted) -> None:
         (fitted.missing, "it has nothing for {} of the model's tensors ({})"),
         (fitted.unexpected, "{} of its tensors fit nowhere in the model ({})"),
     )
-    parts = [what.format(len(names), some(names)) for names, what in said if names]
+    parts = [what.format(len(names), few(names)) for names, what in said if names]
     if parts:
         raise CheckpointError(
             f"{fitted.describe} does not fit this model: {' and '.join(parts)}. Is it of another"
@@ -261,7 +262,7 @@ def _index(path: Path) -> dict[str, list[str]]:
     if gone:
         raise CheckpointError(
             f"{len(gone)} of the {len(out)} files that {path} names are missing:"
-            f" {some(sorted(gone))}."
+            f" {few(sorted(gone))}."
         )
     return out
 
@@ -302,7 +303,7 @@ def _instead(path: Path) -> str:
     files, pickles = _files(path), _pickles(path)
     if pickles:
         return (
-            f" Its weights are pickles ({some(pickles)}), which can run code and cannot be read in"
+            f" Its weights are pickles ({few(pickles)}), which can run code and cannot be read in"
             " parts, so they are not opened. Convert it once:"
             " AutoModel.from_pretrained(folder).save_pretrained(other_folder)."
         )

@@ -21,9 +21,10 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError, NotStreamed
 from onefold.checkpoint.together import Together, meet
-from onefold.pretrained.fitted import Fitted, Outline, copies, some, unwrapped
+from onefold.pretrained.fitted import Fitted, Outline, copies, unwrapped
 from onefold.pretrained.huggingface import load_shards, opened, same_everywhere
 from onefold.runtime.engine import Engine
+from onefold.wording import few
 
 
 def on_meta(
@@ -119,11 +120,11 @@ class Weights:
             absent = [n for n, p in module.named_parameters() if p.is_meta and n not in self.names]
             if absent and not makes_up:
                 left = self._fitted.unexpected
-                more = f", and {len(left)} tensors that fit nowhere in it ({some(left)})"
+                more = f", and {len(left)} tensors that fit nowhere in it ({few(left)})"
                 more = more if left else ""
                 raise CheckpointError(
                     f"{self._fitted.describe} has nothing for {len(absent)} of the parameters that"
-                    f" the model has on the meta device ({some(absent)}){more}. Is it of another"
+                    f" the model has on the meta device ({few(absent)}){more}. Is it of another"
                     " model? Give shard(..., init=function) to initialize what is missing."
                 )
         except Exception as error:
@@ -154,7 +155,7 @@ class Weights:
         for names, what in ((missing, kept), (unexpected, "fitting nowhere in the model")):
             if names and engine.rank == 0:
                 logging.getLogger("onefold").warning(
-                    f"{self._fitted.describe}: {what} ({len(names)}): {some(names)}"
+                    f"{self._fitted.describe}: {what} ({len(names)}): {few(names)}"
                 )
 
     def close(self) -> None:
@@ -230,6 +231,6 @@ def _refuse_unset(module: nn.Module) -> None:
         kinds = sorted({str(config.peft_type).rpartition(".")[2] for config in configs.values()})
         raise CheckpointError(
             f"adapters of the kind {', '.join(kinds)} start with values that cannot be had while the"
-            f" model is on the meta device ({some(left)}): build it in memory (transformers'"
+            f" model is on the meta device ({few(left)}): build it in memory (transformers'"
             " from_pretrained), or use plain LoRA."
         )

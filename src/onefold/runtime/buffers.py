@@ -35,6 +35,7 @@ from onefold.runtime.gather_paths import state_context
 from onefold.runtime.parameters.interval import ShardedParameterError, spec_of
 from onefold.runtime.parameters.parameter import WRAPPED
 from onefold.runtime.uninitialized import is_marked
+from onefold.wording import few
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
@@ -161,9 +162,9 @@ class Buffers:
         """Whether some buffers are shared by some of the ranks only."""
         return any(len(self._sharing_of(table)) > 1 for table in self._tables)
 
-    def places(self, named: Mapping[Key, torch.Tensor]) -> dict[Key, tuple[Sharing, str]]:
+    def places(self, named: Mapping[Key, torch.Tensor]) -> dict[Key, tuple[Group, str]]:
         """Return who shares each buffer, and in words whose values this rank's are: "tp: 1 of 2"; ""
-        if all ranks share it.
+        if all ranks share it. Collective over all ranks, the first time.
         """
         sharing_of = {
             id(local_of(b)): self._sharing_of(table)
@@ -174,7 +175,7 @@ class Buffers:
         out = {}
         for name, b in named.items():  # what a hook of the state dict has made is in no table
             sharing = sharing_of.get(id(local_of(b)), self._others)
-            out[name] = sharing, self._words(sharing)
+            out[name] = self._group.part(sharing), self._words(sharing)
         return out
 
     def _words(self, sharing: Sharing) -> str:
@@ -187,16 +188,18 @@ class Buffers:
         apart = [name for name, size in sizes if size > 1 and name not in shared]
         return f"{', '.join(apart)}: {at} of {len(sharing)}"
 
-    def own(self, named: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """Return those buffers of which ranks have other values than ranks that do not share them,
-        and in words whose this rank's are. Collective if there are `several`; the host waits.
+    def own(self, named: Mapping[str, torch.Tensor]) -> dict[str, tuple[Group, str]]:
+        """Return those of `places` of which ranks have other values than ranks that do not share
+        them. Collective if there are `several`; the host waits.
         """
         if not self.several:
             return {}
-        places = {name: at for name, at in self.places(named).items() if at[1]}
-        first = {name: self._group.part(at).rank == 0 for name, (at, _) in places.items()}
-        apart = unlike(self._group, [named[name] if first[name] else None for name in places])
-        return {name: places[name][1] for name, other in zip(places, apart, strict=True) if other}
+        places = {
+            name: (group, words) for name, (group, words) in self.places(named).items() if words
+        }
+        mine = [named[name] if group.rank == 0 else None for name, (group, _) in places.items()]
+        apart = unlike(self._group, mine)
+        return {name: places[name] for name, other in zip(places, apart, strict=True) if other}
 
     def refuse_own(self, module: nn.Module, call: str) -> None:
         """Raise ValueError on every rank if `call` would have rank 0's values of buffers of which
@@ -205,7 +208,7 @@ class Buffers:
         if own := self.own(persistent(module)):
             raise ValueError(
                 f"{call} has one value of each buffer, and ranks have values of their own of"
-                f" {_few(own)} (here {next(iter(own.values()))}). onefold.save stores"
+                f" {few(map(repr, own))} (here {next(iter(own.values()))[1]}). onefold.save stores"
                 " them all. Register what is computed anew with persistent=False."
             )
 
@@ -318,15 +321,12 @@ def refuse_changes(root: nn.Module | None, entries: Iterable[Entry], call: str) 
         "removed": [n for n, p in then.items() if n not in now and id(p) not in there],
     }
     if any(lists.values()):
-        said = ", ".join(f"{what} {_few(names)}" for what, names in lists.items() if names)
+        said = ", ".join(
+            f"{what} {few(map(repr, names))}" for what, names in lists.items() if names
+        )
         raise RuntimeError(
             f"{call}: the model had {len(known)} parameters when it was sharded and has"
             f" {len(there)} now: {said}."
             " Change its structure (adapters, heads, ties) before shard(), or between"
             " onefold.unshard(model) and a new shard()."
         )
-
-
-def _few(names: Iterable[str]) -> str:
-    first, *rest = [repr(name) for name in names]
-    return ", ".join([first, *rest[:4]]) + (f" and {len(rest) - 4} more" if len(rest) > 4 else "")

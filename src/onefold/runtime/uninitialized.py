@@ -23,6 +23,7 @@ import torch
 from onefold.comm import CollectiveContext
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import MasterParts, StateItem, tell_all
+from onefold.wording import few
 
 if TYPE_CHECKING:
     from onefold.comm import Group
@@ -189,8 +190,7 @@ def _blank(found: list[_Unset]) -> list[bool]:
 
 
 def _some(found: list[_Unset]) -> str:
-    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-    return ", ".join(repr(unset.names[0]) for unset in found[:5]) + more
+    return few(repr(unset.names[0]) for unset in found)
 
 
 def is_blank(entry: Entry) -> bool:

@@ -33,6 +33,7 @@ from onefold.integrations.deepspeed.optimizer_facts import show_scale
 from onefold.integrations.deepspeed.passes import Passes
 from onefold.integrations.deepspeed.saving import WholeSaves
 from onefold.integrations.deepspeed.scaling import LossScaler, scale_gradients
+from onefold.wording import few
 
 logger = logging.getLogger("onefold")
 
@@ -208,9 +209,8 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
             name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None
         ]
         if unused:
-            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
             raise EngineMisuse(
-                f"parameters got no gradient since the last step: {', '.join(unused[:3])}{more}, and"
+                f"parameters got no gradient since the last step: {few(unused, 3)}, and"
                 ' the configuration says "ignore_unused_parameters": false. Freeze them'
                 " (requires_grad_(False)), use them in the loss, or set ignore_unused_parameters to"
                 " true."

@@ -27,6 +27,7 @@ from onefold.runtime.parts import tell_all
 from onefold.runtime.state.start import KEEPER, has_meta
 from onefold.runtime.uninitialized import value_of
 from onefold.runtime.units import UnitSpec
+from onefold.wording import few
 
 
 def refuse_arguments(
@@ -84,8 +85,7 @@ def refuse_arguments(
     _refuse_dtensors(module, mesh)
     if left_out := sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ())):
         raise ValueError(
-            f"this module asks DDP to leave out {', '.join(map(repr, left_out[:3]))}"
-            f"{f' and {len(left_out) - 3} more' if len(left_out) > 3 else ''}"
+            f"this module asks DDP to leave out {few(map(repr, left_out), 3)}"
             " (_ddp_params_and_buffers_to_ignore), and Onefold divides every parameter. Delete that"
             " attribute if they are to be as the others, or hold what each rank keeps for itself"
             " outside the module."
@@ -214,7 +214,7 @@ def compare_ranks(
     found = [f for s in specs for f in s.found]
     compared = {
         "recipes": [
-            getattr(recipe, name) for name in Recipe.__dataclass_fields__ if name != "notes"
+            getattr(recipe, name) for name in Recipe.__dataclass_fields__ if name != "remarks"
         ],
         "parameter names": [f.names for f in found],
         "parameter shapes": [tuple(f.param.shape) for f in found],
@@ -271,10 +271,9 @@ def compare_copies(engine: Engine, incoming: Collection[str]) -> None:
     if names := [e.slot.name for e, other in zip(entries, apart, strict=True) if other]:
         axes = [n for n in mesh.names if n not in mesh.data]
         along = " and ".join(map(repr, axes))
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ValueError(
             f"ranks that are apart along {along} only have different values of"
-            f" {', '.join(map(repr, names[:3]))}{more}, which are no DTensors: shard() would take rank"
+            f" {few(map(repr, names), 3)}, which are no DTensors: shard() would take rank"
             " 0's for all. If all ranks are to hold the same, start them alike: by the same seed on"
             f" ranks along {along}, or on the meta device. If each has its own part, say so:"
             f" layer.weight = nn.Parameter(DTensor.from_local(part, mesh[{axes[0]!r}], [Shard(dim)]))"
