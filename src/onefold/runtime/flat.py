@@ -349,7 +349,7 @@ class Flat:
         if entry.box is None:
             entry.local = entry.compute = Whole(entry.released, requires_grad=entry.active)
         else:
-            entry.local = entry.released.detach()
+            entry.local = entry.released.data  # a version counter of its own
             entry.compute = entry.box.leaf(entry.local, entry.active)
         gradient_hooks.move(old, entry)
         old.__dict__.pop("_onefold_dtypes", None)
