@@ -321,7 +321,7 @@ class _TwoOwners:
     def meet(self, subject: str) -> Any:
         return self.engine.group, self.engine.group
 
-    def wait_before_write(self) -> None:
+    def flat(self) -> None:
         """Nothing is copying the addresses."""
 
 

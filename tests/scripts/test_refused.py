@@ -156,7 +156,7 @@ def trained_though_encoded(m: Any, stage: int) -> None:
 
 SHAPE = ("'blocks.1.up.weight'", "replaced after shard()")
 CAST = ("moved or cast after shard()", "before shard()", "precision")
-COLLECTIVE = ("was given 'enter.weight'", "parameter.onefold.gather()")
+COLLECTIVE = ("of 'enter.weight'", "parameter.onefold.gather()")
 HOOK = ("step_in_backward", "ordinary order")
 
 #: {what is done: (the call, of a sharded model and its stage, the stages, words of the sentence)}

@@ -26,7 +26,7 @@ from onefold.memory.pool import TierError
 from onefold.offload.storage import OffloadStorage, grain_of_kind, state_kind
 from onefold.recipe.moments import grain_of, items_of
 from onefold.recipe.options import SECTOR
-from onefold.runtime.parameters.values import StatePlace, storageless
+from onefold.runtime.parameters.values import state_place, storageless
 from onefold.runtime.resources import Region, Transfer
 from onefold.runtime.storage import OnDisk, state_shape
 
@@ -118,7 +118,7 @@ class NvmeStorage(OffloadStorage):
         if in_memory:
             return super().new_state(entry, key, dtype, in_memory)
         self.region(state_kind(key, dtype), dtype)
-        return StatePlace.of(state_shape(entry, key), dtype)
+        return state_place(state_shape(entry, key), dtype)
 
     def beside_masters(self, name: str, dtype: torch.dtype) -> OnDisk:
         kind, (a, b) = state_kind(name, dtype), self.flat.interval

@@ -38,7 +38,7 @@ from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.parameters.values import StatePlace, is_storageless
+from onefold.runtime.parameters.values import is_storageless, state_place
 from onefold.runtime.reduce import unique_bytes
 from onefold.runtime.resources import Transfer
 from onefold.runtime.stepper import Part, groups_of, only, raw_step, step_parts
@@ -249,7 +249,7 @@ class _Stepping:
                 kind = state_kind(key, value.dtype)
                 storage.region(kind, value.dtype)
                 storage.write_part(kind, _owned(entry)[0] // grain_of(key), value.reshape(-1))
-                state[key] = StatePlace.of(state_shape(entry, key), value.dtype)
+                state[key] = state_place(state_shape(entry, key), value.dtype)
 
     # -- one chunk ---------------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class _Stepping:
         for piece in pieces:
             kept = self.small.get(piece.entry.number)
             after: dict[str, torch.Tensor] = {
-                key: StatePlace.of(state_shape(piece.entry, key), part.dtype)
+                key: state_place(state_shape(piece.entry, key), part.dtype)
                 for key, part in piece.parts.items()
             }
             if kept is not None:
@@ -411,7 +411,7 @@ class _Stepping:
             into = chunk.buffers[kind][x - chunk.a : y - chunk.a]
             if _place(into) != _place(value):
                 into.copy_(value)
-            after[key] = StatePlace.of(state_shape(entry, key), value.dtype)
+            after[key] = state_place(state_shape(entry, key), value.dtype)
         self.scalars[entry.number] = entry, after
 
     def _write(self, chunk: _Chunk) -> None:

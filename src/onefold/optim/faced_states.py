@@ -37,7 +37,7 @@ from onefold.runtime.parameters.interval import (
     dress,
     spec_of,
 )
-from onefold.runtime.parameters.values import StatePlace
+from onefold.runtime.parameters.values import Elsewhere
 
 
 def policy_of(optimizer: Optimizer, entry: Any, key: Any = "exp_avg") -> MomentPolicy | None:
@@ -157,13 +157,13 @@ class FacedStates(PlainStates):
                 return state
             for name, value in state.items():
                 if (
-                    type(value) not in (torch.Tensor, StatePlace)
+                    not (type(value) is torch.Tensor or isinstance(value, Elsewhere))
                     or tuple(value.shape) != (spec.stop - spec.start,)
                     or packed(name) is not None
                     or name == "step"
                 ):
                     continue
-                if isinstance(value, StatePlace):
+                if isinstance(value, Elsewhere):
                     value.spec = spec.of(str(name))
                 else:
                     state[name] = dress(value, spec.of(str(name)))

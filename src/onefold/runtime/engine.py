@@ -277,7 +277,7 @@ class Engine:
         """
         return self.passes.use(entry, keeps)
 
-    # -- outside a pass, with gradients: runtime/parameters/outside.py -----------------------------
+    # -- outside a pass, with gradients: runtime/parameters/access.py -----------------------------
 
     @property
     def in_pass(self) -> bool:

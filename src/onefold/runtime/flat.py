@@ -20,7 +20,14 @@ from onefold.memory import storage_of
 from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.gather_paths import Gather
 from onefold.runtime.parameters import gradient_hooks
-from onefold.runtime.parameters.in_pass import follow_reads, put
+from onefold.runtime.parameters.access import (
+    Released,
+    Whole,
+    follow_reads,
+    point,
+    put,
+    set_requires_grad,
+)
 from onefold.runtime.parameters.interval import (
     IntervalSpec,
     Owners,
@@ -29,13 +36,12 @@ from onefold.runtime.parameters.interval import (
 )
 from onefold.runtime.parameters.parameter import ShardedParameter, ShardInfo, faced_class
 from onefold.runtime.parameters.values import written
-from onefold.runtime.parameters.whole import Released, Whole, point, set_requires_grad
 from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
     from onefold.runtime.hops import Hop
-    from onefold.runtime.parameters.parameter import OwningEngine
     from onefold.runtime.resources import Resources
 
 
@@ -64,9 +70,7 @@ class Entry:
     `places` are where modules refer to it.
     """
 
-    def __init__(
-        self, found: Found, slot: Slot, index: int, flat: Flat, engine: OwningEngine
-    ) -> None:
+    def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
         self.slot, self.index, self.names = slot, index, tuple(found.names)
         # The modules' own dictionaries rather than the modules: an engine must not keep its model
         # alive.
@@ -211,7 +215,7 @@ class Flat:
         kind: Kind,
         index: int,
         resources: Resources,
-        engine: OwningEngine,
+        engine: Engine,
         tiers: Tiers | None,
     ) -> None:
         recipe, made = resources.recipe, resources.capabilities

@@ -101,7 +101,7 @@ class Gatherer:
         for unit in self.sharded:
             unit.borrowed = unit.unwanted = False
             kept, unit.kept = unit.kept, unit.kept and self.holding
-            if unit.lent or unit.state is State.SHARDED:  # the pass of another model ends later
+            if unit.state is State.SHARDED:
                 continue
             if unit in last and not unit.ungathered:
                 self.wait(unit)  # it may have been joined and not used
@@ -428,7 +428,7 @@ class Gatherer:
         in a gathered buffer.
         """
         order = self.forward
-        if unit.resident or unit.state is not State.GATHERED or unit.borrowed or unit.lent:
+        if unit.resident or unit.state is not State.GATHERED or unit.borrowed:
             return
         if order.agreed and order.next() is unit:
             order.at += 1

@@ -15,7 +15,11 @@ from onefold.runtime.differentiate import in_autograd, keep_from_compiler, tenso
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.open_passes import still_open
-from onefold.runtime.parameters.parameter import disable_torch_function, infos, refuse_pickling
+from onefold.runtime.parameters.parameter import (
+    ShardedParameter,
+    disable_torch_function,
+    refuse_pickling,
+)
 from onefold.runtime.unit import Unit
 
 # -- which engine ----------------------------------------------------------------------------------
@@ -214,7 +218,8 @@ def _refuse_leftovers(part: nn.Module) -> None:
     """Raise RuntimeError if `part` has outlived its sharded model: nothing can make its parameters
     whole any more.
     """
-    names = [info.name for info in infos(list(part.parameters()), {}) if info.sharded]
+    faced = [p for p in part.parameters() if isinstance(p, ShardedParameter)]
+    names = [info.name for p in faced if (info := p.__dict__["onefold"]).sharded]
     if names:
         raise RuntimeError(
             f"this {type(part).__name__} has outlived the sharded model it was part of: its"

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from types import FrameType
 
-    from onefold.runtime.parameters.parameter import OwningEngine
     from onefold.runtime.unit import Unit
 
 
@@ -28,12 +27,10 @@ class _Thread(threading.local):
 
     Attributes:
         passes: its open forward passes, the innermost last.
-        lent: the units that are lent to these passes by other models, with their engines.
     """
 
     def __init__(self) -> None:
         self.passes: list[OpenPass] = []
-        self.lent: list[tuple[OwningEngine, Unit]] = []
 
 
 here = _Thread()

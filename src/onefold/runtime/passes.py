@@ -33,7 +33,7 @@ from onefold.runtime.differentiate import (
     tensors_in,
 )
 from onefold.runtime.open_passes import OpenPass, here, still_open
-from onefold.runtime.parameters.in_pass import put, take_back
+from onefold.runtime.parameters.access import put
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad
 from onefold.runtime.refresh import keep_writes, refresh
 from onefold.runtime.unit import State, Unit
@@ -204,7 +204,7 @@ class Passes:
         """Return the whole parameter for code in a forward pass whose unit does not own it. See
         runtime/parameters/parameter.py.
 
-        `keeps`: the code gets the parameter itself (runtime/parameters/in_pass.py), so it must stay
+        `keeps`: the code gets the parameter itself (runtime/parameters/access.py), so it must stay
         whole until the pass ends, also if its own module is called in between.
         """
         unit = self.engine.unit_of[entry.number]
@@ -301,8 +301,6 @@ class Passes:
         engine, progress, graph = self.engine, self.progress, self._graph
         graded = torch.is_grad_enabled()
         self._borrowed.clear()
-        if this.beside == [this]:
-            take_back()
         for entry in engine.entries if aborted else ():
             entry.alias = None
         self.gather.end_forward(aborted)

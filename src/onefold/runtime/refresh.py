@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from onefold.memory import storage_of
 from onefold.runtime.flat import Entry
 from onefold.runtime.gather import Gatherer
-from onefold.runtime.parameters.whole import point
+from onefold.runtime.parameters.access import point
 from onefold.runtime.storage import refuse_written
 from onefold.runtime.unit import Unit
 

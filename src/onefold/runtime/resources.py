@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from onefold.comm import CollectiveContext
 from onefold.recipe import Recipe
 from onefold.recipe.rows import GROUP
+from onefold.runtime.parameters.values import given_out
 
 if TYPE_CHECKING:
     from onefold.comm import Group
@@ -280,8 +281,7 @@ class MasterAccess:
         """
         for flat in self.plain:
             for entry in flat.entries:
-                given_out = entry.param.__dict__.get("_onefold_given_out")
-                if given_out is not None and given_out.alive:
+                if given_out(entry.param):
                     self._transfers.up.wait()
                     return
 

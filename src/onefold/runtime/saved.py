@@ -27,7 +27,6 @@ from onefold.runtime.differentiate import (
     keep_from_compiler,
     keep_hooks_from_compiler,
 )
-from onefold.runtime.open_passes import here
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -131,9 +130,6 @@ def saving(gathers: Iterable[Gatherer], stays: bool = True) -> saved_tensors_hoo
         if t.layout is torch.strided and not recomputed:
             for gather in gathers:
                 if (handle := _handle(gather, t, stays)) is not None:
-                    return handle
-            for engine, _ in here.lent:
-                if (handle := _handle(engine.gather, t, stays=False)) is not None:
                     return handle
         if outer_pack:
             return outer_pack(t)

@@ -32,7 +32,7 @@ from onefold.runtime.flat import Entry, Flat, Kind, declared_dtype
 from onefold.runtime.units import Found, UnitSpec, keeps_dtype, rests_encoded
 
 if TYPE_CHECKING:
-    from onefold.runtime.parameters.parameter import OwningEngine
+    from onefold.runtime.engine import Engine
     from onefold.runtime.resources import Resources
 
 
@@ -74,7 +74,6 @@ class Unit:
     | `in_use`            | the forward pass of its module begins, or is        | that pass ends, or raises             |
     | (how many passes)   | recomputed                                          |                                       |
     | `borrowed`          | other code of the pass reads a parameter            | the pass ends                         |
-    | `lent`              | a pass of another model reads a parameter           | that pass ends                        |
     | `kept`              | a pass without gradients under `keep_gathered`; the | that pass ends; `Gatherer.let_go`     |
     |                     | stage of a pipeline is unsharded for micro-batches  |                                       |
     | `awaiting_backward` | a forward pass ends that used it last               | the backward pass uses or passes it   |
@@ -91,7 +90,7 @@ class Unit:
 
     | asked                                                   | holds it                                            |
     |---------------------------------------------------------|-----------------------------------------------------|
-    | after the forward pass of its module                    | `borrowed`, `lent`, `kept`, and the last units      |
+    | after the forward pass of its module                    | `borrowed`, `kept`, and the last units              |
     | in a backward pass (`Unit.needed_in_backward`)          | `in_use`, `saved`, `gradients`; if it has frozen    |
     |                                                         | parameters, `recomputing` and `by_hand` too         |
     | at the end of a backward pass                           | `in_use`                                            |
@@ -111,7 +110,7 @@ class Unit:
         self.looks_up_only = type(module) is nn.Embedding
         self.state = State.GATHERED if self.resident else State.SHARDED
         self.in_use = self.saved = 0
-        self.used = self.unwanted = self.borrowed = self.lent = self.by_hand = False
+        self.used = self.unwanted = self.borrowed = self.by_hand = False
         self.kept = self.awaiting_backward = False
         self.gradients: set[int] = set()  # numbers of entries
         self.recomputing: int | None = None
@@ -177,7 +176,7 @@ class Unit:
 def bind(
     specs: Sequence[UnitSpec],
     resources: Resources,
-    engine: OwningEngine,
+    engine: Engine,
     offloaded: Collection[int],
     holders: Holders,
 ) -> list[Unit]:

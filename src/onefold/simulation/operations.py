@@ -13,7 +13,7 @@ import torch
 import onefold.runtime
 from onefold.machine.kernels import kernels_of, values_in
 from onefold.memory import nbytes_of
-from onefold.runtime.parameters import interval, operators, outside, parameter
+from onefold.runtime.parameters import access, interval, operators, parameter
 
 
 def of_engine() -> bool:
@@ -37,7 +37,7 @@ def of_engine() -> bool:
 _MODULE = torch.nn.modules.module.__file__
 _RUNTIME = str(Path(onefold.runtime.__file__).parent)
 #: Files of the runtime that carry out the model's operations on parameters.
-_BETWEEN = tuple(str(module.__file__) for module in (parameter, interval, outside, operators))
+_BETWEEN = tuple(str(module.__file__) for module in (parameter, interval, access, operators))
 
 
 #: Operations that do not read the tensor that they write to.

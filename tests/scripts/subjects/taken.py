@@ -254,8 +254,14 @@ class Distilled(Taken):
 
 
 for _trains in (False, True):
-    habit(f"a weight taken: the head of another sharded model{', which trains' if _trains else ''}", expect=ROUNDING,
-          reference="mean")(type("Distilled", (Distilled,), {"trains": _trains, "__module__": __name__}))  # fmt: skip
+    # Without gradients nothing tells at stage 0, where its masters are whole
+    habit(
+        f"a weight taken: the head of another sharded model{', which trains' if _trains else ''}",
+        zero=REFUSED if _trains else ROUNDING,
+        sharded=REFUSED,
+        one=EITHER,
+        reference="mean",
+    )(type("Distilled", (Distilled,), {"trains": _trains, "__module__": __name__}))
 
 
 class Outside(Taken):

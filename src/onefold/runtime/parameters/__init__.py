@@ -8,7 +8,6 @@ only this rank's interval of its data and gradient.
 | What does a function of torch do on one, by its schema?         | `schema`                         |
 | How does it do that?                                            | `operators`                      |
 | What if its shard has no storage on the device?                 | `values`                         |
-| What does code in a pass get by `module.weight`?                | `in_pass`, `whole`               |
-| What if it is used outside of a forward pass?                   | `outside`                        |
+| What does code in a pass, or outside of one, get of a whole?    | `access`                         |
 | Who hears of its gradient, and of writes to it?                 | `gradient_hooks`, `values`       |
 """

@@ -26,6 +26,8 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +39,8 @@ from onefold.layout import overlap
 
 if TYPE_CHECKING:
     from onefold.runtime.boxes import Box
+    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry, Flat
-    from onefold.runtime.parameters.parameter import OwningEngine
 
 # Inside it sharded parameters and intervals are plain tensors over local memory
 disable_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -52,35 +54,27 @@ class Owners:
     """Which rank owns which addresses of a flat buffer.
 
     Attributes:
+        flat: weak, as `engine`: tensors may outlive their model.
         bounds: the addresses `(start, stop)` of each rank, by its position in `flat.owners_group`,
             whose ranks together own every address once; of one rank, if each owns every address.
         position: this rank's position in that group.
         alone: each rank owns every address.
     """
 
-    __slots__ = (
-        "_engine", "_flat", "_level", "_parts", "_reunion", "_size", "alone", "bounds", "index",
-        "position",
-    )  # fmt: skip
-
-    def __init__(self, flat: Flat, engine: OwningEngine) -> None:
-        group, everybody = flat.owners_group, flat.group
-        positions: Sequence[int] = (
-            range(everybody.size)
-            if group is everybody
-            else everybody.topology.intra_group(everybody.rank)
-        )
+    def __init__(self, flat: Flat, engine: Engine) -> None:
+        group, everyone = flat.owners_group, engine.group
         self.alone = flat.whole_master
-        self.bounds = tuple(flat.owned_by(p) for p in ([0] if self.alone else positions))
-        self.position, self.index = 0 if self.alone else group.rank, flat.index
-        self._engine, self._flat = weakref.ref(engine), weakref.ref(flat)
+        self.position = 0 if self.alone else group.rank
+        positions = [0] if self.alone else map(flat.group.ranks.index, group.ranks)
+        self.bounds = tuple(map(flat.owned_by, positions))
+        self.index = flat.index
+        self.flat, self._engine = weakref.ref(flat), weakref.ref(engine)
         # Where the parts meet when the model is gone
-        self._reunion, self._size = engine.group.reunion, engine.group.size
-        self._parts = everybody.parts
-        self._level = group is not everybody
+        self._level, self._parts = group is not flat.group, flat.group.parts
+        self._meet_again = partial(everyone.reunion.group, everyone.size)
 
     @property
-    def engine(self) -> OwningEngine | None:
+    def engine(self) -> Engine | None:
         """The engine; None if the model has been freed or closed."""
         engine = self._engine()
         return None if engine is None or engine.progress.closed else engine
@@ -92,10 +86,10 @@ class Owners:
         Raises:
             ShardedParameterError: the model is gone, and the process group too.
         """
-        engine, flat = self.engine, self._flat()
+        engine, flat = self.engine, self.flat()
         if engine is not None and flat is not None:
             return flat.owners_group, engine.group
-        everyone = self._reunion.group(self._size)
+        everyone = self._meet_again()
         if everyone is None:
             raise ShardedParameterError(
                 f"{subject} is one rank's part of a parameter whose model is gone, and its process"
@@ -104,13 +98,8 @@ class Owners:
         part = everyone if self._parts is None else everyone.part(self._parts)
         return part.intra_group if self._level else part, everyone
 
-    def wait_before_write(self) -> None:
-        """See `MasterAccess.wait_before_write`."""
-        engine, flat = self._engine(), self._flat()
-        if engine is not None and flat is not None:
-            engine.masters.wait_before_write(flat)
 
-
+@dataclass(eq=False)
 class IntervalSpec:
     """Which elements of a tensor of `shape` this rank holds: [start, stop) of the flattened tensor.
 
@@ -124,45 +113,35 @@ class IntervalSpec:
             they have all of it.
     """
 
-    __slots__ = (
-        "_held", "_roles", "_stand_in", "_token", "box", "first", "name", "numel", "owners", "role", "shape",
-        "start", "stop", "unreduced",
-    )  # fmt: skip
+    owners: Owners
+    name: str
+    first: int
+    shape: Any  # a torch.Size from there on
+    unreduced: bool = False
+    role: str = ""
+    box: Box | None = None
 
-    def __init__(
-        self,
-        owners: Owners,
-        name: str,
-        first: int,
-        shape: Any,
-        unreduced: torch.Tensor | None = None,
-        role: str = "",
-        box: Box | None = None,
-    ) -> None:
-        self.owners, self.name, self.first, self.unreduced = owners, name, first, unreduced
-        self.role, self.box = role, box
-        self._roles: dict[str, IntervalSpec] | None = None
-        self._token = b""
-        self._stand_in: torch.Tensor | None = None
-        self.shape, self.numel = torch.Size(shape), prod(shape)
-        # Elements that this rank's holders have
-        self._held = self.numel if box is None else box.numel
-        a, b = self._at(owners.position)
-        self.start, self.stop = a, b
+    def __post_init__(self) -> None:
+        self.shape = torch.Size(self.shape)
+        self.numel = prod(self.shape)
+        self.start, self.stop = self._at(self.owners.position)
+        self._roles: dict[str, IntervalSpec] = {}
 
     def _at(self, position: int) -> tuple[int, int]:
+        """Return what the owner at a position holds of what the holders of this box have."""
         a, b = overlap((self.first, self.first + self._held), self.owners.bounds[position])
         return a - self.first, b - self.first
 
+    @property
+    def _held(self) -> int:
+        """Elements that this rank's holders have."""
+        return self.numel if self.box is None else self.box.numel
+
     def same_cut(self, other: IntervalSpec) -> bool:
         """See [Note: the same cut]. Shapes may differ."""
-        mine, theirs = self.owners, other.owners
-        return (
-            self.first == other.first
-            and self.numel == other.numel
-            and self._cut == other._cut
-            and (mine is theirs or mine.bounds == theirs.bounds)
-        )
+        return (self.first, self.numel, self.owners.bounds, self._cut) == (
+            other.first, other.numel, other.owners.bounds, other._cut,
+        )  # fmt: skip
 
     @property
     def _cut(self) -> Any:
@@ -190,33 +169,23 @@ class IntervalSpec:
 
     def within(self, offset: int, shape: Any) -> IntervalSpec:
         """Return the spec of a tensor of `shape` that begins `offset` elements into this one."""
-        return IntervalSpec(
-            self.owners, self.name, self.first + offset, shape, self.unreduced, self.role
-        )
+        return replace(self, first=self.first + offset, shape=shape, box=None)
 
     def of(self, role: str) -> IntervalSpec:
         """Return the spec of the parameter's gradient ("grad"), or of an optimizer state."""
-        if self._roles is None:
-            self._roles = {}
-        found = self._roles.get(role)
-        if found is None:
-            found = IntervalSpec(
-                self.owners, self.name, self.first, self.shape, self.unreduced, role, self.box
-            )
-            self._roles[role] = found
-        return found
+        if role not in self._roles:
+            self._roles[role] = replace(self, role=role)
+        return self._roles[role]
 
     def stand_in(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of the whole's shape without memory, of which a shape is asked."""
-        if self._stand_in is None or self._stand_in.dtype != dtype:
-            self._stand_in = torch.empty(self.shape, dtype=dtype, device="meta")
-        return self._stand_in
+        """Return a tensor of the whole's shape without memory."""
+        return torch.empty(self.shape, dtype=dtype, device="meta")
 
-    def _make_token(self) -> bytes:
-        """Return what tells it from any other interval, in a few bytes: for digests."""
+    @cached_property
+    def token(self) -> bytes:
+        """What tells it from any other interval, in a few bytes: for digests."""
         said = f"{self.name} {self.role} {self.first} {tuple(self.shape)}"
-        self._token = zlib.crc32(said.encode()).to_bytes(4, "little")
-        return self._token
+        return zlib.crc32(said.encode()).to_bytes(4, "little")
 
     @property
     def said(self) -> str:
@@ -233,32 +202,24 @@ class IntervalSpec:
         `local` has this rank's elements. `what` names the operation, for messages.
         """
         group, _, context = self._begin("state", what)
-        if self.owners.alone:
-            return self._of_boxes(local).to(local.device)
-        full = torch.empty(self._held, dtype=local.dtype, device=group.device)
-        raw, parts = full.view(torch.uint8), [self._at(p) for p in range(group.size)]
-        width = local.element_size()
-        with torch.no_grad():
-            full[self.start : self.stop].copy_(local)
-            mine = raw[self.start * width : self.stop * width]
-            sends = [(p, mine) for p in range(group.size) if p != group.rank]
-            recvs = [
-                (p, raw[a * width : b * width]) for p, (a, b) in enumerate(parts) if p != group.rank
-            ]
+        held = local
+        if not self.owners.alone:
+            bounds = [self._at(p) for p in range(group.size)]
+            held = torch.empty(self._held, dtype=local.dtype, device=group.device)
+            with torch.no_grad():
+                held[self.start : self.stop].copy_(local)
+            bytes_of, width = held.view(torch.uint8), local.element_size()
+            parts = [(p, bytes_of[a * width : b * width]) for p, (a, b) in enumerate(bounds)]
+            _, mine = parts.pop(group.rank)
+            sends = [(p, mine) for p, _ in parts]
             # See [Note: the same question]
             asked = zlib.crc32(f"{what} {self.said}".encode()), self.first
             group.exchange(
-                sends, recvs, context, self.owners.index, move="state", addresses=asked
+                sends, parts, context, self.owners.index, move="state", addresses=asked
             ).wait()
-        return self._of_boxes(full).to(local.device)
-
-    def _of_boxes(self, held: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor from what each rank's holders have of it. Collective over the
-        ranks that have its boxes.
-        """
         if self.box is None:
-            return held.view(self.shape)
-        return self.box.gather(held.view(self.box.local_shape))
+            return held.view(self.shape).to(local.device)
+        return self.box.gather(held.view(self.box.local_shape)).to(local.device)
 
     def exchange(
         self, values: torch.Tensor, what: str, others: Sequence[IntervalSpec] = ()
@@ -273,7 +234,7 @@ class IntervalSpec:
         group, everyone, context = self._begin("control", what)
         digest = zlib.crc32(what.encode())
         for spec in (self, *others):
-            digest = zlib.crc32(spec._token or spec._make_token(), digest)
+            digest = zlib.crc32(spec.token, digest)
         more = f" and of {len(others)} others" if others else ""
         asked = f"{what} of {self.said}{more}"
         values = values.to(group.device)
@@ -321,27 +282,30 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return {k: mapped(v, change) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def tensors_among(value: Any) -> list[Any]:
-    """Return the tensors in `value`, and in its lists, tuples and dicts."""
-    found: list[Any] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Any]) -> None:
+def tensors_among(value: Any, found: list[Any] | None = None) -> list[Any]:
+    """Return the tensors in `value`, and in its lists, tuples and dicts, behind those of `found`."""
+    found = [] if found is None else found
     if isinstance(value, torch.Tensor):
         found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            _collect(part, found)
-    elif isinstance(value, dict):
-        _collect(tuple(value.values()), found)
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            tensors_among(part, found)
+    return found
 
 
 def entry_of(param: Any) -> Entry | None:
     """Return the entry of a sharded parameter; None for another tensor, and if its model is gone."""
-    found = param.__dict__.get("_onefold_entry")
+    found = getattr(param, "__dict__", {}).get("_onefold_entry")
     return found() if found is not None else None
+
+
+def owner_of(param: Any) -> tuple[Any, Any]:
+    """Return the entry of a sharded parameter and its engine; (None, None) for another tensor, and if
+    its model is gone.
+    """
+    entry = entry_of(param)
+    engine = entry.engine() if entry is not None else None
+    return (None, None) if engine is None else (entry, engine)
 
 
 #: The function that runs an operation on an interval, from (function, arguments, keyword
@@ -395,61 +359,6 @@ class Interval(torch.Tensor):
 _foreach_supported_types.append(Interval)
 
 
-class GivenOut:
-    """The live tensors that share a parameter's memory because user code asked for them: `.data`,
-    `detach()`, and views of these.
-
-    [Note: old data] In PyTorch `old = p.data; p.data = other` leaves `old` unchanged: it keeps the
-    parameter's former memory. Here a parameter keeps its memory and copies the new values into it.
-    Before that, tensors given out earlier are moved to a copy of the old values. Scripts that
-    evaluate with averaged weights and then assign `old` back rely on it.
-    """
-
-    __slots__ = ("_refs", "_room")
-
-    def __init__(self) -> None:
-        self._refs: list[weakref.ref[torch.Tensor]] = []
-        self._room = 8
-
-    def add(self, view: torch.Tensor) -> None:
-        # Only intervals get the attribute: a plain tensor may be pickled, and torch makes its views
-        if spec_of(view) is not None:
-            view.__dict__["_onefold_given_out"] = self
-        self._refs.append(weakref.ref(view))
-        if len(self._refs) > self._room:
-            self._refs = [ref for ref in self._refs if ref() is not None]
-            self._room = 2 * len(self._refs) + 8
-
-    @property
-    def alive(self) -> bool:
-        """Whether code still holds one of them."""
-        return any(ref() is not None for ref in self._refs)
-
-    def move_away(self, memory: torch.Tensor) -> None:
-        """Move the tensors given out over `memory` (a plain tensor) to a copy of it.
-
-        Called before `p.data = value` writes to `memory`, inside `disable_torch_function`.
-        """
-        views = [view for ref in self._refs if (view := ref()) is not None]
-        self._refs = []
-        if not views:
-            return
-        kept, storage = memory.detach().clone(), memory.untyped_storage().data_ptr()
-        for view in views:
-            view.__dict__.pop("_onefold_given_out", None)
-            if view.untyped_storage().data_ptr() == storage:
-                view.data = kept.as_strided(
-                    view.size(), view.stride(), view.storage_offset() - memory.storage_offset()
-                )
-
-
-def note_given_out(view: torch.Tensor, source: torch.Tensor) -> None:
-    """Record that `view` shares the memory of `source`, an interval."""
-    given_out = source.__dict__.get("_onefold_given_out")
-    if given_out is not None:
-        given_out.add(view)
-
-
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements of a sharded parameter or an interval as a plain tensor over the
     same memory. Any other tensor is returned detached.
@@ -465,9 +374,6 @@ get_grad, set_grad = _base.grad.__get__, _base.grad.__set__
 _shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
 
 
-_over: dict[tuple[type, type], type] = {}
-
-
 def dispatches(kind: type) -> bool:
     """Whether tensors of class `kind` have a `__torch_dispatch__` of their own and therefore must
     keep their class, as fake tensors do (simulation/simulate.py).
@@ -475,22 +381,18 @@ def dispatches(kind: type) -> bool:
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
+@cache
 def over(face: type, own: type) -> type:
     """Return the class that makes a tensor of class `own` a `face`: `face` itself, or a subclass of
     both if `own` has a dispatch of its own.
     """
-    if not dispatches(own):
-        return face
-    if (face, own) not in _over:
-        _over[face, own] = type(f"{face.__name__}Over{own.__name__}", (face, own), {})
-    return _over[face, own]
+    return type(f"{face.__name__}Over{own.__name__}", (face, own), {}) if dispatches(own) else face
 
 
 def dress(local: torch.Tensor, spec: IntervalSpec) -> Interval:
     """Make `local`, a fresh tensor of this rank's elements [stop - start], an interval of `spec`.
     Changes the class of `local` itself, and returns it.
     """
-    kind = type(local)
-    local.__class__ = Interval if kind is torch.Tensor else over(Interval, kind)
+    local.__class__ = over(Interval, type(local))
     local.__dict__["_onefold_spec"] = spec
     return local  # type: ignore[return-value]

@@ -34,7 +34,6 @@ from onefold.runtime.parameters.interval import (
     disable_torch_function,
     dress,
     mapped,
-    note_given_out,
     shape_of,
     spec_of,
     tensors_among,
@@ -111,7 +110,8 @@ def refusal(op: Operator, given: Any) -> ShardedParameterError:
         f"{op.name} of {spec.name!r} (this rank holds elements {spec.start} to {spec.stop} of shape"
         f" {tuple(spec.shape)}) cannot be done on a part. Every rank: read a whole copy with"
         " `parameter.onefold.gather()`, or read and write inside"
-        " `with onefold.full_params(model, write=True):`. To change the model itself"
+        " `with onefold.full_params(model, write=True):`. To average gradients, or to start from rank"
+        " 0's weights, leave the call out: Onefold does it. To change the model itself"
         " (resize_token_embeddings, a new head) call onefold.unshard(model) first, and shard() again."
     )
 
@@ -261,7 +261,7 @@ def part_of(t: torch.Tensor, base: IntervalSpec) -> torch.Tensor:
         if spec.same_cut(base) and spec.shape == base.shape:
             return t
         t = spec.gather(t, "a part of another cut")
-    elif t.dim() == 0 or _is_local(t, base):
+    elif _is_local(t, base) or (base.shape and not t.dim()):
         return t
     return base.piece(t.detach())
 
@@ -329,7 +329,7 @@ def _seen(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _without_memory(t: torch.Tensor) -> torch.Tensor:
     spec = spec_of(t)
-    return t if spec is None else torch.empty(spec.shape, dtype=t.dtype, device="meta")
+    return t if spec is None else spec.stand_in(t.dtype)
 
 
 def _repeats(t: torch.Tensor) -> bool:
@@ -345,9 +345,7 @@ def _cut(op: Operator, seen: torch.Tensor, source: torch.Tensor) -> Any:
     into = spec if same else spec.within(seen.storage_offset() if seen.numel() else 0, seen.shape)
     first = into.first - spec.first + into.start - spec.start if into.stop > into.start else 0
     part = source.detach()[first : first + into.stop - into.start]
-    out = dress(part.conj() if seen.is_conj() else part, into)
-    note_given_out(out, source)
-    return out
+    return dress(part.conj() if seen.is_conj() else part, into)
 
 
 def set_item(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -449,17 +447,14 @@ def _version(t: torch.Tensor) -> int:
 # -- to one number ---------------------------------------------------------------------------------
 
 _NARROW = (torch.float16, torch.bfloat16)
-#: Reductions of one number a rank: {name: (of this rank's elements, of the ranks' numbers, of none)}
-_NUMBERS: dict[str, tuple[Any, Any, float]] = {
-    "sum": (_T.sum, _T.sum, 0),
-    "mean": (_T.sum, _T.sum, 0),
-    "max": (_T.amax, _T.amax, -math.inf),
-    "amax": (_T.amax, _T.amax, -math.inf),
-    "min": (_T.amin, _T.amin, math.inf),
-    "amin": (_T.amin, _T.amin, math.inf),
-    "any": (_T.any, _T.any, 0),
-    "all": (_T.all, _T.all, 1),
-    "count_nonzero": (_T.count_nonzero, _T.sum, 0),
+#: {name: (reduces this rank's elements to a number, what it is of no elements)}
+_NUMBERS: dict[str, tuple[Any, float]] = {
+    **dict.fromkeys(("sum", "mean"), (_T.sum, 0)),
+    **dict.fromkeys(("max", "amax"), (_T.amax, -math.inf)),
+    **dict.fromkeys(("min", "amin"), (_T.amin, math.inf)),
+    "any": (_T.any, 0),
+    "all": (_T.all, 1),
+    "count_nonzero": (_T.count_nonzero, 0),
 }
 
 
@@ -468,7 +463,8 @@ def reduce(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     that is not enough (a dimension, an integer's extremes).
     """
     x, spec = args[0], spec_of(args[0])
-    here, every, of_none = _NUMBERS[op.name]
+    here, of_none = _NUMBERS[op.name]
+    every = _T.sum if here is _T.count_nonzero else here
     exact = x.is_floating_point() or not (math.isinf(of_none) or x.is_complex())
     if spec is None or not spec.numel or not exact or _given(args, kwargs):
         return on_whole(op, func, args, kwargs)

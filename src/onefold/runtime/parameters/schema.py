@@ -20,6 +20,7 @@ a function does is decided once, and is one lookup from then on.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -92,24 +93,18 @@ _MODULES = {
     f"torch.{name}"
     for name in words("_tensor functional nn.functional _jit_internal _linalg_utils _lowrank")
 }
+#: Functions of torch.distributed that read the tensor they send, and write to other tensors only.
+_SENDS = words("send isend all_gather gather")
 _ACCESSORS = ("__get__", "__set__", "__delete__")
 _ANSWERS = (
     bool, int, float, str, bytes, tuple, list, type, torch.dtype, torch.device, torch.layout,
     torch.UntypedStorage, torch.TypedStorage,
 )  # fmt: skip
 
-_known: dict[Any, Operator] = {}
 
-
+@cache
 def operator_of(func: Any) -> Operator:
     """Return what is known of `func`, as torch passes it to `__torch_function__`."""
-    found = _known.get(func)
-    if found is None:
-        found = _known[func] = _decided(func)
-    return found
-
-
-def _decided(func: Any) -> Operator:
     name, module = getattr(func, "__name__", str(func)), getattr(func, "__module__", None)
     if name in _ACCESSORS:
         return _of_attribute(func, name)
@@ -117,6 +112,8 @@ def _decided(func: Any) -> Operator:
         return _by_overloads(name.partition(".")[0], _overloads(func))
     if module == "torch.nn.init":
         return Operator("init", draw, True)
+    if module == "torch.distributed.distributed_c10d":
+        return Operator(name, refuse, name not in _SENDS)
     if not (
         module in _MODULES
         if isinstance(func, FunctionType)

@@ -3,66 +3,96 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onefold.runtime.differentiate import CALLS
+from onefold.runtime.open_passes import in_forward
 from onefold.runtime.parameters.interval import (
     IntervalSpec,
     ShardedParameterError,
     disable_torch_function,
-    dispatches,
     dress,
     entry_of,
     get_grad,
+    mapped,
     over,
+    owner_of,
     set_grad,
     shape_of,
     spec_of,
-    tensors_among,
 )
 from onefold.runtime.parameters.operators import of_shape, part_of, unreduced_error
 from onefold.runtime.parameters.schema import operator_of, words
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
-    from onefold.runtime.parameters.parameter import ShardInfo
     from onefold.runtime.resources import Progress
 
 
 # -- without memory --------------------------------------------------------------------------------
-#
-# Storageless tensors: a shape and a dtype without memory. They stand for elements that are stored
-# on NVMe or encoded.
-#
-# A kernel that is given a tensor without memory may read address 0. So user code only sees them as a
-# `Storageless`, which answers questions about its shape and raises an explanation otherwise.
 
 
 class StoragelessError(RuntimeError):
     """Elements on NVMe, or encoded ones, were used as if they were in memory."""
 
 
-def storageless(like: torch.Tensor, what: str) -> torch.Tensor:
-    """Return a storageless tensor with the shape, dtype and device of `like`. `what` describes it
-    in messages.
+class Elsewhere(torch.Tensor):
+    """A tensor with a shape and a dtype, whose elements are elsewhere: on NVMe, encoded, or not
+    gathered (`Released`).
+
+    A kernel that is given a tensor without memory may read address 0. So this answers questions that
+    need no elements, and brings the elements, or raises, for all others. With a `spec` it shows the
+    shape of the whole.
     """
+
+    what = "a tensor"
+    spec: IntervalSpec | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op, kwargs = operator_of(func), kwargs or {}
+        if op.asks or op.name in _SETS or func in CALLS:  # autograd knows them by their nodes
+            with disable_torch_function():
+                spec = getattr(args[0], "spec", None) if op.run is of_shape else None
+                if spec is not None:
+                    args = (spec.stand_in(args[0].dtype), *args[1:])
+                return func(*args, **kwargs)
+        args, kwargs = mapped(
+            (args, kwargs), lambda t: t.bring(func) if isinstance(t, Elsewhere) else t
+        )
+        return func(*args, **kwargs)
+
+    def bring(self, func: Any) -> torch.Tensor:
+        """Return the elements, which `func` asks for."""
+        raise storageless_error(func, self.what)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Elsewhere({self.what}, on NVMe or encoded)"
+
+
+_SETS = words("grad__set__ requires_grad__set__ register_hook register_post_accumulate_grad_hook")
+
+
+def elsewhere(t: torch.Tensor, what: str, spec: IntervalSpec | None = None) -> Elsewhere:
+    """Make `t`, a fresh tensor without memory, an `Elsewhere`. `what` describes it in messages."""
+    t.__class__ = over(Elsewhere, type(t))
+    t.what, t.spec = what, spec  # type: ignore[attr-defined]
+    return t  # type: ignore[return-value]
+
+
+def storageless(like: torch.Tensor, what: str) -> Elsewhere:
+    """Return an `Elsewhere` with the shape, dtype and device of `like`."""
     out = torch.empty_like(like.detach())
     out.untyped_storage().resize_(0)
-    return seen_storageless(out, what, spec_of(like))
+    return elsewhere(out, what, spec_of(like))
 
 
-def seen_storageless(t: torch.Tensor, what: str, spec: IntervalSpec | None = None) -> torch.Tensor:
-    """Return the storageless tensor `t` as a `Storageless`, which user code may see. With a `spec`
-    it shows the shape of the whole.
-    """
-    if dispatches(type(t)):
-        seen: Any = t
-        seen.__class__ = over(Storageless, type(t))
-    else:
-        seen = t.as_subclass(Storageless)
-    seen.what, seen.spec = what, spec
-    return seen
+def state_place(shape: Any, dtype: torch.dtype) -> Elsewhere:
+    """Return what stands in `optimizer.state` for a state on NVMe."""
+    return elsewhere(torch.empty(shape, dtype=dtype, device="meta"), "a state of the optimizer")
 
 
 def is_storageless(t: torch.Tensor) -> bool:
@@ -77,88 +107,8 @@ def storageless_error(func: Any, what: str) -> StoragelessError:
         " encoded. Read a parameter with `parameter.onefold.gather()` (on every rank), write with"
         " `onefold.full_params(model, write=True)`, clip with onefold.clip_grad_norm_, drop"
         " gradients with zero_grad() (set_to_none=True, its default); offload_gradients='cpu'"
-        " keeps gradients in memory."
-    )
-
-
-class Storageless(torch.Tensor):
-    """See the docstring of this module."""
-
-    what: str = "a tensor"
-    spec: IntervalSpec | None = None
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first, kwargs = args[0] if args else None, kwargs or {}
-        op = operator_of(func)
-        if op.run is of_shape and isinstance(first, Storageless) and first.spec is not None:
-            return func(first.spec.stand_in(first.dtype), *args[1:], **kwargs)
-        if needs_no_elements(func):
-            with disable_torch_function():
-                return func(*args, **kwargs)
-        if op.name in _MADE_WITHOUT and isinstance(first, Storageless):
-            with disable_torch_function():
-                made = func(*args, **kwargs)
-            return seen_storageless(made, first.what, first.spec)
-        what = next(
-            (t.what for t in tensors_among((args, kwargs)) if isinstance(t, Storageless)), ""
-        )
-        raise storageless_error(func, what or "a tensor")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Storageless({self.what}, on NVMe or encoded)"
-
-
-def needs_no_elements(func: Any) -> bool:
-    """Whether `func` needs no elements of a tensor, and returns none of them."""
-    op = operator_of(func)
-    return op.asks or op.name in _SETS
-
-
-_SETS = words("grad__set__ requires_grad__set__ register_hook register_post_accumulate_grad_hook")
-#: Functions whose result has the elements of their argument, so that it may be storageless too.
-_MADE_WITHOUT = frozenset(("data", "detach"))
-
-
-class StatePlace(torch.Tensor):
-    """A placeholder in `optimizer.state` for a state on NVMe. Copying or pickling it raises, since
-    the copy would not hold the state. With a `spec` it shows the shape of the whole to user code.
-    """
-
-    spec: IntervalSpec | None = None
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first, kwargs = args[0] if args else None, kwargs or {}
-        with disable_torch_function():
-            spec = first.spec if isinstance(first, StatePlace) else None
-            if spec is not None and operator_of(func).run is of_shape:
-                args = (spec.stand_in(args[0].dtype), *args[1:])
-            return func(*args, **kwargs)
-
-    @staticmethod
-    def of(shape: Any, dtype: torch.dtype) -> StatePlace:
-        place: Any = torch.empty(shape, dtype=dtype, device="meta")
-        if dispatches(type(place)):  # a fake tensor keeps its class
-            place.__class__ = over(StatePlace, type(place))
-            return place
-        return place.as_subclass(StatePlace)
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        raise _elsewhere()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise _elsewhere()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _elsewhere()
-
-
-def _elsewhere() -> StoragelessError:
-    return StoragelessError(
-        "a state of the optimizer was to be copied or pickled, and it is stored on NVMe:"
-        " this is a place for it only. optimizer.state_dict() brings the whole to"
-        " rank 0's host; onefold.save and onefold.load write and read it at any stage and tier."
+        " keeps gradients in memory. optimizer.state_dict() brings states to rank 0's host, and"
+        " onefold.save and onefold.load write and read them at any stage and tier."
     )
 
 
@@ -167,11 +117,16 @@ def _elsewhere() -> StoragelessError:
 # Reads and writes of `.grad` and `.data` of a sharded parameter by code outside the engine.
 
 
-def wait_before_write(param: Any, seen: bool) -> None:
-    """See `MasterAccess.wait_before_write`."""
-    entry = entry_of(param)
-    if entry is not None and (engine := entry.engine()) is not None:
-        engine.masters.wait_before_write(entry.flat, seen)
+def wait_before_write(t: Any, seen: bool) -> None:
+    """See `MasterAccess.wait_before_write`. `t`: a sharded parameter or an interval."""
+    entry, spec = entry_of(t), spec_of(t)
+    engine = flat = None
+    if entry is not None:
+        engine, flat = entry.engine(), entry.flat
+    elif spec is not None and not seen:
+        engine, flat = spec.owners.engine, spec.owners.flat()
+    if engine is not None and flat is not None:
+        engine.masters.wait_before_write(flat, seen)
 
 
 def seen_grad(param: Any) -> torch.Tensor | None:
@@ -197,7 +152,7 @@ def seen_grad(param: Any) -> torch.Tensor | None:
         if entry.flat.storage.gradients_on_disk:
             return storageless(param, f"the gradient of {spec.name!r}")
         return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec.of("grad"))
-    if isinstance(grad, Storageless):
+    if isinstance(grad, Elsewhere):
         return grad
     return dress(grad.detach(), spec.of("grad"))
 
@@ -221,8 +176,7 @@ def _seen_waiting(
     if spec is None:
         # `.data` has a version counter of its own, which tells whether the user wrote to it
         return engine.reduce.shown.setdefault(entry, own.data.view(entry.param.shape))
-    spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, whole, "grad", spec.box)
-    return dress(own.detach(), spec)
+    return dress(own.detach(), replace(spec, unreduced=whole, role="grad"))
 
 
 _nothing = torch.empty(0, device="cpu")
@@ -245,7 +199,7 @@ def dropped_grad(param: Any) -> torch.Tensor | None:
 def give_grad(param: Any, value: torch.Tensor | None) -> None:
     spec, entry = spec_of(param), entry_of(param)
     elsewhere = spec is not None and spec.start == spec.stop
-    absent = value is None or isinstance(value, Storageless)
+    absent = value is None or isinstance(value, Elsewhere)
     if entry is not None and _waiting(entry) is not None:
         if value is not None:
             raise unreduced_error("`.grad =`", entry.slot.name)
@@ -264,90 +218,68 @@ def give_grad(param: Any, value: torch.Tensor | None) -> None:
     elif elsewhere:
         set_grad(param, None)
     else:
-        set_grad(param, _local_of(value, spec).to(param.dtype))
+        part = part_of(value, spec).detach()
+        # A slice of a whole would keep the whole alive
+        set_grad(param, part.to(param.dtype, copy=spec_of(value) is None))
 
 
 def give_data(param: Any, value: torch.Tensor) -> None:
     """Run `param.data = value`: copy the values. The parameter keeps its memory, which the engine
     refers to. See [Note: old data].
 
+    In a forward pass of its model the value goes to the whole parameter; runtime/refresh.py copies it
+    to the masters.
+
     Raises:
         ShardedParameterError: `value` has another shape, dtype or device.
     """
-    info: ShardInfo = param.__dict__["onefold"]
-    if (
-        value.dtype not in (param.dtype, param.__dict__["_onefold_declared"])
-        or value.device != param.device
-    ):
+    entry, engine = owner_of(param)
+    spec, info = spec_of(param), param.__dict__["onefold"]
+    whole = engine.use(entry) if engine is not None and in_forward() and engine.computing else None
+    into, dtypes = param, {param.dtype, param.__dict__["_onefold_declared"]}
+    if whole is not None:
+        into, dtypes = whole, {whole.dtype}
+    shape = shape_of(value)
+    if shape != info.shape or value.dtype not in dtypes or value.device != into.device:
         raise ShardedParameterError(
-            f"parameter {info.name!r}, in {param.dtype} on {param.device}, was given data of"
-            f" {value.dtype} on {value.device}: the model was moved or cast after shard() (.to(),"
-            " .half(), .cuda(), assigning .data). Do that before shard(), or give shard() a device"
-            " and the recipe a precision."
+            f"parameter {info.name!r} of shape {tuple(info.shape)}, {into.dtype}, {into.device}, was"
+            f" given data of shape {tuple(shape)}, {value.dtype}, {value.device}: the"
+            " model was changed, moved or cast after shard() (assigning .data, .to(), .half(),"
+            " .cuda()). Do that before shard(), or give shard() a device and the recipe a precision;"
+            " another shape between onefold.unshard(model) and a new shard()."
         )
-    wait_before_write(param, seen=False)
-    spec = spec_of(param)
     with torch.no_grad():
-        local = value if spec is None else _local_of(value, spec)
-        if spec is None and tuple(value.shape) != tuple(info.shape):
-            raise ShardedParameterError(
-                f"parameter {info.name!r} of shape {tuple(info.shape)} was given data of shape"
-                f" {tuple(value.shape)}, expected the same."
+        if whole is not None:
+            given = spec_of(value)
+            whole.data = (
+                value.detach() if given is None else given.gather(value.detach(), ".data =")
             )
+            return
+        if any(value is t for t in given_out(param)):
+            return  # on every rank, as copies of it are made anew on all of them or on none
+        wait_before_write(param, seen=False)
+        local = value if spec is None else part_of(value, spec)
         # The master may have more bits than `value`, which is in the declared dtype. Where `value`
         # equals the rounded master, the master stays: assigning back what was read changes nothing
         if local.dtype != param.dtype:
             local = torch.where(local == param.to(local.dtype), param, local.to(param.dtype))
-        given_out = param.__dict__.get("_onefold_given_out")
-        # A rank without elements of the parameter decides as the others do: the write counters must
-        # agree on all ranks.
-        same = (
-            local.data_ptr() == param.data_ptr()
-            if local.numel()
-            else given_out is not None and value.__dict__.get("_onefold_given_out") is given_out
-        )
-        if not same:
-            if given_out is not None:
-                local = (
-                    local.clone()
-                    if local.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
-                    else local
-                )
-                given_out.move_away(param)
-            param.copy_(local)
+        if now := given_out(param):
+            kept = param.detach().clone()
+            for old in now:
+                old.data = kept
+        param.copy_(local)
 
 
-def give_whole(entry: Entry, whole: torch.Tensor, value: torch.Tensor) -> None:
-    """Run `param.data = value` in a forward pass, by code outside the unit that owns the parameter.
+def given_out(param: Any) -> list[torch.Tensor]:
+    """Return the live tensors that `.data` and `detach()` of a parameter have returned.
 
-    The value goes to the whole parameter; runtime/refresh.py copies it to the masters.
-
-    Raises:
-        ShardedParameterError: `value` has another shape, dtype or device.
+    [Note: old data] In PyTorch `old = p.data; p.data = other` leaves `old` unchanged: it keeps the
+    parameter's former memory. Here a parameter keeps its memory and copies the new values into it.
+    Before that, tensors given out earlier are moved to a copy of the old values. Scripts that
+    evaluate with averaged weights and then assign `old` back rely on it.
     """
-    if (spec := spec_of(value)) is not None:
-        value = spec.gather(value.detach(), "`.data =`")
-    now, given = ((tuple(t.shape), t.dtype, t.device) for t in (whole, value))
-    if now != given:
-        raise ShardedParameterError(
-            f"parameter {entry.slot.name!r} was given data of shape {given[0]} in {given[1]} on"
-            f" {given[2]} in a forward pass, expected shape {now[0]} in {now[1]} on {now[2]}. To"
-            " change its shape or dtype assign between onefold.unshard(model) and a new shard()."
-        )
-    whole.data = value.detach()
-
-
-def _local_of(value: torch.Tensor, spec: IntervalSpec) -> torch.Tensor:
-    """Return this rank's elements of `value`, an interval or a plain tensor of the whole's shape.
-    An interval of another cut is gathered, which is collective.
-
-    Raises:
-        ShardedParameterError: `value` has another shape.
-    """
-    if shape_of(value) != spec.shape:
-        raise spec.mismatch(value)
-    local = part_of(value, spec).detach()
-    return local if spec_of(value) is not None else local.clone()
+    refs = param.__dict__.get("_onefold_given_out", ())
+    return [t for ref in refs if (t := ref()) is not None]
 
 
 def seen_data(param: Any) -> torch.Tensor:

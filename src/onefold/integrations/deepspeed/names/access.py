@@ -25,7 +25,7 @@ from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.interval import disable_torch_function, dress, spec_of
 from onefold.runtime.parameters.parameter import ShardedParameter
-from onefold.runtime.parameters.values import Storageless
+from onefold.runtime.parameters.values import Elsewhere
 from onefold.runtime.parts import MasterParts
 from onefold.runtime.storage import OnDisk, in_memory, put
 
@@ -135,7 +135,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     with disable_torch_function():
         held = param.dtype
     grad = param.grad
-    if spec is not None and isinstance(grad, Storageless):
+    if spec is not None and isinstance(grad, Elsewhere):
         if spec.start < spec.stop:
             _set_gradient(param, grad, spec.piece(value))
     else:
@@ -196,7 +196,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
         raise ValueError(
             "safe_set_local_grad: the parameter has no gradient: call it between backward and step."
         )
-    if isinstance(grad, Storageless):
+    if isinstance(grad, Elsewhere):
         _set_gradient(param, grad, value)
         return
     spec = spec_of(grad)
@@ -307,7 +307,7 @@ def _optimizers_of(engine: Any, param: nn.Parameter) -> list[Any]:
 
 def _gradient(param: nn.Parameter, grad: Tensor) -> Tensor:
     """Return this rank's elements of a gradient that `param.grad` shows."""
-    if not isinstance(grad, Storageless):
+    if not isinstance(grad, Elsewhere):
         with disable_torch_function():
             return grad.detach().as_subclass(Tensor).reshape(-1)
     return _on_disk(param, grad).flat.storage.read_gradient(_on_disk(param, grad))

@@ -36,9 +36,9 @@ from torch import Tensor, nn
 
 from onefold.integrations.deepspeed.names import divided
 from onefold.runtime.flat import Entry
+from onefold.runtime.parameters.access import Whole
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.runtime.parameters.values import seen_storageless
-from onefold.runtime.parameters.whole import Whole
+from onefold.runtime.parameters.values import elsewhere
 
 #: How many contexts have gathered a parameter (gathered.py).
 DEPTH = "_onefold_gathered"
@@ -145,7 +145,7 @@ def status_of(param: nn.Parameter) -> ZeroParamStatus:
 
 
 def local_part(param: nn.Parameter) -> Tensor:
-    """Return this rank's elements, in memory. Those on NVMe, or encoded ones, are a `Storageless`:
+    """Return this rank's elements, in memory. Those on NVMe, or encoded ones, are an `Elsewhere`:
     it has a shape, and computing with it raises.
     """
     own = param.__dict__
@@ -156,7 +156,7 @@ def local_part(param: nn.Parameter) -> Tensor:
     with disable_torch_function():
         part: Tensor = _DATA.__get__(held).as_subclass(Tensor).reshape(-1)
         if entry is not None and not entry.flat.storage.in_place:
-            return seen_storageless(part, f"ds_tensor of {entry.slot.name!r}")
+            return elsewhere(part, f"ds_tensor of {entry.slot.name!r}")
         return part.as_subclass(LocalPart)
 
 
