@@ -117,7 +117,7 @@ class IntervalSpec:
     name: str
     first: int
     shape: Any  # a torch.Size from there on
-    unreduced: bool = False
+    unreduced: torch.Tensor | None = None
     role: str = ""
     box: Box | None = None
 
