@@ -55,6 +55,10 @@ def after_a_pass(stage: int, case: Case) -> tuple[Any, torch.Tensor, nn.Module, 
     return job, loss, plain, each
 
 
+def halved(weight: torch.Tensor) -> None:
+    weight.mul_(0.5)
+
+
 READS: list[Callable[[Any], torch.Tensor]] = [
     lambda p: p.norm(), lambda p: p.mean(), lambda p: p.max(), lambda p: p.abs().sum(), lambda p: p.sum(1),
     lambda p: p @ torch.ones(40), lambda p: p.data.norm(), lambda p: torch.tensor(p.shape), lambda p: torch.zeros_like(p).add_(1).sum(),
@@ -108,6 +112,20 @@ def test_the_gradient_of_a_dtensor_is_that_of_the_global_tensor(stage: int) -> N
     plain.get_parameter(NAME).grad += 2 * plain.get_parameter(NAME).detach()
     wanted = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
     assert float(onefold.clip_grad_norm_(job.model, 1e9)) == pytest.approx(float(wanted), rel=1e-5)
+
+
+@on_ranks(4)
+@STAGES
+def test_what_a_module_writes_to_its_dtensor_in_a_pass_stays(stage: int) -> None:
+    job = sharded(stage, Case())
+    of = job.model.get_submodule(NAME.removesuffix(".weight"))
+    param = job.model.get_parameter(NAME)
+    before = param.onefold.gather()
+    with torch.no_grad():
+        hook = of.register_forward_pre_hook(lambda module, _: halved(module.weight))
+        job.model(batches_of(job.case, job.data_rank)[0])
+        hook.remove()
+    assert torch.equal(param.onefold.gather(), before * 0.5)
 
 
 @on_ranks(4)

@@ -330,7 +330,10 @@ class Passes:
             return
 
         def reached(_: torch.Tensor) -> None:
-            self.progress.refuse_if_closed()
+            if self.progress.closed:  # a graph may outlive its model, unless it needs whole weights
+                if early is not None:
+                    self.progress.refuse_if_closed()
+                return
             self.gather.reached += 1
             self._refuse_late(graph, whole)
             with disable_torch_function():

@@ -77,6 +77,8 @@ def keep_writes(unit: Unit) -> None:
             continue
         for entry in flat.entries:
             version, alias = entry.local._version, entry.alias
+            if entry.box is not None:  # a write to a DTensor counts there
+                version += entry.compute._version
             if version == entry.seen_version and alias is None:
                 continue
             if version != entry.seen_version or (alias is not None and alias._version):
