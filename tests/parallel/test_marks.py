@@ -8,6 +8,7 @@ is therefore partial.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -271,3 +272,19 @@ def test_buffers_of_columns_are_each_ranks_own_also_in_a_checkpoint(folder: Path
         onefold.load(folder / "saved", model=one)
     assert onefold.load(folder / "saved", model=one, strict=False).missing == ("slopes", "mean")
     assert one.slopes[7] == 8
+
+
+@on_ranks(2)
+def test_tensor_parallelism_along_a_data_axis_is_warned_of() -> None:
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("onefold").addHandler(listener)
+    for name in ("tp", "ep"):
+        mesh = mesh_of(2, names=(name,))
+        model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6))
+        parallelize_module(model, mesh, {"1": ColwiseParallel(), "2": RowwiseParallel()})
+        over(mesh, model, 2, data=name)
+    logging.getLogger("onefold").removeHandler(listener)
+    told = [text for text in said if "names the axis 'tp'" in text]
+    assert len(told) == (dist.get_rank() == 0), said

@@ -56,6 +56,12 @@ def notes(engine: Engine, sizes: Sequence[int], device_given: bool) -> Iterator[
                 f" it. Its first parameter is {names[0]!r}."
             )
     yield from offload_notes(sizes, recipe, engine.world_size)
+    if "tp" in engine.mesh.data and any(e.box is not None for e in engine.entries):
+        yield (
+            f"data={engine.mesh.data} names the axis 'tp', along which gradients are then divided"
+            " by its size, as those of other data. Under tensor parallelism leave it out of data; a"
+            " mesh of (1, n) ranks with mesh_dim_names=('dp', 'tp') and data='dp' has no other data."
+        )
     if group.shared.inner is None and group.flat_over_nodes:
         yield flat_note(group.ranks, group.nodes)
     if engine.decides_sums and recipe.reduce == NATIVE:
