@@ -115,9 +115,9 @@ FAULTS = [
     Fault(
         "numbers",
         "gradients of several micro-batches are added in 16 bits",
-        "runtime/reduce.py",
-        "flat.dtypes.sums if wide else flat.dtypes.wire",
-        "flat.dtypes.wire",
+        "layout/spec.py",
+        "            recipe.sums_dtype,\n",
+        "            recipe.gradients.wire or compute,\n",
         ["tests/promises/test_means.py"],
     ),
     Fault(
