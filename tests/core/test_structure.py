@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from functools import partial
 from pathlib import Path
@@ -286,3 +287,13 @@ def test_blocks_compiled_by_inductor_have_the_bits_of_ddp(stage: int) -> None:
         model = ddp(inner) if over is None else onefold.shard(inner, onefold.Recipe.zero(stage))
         curves.append(train(model, sgd(model), batches(3)))
     assert curves[0] == curves[1]
+
+
+@on_ranks(2)
+def test_a_backward_pass_of_a_model_that_is_gone_says_so() -> None:
+    model = onefold.shard(built(TinyMLP), onefold.Recipe.zero(3))
+    loss = model(features_of(0, 4, 7)).square().sum()
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="sharded model is gone"):
+        loss.backward()
