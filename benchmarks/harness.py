@@ -358,7 +358,7 @@ def goal(
 def machine() -> dict[str, Any]:
     """Where it was measured: processor, cores that this process may use, memory, system."""
     from onefold.machine.identity import cpu_name, usable_cpus
-    from onefold.memory.pool import total_host_memory
+    from onefold.memory import total_host_memory
 
     return {
         "cpu": cpu_name(),

@@ -507,7 +507,7 @@ FAULTS = [
     Fault(
         "stores",
         "a buffer is given away while a view still reads it",
-        "memory/pool.py",
+        "memory.py",
         "        if owners_of(buffer) <= 1:",
         "        if owners_of(buffer) >= 0:",
         ["tests/stores/test_memory.py"],
@@ -578,7 +578,7 @@ FAULTS = [
     Fault(
         "stores",
         "a pool hands a buffer out twice",
-        "memory/pool.py",
+        "memory.py",
         "            buffer, _ = free.pop()",
         "            buffer, _ = free[-1]",
         ["tests/stores/test_memory.py"],

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onefold.comm import StallError
     from onefold.integrations.deepspeed import initialize
-    from onefold.memory.pool import TierError
+    from onefold.memory import TierError
     from onefold.optim import GradScaler
     from onefold.recipe import Placement, Recipe, Row, Tier
     from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 #: {module of this package: names in it that the package exports}.
 _FROM = {
     "comm": ("StallError",),
-    "memory.pool": ("TierError",),
+    "memory": ("TierError",),
     "optim": ("GradScaler",),
     "recipe": ("Placement", "Recipe", "Row", "Tier"),
     "runtime": ("Engine", "ShardedParameter", "ShardedParameterError"),

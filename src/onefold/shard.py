@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from onefold.comm import Group
-from onefold.comm.communicators import members, note_exit
-from onefold.comm.mesh import mesh_of, one_axis
+from onefold.comm.communicators import members, mesh_of, note_exit, one_axis
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
 from onefold.layout.holders import Mesh

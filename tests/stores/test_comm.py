@@ -26,7 +26,7 @@ import virtual
 from examples import examples
 from on_ranks import on_ranks
 from onefold.comm import CollectiveContext, Group
-from onefold.comm.store import within
+from onefold.comm.pending import within
 from onefold.comm.sums import add_up, sum_parts
 from onefold.device import of_local_rank
 from zoo import TinyMLP, features_of

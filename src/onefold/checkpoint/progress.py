@@ -11,7 +11,7 @@ import contextlib
 import time
 import weakref
 
-from onefold.comm.store import default_store, within
+from onefold.comm.pending import default_store, within
 
 
 class Signs:

@@ -12,7 +12,7 @@ from typing import Any
 from onefold.cores import physical_cores
 from onefold.machine.calibration import default_path
 from onefold.machine.identity import cpu_name, usable_cpus
-from onefold.memory.pool import free_host_memory, total_host_memory
+from onefold.memory import free_host_memory, total_host_memory
 
 PACKAGES = ("onefold", "torch", "numpy", "safetensors", "transformers", "triton")
 

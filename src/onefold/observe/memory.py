@@ -20,7 +20,7 @@ import torch
 from onefold.device import memory_figures
 from onefold.memory import MemoryLedger
 from onefold.plan.schema import MOVED
-from onefold.recipe.tiers import OFF_DEVICE, Tier
+from onefold.recipe.rows import OFF_DEVICE, Tier
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameters.parameter import disable_torch_function
 

@@ -40,7 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.device import CopyStream, Ticket, capturing, simulated, with_index, within
-from onefold.memory.pool import MemoryLedger, empty
+from onefold.memory import MemoryLedger, empty
 from onefold.offload.arena import Arena
 from onefold.offload.saved import Copy, Kept, Key, Moved, as_view, extent_of
 from onefold.runtime.differentiate import keep_from_compiler, keep_hooks_from_compiler

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from onefold.device.pinned import HUGE_PAGE
-from onefold.memory.pool import LARGE, MemoryLedger, empty
+from onefold.memory import LARGE, MemoryLedger, empty
 
 ALIGNMENT = 512  # bytes: where blocks begin
 SLAB = 256 << 20  # bytes asked of the system at once, as far as the budget goes

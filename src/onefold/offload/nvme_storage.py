@@ -20,9 +20,9 @@ from onefold.memory import (
     MOMENTS,
     PARAMETERS,
     STAGING,
+    TierError,
     empty,
 )
-from onefold.memory.pool import TierError
 from onefold.offload.storage import OffloadStorage, grain_of_kind, state_kind
 from onefold.recipe.moments import grain_of, items_of
 from onefold.recipe.options import SECTOR

@@ -30,8 +30,7 @@ from torch.optim.optimizer import Optimizer
 
 import onefold.quant.moments as moments
 from onefold.layout import overlap
-from onefold.memory import GRADIENTS, storage_of
-from onefold.memory.pool import TierError
+from onefold.memory import GRADIENTS, TierError, storage_of
 from onefold.offload.nvme_storage import NvmeStorage
 from onefold.offload.storage import grain_of_kind, state_kind
 from onefold.recipe.moments import SIGNED, grain_of, packed

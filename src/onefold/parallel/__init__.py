@@ -12,8 +12,14 @@
 
 from __future__ import annotations
 
-from onefold.parallel.held import accumulating, reduce_grad, reshard, unshard
-from onefold.parallel.stage import PipelineStage, register_actions
+from onefold.parallel.stage import (
+    PipelineStage,
+    accumulating,
+    reduce_grad,
+    register_actions,
+    reshard,
+    unshard,
+)
 
 __all__ = [
     "PipelineStage",

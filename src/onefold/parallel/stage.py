@@ -15,24 +15,139 @@ the methods that `PipelineStage` overrides:
 [Note: divided before it is added] torch divides `.grad` after each call of `schedule.step`. With two
 calls in one optimizer step, gradients of the first would be divided twice. Here each call's own
 gradients are divided, and then added to `.grad`.
+
+[Note: zero bubbles] Zero-bubble schedules (Qi et al. 2024) compute gradients of inputs first, and those
+of weights later. Here both come with the first: the numbers are the same, and the bubbles stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from onefold.parallel.held import accumulating, reduce_grad, reshard, unshard
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
+from onefold.runtime.refresh import refresh
+
+# -- a module that stays gathered over several micro-batches ----------------------------------------
+#
+# Its gradients are reduced once for all of them:
+#
+#     unshard          gather every unit once                (stages 1 and 2: refresh the stale copies)
+#     micro-batches    forward and backward passes in any order, several graphs open; gradients stay whole on this rank
+#     reshard          release every unit
+#     reduce_grad      one reduction of the sums
+
+
+def unshard(module: nn.Module) -> None:
+    """Gather all units of a sharded module, and keep them gathered until `reshard`. Collective.
+
+    Returns once the gathers are launched; each unit is waited for where it is used. Passes in
+    between gather nothing: forward passes of several micro-batches may be open, and backward passes
+    may come in any order. An optimizer step in between releases the units, which are then gathered
+    again as they are used.
+
+    At stages 0 to 2 whole parameters exist anyway: copies that an optimizer step has made stale are
+    gathered.
+
+    Raises:
+        ValueError: the module was not sharded.
+        RuntimeError: a pass of the module is under way.
+    """
+    engine = engine_of(module)
+    _refuse_inside(engine, "unshard")
+    if engine.unsharded:
+        engine.gather.holding = True
+        return
+    if engine.progress.backward_open:  # a backward pass raised before it came to its end
+        engine.passes.reset()
+    with disable_torch_function(), torch.no_grad():
+        engine.transfers.check()
+        # First: writes to units that are not kept are not looked for
+        engine.gather.keep(engine.gather.sharded, holding=True)
+        refresh(engine.gather, engine.units)
+        engine.gather.gather_kept()
+
+
+def reshard(module: nn.Module) -> None:
+    """Release the units that `unshard` has gathered.
+
+    Raises:
+        ValueError: the module was not sharded.
+        RuntimeError: a pass of the module is under way.
+    """
+    engine = engine_of(module)
+    _refuse_inside(engine, "reshard")
+    with disable_torch_function():
+        engine.gather.let_go()
+
+
+def reduce_grad(module: nn.Module, divide_by: float = 1.0) -> None:
+    """Divide the gradients that wait on this rank, and reduce them: `.grad` is set, or added to.
+    Collective. Does nothing if none wait.
+
+    They wait after backward passes inside `accumulating(module)`, and under `onefold.no_sync` where
+    the recipe reduces at the boundary.
+
+    Args:
+        divide_by: the number of micro-batches, if each of their losses is a mean.
+
+    Raises:
+        ValueError: the module was not sharded.
+        RuntimeError: a pass of the module is under way, or `onefold.no_sync(module)` is open.
+    """
+    engine = engine_of(module)
+    _refuse_inside(engine, "reduce_grad")
+    if not engine.progress.pending:
+        return
+    if not engine.progress.sync:
+        raise RuntimeError(
+            "onefold.parallel.reduce_grad was called inside onefold.no_sync of the same module, which"
+            " keeps gradients from being reduced: call it outside."
+        )
+    if divide_by != 1:
+        with disable_torch_function(), torch.no_grad():
+            _divide(engine, divide_by)
+    engine.reduce_pending()
+
+
+def _divide(engine: Engine, divisor: float) -> None:
+    for buffer in (flat.grad for flat in engine.flats):
+        if buffer is not None:
+            buffer.div_(divisor)
+
+
+@contextlib.contextmanager
+def accumulating(module: nn.Module) -> Iterator[None]:
+    """Context of passes whose gradients stay whole on this rank, whatever the recipe says, until
+    `reduce_grad`.
+    """
+    engine = engine_of(module)
+    progress = engine.progress
+    before, progress.holds_whole = progress.holds_whole, True
+    try:
+        with engine.unsynced():
+            yield
+    finally:
+        progress.holds_whole = before
+
+
+def _refuse_inside(engine: Engine, name: str) -> None:
+    if engine.stack or (engine.progress.backward_open and engine.computing):
+        raise RuntimeError(
+            f"onefold.parallel.{name} was called inside a pass of the module; call it between"
+            " micro-batches."
+        )
+
+
+# -- a stage -----------------------------------------------------------------------------------------
 
 
 class PipelineStage(pipelining.PipelineStage):
@@ -44,7 +159,7 @@ class PipelineStage(pipelining.PipelineStage):
     in ScheduleGPipe and Schedule1F1B, which have no such actions, parameters stay gathered from the
     first forward to the last backward micro-batch.
 
-    The arguments are those of torch's class, without `dw_builder`.
+    The arguments are those of torch's class.
 
     Raises:
         ValueError: the module is not sharded, its recipe steps in the backward pass, or it says
@@ -52,37 +167,16 @@ class PipelineStage(pipelining.PipelineStage):
     """
 
     def __init__(
-        self,
-        submodule: nn.Module,
-        stage_index: int,
-        num_stages: int,
-        device: torch.device,
-        input_args: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
-        output_args: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
-        output_grads: torch.Tensor | tuple[torch.Tensor | None, ...] | None = None,
-        input_grads: torch.Tensor | tuple[torch.Tensor | None, ...] | None = None,
-        group: Any = None,
-        get_mesh: Any = None,
+        self, submodule: nn.Module, stage_index: int, num_stages: int, *args: Any, **kwargs: Any
     ) -> None:
         _refuse(submodule, num_stages)
-        super().__init__(
-            submodule,
-            stage_index,
-            num_stages,
-            device,
-            input_args,
-            output_args,
-            output_grads,
-            input_grads,
-            group,
-            get_mesh=get_mesh,
-        )
+        super().__init__(submodule, stage_index, num_stages, *args, **kwargs)
         self._forwards = 0  # micro-batches of this step
         self._gathered_here = False  # by `forward_one_chunk`
         # What gradients that wait for a later step's reduction are to be divided by
         self._divide_by: int | None = None
         # `.grad` of earlier steps, of parameters that no rank shares; None outside a step
-        self._earlier: dict[nn.Parameter, torch.Tensor] | None = None
+        self._earlier: list[tuple[nn.Parameter, torch.Tensor | None]] | None = None
 
     @property
     def _engine(self) -> Engine:
@@ -115,20 +209,27 @@ class PipelineStage(pipelining.PipelineStage):
             self._engine.progress.graphs.clear()  # no backward pass comes
         return output
 
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        # See [Note: zero bubbles]
+        super().backward_one_chunk(bwd_chunk_id, loss, last_backward=last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if last_backward:
+            self._release()
+
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
         if self._earlier is None:
             self._set_aside()
         with accumulating(self.submod):
-            if backward_type == "input":
-                result = self._backward_of_input(bwd_kwargs)
-            elif backward_type == "weight":
-                result = self._backward_of_weight(bwd_kwargs)
-            else:
-                result = super().backward_maybe_with_nosync(
-                    backward_type, bwd_kwargs, last_backward
-                )
+            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if last_backward:
             self._release()
         return result
@@ -144,8 +245,12 @@ class PipelineStage(pipelining.PipelineStage):
     def _finish(self, factor: int) -> None:
         if self._earlier is None:  # no backward pass: an evaluation, or the second call in a step
             return
-        for param, earlier in self._divided(factor):
-            set_grad(param, earlier)
+        with disable_torch_function(), torch.no_grad():
+            for param, earlier in self._earlier:
+                if (grad := get_grad(param)) is not None:
+                    grad.div_(factor)
+                if earlier is not None:
+                    set_grad(param, earlier if grad is None else earlier.add_(grad))
         self._earlier = None
         progress = self._engine.progress
         if not progress.pending:
@@ -173,61 +278,16 @@ class PipelineStage(pipelining.PipelineStage):
     # it is added].
 
     def _set_aside(self) -> None:
-        self._earlier = {}
-        with disable_torch_function():
-            for entry in self._engine.entries:
-                if entry.flat.unsharded and (grad := get_grad(entry.param)) is not None:
-                    self._earlier[entry.param] = grad
-                    set_grad(entry.param, None)
-
-    def _divided(self, factor: int) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return the sums of earlier gradients and this step's, divided by `factor`."""
-        assert self._earlier is not None
-        sums = []
-        with disable_torch_function(), torch.no_grad():
-            for entry in self._engine.entries:
-                if not entry.flat.unsharded:
-                    continue
-                grad, earlier = get_grad(entry.param), self._earlier.get(entry.param)
-                if grad is not None and factor != 1:
-                    grad.div_(factor)
-                if earlier is not None:
-                    sums.append((entry.param, earlier if grad is None else earlier.add_(grad)))
-        return sums
+        params = [entry.param for entry in self._engine.entries if entry.flat.unsharded]
+        self._earlier = [(param, get_grad(param)) for param in params]
+        for param in params:
+            set_grad(param, None)
 
     def _take_back(self) -> None:
         """Give the gradients back that a step which raised has set aside."""
-        earlier, self._earlier = self._earlier or {}, None
-        for param, grad in earlier.items():
+        for param, grad in self._earlier or ():
             set_grad(param, grad)
-
-    # -- backward passes in two halves ---------------------------------------------------------------
-    #
-    # Zero-bubble schedules (Qi et al. 2024) compute gradients of inputs first, and those of weights
-    # later. torch's functions find weights in the graph. There they are the whole parameters.
-
-    def _weights(self) -> list[_Weight]:
-        return [
-            _Weight(entry.param if entry.flat.unsharded else entry.compute, entry)
-            for entry in self._engine.entries
-            if entry.param.requires_grad
-        ]
-
-    def _backward_of_input(self, given: dict[str, Any]) -> Any:
-        weights: Any = iter(self._weights())
-        return stage_backward_input(
-            given["stage_output"], given["output_grads"], given["input_values"], weights
-        )
-
-    def _backward_of_weight(self, given: dict[str, Any]) -> Any:
-        weights: Any = self._weights()
-        stage_backward_weight(iter(weights), given["param_groups"])
-        with disable_torch_function(), torch.no_grad():
-            for weight in weights:
-                weight.hand_over()
-        if not self._engine.unsharded:
-            self._engine.passes.take_gradients()
-        return (), None
+        self._earlier = None
 
     # -- the first call, which infers shapes ---------------------------------------------------------
     #
@@ -247,28 +307,6 @@ class PipelineStage(pipelining.PipelineStage):
         self._release()
         # A first stage has no inputs to differentiate with respect to: its graph was dropped
         self._engine.progress.graphs.clear()
-
-
-class _Weight:
-    """What torch's functions see of a parameter: its node in the graph, and a place for its
-    gradient. (`.grad` of a whole parameter is that of the sharded one, outside a pass.)
-    """
-
-    requires_grad, grad_fn = True, None
-
-    def __init__(self, leaf: torch.Tensor, entry: Entry) -> None:
-        self.leaf, self.entry = leaf, entry
-        self.grad: torch.Tensor | None = None
-
-    def view_as(self, _: Any) -> torch.Tensor:
-        return self.leaf.view_as(self.leaf)
-
-    def hand_over(self) -> None:
-        """Put the gradient on the parameter itself."""
-        if self.grad is None:
-            return
-        before = get_grad(self.leaf) if self.entry.flat.unsharded else None
-        set_grad(self.leaf, self.grad if before is None else before.add_(self.grad))
 
 
 def register_actions(schedule: schedules._PipelineScheduleRuntime) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from onefold.device import available, default_device, device_count, free_memory, with_index
 from onefold.machine.calibration import Calibration, CalibrationError
-from onefold.memory.pool import free_host_memory
+from onefold.memory import free_host_memory
 from onefold.plan import hardware
 from onefold.plan.degrees import Degrees, Schedule, check
 from onefold.plan.evaluate import Candidate

@@ -46,8 +46,7 @@ from onefold.plan.traffic import Software, node_links, traffic_over
 from onefold.plan.wire import Leg, coded_bytes, handled_bytes, legs_of, summed_bytes, wire
 from onefold.recipe import Recipe
 from onefold.recipe.optimizers import PLANNED, WHOLE
-from onefold.recipe.rows import GROUP
-from onefold.recipe.tiers import Tier
+from onefold.recipe.rows import GROUP, Tier
 
 #: The share of temporary bytes on a GPU that its allocator cannot use again (blocks of other
 #: sizes). An assumption, in line with the largest models that were trained: 0.63 to 0.90 of what

@@ -46,7 +46,7 @@ from onefold.plan.wire import puts_of, reductions_of
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import SECTOR
-from onefold.recipe.tiers import OFF_DEVICE
+from onefold.recipe.rows import OFF_DEVICE
 from onefold.runtime.storage import BEHIND as WRITES
 
 Move = Literal["up", "down", "read", "written"]

@@ -11,7 +11,7 @@ until the boundary. Encoded data has a buffer of bytes beside the whole while it
 Gradients of offloaded state leave the device as they land; on a GPU, copies still read a window of
 them. If parameters are read from a disk, one more unit has its buffer.
 
-The replay follows runtime/gather.py, runtime/reduce.py and memory/pool.py in the steady state: the
+The replay follows runtime/gather.py, runtime/reduce.py and memory.py in the steady state: the
 orders are learned, each pass uses every unit once, every trainable parameter gets a gradient. Tests
 compare it with the real engine's ledger, byte for byte. Activations are not in it: a `Moment` names
 its unit and phase, so that a trace can be laid over the moments.

@@ -24,7 +24,7 @@ from onefold.memory import (
     PARAMETERS,
     REDUCTION,
 )
-from onefold.recipe.tiers import OFF_DEVICE, Tier
+from onefold.recipe.rows import OFF_DEVICE, Tier
 
 ACTIVATIONS = "activations"
 LOGITS = "logits"

@@ -17,7 +17,7 @@ from onefold.plan.alternatives import SlowLinks, Sums
 from onefold.plan.evaluate import Candidate
 from onefold.plan.owned import Balance
 from onefold.plan.schema import CATEGORIES, MOVED, SECONDS, TIER_SECONDS, Account
-from onefold.recipe.tiers import OFF_DEVICE, Tier
+from onefold.recipe.rows import OFF_DEVICE, Tier
 
 if TYPE_CHECKING:
     from onefold.plan.planner import Plan

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm import StallError
-from onefold.comm.store import within
+from onefold.comm.pending import within
 from onefold.device import (
     backend_name,
     default_device,
@@ -30,7 +30,7 @@ from onefold.device import (
     of_local_rank,
     set_default,
 )
-from onefold.memory.pool import free_host_memory
+from onefold.memory import free_host_memory
 from onefold.wording import TrainError
 
 #: Seconds within which all ranks must have started.

@@ -34,8 +34,8 @@ from onefold.recipe.rows import (
     NODE,
     PLACEMENTS_OF_STAGE,
     Row,
+    Tier,
 )
-from onefold.recipe.tiers import Tier
 
 if TYPE_CHECKING:
     import torch

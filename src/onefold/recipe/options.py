@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from onefold.recipe.tiers import OFF_DEVICE, Tier
+from onefold.recipe.rows import OFF_DEVICE, Tier
 from onefold.wording import did_you_mean
 
 Stage = Literal[0, 1, 2, 3]

@@ -1,5 +1,11 @@
-"""The rows of a recipe: what it comes to for parameters, gradients and optimizer states. Their tiers
-are in tiers.py; here are placements, and the ranks that a row is divided among.
+"""The rows of a recipe: what it comes to for parameters, gradients and optimizer states: the tier that
+each is stored on, its placement, and the ranks that it is divided among.
+
+| tier   | options say | stored as       | in sentences  |
+|--------|-------------|-----------------|---------------|
+| DEVICE | nothing     | device memory   | on the device |
+| HOST   | cpu         | host memory     | on the host   |
+| NVME   | nvme        | files           | on NVMe       |
 
 Ranks are arranged in groups, usually the ranks of a node, because links inside a node are faster
 than between nodes. If the launcher says that there are several nodes, everything moves over two
@@ -29,8 +35,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from onefold.recipe.tiers import Tier
-
 if TYPE_CHECKING:
     import torch
 
@@ -40,6 +44,43 @@ ALL, GROUP = "all", "group"
 NODE, FLAT = "node", "flat"
 #: A value of `Recipe.reduce`: the backend adds gradients up.
 NATIVE: Final = "native"
+
+
+class Tier(enum.Enum):
+    """The memory that holds one kind of state: the device's, the host's, or files on a disk.
+
+    Its value is its name in ledgers, accounts, rows of metrics and figures.
+    """
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+    @property
+    def option(self) -> str | None:
+        """The value of the options offload_optimizer, offload_gradients and offload_param; None:
+        they are left out.
+        """
+        return {Tier.HOST: "cpu", Tier.NVME: "nvme"}.get(self)
+
+    @property
+    def title(self) -> str:
+        """Its name in tables."""
+        return "NVMe" if self.on_disk else self.value
+
+    @property
+    def where(self) -> str:
+        """Where it is, in sentences."""
+        return f"on {self.title}" if self.on_disk else f"on the {self.value}"
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether state is in files, which are read and written in chunks."""
+        return self is Tier.NVME
+
+
+#: The tiers besides the device, the fastest first.
+OFF_DEVICE = (Tier.HOST, Tier.NVME)
 
 
 class Placement(enum.Enum):

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import onefold.runtime.updates as updates_of
 from onefold.comm import CollectiveContext, StallError, alike, both
-from onefold.memory.pool import TierError
+from onefold.memory import TierError
 
 if TYPE_CHECKING:
     from onefold.runtime.gather import Gatherer

@@ -49,7 +49,7 @@ def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
 # At stage 3 the last kind of pass gathers units when it comes to them, so all ranks must make it in
 # the same way. What it saves with `create_graph=True` may lie in gathered buffers. The pool does not
 # reuse these while somebody can read them: see [Note: nobody reads a reused buffer] in
-# memory/pool.py.
+# memory.py.
 
 
 TRANSFORMS = (

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.comm import Chain, CollectiveContext, Group, Pending
-from onefold.memory.pool import TierError
+from onefold.memory import TierError
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat

@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onefold.layout import overlap
-from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
-from onefold.memory.pool import TierError
+from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, TierError, nbytes_of
 from onefold.recipe import Tier
 from onefold.runtime.boxes import local_of
 from onefold.runtime.differentiate import keep_hooks_from_compiler

@@ -30,10 +30,10 @@ from onefold.memory import (
     STAGING,
     MemoryLedger,
     Pool,
+    TierError,
     nbytes_of,
     storage_of,
 )
-from onefold.memory.pool import TierError
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.resources import Region, Store, Transfer

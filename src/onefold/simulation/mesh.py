@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onefold.comm.mesh import REPLICATE, mesh_of
+from onefold.comm.communicators import REPLICATE, mesh_of
 from onefold.plan.collectives import Step, sent
 from onefold.plan.degrees import AXES, DATA, Degrees, dims_of
 from onefold.plan.divided import Stage, divided_along, local_shape, rule_of, stages_of, units_over

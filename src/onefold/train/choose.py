@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from onefold.memory.pool import free_host_memory
+from onefold.memory import free_host_memory
 from onefold.plan.api import USABLE, Beside, mesh_here, plan_here
 from onefold.plan.evaluate import Candidate
 from onefold.plan.formulas import transformer_flops_per_token

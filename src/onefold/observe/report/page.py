@@ -27,7 +27,7 @@ from onefold.observe.report.tables import (
 )
 from onefold.observe.runfile import RUN_FILE, Observed, RunFileError, read_observed
 from onefold.plan.schema import LOGITS
-from onefold.recipe.tiers import OFF_DEVICE
+from onefold.recipe.rows import OFF_DEVICE
 
 #: The sentence that explains why the ratio of logits is far from 1 in every run.
 OF_LOGITS = (

@@ -10,7 +10,7 @@ host memory.
     preflight   the rate of a disk, and whether a run will fit
 """
 
-from onefold.memory.pool import TierError
+from onefold.memory import TierError
 from onefold.offload.nvme.buffer import PAGE, page_buffer
 from onefold.offload.nvme.files import reclaim
 from onefold.offload.nvme.io import Fault, Transfer

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from onefold.memory.pool import TierError
+from onefold.memory import TierError
 
 READ, WRITE, ALLOCATE = "read", "write", "allocate"
 _ZEROS = 1 << 20

@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from onefold.memory.pool import TierError, failure
+from onefold.memory import TierError, failure
 from onefold.offload.nvme.datafile import DataFile
 
 LOCK, DATA = "lock", "data"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from onefold.memory.pool import TierError, in_words
+from onefold.memory import TierError, in_words
 from onefold.offload.nvme.buffer import PAGE
 from onefold.offload.nvme.datafile import READ, WRITE, DataFile
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from onefold.memory.pool import TierError, failure
+from onefold.memory import TierError, failure
 from onefold.offload.nvme.buffer import bytes_of, page_buffer, rounded
 from onefold.offload.nvme.datafile import READ, WRITE, DataFile
 from onefold.offload.nvme.files import as_paths, check_folder, reclaim

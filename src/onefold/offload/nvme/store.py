@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from onefold.memory.pool import failure
+from onefold.memory import failure
 from onefold.offload.nvme.buffer import PAGE, page_buffer, rounded
 from onefold.offload.nvme.datafile import ALLOCATE, READ, WRITE
 from onefold.offload.nvme.files import Folder, as_paths

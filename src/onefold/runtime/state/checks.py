@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.comm import Group
-from onefold.comm.mesh import REPLICATE
+from onefold.comm.communicators import REPLICATE
 from onefold.layout.holders import Mesh
 from onefold.recipe import Recipe
 from onefold.recipe.core import OPTIONS

@@ -18,7 +18,7 @@ from onefold.device import (
     set_rng_state,
 )
 from onefold.integrations.deepspeed.names.communication import local_rank
-from onefold.memory.pool import free_host_memory, total_host_memory
+from onefold.memory import free_host_memory, total_host_memory
 
 
 class Accelerator:

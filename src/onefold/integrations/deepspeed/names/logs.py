@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from onefold.device import default_device, memory_figures
 from onefold.integrations.deepspeed.names.communication import get_rank
-from onefold.memory.pool import free_host_memory, total_host_memory
+from onefold.memory import free_host_memory, total_host_memory
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 logger = logging.getLogger("DeepSpeed")

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.comm import StallError
-from onefold.comm.pending import GRACE
-from onefold.comm.store import default_store, within
+from onefold.comm.pending import GRACE, default_store, within
 
 #: The next rendezvous's number. It is the same on every rank, because no rank can skip one.
 _count = itertools.count()

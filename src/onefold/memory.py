@@ -1,4 +1,6 @@
-"""Buffers that are used again, the host's memory, and errors of a tier."""
+"""Room `memory`: pools of buffers, the memory ledger, the host's memory, and errors of the tiers. Knows no
+modules and no collectives.
+"""
 
 from __future__ import annotations
 
