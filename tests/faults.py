@@ -645,7 +645,7 @@ FAULTS = [
     Fault(
         "front ends",
         "the gradient_clipping of a DeepSpeed configuration has no effect",
-        "integrations/deepspeed/engine.py",
+        "deepspeed/engine.py",
         "config, limit = self.settings, self.settings.gradient_clipping or math.inf",
         "config, limit = self.settings, math.inf",
         ["tests/ds/test_engine_surface.py"],
@@ -653,7 +653,7 @@ FAULTS = [
     Fault(
         "front ends",
         "engine.backward divides by the accumulation steps twice",
-        "integrations/deepspeed/passes.py",
+        "deepspeed/passes.py",
         "return 1.0 if _Divided.calls else 1.0 / engine.gradient_accumulation_steps()",
         "return 1.0 / engine.gradient_accumulation_steps()",
         ["tests/ds/test_engine_passes.py"],
@@ -661,7 +661,7 @@ FAULTS = [
     Fault(
         "front ends",
         "Trainer takes the largest gradient norm for 1, whatever its arguments say",
-        "integrations/hf/trainer.py",
+        "hf/trainer.py",
         "return onefold.clip_grad_norm_(self.model, self.args.max_grad_norm)",
         "return onefold.clip_grad_norm_(self.model, 1.0)",
         ["tests/others/test_trainer.py"],
@@ -701,7 +701,7 @@ FAULTS = [
     Fault(
         "front ends",
         "DeepSpeed's schedule of the learning rate moves on at a step that was skipped",
-        "integrations/deepspeed/engine.py",
+        "deepspeed/engine.py",
         "            self.skipped_steps += 1\n        elif self.lr_scheduler is not None:",
         "            self.skipped_steps += 1\n        if self.lr_scheduler is not None:",
         ["tests/ds/test_engine_precision.py", "tests/ds/test_engine_surface.py"],

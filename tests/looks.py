@@ -159,7 +159,7 @@ def init_divides_above(nbytes: int) -> Iterator[None]:
     """`zero.Init` divides a model's parameters once so many bytes of them are whole, 64 MiB
     otherwise.
     """
-    from onefold.integrations.deepspeed.names import init
+    from onefold.deepspeed import init
 
     before, init.LIMIT = init.LIMIT, nbytes
     try:

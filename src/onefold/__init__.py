@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onefold.comm import StallError
-    from onefold.integrations.deepspeed import initialize
+    from onefold.deepspeed.setup import initialize
     from onefold.memory import TierError
     from onefold.optim import GradScaler
     from onefold.recipe import Placement, Recipe, Row, Tier
@@ -61,12 +61,12 @@ _FROM = {
     "pretrained.export": ("export",),
     "pretrained.huggingface": ("load_pretrained",),
     "pretrained.whole_tensors": ("stream_params",),
-    "integrations.deepspeed": ("initialize",),
+    "deepspeed.setup": ("initialize",),
 }
 #: Modules that read checkpoints of other libraries, by `recognizes(path)` and `open_source(path)`.
 #: Imported only for a folder that Onefold has not written.
 READERS = (
-    "onefold.integrations.deepspeed.checkpoint_reader",
+    "onefold.deepspeed.checkpoint_reader",
     "onefold.pretrained.huggingface",
 )
 # `hf` and `lightning` are not in __all__: they need transformers and Lightning, and

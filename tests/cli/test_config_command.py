@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from onefold.cli.app import app
-from onefold.integrations.deepspeed.config import explain
+from onefold.deepspeed.config import explain
 
 GIVEN: dict[str, Any] = {
     "train_batch_size": "auto",

@@ -20,7 +20,7 @@ import onefold
 from ds.engines import adam, json_of, made, served
 from on_ranks import on_ranks
 from onefold.cli.app import app
-from onefold.integrations.deepspeed import recipe_from
+from onefold.deepspeed import recipe_from
 from reference import built
 from zoo import TinyMLP
 

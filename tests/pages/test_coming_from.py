@@ -21,7 +21,7 @@ from printed import DS_CONFIG, ROOT, Block, Given, Model, blocks_of
 
 import onefold
 from on_ranks import on_ranks
-from onefold.integrations.deepspeed import recipe_from
+from onefold.deepspeed import recipe_from
 
 PAGE = ROOT / "docs" / "coming-from.md"
 

@@ -334,7 +334,7 @@ def test_trainer_trains_evaluates_saves_and_resumes_on_another_mesh(
 def config_refused(**sizes: int) -> None:
     from accelerate import ParallelismConfig
 
-    from onefold.integrations.hf.refusals import refuse_arguments
+    from onefold.hf.refusals import refuse_arguments
 
     args = SimpleNamespace(parallelism_config=ParallelismConfig(**sizes))
     refuse_arguments(args, onefold.Recipe.zero(3))
@@ -350,7 +350,7 @@ def loaded_with(**sizes: int) -> None:
 
 
 def model_refused(name: str, value: Any) -> None:
-    from onefold.integrations.hf.refusals import refuse_model
+    from onefold.hf.refusals import refuse_model
 
     model = divisible("Llama")
     setattr(model, name, value)

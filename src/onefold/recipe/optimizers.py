@@ -171,7 +171,7 @@ KNOWN: Mapping[str, KnownOptimizer] = {
         "Adadelta", options=("rho", "eps"), planned="adam",
     ),
     "lion": KnownOptimizer(
-        "Lion", "lion_pytorch", "lion-pytorch", "onefold.integrations.deepspeed.lion",
+        "Lion", "lion_pytorch", "lion-pytorch", "onefold.deepspeed.lion",
         states=(KeptState("exp_avg"),), options=("betas",),
     ),
     "asgd": KnownOptimizer("ASGD"),

@@ -1,0 +1,101 @@
+"""torch.autocast around an engine's forward passes, and what its gradients weigh on the wire.
+
+| the file says                       | autocast set around the call | the forward pass runs                            |
+|-------------------------------------|------------------------------|--------------------------------------------------|
+| `torch_autocast` with a dtype       | any, or none                 | under autocast in that dtype                     |
+| no `torch_autocast`                 | none                         | in the precision of the file                     |
+| no `torch_autocast`                 | set                          | in the precision of the file; a warning says so  |
+
+Gradients of the module classes that `lower_precision_safe_modules` names travel in the autocast's
+dtype, others in their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.deepspeed.config.dtypes import Autocast
+
+logger = logging.getLogger("onefold")
+
+#: The classes whose gradients travel in the autocast's dtype, if the file names none.
+SAFE_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+#: The attribute of a parameter that tells readers in which dtype its gradient travels.
+PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
+
+
+def mark_for_the_wire(model: nn.Module, autocast: Autocast) -> None:
+    """Let gradients of the safe modules travel in the autocast's dtype. Call it before `shard`.
+
+    Raises:
+        ValueError: a class of `lower_precision_safe_modules` cannot be imported.
+    """
+    safe = SAFE_MODULES if autocast.modules is None else tuple(map(_imported, autocast.modules))
+    for module in model.modules():
+        if type(module) not in safe:
+            continue
+        for parameter in module.parameters(recurse=False):
+            marks: dict[str, Any] = parameter.__dict__
+            marks[PARAM_COMM_DTYPE_ATTR_NAME] = marks["_onefold_wire"] = autocast.dtype
+
+
+def _imported(name: str) -> type:
+    module, _, attribute = name.rpartition(".")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    if not isinstance(found, type):
+        raise ValueError(
+            f"torch_autocast.lower_precision_safe_modules names {name!r}, and there is no such"
+            " class: write its full name, as in 'torch.nn.Linear'."
+        )
+    return found
+
+
+class AutocastPasses:
+    """Makes the context of one engine's forward passes."""
+
+    def __init__(self, autocast: Autocast | None) -> None:
+        self.autocast, self._warned = autocast, False
+
+    def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a forward pass on `device`."""
+        if self.autocast is not None:
+            return torch.autocast(device.type, dtype=self.autocast.dtype)
+        if not torch.is_autocast_enabled(device.type):
+            return contextlib.nullcontext()
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "engine(...) was called under torch.autocast, and its configuration has no"
+                ' "torch_autocast": the pass computes in the precision of the configuration. Write'
+                ' "torch_autocast": {"enabled": true, "dtype": "bfloat16"} to compute under autocast.'
+            )
+        return torch.autocast(device.type, enabled=False)
+
+
+# -- names under `deepspeed.runtime.torch_autocast` ------------------------------------------------
+
+
+def has_comm_dtype(param: nn.Parameter) -> bool:
+    """Whether the gradient of a parameter travels in the dtype of an autocast."""
+    return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
+
+
+def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
+    """Return the dtype in which the gradient of a parameter travels, if no key of the configuration
+    says otherwise.
+    """
+    found: torch.dtype = getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
+    return found
+
+
+def get_default_autocast_lower_precision_modules() -> list[str]:
+    return [f"{kind.__module__}.{kind.__name__}" for kind in SAFE_MODULES]

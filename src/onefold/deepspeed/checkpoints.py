@@ -1,0 +1,309 @@
+"""`engine.save_checkpoint` and `engine.load_checkpoint`: DeepSpeed's calls over Onefold's
+checkpoints.
+
+    save_dir/global_step300/    an Onefold checkpoint: safetensors and JSON, loads at any stage and number of ranks
+    save_dir/latest             "global_step300"
+    save_dir/zero_to_fp32.py    writes the whole model in fp32, as DeepSpeed's script of that name
+
+Checkpoints that DeepSpeed itself saved at ZeRO stages 1 to 3, on any number of ranks, load as well.
+They are recognized by their file names.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+import onefold
+from onefold.checkpoint import CheckpointError
+from onefold.checkpoint.folder import in_words, latest
+from onefold.checkpoint.loading import source_of
+from onefold.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
+from onefold.deepspeed.checkpoint_reader.folder import named_in
+from onefold.pretrained.adapters import embedding_layers
+
+if TYPE_CHECKING:
+    from onefold.deepspeed.engine import DeepSpeedEngine
+
+logger = logging.getLogger("onefold")
+T = TypeVar("T")
+_LATEST = "latest"
+_SCRIPT = "zero_to_fp32.py"
+_SCRIPT_TEXT = '''"""Write the whole model of a checkpoint in this folder in fp32:
+
+    python zero_to_fp32.py . OUTPUT
+
+OUTPUT is a folder, or a file that ends in .bin or .safetensors; --help says what else there is.
+"""
+
+try:
+    from onefold.deepspeed.whole_model import main
+except ImportError:
+    raise SystemExit("This checkpoint was saved by Onefold: install onefold, and run it again.")
+
+main()
+'''
+
+
+class TagMismatch(CheckpointError, AssertionError):
+    """Ranks gave `save_checkpoint` different tags."""
+
+
+@dataclass
+class Found:
+    """A checkpoint to load: the run's counts of steps and samples, and what else it holds."""
+
+    folder: Path
+    counts: dict[str, int]
+    has_schedule: bool
+    has_scaler: bool
+    client_state: dict[str, Any]
+    frozen: bool = True  # whether frozen parameters were saved
+    frozen_names: list[str] | None = None  # their names, saved or not; None if it does not say
+
+
+def save(
+    engine: DeepSpeedEngine,
+    save_dir: str | os.PathLike[str],
+    tag: str | None,
+    client_state: Mapping[str, Any],
+    newest: bool,
+    frozen: bool,
+) -> None:
+    """Write a checkpoint; see `DeepSpeedEngine.save_checkpoint`."""
+    root, tag = Path(save_dir), f"global_step{engine.global_steps}" if tag is None else str(tag)
+    tag = _agreed_tag(engine, tag)
+    if not os.fspath(save_dir) or not tag or Path(tag).name != tag:
+        raise ValueError(
+            f"save_checkpoint was given save_dir={os.fspath(save_dir)!r} and tag={tag!r}: expected"
+            " a folder, and a name for one in it."
+        )
+    own = {
+        "counts": {
+            name: getattr(engine, name)
+            for name in ("global_steps", "skipped_steps", "global_samples")
+        },
+        "has_schedule": engine.lr_scheduler is not None,
+        "has_scaler": engine.loss_scaler is not None,
+        "frozen": frozen,
+        "frozen_names": [n for n, p in engine.module.named_parameters() if not p.requires_grad],
+    }
+    onefold.save(
+        root / tag,
+        model=engine.module,
+        optimizer=engine.optimizer,
+        scheduler=engine.lr_scheduler,
+        scaler=engine.loss_scaler,
+        extra={"engine": own, "client_state": dict(client_state)},
+        step=engine.global_steps,
+        overwrite=True,
+        # With the embedding layers that peft writes beside adapters, for a run that goes on
+        frozen=frozen or embedding_layers(engine.module),
+    )
+    if newest:
+        _on_first_rank(engine, lambda: _point_to(root, tag))
+
+
+def load(
+    engine: DeepSpeedEngine,
+    load_dir: str | os.PathLike[str],
+    tag: str | None,
+    strict: bool,
+    parts: frozenset[str],
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load a checkpoint; see `DeepSpeedEngine.load_checkpoint`.
+
+    Args:
+        parts: what is loaded beside the module, of "optimizer", "scheduler" and "counts".
+    """
+    found = _on_first_rank(engine, lambda: _fitting(_find(Path(load_dir), tag), engine.module))
+    if found is None:
+        if engine.global_rank == 0:
+            logger.warning(
+                "there is no checkpoint in %s: nothing was loaded. Give a tag to choose one.",
+                load_dir,
+            )
+        return None, None
+    optimizer, scaler = (
+        (engine.optimizer, engine.loss_scaler) if "optimizer" in parts else (None, None)
+    )
+    schedule = engine.lr_scheduler if "scheduler" in parts else None
+    if schedule is not None and not found.has_schedule:
+        raise CheckpointError(
+            f"{found.folder} holds no state of a learning-rate schedule, and this run has one: give"
+            " load_lr_scheduler_states=False to start the schedule anew."
+        )
+    if not (found.has_scaler and scaler is not None and scaler.dynamic):
+        # The checkpoint is of a run in another precision, or this run computes without a scaler,
+        # or the configuration fixes the scale.
+        scaler = None
+    onefold.load(
+        found.folder,
+        model=engine.module,
+        optimizer=optimizer,
+        scheduler=schedule,
+        scaler=scaler,
+        strict=strict and found.frozen,
+    )
+    if "counts" in parts:
+        engine.resume_at(**found.counts)
+    return str(found.folder), found.client_state
+
+
+def _agreed_tag(engine: DeepSpeedEngine, tag: str) -> str:
+    """Return the first rank's tag. What other tags cause, `checkpoint.tag_validation` says.
+
+    Raises:
+        TagMismatch: the tags differ, and the configuration says "fail"; raised on every rank.
+    """
+    group = onefold.engine_of(engine.module).group
+    if group.size == 1:
+        return tag
+    tags: list[str] = [""] * group.size
+    dist.all_gather_object(tags, tag, group=group.control_group)
+    if len(set(tags)) > 1:
+        given = ", ".join(f"{name!r} on rank {rank}" for rank, name in enumerate(tags[:8]))
+        message = (
+            f"save_checkpoint was given different tags: {given}. A checkpoint is one folder of all"
+            " ranks: give the same tag on every rank."
+        )
+        if engine.checkpoint_tag_validation_fail():
+            raise TagMismatch(message)
+        if engine.checkpoint_tag_validation_enabled() and group.rank == 0:
+            logger.warning("%s It is saved as %r.", message, tags[0])
+    return tags[0]
+
+
+def _find(root: Path, tag: str | None) -> Found | None:
+    """Find the checkpoint in `root`: by the tag, else by the file `latest`, else Onefold's
+    checkpoint of the greatest step.
+    """
+    if tag is None:
+        try:
+            tag = named_in(root / _LATEST)
+        except OSError:
+            newest = latest(root)
+            if newest is None:
+                return None
+            tag = newest.name
+    folder = root / str(tag)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{root} has no checkpoint {tag!r}: give the name of a folder in it, or no tag to take"
+            " the latest."
+        )
+    return _from_deepspeed(folder) if is_deepspeed(folder) else _own(folder)
+
+
+def _fitting(found: Found | None, module: nn.Module) -> Found | None:
+    """Check a checkpoint without frozen parameters against the model, and return it.
+
+    Such a checkpoint is loaded non-strictly, so a checkpoint of another model must be found here.
+
+    Raises:
+        CheckpointError: it lacks parameters that are trained here, or has others that the model
+            lacks.
+    """
+    if found is None or found.frozen:
+        return found
+    source = source_of(found.folder)
+    try:
+        held = {item.name for item in source.items() if item.kind == "parameter"}
+    finally:
+        source.close()
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    alone = [name for name, p in module.named_parameters() if p.requires_grad]
+    lacking = sorted(
+        name
+        for name in alone
+        if not held.intersection(n for n, p in parameters.items() if p is parameters[name])
+    )
+    if lacking or (unexpected := sorted(held - parameters.keys())):
+        names = lacking or unexpected
+        what = "lacks, and are trained here" if lacking else "has, and this model has not"
+        raise CheckpointError(
+            f"{found.folder} was saved with exclude_frozen_parameters=True, of another model:"
+            f" {len(names)} parameters that it {what} ({', '.join(names[:5])})."
+        )
+    return found
+
+
+def _own(folder: Path) -> Found:
+    extra = onefold.load(folder).extra
+    # A checkpoint of onefold.save from another loop has another `extra`
+    if not isinstance(extra, dict) or extra.keys() != {"engine", "client_state"}:
+        raise CheckpointError(
+            f"{folder} was not saved by an engine of onefold.initialize: load it with"
+            " onefold.load(path, model=engine.module, optimizer=engine.optimizer)."
+        )
+    return Found(folder, client_state=extra["client_state"], **extra["engine"])
+
+
+def _from_deepspeed(folder: Path) -> Found:
+    source = DeepSpeedSource(folder)
+    try:
+        for what in source.unread:
+            logger.warning("%s: %s is not read.", folder, what)
+        counts = {
+            "global_steps": source.counts.steps,
+            "skipped_steps": source.counts.skipped,
+            "global_samples": source.counts.samples,
+        }
+        return Found(
+            folder,
+            counts,
+            source.scheduler is not None,
+            "cur_iter" in (source.scaler or {}),
+            source.extra,
+        )
+    finally:
+        source.close()
+
+
+def _point_to(root: Path, tag: str) -> None:
+    """Write `latest` and the script beside it, each by an atomic rename."""
+    for name, text in ((_SCRIPT, _SCRIPT_TEXT), (_LATEST, tag)):
+        aside = root / f".{name}.{os.getpid()}"
+        try:
+            aside.write_text(text)
+            if name == _SCRIPT:
+                make_executable(aside)
+            os.replace(aside, root / name)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def make_executable(script: str | os.PathLike[str]) -> None:
+    """Let the owner run `script`. A file system that refuses it (a network share) is logged."""
+    try:
+        os.chmod(script, os.stat(script).st_mode | stat.S_IXUSR)
+    except OSError as error:
+        logging.getLogger("DeepSpeed").info("%s is not made executable: %s", script, error)
+
+
+def _on_first_rank(engine: DeepSpeedEngine, function: Callable[[], T]) -> T:
+    """Call `function` on the first rank. Every rank returns its result, or raises its error."""
+    group = onefold.engine_of(engine.module).group
+    value: Any = None
+    if group.rank == 0:
+        try:
+            value = function()
+        except (CheckpointError, OSError) as error:
+            value = CheckpointError(
+                f"{in_words(error)}." if isinstance(error, OSError) else str(error)
+            )
+    if group.size > 1:
+        message = [value]
+        dist.broadcast_object_list(message, src=group.ranks[0], group=group.control_group)
+        value = message[0]
+    if isinstance(value, CheckpointError):
+        raise value
+    return value

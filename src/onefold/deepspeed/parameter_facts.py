@@ -1,0 +1,234 @@
+"""The attributes `ds_*` that callers read from parameters, under `zero.Init` and at stage 3.
+
+| attribute                              | is                                                                     |
+|----------------------------------------|------------------------------------------------------------------------|
+| ds_id                                  | the parameter's number, unique in the process, the same on all ranks   |
+| ds_shape, ds_numel                     | those of the whole parameter                                           |
+| ds_status                              | AVAILABLE where this code sees the whole parameter, else NOT_AVAILABLE |
+| ds_tensor                              | this rank's elements, one-dimensional; writes to it are kept. Of a     |
+|                                        | parameter on NVMe it has a shape only                                  |
+| ds_persist                             | whether this rank keeps the whole parameter between passes             |
+| ds_process_group,                      | the ranks that divide it                                               |
+| ds_zero_param_process_group            |                                                                        |
+| ds_secondary_tensor                    | None: hpZ's second copy belongs to a unit, not to a parameter          |
+| ds_active_sub_modules                  | a set for callers; always empty here                                   |
+| ds_summary()                           | some of these in a dict                                                |
+| all_gather(), all_gather_coalesced(),  | `GatheredParameters` as calls: enter it, and leave it                  |
+| partition()                            |                                                                        |
+
+Parameters that were not made under `zero.Init`, and belong to no engine of stage 3, have none of
+these attributes. On one rank nothing is divided. The status is NOT_AVAILABLE outside of passes and
+`GatheredParameters` there too, as in DeepSpeed, so that code behaves alike on every number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onefold.deepspeed import divided
+from onefold.runtime.flat import Entry
+from onefold.runtime.parameters.access import Whole
+from onefold.runtime.parameters.interval import disable_torch_function
+from onefold.runtime.parameters.values import elsewhere
+
+#: How many contexts have gathered a parameter (gathered.py).
+DEPTH = "_onefold_gathered"
+#: This rank's elements, while a context has gathered the parameter.
+LOCAL = "_onefold_local"
+#: Whether a write in a context that drops it raises (`enable_sanity_checks`).
+CHECKED = "_onefold_checked"
+#: How many forward passes of the parameter's model are under way; on one rank only, in a list.
+PASSES = "_onefold_passes"
+_ids = itertools.count()
+_DATA: Any = Tensor.data
+
+
+class ZeroParamStatus(Enum):
+    """The values of `param.ds_status`: whole, divided, being gathered."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class LocalPart(Tensor):
+    """The elements that this rank has of a parameter, in the memory where they are stored.
+
+    `part.data = values` copies the values into that memory.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Tensor:
+        found: Tensor = _DATA.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        own = _DATA.__get__(self)
+        if value.shape != own.shape:
+            raise ValueError(
+                f"ds_tensor.data was given shape {tuple(value.shape)}, expected"
+                f" {tuple(own.shape)}: the elements that this rank has."
+            )
+        own.copy_(value)
+
+
+def give_facts(
+    params: Iterable[nn.Parameter], calls: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+) -> None:
+    """Give the parameters the attributes `ds_*`. All ranks give them in the same order.
+
+    Args:
+        calls: methods that the parameters get: {name: function of the parameter}.
+    """
+    _install(calls)
+    for param in params:
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            continue
+        own = param.__dict__
+        if "ds_id" not in own:
+            own["ds_id"] = next(_ids)
+        own["ds_shape"], own["ds_numel"] = torch.Size(param.shape), param.numel()
+        own.setdefault("ds_active_sub_modules", set())
+
+
+def check_writes(params: Iterable[nn.Parameter], zero: Any) -> None:
+    """Note of the parameters what a configuration's `zero_optimization` says of sanity checks."""
+    for param in params if (zero or {}).get("enable_sanity_checks") else ():
+        param.__dict__[CHECKED] = True
+
+
+def take_facts(params: Iterable[nn.Parameter]) -> None:
+    """Remove what `give_facts` has set: the parameters' model goes on below stage 3."""
+    for param in params:
+        for name in ("ds_id", "ds_shape", "ds_numel", "ds_active_sub_modules", PASSES):
+            param.__dict__.pop(name, None)
+
+
+def has_facts(param: Any) -> bool:
+    return isinstance(param, nn.Parameter) and "ds_id" in param.__dict__
+
+
+def entry_of(param: Any) -> Entry | None:
+    """Return the engine's entry of a parameter; None if it has no engine."""
+    known = getattr(param, "__dict__", {}).get("_onefold_entry")
+    entry: Entry | None = known() if known is not None else None
+    return entry
+
+
+def alone() -> bool:
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def status_of(param: nn.Parameter) -> ZeroParamStatus:
+    entry = entry_of(param)
+    if isinstance(param, Whole) or param.__dict__.get(DEPTH):
+        whole = True
+    elif alone():
+        whole = bool(param.__dict__.get(PASSES, [0])[0])
+    elif isinstance(param, divided.DividedParameter):
+        whole = False
+    else:
+        whole = entry is None or not param.__dict__["onefold"].sharded or entry.flat.swapped_in
+    return ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
+
+
+def local_part(param: nn.Parameter) -> Tensor:
+    """Return this rank's elements, in memory. Those on NVMe, or encoded ones, are an `Elsewhere`:
+    it has a shape, and computing with it raises.
+    """
+    own = param.__dict__
+    held = own[LOCAL] if LOCAL in own else divided.values_of(param)
+    entry = entry_of(param)
+    if held is None:
+        held = param if entry is None else entry.param
+    with disable_torch_function():
+        part: Tensor = _DATA.__get__(held).as_subclass(Tensor).reshape(-1)
+        if entry is not None and not entry.flat.storage.in_place:
+            return elsewhere(part, f"ds_tensor of {entry.slot.name!r}")
+        return part.as_subclass(LocalPart)
+
+
+def _persists(param: nn.Parameter) -> bool:
+    entry = entry_of(param)
+    if entry is not None:
+        return alone() or not param.__dict__["onefold"].sharded
+    return not isinstance(param, divided.DividedParameter)
+
+
+def _group(param: nn.Parameter) -> Any:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _summary(param: nn.Parameter) -> dict[str, Any]:
+    return {
+        "id": param.__dict__["ds_id"],
+        "status": status_of(param).name,
+        "numel": param.numel(),
+        "ds_numel": param.__dict__["ds_numel"],
+        "shape": tuple(param.shape),
+        "ds_shape": tuple(param.__dict__["ds_shape"]),
+        "requires_grad": param.requires_grad,
+        "persist": _persists(param),
+        "ds_tensor.shape": tuple(local_part(param).shape),
+    }
+
+
+# -- on the class of tensors -------------------------------------------------------------------------
+
+_FACTS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "ds_tensor": local_part,
+    "ds_persist": _persists,
+    "ds_process_group": _group,
+    "ds_zero_param_process_group": _group,
+    "ds_secondary_tensor": lambda param: None,
+    "ds_summary": lambda param: functools.partial(_summary, param),
+}
+
+
+def _status(tensor: Tensor) -> ZeroParamStatus:
+    # TRL's fused losses also ask plain tensors: a parameter that was saved for the backward pass
+    # comes back as a plain tensor, whole.
+    if not isinstance(tensor, nn.Parameter):
+        return ZeroParamStatus.AVAILABLE
+    if not has_facts(tensor):
+        raise _lacks(tensor, "ds_status")
+    return status_of(tensor)
+
+
+def _lacks(tensor: Tensor, name: str) -> AttributeError:
+    return AttributeError(
+        f"{type(tensor).__name__!r} object has no attribute {name!r}: only parameters made under"
+        " deepspeed.zero.Init, or of an engine at stage 3, have it."
+    )
+
+
+def _fact(name: str, function: Callable[[nn.Parameter], Any]) -> property:
+    def get(tensor: Tensor) -> Any:
+        if not has_facts(tensor):
+            raise _lacks(tensor, name)
+        return function(tensor)  # type: ignore[arg-type]
+
+    return property(get)
+
+
+def _install(calls: Mapping[str, Callable[..., Any]]) -> None:
+    """Put what changes over time on torch's class of tensors, once, in a process that uses them."""
+    if "ds_status" in Tensor.__dict__:
+        return
+    Tensor.ds_status = property(_status)  # type: ignore[attr-defined]
+    for name, function in _FACTS.items():
+        setattr(Tensor, name, _fact(name, function))
+    for name, call in calls.items():
+        setattr(Tensor, name, _fact(name, functools.partial(functools.partial, call)))

@@ -1,0 +1,178 @@
+"""What an engine does in backward passes, whoever runs them: its own `backward`, `engine.scale`, or
+a loss's `backward()`.
+
+| the backward pass                          | its gradients are                                        |
+|--------------------------------------------|----------------------------------------------------------|
+| `engine.backward(loss)`                    | left alone: the loss was divided, and scaled in fp16     |
+| `other.backward(loss)` of another engine   | left alone: that engine has divided the loss             |
+| `engine.scale(loss).backward()`            | divided by the accumulation steps                        |
+| `loss.backward()`                          | divided by the accumulation steps; refused in fp16       |
+| `torch.autograd.grad(loss, ...)`           | returned as they are                                     |
+
+All of it is decided once a backward pass, at its beginning. The core tells when that is
+(runtime/resources.py). On one process parameters may be plain, and the core hooks nothing: then
+hooks on the parameters tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import onefold
+from onefold.deepspeed.misuse import EngineMisuse
+from onefold.runtime.differentiate import will_accumulate
+
+if TYPE_CHECKING:
+    from onefold.deepspeed.engine import DeepSpeedEngine
+
+
+class _Divided:
+    """How many calls of any engine's `backward` run now: their losses have been divided."""
+
+    calls = 0
+
+
+class Passes:
+    """Follows the passes over the module of one engine.
+
+    Attributes:
+        weight: what the gradients of every pass are multiplied with: the number of ranks if they
+            are to be summed, else 1.
+        stepped: `.grad` holds the gradients of the last step. The next pass drops them.
+        since_step: number of backward passes since the last optimizer step.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, weight: float) -> None:
+        self.weight, self.stepped, self.since_step = weight, False, 0
+        self._engine: Callable[[], DeepSpeedEngine | None] = weakref.ref(engine)
+        self._in_backward = 0
+        self._loss_scaled = False
+        self._handles: list[Any] = []
+        # Plain parameters whose gradients are hooked, by id, and the pass that the hooks are in
+        self._hooked: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._open, self._factor = False, 1.0
+        progress = onefold.engine_of(engine.module).progress
+        if isinstance(progress.follower, Passes):
+            progress.follower.close()
+        progress.follower = self
+        if onefold.engine_of(engine.module).unsharded:
+            self._hook(engine.module)
+
+    def close(self) -> None:
+        """Follow no more passes."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        engine = self._engine()
+        if engine is not None:
+            progress = onefold.engine_of(engine.module).progress
+            if progress.follower is self:
+                progress.follower = None
+        self._engine = lambda: None
+
+    # -- what the core asks (runtime/resources.py) ---------------------------------------------------
+
+    @property
+    def synchronizes(self) -> bool:
+        engine = self._engine()
+        return engine is None or engine.reduces_now
+
+    def forward_begins(self) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            # A backward pass that raised did not come to its end
+            self._loss_scaled = self._open = False
+        self._drop_stepped()
+
+    def backward_begins(self) -> float:
+        """Note that a backward pass begins. Returns what its gradients are multiplied with.
+
+        Raises:
+            EngineMisuse: fp16 needs a scaled loss, and nothing has scaled this one.
+        """
+        engine = self._engine()
+        if engine is None:
+            return 1.0
+        self._drop_stepped()
+        if engine.scales_loss and not (self._in_backward or self._loss_scaled):
+            raise EngineMisuse(
+                "Loss scaling is required in fp16, and nothing has scaled the loss of this backward"
+                " pass: call engine.backward(loss), or engine.scale(loss).backward(), in place of"
+                " loss.backward()."
+            )
+        self.since_step += 1
+        return 1.0 if _Divided.calls else 1.0 / engine.gradient_accumulation_steps()
+
+    def _drop_stepped(self) -> None:
+        engine = self._engine()
+        if not self.stepped or engine is None:
+            return
+        engine.zero_grad()
+        # The core asks with torch functions off, where `.grad` shows nothing to drop to a rank that
+        # owns no element of a parameter. It must not go on believing that others have a gradient.
+        for entry in onefold.engine_of(engine.module).entries:
+            entry.graded_elsewhere = False
+
+    # -- what the engine tells -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def of_engine(self) -> Iterator[None]:
+        """Backward passes inside are those of `engine.backward`."""
+        _Divided.calls += 1
+        self._in_backward += 1
+        try:
+            yield
+        finally:
+            _Divided.calls -= 1
+            self._in_backward -= 1
+
+    def follow_scaled(self, scaled: Tensor) -> Tensor:
+        """Return `scaled`, a scaled loss. A backward pass that begins with it is a scaled one."""
+        scaled.register_hook(self._scaled_pass)
+        return scaled
+
+    def _scaled_pass(self, _: Tensor) -> None:
+        self._loss_scaled = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_scaled_pass)
+
+    def _end_scaled_pass(self) -> None:
+        self._loss_scaled = False
+
+    # -- plain parameters, on one process ------------------------------------------------------------
+
+    def _hook(self, module: nn.Module) -> None:
+        self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True))
+        self._hook_parameters(module)
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        self._hook_parameters(module)
+        self.forward_begins()
+
+    def _hook_parameters(self, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                continue
+            known = self._hooked.get(id(parameter))
+            if known is None or known() is not parameter:
+                self._hooked[id(parameter)] = here = weakref.ref(parameter)
+                hook = partial(self._arriving, here)
+                self._handles.append(parameter.register_hook(hook))
+
+    def _arriving(self, leaf: weakref.ref[nn.Parameter], gradient: Tensor) -> Tensor | None:
+        """Return the gradient that is to be accumulated into `leaf`; None leaves it as it is."""
+        parameter = leaf()
+        if parameter is None or not will_accumulate(parameter):
+            return None
+        if not self._open:
+            self._open, self._factor = True, self.backward_begins()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        return gradient if self._factor == 1 else gradient * self._factor
+
+    def _end_pass(self) -> None:
+        self._open = False

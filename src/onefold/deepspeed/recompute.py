@@ -1,0 +1,46 @@
+"""`deepspeed.checkpointing`: activation checkpointing by torch.utils.checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.utils.checkpoint
+
+from onefold.deepspeed.logs import log_dist
+
+_configured = [False]
+
+
+def configure_checkpointing(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) -> None:
+    """Record that checkpointing was configured, and warn about options that have no effect.
+
+    Raises:
+        NotImplementedError: `mpu_` is given.
+    """
+    if mpu_ is not None:
+        raise NotImplementedError(
+            "checkpointing.configure(mpu_=...): other parallel axes than data are not built yet;"
+            " leave it out."
+        )
+    if asked := [name for name, value in options.items() if value]:
+        log_dist(
+            f"checkpointing.configure: {', '.join(asked)} without effect: checkpoint() is torch's;"
+            " Recipe.zero(offload_activations=...) moves what it keeps to the host",
+            ranks=[0],
+            level=logging.WARNING,
+        )
+    _configured[0] = True
+
+
+def checkpointing_is_configured() -> bool:
+    return _configured[0]
+
+
+def reset_checkpointing() -> None:
+    """Do nothing: no buffers are kept between steps."""
+
+
+def checkpoint(function: Any, *args: Any) -> Any:
+    """Call the function under torch's non-reentrant `torch.utils.checkpoint.checkpoint`."""
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)

@@ -1,0 +1,139 @@
+"""fp16 loss scaling by DeepSpeed's rule.
+
+finite step    every `window` finite steps since the last overflow: scale x 2, hysteresis refilled
+overflow       step skipped; hysteresis left? use one up : scale / 2, never below the minimum
+
+Unlike torch's scaler, the scale falls only after `hysteresis` overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+import onefold
+from onefold.deepspeed.config import LossScaling
+from onefold.optim.clip import by_device, in_memory
+
+
+class LossScaler:
+    """Hold the loss scale and change it. Ranks that report the same overflows have the same scale.
+
+    Attributes:
+        scale: what the loss is multiplied with; `cur_scale` and `loss_scale` are other names.
+        dynamic: False if the configuration fixes the scale.
+        follower: called with the scale after each change; None calls nothing.
+        cur_iter, last_overflow_iter, cur_hysteresis: the state, under DeepSpeed's names.
+    """
+
+    #: By how much the scale grows and falls.
+    scale_factor = 2.0
+    #: An overflow at the smallest scale is an error.
+    raise_error_at_min_scale = True
+
+    def __init__(self, spec: LossScaling) -> None:
+        self.spec = spec
+        self.dynamic = spec.static == 0
+        self.follower: Callable[[float], None] | None = None
+        self._scale = 2.0**spec.initial_power if self.dynamic else spec.static
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.cur_hysteresis = spec.hysteresis
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self._scale = float(value)
+        if self.follower is not None:
+            self.follower(self._scale)
+
+    cur_scale = loss_scale = scale
+
+    @property
+    def scale_window(self) -> int:
+        return self.spec.window
+
+    @property
+    def min_scale(self) -> float:
+        return self.spec.minimum
+
+    min_loss_scale = min_scale
+
+    @property
+    def delayed_shift(self) -> int:
+        """Overflows that lower the scale once."""
+        return self.spec.hysteresis
+
+    @property
+    def consecutive_hysteresis(self) -> bool:
+        return self.spec.consecutive_hysteresis
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.dynamic
+
+    def is_needed(self) -> bool:
+        """Whether a loss has to be scaled: not if the scale is fixed at 1."""
+        return self.dynamic or self.scale != 1
+
+    def update(self, overflow: bool) -> None:
+        """Update the scale after one optimizer step.
+
+        Raises:
+            FloatingPointError: gradients overflow although the scale is at its minimum, so training
+                cannot go on in fp16.
+        """
+        if not self.dynamic:
+            return
+        if overflow:
+            if self.cur_hysteresis > 1:
+                self.cur_hysteresis -= 1
+            elif self.scale <= self.spec.minimum:
+                raise FloatingPointError(
+                    "gradients are not finite although the loss scale is at its minimum,"
+                    f" {self.spec.minimum:g}: lower the learning rate, clip gradients, or compute"
+                    " in bf16."
+                )
+            else:
+                self.scale = max(self.scale / 2, self.spec.minimum)
+            self.last_overflow_iter = self.cur_iter
+        else:
+            if self.spec.consecutive_hysteresis:
+                self.cur_hysteresis = self.spec.hysteresis
+            stable = self.cur_iter - self.last_overflow_iter - 1
+            if stable > 0 and stable % self.spec.window == 0:
+                self.cur_hysteresis = self.spec.hysteresis
+                self.scale *= 2
+        self.cur_iter += 1
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state, under the names that DeepSpeed's scaler uses."""
+        return {
+            "cur_scale": self.scale,
+            "cur_iter": self.cur_iter,
+            "last_overflow_iter": self.last_overflow_iter,
+            "cur_hysteresis": self.cur_hysteresis,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.scale, self.cur_iter = float(state["cur_scale"]), int(state["cur_iter"])
+        self.last_overflow_iter = int(state["last_overflow_iter"])
+        self.cur_hysteresis = int(state["cur_hysteresis"])
+
+
+def scale_gradients(module: nn.Module, factor: float) -> None:
+    """Multiply every gradient of this rank by `factor`, wherever it is stored.
+
+    Gradients on NVMe are multiplied when they are next read.
+    """
+    with torch.no_grad():
+        here, on_disk = in_memory([onefold.engine_of(module)], module.parameters())
+        for gradients in by_device(here):
+            torch._foreach_mul_(gradients, factor)
+        for storage in on_disk:
+            storage.scale_gradients(torch.tensor(factor, device="cpu"))

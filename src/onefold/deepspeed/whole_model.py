@@ -1,0 +1,308 @@
+"""`deepspeed.utils.zero_to_fp32`: the whole model from a checkpoint, without an engine.
+
+    runs/a/latest            "global_step300"
+    runs/a/zero_to_fp32.py   python runs/a/zero_to_fp32.py runs/a OUTPUT
+    runs/a/global_step300/   Onefold's checkpoint, or DeepSpeed's
+
+Lightning's converter asks for two of DeepSpeed's files and unpickles them. For an Onefold
+checkpoint it gets in-memory files with the entries that it reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import onefold
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.folder_source import FolderSource
+from onefold.checkpoint.loading import source_of
+from onefold.checkpoint.source import Item, Source
+from onefold.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
+from onefold.deepspeed.checkpoint_reader.folder import named_in
+from onefold.deepspeed.parameter_facts import DEPTH, alone
+from onefold.deepspeed.saving import write_tensors
+from onefold.recipe.options import bytes_of
+from onefold.runtime.hooks import is_sharded
+
+_LATEST = "latest"
+#: An output with one of these suffixes is a file; any other is a folder.
+_FILES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Return the whole model in fp32 from a checkpoint of Onefold or DeepSpeed, in one process.
+
+    Args:
+        tag: the checkpoint's folder in `checkpoint_dir`; None takes the one that the file `latest`
+            names.
+        exclude_frozen_parameters: leave out parameters that were not trained.
+        lazy_mode: accepted without effect; all values are read.
+
+    Raises:
+        CheckpointError: there is no checkpoint that can be read, or it does not say which
+            parameters were frozen.
+    """
+    with _opened(checkpoint_dir, tag) as source:
+        out: dict[str, torch.Tensor] = {}
+        for tensor in _tensors(source, exclude_frozen_parameters):
+            value = tensor.read(source)
+            out |= dict.fromkeys(tensor.names, value)
+        return out
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Load a checkpoint's whole model, and return `model`.
+
+    | `model` is                | what happens                                                      |
+    |---------------------------|-------------------------------------------------------------------|
+    | not sharded               | it is moved to the host, and loaded there                         |
+    | an engine's               | each rank loads its part; every rank must call                    |
+    | an engine's, and gathered | the whole is the checkpoint's, in fp32, until GatheredParameters ends |
+
+    What the checkpoint lacks (frozen parameters that were left out) stays as it is. The optimizer's
+    states stay as they are.
+
+    Raises:
+        CheckpointError: there is no checkpoint that can be read.
+        RuntimeError: some parameters of an engine's model are gathered, and others are not.
+    """
+    if not is_sharded(model):
+        model = model.cpu()
+        model.load_state_dict(
+            get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
+        )
+        return model
+    gathered = [bool(param.__dict__.get(DEPTH)) for param in model.parameters()]
+    if not any(gathered) or alone():
+        onefold.load(_folder(checkpoint_dir, tag), model=model, strict=False)
+        return model
+    if not all(gathered):
+        raise RuntimeError(
+            f"load_state_dict_from_zero_checkpoint was given a model of which {sum(gathered)} of"
+            f" {len(gathered)} parameters are gathered: gather all of them, or none."
+        )
+    held = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    with torch.no_grad():
+        for name, value in get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag).items():
+            if name in held:
+                held[name].data = value.to(held[name].device)
+            elif name in buffers:
+                buffers[name].copy_(value)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write a checkpoint's whole model in fp32, to one file or to several files and an index.
+
+    No more than one file's values are in memory at a time.
+
+    Args:
+        output_dir: a folder, for pytorch_model.bin or model.safetensors; or a file, if the name
+            ends in .bin, .pt, .pth, .ckpt or .safetensors.
+        max_shard_size: the most bytes in a file, also as a text such as "5GB"; None for one file.
+        safe_serialization: write safetensors, instead of pickles for `torch.load`.
+        checkpoint_dir, tag, exclude_frozen_parameters: see
+            `get_fp32_state_dict_from_zero_checkpoint`.
+
+    Raises:
+        CheckpointError: see `get_fp32_state_dict_from_zero_checkpoint`.
+    """
+    target = Path(output_dir)
+    single = target.suffix in _FILES
+    safe = safe_serialization or target.suffix == ".safetensors"
+    limit = math.inf
+    if max_shard_size is not None and not single:
+        limit = bytes_of("max_shard_size", max_shard_size)
+    with _opened(checkpoint_dir, tag) as source:
+        shards: list[list[_Tensor]] = [[]]
+        for tensor in _tensors(source, exclude_frozen_parameters):
+            if shards[-1] and sum(t.nbytes for t in shards[-1]) + tensor.nbytes > limit:
+                shards.append([])
+            shards[-1].append(tensor)
+        stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
+        folder = target.parent if single else target
+        folder.mkdir(parents=True, exist_ok=True)
+        where: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            counted = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            file = target.name if single else f"{stem}{counted}{suffix}"
+            state = {n: v for t in shard for n, v in t.named(source)}
+            write_tensors(state, folder / file, safe)
+            where |= {name: file for tensor in shard for name in tensor.names}
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for shard in shards for tensor in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / f"{stem}{suffix}.index.json").write_text(text, encoding="utf-8")
+
+
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> Any:
+    """Return what `torch.load` takes for DeepSpeed's file of model states.
+
+    For a DeepSpeed checkpoint this is the file's path. For an Onefold checkpoint it is an in-memory
+    file with the client state and the counts of steps, and an empty module.
+    """
+    folder = Path(checkpoint_dir)
+    if is_deepspeed(folder):
+        with contextlib.closing(DeepSpeedSource(folder)) as source:
+            return str(source.files.models[0])
+    with _opened(folder, None) as source:
+        said = _said_by_engine(source)
+    if said is None:
+        raise CheckpointError(
+            f"{folder} was not saved by an engine of deepspeed.initialize: it has no client state."
+        )
+    return _pickled({**said["client_state"], **said["engine"]["counts"], "module": {}})
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
+    """Return what `torch.load` takes for DeepSpeed's files of optimizer states.
+
+    For a DeepSpeed checkpoint these are the files' paths. For an Onefold checkpoint it is one
+    in-memory file with the stage, without states.
+    """
+    folder = Path(checkpoint_dir)
+    if is_deepspeed(folder):
+        with contextlib.closing(DeepSpeedSource(folder)) as source:
+            return [str(file) for file in source.files.shards]
+    with _opened(folder, None) as source:
+        stage = source.saved_by.get("stage")
+    return [_pickled({"optimizer_state_dict": {"zero_stage": stage}})]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run `zero_to_fp32.py`, with the arguments of DeepSpeed's script of that name."""
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py", description="Write the whole model of a checkpoint in fp32."
+    )
+    parser.add_argument("checkpoint_dir", help="the folder with the file `latest`")
+    parser.add_argument("output_dir", help="a folder, or a file that ends in .bin or .safetensors")
+    parser.add_argument("--max_shard_size", default="5GB", help="bytes of a file, such as 5GB")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", default=None, help="the folder in it; else what latest says")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="accepted; without effect")
+    given = vars(parser.parse_args(arguments))
+    given.pop("debug")
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(**given)
+    except (CheckpointError, OSError, ValueError) as error:
+        parser.exit(1, f"zero_to_fp32.py: {error}\n")
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A parameter or buffer of a checkpoint.
+
+    Attributes:
+        names: all its names; more than one if it is tied.
+    """
+
+    item: Item
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * 4
+
+    def read(self, source: Source) -> torch.Tensor:
+        whole = torch.empty(math.prod(self.shape), dtype=torch.float32, device="cpu")
+        source.read(self.item, 0, whole.numel(), whole)
+        return whole.view(self.shape)
+
+    def named(self, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+        value = self.read(source)
+        for name in self.names:
+            yield name, value
+
+
+def _folder(folder: str | os.PathLike[str], tag: str | None) -> Path:
+    path = Path(folder)
+    if tag is None and (path / _LATEST).is_file():
+        tag = named_in(path / _LATEST)
+    return path if tag is None else path / tag
+
+
+@contextlib.contextmanager
+def _opened(folder: str | os.PathLike[str], tag: str | None) -> Iterator[Source]:
+    with contextlib.closing(source_of(_folder(folder, tag))) as source:
+        yield source
+
+
+def _tensors(source: Source, without_frozen: bool) -> list[_Tensor]:
+    source.refuse_own()
+    frozen = _frozen_in(source) if without_frozen else frozenset()
+    other = source.other_names()
+    return [
+        _Tensor(item, (item.name, *other.get(item.name, ())), stored.shape)
+        for item, stored in source.items().items()
+        if item.kind == "buffer" or (item.kind == "parameter" and item.name not in frozen)
+    ]
+
+
+def _frozen_in(source: Source) -> frozenset[str]:
+    """Return the names of frozen parameters.
+
+    Raises:
+        CheckpointError: the checkpoint does not say which parameters were frozen.
+    """
+    if isinstance(source, DeepSpeedSource):
+        return source.frozen_names
+    if (said := _said_by_engine(source)) and said["engine"].get("frozen_names") is not None:
+        return frozenset(said["engine"]["frozen_names"])
+    groups = source.groups()
+    if groups is None:
+        raise CheckpointError(
+            f"{source.describe} has no optimizer, and so does not say which parameters were frozen:"
+            " leave exclude_frozen_parameters out."
+        )
+    trained = {
+        source.stored_name(name) for made in groups for group in made for name in group["params"]
+    }
+    return frozenset(
+        item.name
+        for item in source.items()
+        if item.kind == "parameter" and item.name not in trained
+    )
+
+
+def _said_by_engine(source: Source) -> dict[str, Any] | None:
+    """Return the `extra` of an engine's checkpoint (see checkpoints.py); None for any other."""
+    extra = source.value("extra") if isinstance(source, FolderSource) else None
+    own = isinstance(extra, dict) and extra.keys() == {"engine", "client_state"}
+    return extra if own else None
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file

@@ -1,0 +1,323 @@
+"""The mixin by which Onefold wraps, clips, saves and loads in a Trainer of transformers.
+
+    Trainer.__init__            checks the arguments; the model stays where it is
+    train(), evaluate()         shard the model in place, before the first batch
+    every step                  Trainer's own loop, loss and accumulation; Onefold computes the norm
+    save_model(), checkpoints   written by all ranks, see saving.py
+
+`trainer.model` is always the same object, of the same class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+import onefold
+from onefold import hosts
+from onefold.checkpoint.together import Together
+from onefold.checkpoint.values import refuse_another_state
+from onefold.hf import loading, saving
+from onefold.hf.accelerator import adopt
+from onefold.hf.arguments import (
+    divides_parameters,
+    in_precision,
+    recipe_of,
+    scales_loss,
+)
+from onefold.hf.compiling import compile_blocks
+from onefold.hf.generating import WholeWeights
+from onefold.hf.refusals import (
+    refuse_accelerator,
+    refuse_arguments,
+    refuse_frozen,
+    refuse_model,
+    refuse_whole_samples,
+)
+from onefold.recipe import Recipe
+from onefold.runtime.hooks import is_sharded
+
+if TYPE_CHECKING:
+    _Host: Any = transformers.Trainer
+else:
+    _Host = object
+
+
+#: Packages with Trainer classes. The mixin must be listed before such a class.
+_HOSTS = ("transformers.", "trl.")
+
+
+class TrainerMixin(_Host):
+    """Make a Trainer class train by a recipe of Onefold. List it before the Trainer:
+
+    class Tuner(onefold.hf.TrainerMixin, trl.SFTTrainer): ...
+    Tuner(model, args=args, train_dataset=data, recipe=onefold.Recipe.zero(stage=3)).train()
+
+    Every rank must make the same calls, including `save_model()` and `evaluate()`.
+
+    Args:
+        recipe: a Recipe, a stage, or a dict of `Recipe.zero`'s options; None if the training
+            arguments have `onefold`. All other arguments are the Trainer's own.
+
+    Attributes:
+        recipe: the recipe by which the model is sharded.
+        vllm_bucket: bytes of whole weights that are sent to vLLM at a time; see
+            `onefold.stream_params`.
+
+    Raises:
+        ValueError, NotImplementedError: arguments contradict each other, or ask for something that
+            Onefold does not do. The message says what to write.
+    """
+
+    recipe: Recipe
+    vllm_bucket: int | str = "1GB"
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        bases = cls.__mro__
+        if transformers.Trainer not in bases:
+            raise TypeError(
+                f"{cls.__name__} has onefold.hf.TrainerMixin and no Trainer behind it: write `class"
+                f" {cls.__name__}(onefold.hf.TrainerMixin, Trainer)`."
+            )
+        before = next(b for b in bases if b is TrainerMixin or b.__module__.startswith(_HOSTS))
+        if before is not TrainerMixin:
+            raise TypeError(
+                f"{cls.__name__} names {before.__name__} before onefold.hf.TrainerMixin, which must"
+                f" stand first: `class {cls.__name__}(onefold.hf.TrainerMixin,"
+                f" {before.__name__})`."
+            )
+
+    def __init__(self, *args: Any, recipe: Any = None, **kwargs: Any) -> None:
+        self._onefold_given: Any = recipe
+        self._onefold_parameters: int | None = None
+        self._onefold_made = False
+        super().__init__(*args, **kwargs)
+        self._onefold_made = True
+        if hasattr(self, "_dist"):  # TRL's, where it generates
+            self._dist = WholeWeights(self.model)
+        if getattr(self.args, "use_vllm", False):
+            hosts.connect(self, self.vllm_bucket)
+
+    # -- before the first batch --------------------------------------------------------------------
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether transformers has parallelized the model while it was loaded. False in `__init__`,
+        where Trainer would refuse to save such a model's optimizer, which Onefold does.
+        """
+        return self._onefold_made and self._onefold_parallelized
+
+    @is_distributed_loading_by_transformers.setter
+    def is_distributed_loading_by_transformers(self, value: bool) -> None:
+        self._onefold_parallelized = value
+
+    def create_accelerator_and_postprocess(self) -> None:
+        recipe = recipe_of(self._onefold_given, self.args)
+        refuse_arguments(self.args, recipe)
+        super().create_accelerator_and_postprocess()
+        refuse_accelerator(self.accelerator)
+        self.recipe = in_precision(recipe, str(self.accelerator.mixed_precision))
+        adopt(self.accelerator, self.recipe)
+        # Trainer took it from the accelerator as it was before
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Do nothing: `onefold.shard` moves the model."""
+
+    def _sync_replicated_trainable_parameters(self, model: Any) -> None:
+        """Do nothing: `onefold.shard` has given every rank the first one's values."""
+
+    def _shard_model(self) -> None:
+        """Shard `self.model` in place, unless it is sharded already. Collective."""
+        model = self.model
+        if not is_sharded(model):
+            refuse_model(model)
+            if self.args.torch_compile:
+                compile_blocks(model, self.args)
+            loading.shard(model, self.recipe, self.args.device)
+        self.accelerator.onefold_model = weakref.ref(model)
+        self.model_wrapped = self.accelerator.prepare_model(model)
+
+    def get_train_dataloader(self) -> Any:
+        refuse_whole_samples(self.model, "get_train_dataloader")
+        return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        refuse_whole_samples(self.model, "get_eval_dataloader")
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        refuse_whole_samples(self.model, "get_test_dataloader")
+        return super().get_test_dataloader(test_dataset)
+
+    def _inner_training_loop(
+        self,
+        batch_size: Any = None,
+        args: Any = None,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> Any:
+        refuse_frozen(self.model)
+        self._shard_model()
+        self._scale_loss()
+        return super()._inner_training_loop(
+            batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
+        )
+
+    def _scale_loss(self) -> None:
+        """Give accelerate Onefold's scaler for fp16, which scales the loss and skips steps.
+
+        If the gradients of any rank overflow, all ranks skip the step.
+        """
+        accelerator = self.accelerator
+        own = getattr(accelerator.scaler, "_engine", None) is onefold.engine_of(self.model)
+        if not scales_loss(self.recipe):
+            accelerator.scaler = None
+        elif not own:  # the scaler is accelerate's own, or belongs to another model
+            handler = accelerator.scaler_handler
+            options = handler.to_kwargs() if handler is not None else {}
+            accelerator.scaler = onefold.GradScaler(self.model, **options)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        accelerator = self.accelerator
+        placement, accelerator.device_placement = accelerator.device_placement, False
+        try:  # accelerate must not move optimizer states: they are made where they are stored
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        finally:
+            accelerator.device_placement = placement
+        self._onefold_parameters = None
+        return prepared
+
+    def _torch_optimizer(self) -> Any:
+        """Return Trainer's optimizer without accelerate's wrappers."""
+        optimizer = self.optimizer
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        return optimizer
+
+    def _steps_done(self) -> int:
+        return int(self.state.global_step)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def _unscale(self) -> None:
+        """Divide the gradients by fp16's loss scale, before their norm is taken."""
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.unscale_(self._torch_optimizer())
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        self._unscale()
+        return onefold.clip_grad_norm_(self.model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is None and not self.recipe.step_in_backward:
+            self._unscale()
+            grad_norm = onefold.clip_grad_norm_(self.model, math.inf)
+        return grad_norm
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Estimate the operations as Trainer does, but count the parameters only once."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if name not in inputs or not hasattr(self.model, "num_parameters"):
+            return 0
+        if self._onefold_parameters is None:
+            self._onefold_parameters = self.model.num_parameters(exclude_embeddings=True)
+        return 6 * inputs[name].numel() * self._onefold_parameters
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._shard_model()
+        generating = getattr(self, "_gen_kwargs", None)  # Seq2SeqTrainer's
+        if generating is not None and divides_parameters(self.recipe):
+            generating.setdefault("synced_gpus", True)  # all ranks must make equally many passes
+        return super().evaluation_loop(*args, **kwargs)
+
+    # -- saving and loading ------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save the model. Collective if it is sharded or its weights are still to be read.
+
+        Every rank writes its part of a sharded model.
+        """
+        if loading.is_put_off(self.model):
+            self._shard_model()
+        if not is_sharded(self.model):
+            super()._save(output_dir, state_dict)
+            return
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        saving.save_weights(self.model, folder)
+        with self._first_rank_writes() as writes:
+            if writes:
+                collator = getattr(self, "data_collator", None)
+                words = self.processing_class or getattr(collator, "tokenizer", None)
+                if words is not None:
+                    words.save_pretrained(folder)
+                torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        saving.save_state(self.model, self._torch_optimizer(), output_dir, self._steps_done())
+        with self._first_rank_writes() as writes:
+            if writes:
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    @contextlib.contextmanager
+    def _first_rank_writes(self) -> Iterator[bool]:
+        """Yield True on the first rank, and False elsewhere. An error there raises on every rank.
+        Collective.
+        """
+        together = Together.of(onefold.engine_of(self.model))
+        with together.each_rank():
+            yield together.rank == 0
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the weights if the model is sharded, else only check that there are some.
+
+        Trainer calls this before the model is sharded; `_load_optimizer_and_scheduler` then reads
+        the weights.
+        """
+        if is_sharded(self.model):
+            saving.load_weights(self.model, resume_from_checkpoint)
+        else:
+            saving.refuse_empty(resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if not saving.has_state(checkpoint):  # saved without Onefold's state, or without Onefold
+            saving.load_weights(self.model, checkpoint)
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        saving.load_state(self.model, self._torch_optimizer(), checkpoint)
+        schedule = os.path.join(checkpoint, SCHEDULER_NAME)
+        state = torch.load(schedule, weights_only=True)
+        refuse_another_state(schedule, "scheduler", self.lr_scheduler, state)
+        self.lr_scheduler.load_state_dict(state)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Load the loss scale, unless this run computes in another precision than fp16."""
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
+
+    def _load_best_model(self) -> None:
+        saving.load_weights(self.model, self.state.best_model_checkpoint)
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """transformers' Trainer with a recipe of Onefold.
+
+    `TrainerMixin` documents the argument `recipe`, transformers all others.
+    """

@@ -1,1 +1,0 @@
-"""Room `integrations`: adapters to other libraries. Each module is imported on demand."""

@@ -1,0 +1,310 @@
+"""The strategy of Lightning that shards the module.
+
+The LightningModule itself is sharded in place, after `configure_model()` and before
+`configure_optimizers()`. Its steps run as forward passes of the module, so that every parameter
+that they use is gathered. Ranks are started as under DDP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+import onefold
+from onefold.lightning import checkpoints, refusals
+from onefold.lightning.precision import converts, in_precision
+from onefold.recipe import Recipe
+from onefold.runtime.hooks import is_sharded
+from onefold.runtime.state.start import has_meta
+
+
+class Strategy(DDPStrategy):
+    """Train a LightningModule by a recipe: `L.Trainer(strategy=Strategy(stage=3), devices=8)`.
+
+    After the fit the module stays sharded. To read it, call `onefold.full_state_dict(module)` on
+    every rank.
+
+    Args:
+        recipe: how to shard, such as `onefold.Recipe.zero(stage=3)`; None if `stage` is given.
+        stage: 0 to 3.
+        checkpoint: what `save_checkpoint` and ModelCheckpoint write. "folder": each rank writes its
+            part. "file": rank 0 writes one file, as under DDP. Both resume on any number of ranks.
+        init: initializes one module in place. It is used for modules on the meta device that have
+            no `reset_parameters()`.
+        cluster_environment: as in Lightning's DDPStrategy.
+        checkpoint_io: as in DDPStrategy.
+        process_group_backend: as in DDPStrategy.
+        timeout: as in DDPStrategy.
+        start_method: as in DDPStrategy; only "popen" works.
+        options: options of `onefold.Recipe.zero` besides `stage`: `precision="bf16"`,
+            `offload_optimizer="cpu"`, ...
+
+    Attributes:
+        recipe: the recipe by which the module is sharded, in the Trainer's precision once it runs.
+
+    Raises:
+        ValueError: the arguments contradict each other. The message says what to write.
+    """
+
+    recipe: Recipe
+
+    def __init__(
+        self,
+        recipe: Recipe | None = None,
+        *,
+        stage: int | None = None,
+        checkpoint: str = "folder",
+        init: Callable[[nn.Module], object] | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: Any = None,
+        start_method: str = "popen",
+        **options: Any,
+    ) -> None:
+        self._given = refusals.recipe_given(recipe, stage, options)
+        refusals.check_form(checkpoint)
+        refusals.check_start(start_method)
+        waits = {} if timeout is None else {"timeout": timeout}
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            **waits,
+        )
+        self.recipe, self.form = self._given, checkpoint
+        self._init = init
+        # DDPStrategy's redirection sets flags of a DDP wrapper. Here there is no wrapper.
+        self._forward_redirection = _ForwardRedirection()
+
+    # -- before the first batch --------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        trainer = self._module().trainer
+        refusals.check_trainer(trainer, self.form, self._checkpoint_io)
+        self.recipe = in_precision(self._given, self.precision_plugin)
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._shard(fitting)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+
+    def _shard(self, fitting: bool) -> None:
+        """Shard the module, unless it is sharded already. Collective."""
+        module = self._module()
+        refusals.check_model(module, self.recipe)
+        if is_sharded(module):
+            return
+        if fitting and self._layer_sync is not None:
+            self._layer_sync.apply(module)
+        if converts(self.precision_plugin):
+            self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        onefold.shard(module, self.recipe, init=self._init, device=self.root_device)
+
+    def model_to_device(self) -> None:
+        """Move the module, except for parts on the meta device, which `onefold.shard` fills."""
+        _move(self._module(), self.root_device)
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Build modules on the meta device under `trainer.init_module(empty_init=True)`."""
+        where = torch.device("meta") if empty_init else contextlib.nullcontext()
+        with where, self.precision_plugin.tensor_init_context():
+            yield
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._run("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._run("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._run("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._run("predict_step", args, kwargs)
+
+    def _run(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self._module()
+        if step == "training_step" and not module.automatic_optimization:
+            # Manual optimization runs backward passes and steps inside, so it cannot be one forward
+            # pass: each call of a submodule is a pass of its own.
+            return getattr(module, step)(*args, **kwargs)
+        return self._forward_redirection(module, module, step, *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run the closure (the step's last micro-batch), and then step the optimizer.
+
+        A sharded optimizer needs the gradients before it begins, so it cannot call the closure.
+        """
+        plugin = self.precision_plugin
+        scales = getattr(plugin, "scaler", None) is not None  # a scaler uses this order as well
+        if scales or isinstance(optimizer, torch.optim.LBFGS):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = plugin._wrap_closure(model or self._module(), optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Keep gradients local in micro-batches before the boundary, if the recipe allows it.
+
+        With several optimizers each micro-batch is reduced at once: `toggle_model` freezes the
+        other optimizers' parameters, whose gradients could otherwise still be waiting.
+        """
+        waits = onefold.no_sync(self._module()) if len(self.optimizers) == 1 else None
+        with waits or contextlib.nullcontext():
+            yield
+
+    def _clip(self, optimizer: Any, clip_val: float) -> None:
+        """Clip by the norm, over all ranks, of `optimizer`'s gradients. Collective."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        module = self._module()
+        if all(id(p) in stepped for p in module.parameters() if p.requires_grad):
+            onefold.clip_grad_norm_(module, clip_val)  # one collective for all parameters
+        else:
+            parameters = self.precision_plugin.main_params(optimizer)
+            torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+
+    # -- saving and loading ------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # the checkpoint is loaded into the shards
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state dict. Collective.
+
+        A sharded module's is whole on rank 0 and empty elsewhere, or an `InFolder` if the
+        checkpoint is a folder.
+        """
+        if not is_sharded(self._module()):
+            return super().lightning_module_state_dict()
+        if self.form == "folder":
+            return checkpoints.InFolder()
+        return onefold.full_state_dict(self._module())
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's state dict, or an `InFolder` if the checkpoint is a folder."""
+        if self.form == "folder" and is_sharded(self._module()):
+            return checkpoints.InFolder()
+        return super().optimizer_state(optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if self.form == "file" or not is_sharded(self._module()):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise ValueError(
+                f"storage_options={storage_options!r} are for Lightning's own file: give"
+                ' Strategy(checkpoint="file"), or leave them out.'
+            )
+        path = str(self.broadcast(filepath))
+        optimizers = refusals.bare_optimizers(self.optimizers)
+        checkpoints.save_folder(path, checkpoint, self._module(), optimizers)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        path = str(self.broadcast(checkpoint_path))
+        if not checkpoints.is_folder(path):
+            return super().load_checkpoint(path, weights_only)
+        module, file = self._module(), checkpoints.rest_of(path)
+        rest = self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
+        optimizers = refusals.bare_optimizers(self.optimizers)
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        return checkpoints.load_folder(
+            path, rest, module, optimizers if fitting else [], module.strict_loading
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if isinstance(checkpoint["state_dict"], checkpoints.InFolder):
+            return  # load_checkpoint has read it
+        onefold.load_full_state_dict(self._module(), checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if isinstance(checkpoint["state_dict"], checkpoints.InFolder):
+            return
+        states = checkpoint[checkpoints.STATES]
+        for optimizer, state in zip(refusals.bare_optimizers(self.optimizers), states, strict=True):
+            optimizer.load_state_dict(state)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Do nothing: DDPStrategy's advice on unused parameters does not apply here."""
+
+    def teardown(self) -> None:
+        """Tear down the environment. The module and its optimizers stay sharded and in place."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _module(self) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        return module
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the names that `Trainer(strategy=...)` accepts."""
+        add = partial(strategy_registry.register, strategy=cls, override=True)
+        what = "Onefold: training state held once, stage {} of ZeRO"
+        add("onefold", description=what.format(3), stage=3)
+        for stage in (1, 2, 3):
+            add(f"onefold_stage_{stage}", description=what.format(stage), stage=stage)
+        for stage in (2, 3):
+            add(
+                f"onefold_stage_{stage}_offload",
+                description=f"{what.format(stage)}, the optimizer on the host",
+                stage=stage,
+                offload_optimizer="cpu",
+            )
+
+
+def register() -> None:
+    """Register the names of `Strategy` with Lightning, for `L.Trainer(strategy=...)`."""
+    Strategy.register_strategies(StrategyRegistry)
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move the module to `device`, except for submodules on the meta device."""
+    if not has_meta(module):
+        module.to(device)
+        return
+    for child in module.children():
+        _move(child, device)
