@@ -128,7 +128,7 @@ class EMA:
         if engine.stack or engine.full_params_depth:
             where = "a forward pass" if engine.stack else "onefold.full_params"
             raise RuntimeError(f"EMA.applied() was entered inside {where}: enter it outside.")
-        tell_all(engine.resources, _APPLIED, None)
+        tell_all(engine, _APPLIED, None)
         engine.masters.about_to_write()
         with disable_torch_function(), torch.no_grad():
             before = {e: local_part(e.param).clone() for e in self._averages}
@@ -158,7 +158,7 @@ class EMA:
         `AveragedModel.state_dict()`; {} on other ranks. Collective.
         """
         model, engine = self._module(), self._engine()
-        tell_all(engine.resources, _STATE_DICT, None)
+        tell_all(engine, _STATE_DICT, None)
         found = whole_state_dict(engine, model, AverageParts(self._averages), self._items(engine))
         if engine.rank != 0:
             return {}
@@ -178,9 +178,7 @@ class EMA:
         self._refuse_inside("load_state_dict")
         engine = self._engine()
         first = engine.rank == 0
-        wrong, updates = tell_all(
-            engine.resources, _LOAD, self._look(state_dict) if first else None
-        )[0]
+        wrong, updates = tell_all(engine, _LOAD, self._look(state_dict) if first else None)[0]
         if wrong:
             raise ValueError(f"{_LOAD}: {wrong}")
         parts = AverageParts(self._averages)
@@ -188,7 +186,7 @@ class EMA:
             for item in self._items(engine):
                 if item.entry in self._averages:
                     whole = _find(state_dict or {}, item.entry) if first else None
-                    from_first(engine.resources, parts, item, whole)
+                    from_first(engine, parts, item, whole)
         self.updates = updates
 
     def _items(self, engine: Engine) -> list[StateItem]:

@@ -41,7 +41,7 @@ from onefold.runtime.hooks import (
 )
 from onefold.runtime.hops import Hop, Native, Pairwise, Rows, Simulated
 from onefold.runtime.parts import tell_all
-from onefold.runtime.resources import Activations, Resources, Store
+from onefold.runtime.resources import Activations, Store
 from onefold.runtime.state import dicts as state_dicts
 from onefold.runtime.state import start as state_start
 from onefold.runtime.state.checks import (
@@ -132,7 +132,7 @@ def shard(
             module, recipe, ranks, partial, wanted, init, where, incoming, undo
         )
         engine.buffers.find(module)
-        engine.buffers.start(engine.resources)
+        engine.buffers.start(engine)
         _note_uninitialized(engine, specs, module, incoming.names if incoming else ())
         engine.start(_steppers(engine))
         if engine.mesh.several:
@@ -208,7 +208,7 @@ def _laid_out(
         materialize(spec, specs, where, init, module, values, names)
         without: set[str] = set()
         if values or engine.world_size == 1:
-            without = without_value(engine.resources, unit, names)
+            without = without_value(engine, unit, names)
         state_start.lay_out(engine, unit, names | without)
         for entry in unit.entries:
             if entry.name in without:
@@ -332,51 +332,51 @@ class Capabilities:
     when a recipe first needs them.
     """
 
-    def storage(self, flat: Flat, tiers: Tiers | None, encoded: bool, shared: Resources) -> Storage:
+    def storage(self, flat: Flat, tiers: Tiers | None, encoded: bool, engine: Engine) -> Storage:
         if encoded:
             from onefold.quant.encoded_storage import EncodedStorage
 
-            return EncodedStorage(flat, self.codec(shared.recipe.frozen or ""))
+            return EncodedStorage(flat, self.codec(engine.recipe.frozen or ""))
         if tiers is not None:
             from onefold.offload.tiers import STORAGES
 
-            return STORAGES[tiers.optimizer](flat, tiers, shared)
+            return STORAGES[tiers.optimizer](flat, tiers, engine)
         return InPlaceStorage(flat) if flat.unsharded else DeviceStorage(flat)
 
-    def gather(self, flat: Flat, shared: Resources) -> Gather:
+    def gather(self, flat: Flat, engine: Engine) -> Gather:
         spec = flat.spec
         if flat.storage.encoded:
             from onefold.quant.encoded_storage import EncodedStorage
             from onefold.quant.gather_paths import EncodedRestGather
 
             assert isinstance(flat.storage, EncodedStorage)
-            return EncodedRestGather(flat, shared, flat.storage)
+            return EncodedRestGather(flat, engine, flat.storage)
         if spec.gather_codec is not None:
             from onefold.quant.gather_paths import EncodedGather
 
-            return EncodedGather(flat, shared, self.codec(shared.recipe.parameters.codec or ""))
-        return Gather(flat, shared)
+            return EncodedGather(flat, engine, self.codec(engine.recipe.parameters.codec or ""))
+        return Gather(flat, engine)
 
-    def hop(self, flat: Flat, at: int, shared: Resources) -> Hop:
+    def hop(self, flat: Flat, at: int, engine: Engine) -> Hop:
         group = flat.group  # its levels are like it
         if flat.spec.encodes(flat.spec.hops[at]) and not group.alone:
             from onefold.quant.hops import Encoded
 
-            return Encoded(flat, at, shared, self.codec(shared.recipe.gradients.codec or ""))
-        if shared.recipe.reduce == NATIVE and flat.spec.hops[at].size > 1:
-            return Native(flat, at, shared)
+            return Encoded(flat, at, engine, self.codec(engine.recipe.gradients.codec or ""))
+        if engine.recipe.reduce == NATIVE and flat.spec.hops[at].size > 1:
+            return Native(flat, at, engine)
         if group.native and flat.spec.hops[at].size > 1:
-            return Rows(flat, at, shared)
-        return (Simulated if group.stands_for_all else Pairwise)(flat, at, shared)
+            return Rows(flat, at, engine)
+        return (Simulated if group.stands_for_all else Pairwise)(flat, at, engine)
 
     def activations(
-        self, units: list[Unit], shared: Resources, gathered: dict[int, tuple[Unit, Flat]]
+        self, units: list[Unit], engine: Engine, gathered: dict[int, tuple[Unit, Flat]]
     ) -> Activations:
-        if shared.recipe.offload_activations is None:
+        if engine.recipe.offload_activations is None:
             return Activations()
         from onefold.offload.engine_activations import HostActivations
 
-        return HostActivations(units, shared, gathered)
+        return HostActivations(units, engine, gathered)
 
     def codec(self, name: str) -> Codec:
         from onefold.quant.codecs import CODECS
@@ -419,7 +419,7 @@ def _note_uninitialized(
         for key in owner._buffers
     }
     mine = [name for name, (_, has_none) in inside.items() if has_none()]
-    for name in tell_all(engine.resources, "shard()", mine)[0]:
+    for name in tell_all(engine, "shard()", mine)[0]:
         engine.uninitialized.add([name], *inside[name])
     engine.uninitialized.given(incoming)
     if engine.uninitialized:

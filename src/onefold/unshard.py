@@ -83,7 +83,7 @@ def _make_plain(engine: Engine) -> None:
     with disable_torch_function(), torch.no_grad():
         wholes: list[tuple[Entry, torch.Tensor]] = []
         for flat in (flat for flat in engine.flats if not flat.unsharded):
-            full = whole_masters(engine.resources, flat)
+            full = whole_masters(engine, flat)
             wholes += [(entry, flat.view(full, entry).clone()) for entry in flat.entries]
         # What needs memory is done: from here on the model changes
         for entry, whole in wholes:

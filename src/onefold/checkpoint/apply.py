@@ -218,7 +218,7 @@ class StateReader:
         if flat.shared:
             # The backend may not support float8
             wire = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer
-            context = state_context(self.engine.resources, flat.unit_name)
+            context = state_context(self.engine, flat.unit_name)
             flat.holders.all_gather(wire, context, flat.index, move="state").wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
@@ -231,7 +231,7 @@ class StateReader:
         for group, found in by_group.items():
             for item, tensor in found.items() if group.rank == 0 else ():
                 self.read(item, 0, tensor.numel(), tensor)
-            group.broadcast([*found.values()], state_context(self.engine.resources, "buffers"))
+            group.broadcast([*found.values()], state_context(self.engine, "buffers"))
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor | OnDisk) -> None:
         """Read elements [start, stop) into `out`, on any tier. Does nothing after a first error."""

@@ -215,7 +215,7 @@ class OptimizerState(_State):
         except CheckpointError as error:
             wrong = str(error)
         # Only some ranks may have such a state, and the others would wait for them in DCP
-        told = tell_all(self.engine.resources, "dcp_state_dict", wrong)
+        told = tell_all(self.engine, "dcp_state_dict", wrong)
         if (complaint := next(filter(None, told), None)) is not None or out is None:
             raise CheckpointError(str(complaint))
         return out

@@ -136,7 +136,7 @@ class GatheredParameters:
         engine.uninitialized.look()
         all_of_it = len(entries) == len(engine.entries)
         for flat, wanted in _by_flat(entries):
-            full = whole_masters(engine.resources, flat)
+            full = whole_masters(engine, flat)
             for entry in wanted:
                 engine.uninitialized.refuse("GatheredParameters would show", entry.names)
                 whole = flat.view(full, entry)

@@ -18,8 +18,8 @@ from onefold.offload.activations import ActivationStore
 from onefold.runtime.resources import Activations
 
 if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Flat
-    from onefold.runtime.resources import Resources
     from onefold.runtime.unit import Unit
 
 
@@ -29,26 +29,26 @@ class HostActivations(Activations):
     def __init__(
         self,
         units: Sequence[Unit],
-        resources: Resources,
+        engine: Engine,
         gathered: Mapping[int, tuple[Unit, Flat]],
     ) -> None:
         """`gathered`: the buffers that hold gathered parameters at the moment, by storage."""
         self._units, self._model = units, units[0].module
         self._passes = 0
         self._there: set[int] = set()  # storages that are resident anyway
-        there, transfers = self._there, resources.transfers
+        there, transfers = self._there, engine.transfers
 
         def skip(t: torch.Tensor) -> bool:
             storage = storage_of(t)
             return storage in there or storage in gathered
 
-        budget = resources.recipe.offload_activations
+        budget = engine.recipe.offload_activations
         assert budget is not None
         self.store = ActivationStore(
-            resources.device,
+            engine.device,
             budget,
             skip=skip,
-            ledger=resources.memory,
+            ledger=engine.memory,
             host=transfers.host,
             moved=lambda move, nbytes: transfers.entered(move, "activations", nbytes),
         )

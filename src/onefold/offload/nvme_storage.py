@@ -31,8 +31,8 @@ from onefold.runtime.resources import Region, Transfer
 from onefold.runtime.storage import OnDisk, state_shape
 
 if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry, Flat
-    from onefold.runtime.resources import Resources
 
 _CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
 
@@ -53,9 +53,9 @@ class NvmeStorage(OffloadStorage):
     in_place = False
     on_disk = True
 
-    def __init__(self, flat: Flat, tiers: Tiers, resources: Resources) -> None:
+    def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
         self.gradients_on_disk = tiers.gradients.on_disk
-        super().__init__(flat, tiers, resources)
+        super().__init__(flat, tiers, engine)
         self.reads_ahead = tiers.parameters.on_disk
         self.regions: dict[str, Region] = {}
         self.written: set[tuple[str, int]] = set()
@@ -119,11 +119,6 @@ class NvmeStorage(OffloadStorage):
             return super().new_state(entry, key, dtype, in_memory)
         self.region(state_kind(key, dtype), dtype)
         return state_place(state_shape(entry, key), dtype)
-
-    def beside_masters(self, name: str, dtype: torch.dtype) -> OnDisk:
-        kind, (a, b) = state_kind(name, dtype), self.flat.interval
-        self.region(kind, dtype)
-        return OnDisk(self, kind, a - self.flat.owned[0], b - self.flat.owned[0])
 
     # -- masters -----------------------------------------------------------------------------------
 

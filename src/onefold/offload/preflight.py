@@ -84,4 +84,4 @@ def preflight(engine: Engine) -> None:
                 )  # fmt: skip
     except TierError as failure:
         error = failure
-    agree_on_failure(engine.resources, error, "before the run")
+    agree_on_failure(engine, error, "before the run")

@@ -63,7 +63,7 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     if engine.on_disk:
         _flush(engine)
         agree_on_failure(
-            engine.resources, engine.progress.failure, "before the step: nothing has been stepped"
+            engine, engine.progress.failure, "before the step: nothing has been stepped"
         )
     error: BaseException | None = None
     groups = groups_of(optimizer)
@@ -84,7 +84,7 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     if engine.on_disk:
         try:
             agree_on_failure(
-                engine.resources,
+                engine,
                 error,
                 "in the middle of the step: start again from the last checkpoint",
             )

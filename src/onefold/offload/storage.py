@@ -57,8 +57,8 @@ from onefold.runtime.parameters.values import written
 from onefold.runtime.storage import Storage, refuse_written
 
 if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry, Flat
-    from onefold.runtime.resources import Resources
 
 
 def state_kind(key: str, dtype: torch.dtype) -> str:
@@ -86,9 +86,9 @@ class OffloadStorage(Storage):
 
     offloaded = True
 
-    def __init__(self, flat: Flat, tiers: Tiers, resources: Resources) -> None:
+    def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
         super().__init__(flat)
-        self.tiers, self.transfers, self.device = tiers, resources.transfers, resources.device
+        self.tiers, self.transfers, self.device = tiers, engine.transfers, engine.device
         self.rest: torch.Tensor | None = None
         self.shown: torch.Tensor
         self.measures_gradients = self.gradients_on_disk or self.transfers.down.asynchronous
@@ -331,8 +331,8 @@ def joined(
 class HostStorage(OffloadStorage):
     """Masters in (pinned) host memory. The user's optimizer steps them there."""
 
-    def __init__(self, flat: Flat, tiers: Tiers, resources: Resources) -> None:
-        super().__init__(flat, tiers, resources)
+    def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
+        super().__init__(flat, tiers, engine)
         self._versions = -1  # sum of the masters' version counters when `rest` was last updated
 
     def build(self, device: torch.device) -> torch.Tensor:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -53,7 +53,6 @@ from onefold.runtime.parts import (
     tell_all,
     to_first,
 )
-from onefold.runtime.resources import Resources
 from onefold.runtime.storage import OnDisk, in_memory
 
 _SAVE, _LOAD = "optimizer.state_dict()", "optimizer.load_state_dict()"
@@ -128,11 +127,6 @@ class OptimizerParts(HeldParts):
         if (whole := self.owned(entry)) is None:
             return entry.accounted(position)
         return (0, entry.slot.numel * whole.counts(position))
-
-    def accounting(self, entry: Entry, x: int, y: int) -> Iterable[int]:
-        if self.owned(entry) is None:
-            return super().accounting(entry, x, y)
-        return range(entry.flat.group.size)
 
     def shape(self, entry: Entry) -> Shape:
         whole = self.owned(entry)
@@ -245,7 +239,7 @@ class OptimizerParts(HeldParts):
         """
         told = [(self.error, value)]
         if outline.divided:
-            told = tell_all(outline.engines[0].resources, call, told[0])
+            told = tell_all(outline.engines[0], call, told[0])
         for rank, (error, _) in enumerate(told):
             if error is not None:
                 raise RuntimeError(f"{call}: rank {rank} could not bring its states. {error}")
@@ -444,7 +438,7 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
                     assert param.entry is not None
                     item = StateItem(param.entry, key, dtype)
                     value = (
-                        to_first(_resources(param.entry), parts, item)
+                        to_first(_engine(param.entry), parts, item)
                         if outline.divided
                         else own_whole(parts, item)
                     )
@@ -461,10 +455,10 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
         return {**state_dict, "state": state}
 
 
-def _resources(entry: Entry) -> Resources:
+def _engine(entry: Entry) -> Engine:
     engine = engine_of_entry(entry)
     assert engine is not None
-    return engine.resources
+    return engine
 
 
 def _described(optimizer: Optimizer, outline: Outline, parts: OptimizerParts) -> list[_Said]:
@@ -519,17 +513,17 @@ def _own_shape(
     """Return a state of the owner's on the host of the first rank of the entry's holders; None on
     other ranks. Collective.
     """
-    resources, group = _resources(entry), entry.flat.group
+    engine, group = _engine(entry), entry.flat.group
     (source,) = [p for p in range(group.size) if parts.accounted(entry, p)[1]]
     sends, recvs = [], []
     if group.rank == source:
-        value = parts.optimizer.state[entry.param][key].detach().to(resources.device)
+        value = parts.optimizer.state[entry.param][key].detach().to(engine.device)
         sends = [(0, value.reshape(-1))]
     elif group.rank == 0:
-        value = torch.empty(said.shape, dtype=said.dtype, device=resources.device)
+        value = torch.empty(said.shape, dtype=said.dtype, device=engine.device)
         recvs = [(source, value.view(-1))]
     if source:  # every rank calls it: messages are told apart by their count
-        context = state_context(resources, entry.flat.unit_name)
+        context = state_context(engine, entry.flat.unit_name)
         group.exchange(sends, recvs, context, entry.flat.index, move="state").wait()
     return value.to("cpu", copy=True) if group.rank == 0 else None
 
@@ -565,7 +559,7 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         if not outline.engines or (outline.engines[0].group.size == 1 and not outline.special):
             return None
         outline.refuse_moment(_LOAD)
-        resources, group = outline.engines[0].resources, outline.engines[0].group
+        engine, group = outline.engines[0], outline.engines[0].group
         parts, complaint = OptimizerParts(optimizer), None
         heads, digest = dict[str, Any](), b""
         try:
@@ -577,7 +571,7 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
                 f"expected what optimizer.state_dict() returned ({type(error).__name__}: {error})."
             )
         said = complaint, digest, bool(state_dict.get("state"))
-        told = tell_all(resources, _LOAD, said)
+        told = tell_all(engine, _LOAD, said)
         scattered = told[0][2] and not all(full for _, _, full in told)
         for rank, each in enumerate(told[:1] if scattered else told):
             who = sorted(group.ranks)[rank]
@@ -593,7 +587,7 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         if not scattered and not outline.special:
             return None
         if scattered:  # rank 0 tells all but the element-wise tensors, which follow one by one
-            heads = tell_all(resources, _LOAD, heads)[0]
+            heads = tell_all(engine, _LOAD, heads)[0]
         wholes = state_dict if not scattered or outline.engines[0].rank == 0 else None
         return _take(optimizer, outline, parts, heads, wholes, scattered)
 
@@ -695,7 +689,7 @@ def _take(
                     with parts.keeping_errors():  # the other ranks wait for values
                         whole = packed_whole.dequantize()
             if scattered:
-                from_first(_resources(entry), parts, item, whole)
+                from_first(_engine(entry), parts, item, whole)
             elif whole is not None:
                 with parts.keeping_errors():
                     from_own(parts, item, whole)
@@ -703,7 +697,7 @@ def _take(
         for each in outline.engines:
             if each.on_disk:
                 each.transfers.flush()
-    errors = tell_all(outline.engines[0].resources, _LOAD, parts.error)
+    errors = tell_all(outline.engines[0], _LOAD, parts.error)
     for rank, error in enumerate(errors):
         if error is not None:
             raise RuntimeError(

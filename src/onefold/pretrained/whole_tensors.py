@@ -128,7 +128,7 @@ def stream_params(
     engine.uninitialized.refuse("stream_params() would give")
     engine.buffers.refuse_own(model, "stream_params()")
     merging = Merging.of(model) if merge_adapters else None
-    said = tell_all(engine.resources, "stream_params()", (limit, str(dtype), merge_adapters))
+    said = tell_all(engine, "stream_params()", (limit, str(dtype), merge_adapters))
     if other := next((there for there in said if there != said[0]), None):
         raise ValueError(
             f"stream_params() was given bucket, dtype and merge_adapters {other} on one rank and"
@@ -307,5 +307,5 @@ def _start(engine: Engine, masters: MasterParts, stretch: Stretch, into: torch.T
                 if (theirs := part(peer, group.rank)) is not None:
                     recvs.append((peer, theirs))
     return group.exchange(
-        sends, recvs, state_context(engine.resources, flat.unit_name), flat.index, move="state"
+        sends, recvs, state_context(engine, flat.unit_name), flat.index, move="state"
     )

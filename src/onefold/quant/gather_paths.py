@@ -24,8 +24,8 @@ from onefold.quant.encoded_storage import EncodedIntervals, EncodedStorage
 from onefold.runtime.gather_paths import Gather
 
 if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Flat
-    from onefold.runtime.resources import Resources
 
 
 class EncodedGather(Gather):
@@ -33,9 +33,9 @@ class EncodedGather(Gather):
 
     exact = False
 
-    def __init__(self, flat: Flat, resources: Resources, codec: Codec) -> None:
-        super().__init__(flat, resources)
-        self.intervals, self.pool = EncodedIntervals(flat, codec), resources.pool
+    def __init__(self, flat: Flat, engine: Engine, codec: Codec) -> None:
+        super().__init__(flat, engine)
+        self.intervals, self.pool = EncodedIntervals(flat, codec), engine.pool
 
     def start(self, full: torch.Tensor, context: CollectiveContext) -> Pending:
         flat = self.flat
@@ -72,8 +72,8 @@ class EncodedGather(Gather):
 class EncodedRestGather(EncodedGather):
     """Sends the bytes of masters that are stored encoded. Nothing is cached."""
 
-    def __init__(self, flat: Flat, resources: Resources, storage: EncodedStorage) -> None:
-        super().__init__(flat, resources, storage.codec)
+    def __init__(self, flat: Flat, engine: Engine, storage: EncodedStorage) -> None:
+        super().__init__(flat, engine, storage.codec)
         self.storage = storage
 
     def build(self, device: torch.device) -> None:

@@ -17,14 +17,14 @@ from onefold.runtime.flat import Flat
 from onefold.runtime.hops import Hop, UnderWay
 
 if TYPE_CHECKING:
-    from onefold.runtime.resources import Resources
+    from onefold.runtime.engine import Engine
 
 
 class Encoded(Hop):
     """One hop with encoded parts. Each encoded part begins at a multiple of 16 bytes."""
 
-    def __init__(self, flat: Flat, at: int, resources: Resources, codec: Codec) -> None:
-        super().__init__(flat, at, resources)
+    def __init__(self, flat: Flat, at: int, engine: Engine, codec: Codec) -> None:
+        super().__init__(flat, at, engine)
         self.codec, self.used = codec, codec.encoded_bytes(self.cut.own)
 
     def run(self, taken: list[torch.Tensor], context: CollectiveContext) -> UnderWay:

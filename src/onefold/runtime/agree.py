@@ -33,15 +33,13 @@ from onefold.comm import CollectiveContext, StallError, alike, both
 from onefold.memory import TierError
 
 if TYPE_CHECKING:
-    from onefold.runtime.gather import Gatherer
-    from onefold.runtime.reduce import Reducer
-    from onefold.runtime.resources import Resources
+    from onefold.runtime.engine import Engine
 
 _TOLD = 512  # bytes of a message about what went wrong
 _UPDATES = 1 << 14  # bytes of updates that differ
 
 
-def agree_and_finish(resources: Resources, gather: Gatherer, reduce: Reducer, learn: bool) -> None:
+def agree_and_finish(engine: Engine, learn: bool) -> None:
     """Exchange which parameters were used and which orders were seen; then set the gradients.
 
     `learn`: the orders are those of a pass, and may become the agreed ones.
@@ -50,7 +48,8 @@ def agree_and_finish(resources: Resources, gather: Gatherer, reduce: Reducer, le
         StallError: on every rank. The ranks launched different collectives on a native backend, so
             what they received is not what they asked for; or they clipped or stepped differently.
     """
-    group, progress, units = resources.group, resources.progress, reduce.units
+    group, progress, units = engine.group, engine.progress, engine.units
+    gather, reduce = engine.gather, engine.reduce
     late = {u.index for u in units if u.late}
     gathered = {u.index for u in gather.backward.seen}
     orders = gather.forward, gather.backward, reduce.order
@@ -98,7 +97,7 @@ def agree_and_finish(resources: Resources, gather: Gatherer, reduce: Reducer, le
             reduce.order.learn(reduce.order.units)
 
 
-def agree_on_failure(resources: Resources, error: BaseException | None, when: str) -> None:
+def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> None:
     """Tell all ranks what went wrong with a disk, if anything did. Collective.
 
     Raises:
@@ -107,14 +106,14 @@ def agree_on_failure(resources: Resources, error: BaseException | None, when: st
     # The error raised below is a TierError too, so this name is left out
     kind = "" if isinstance(error, TierError) else f"{type(error).__name__}: "
     said = f"{kind}{error}" if error is not None else ""
-    context = CollectiveContext("control", "(NVMe)", resources.progress.step_count, "optimizer")
-    told = resources.group.tell(said, _TOLD, context)
+    context = CollectiveContext("control", "(NVMe)", engine.step_count, "optimizer")
+    told = engine.group.tell(said, _TOLD, context)
     wrong = [(rank, message) for rank, message in enumerate(told) if message]
     if wrong:
-        resources.progress.failure, resources.progress.failure_agreed = None, False
-        resources.transfers.forget_writes()
+        engine.progress.failure, engine.progress.failure_agreed = None, False
+        engine.transfers.forget_writes()
         rank, message = wrong[0]
-        raise TierError(f"rank {resources.group.ranks[rank]}, {when}: {message}") from error
+        raise TierError(f"rank {engine.group.ranks[rank]}, {when}: {message}") from error
 
 
 def _bits(members: set[int], size: int) -> bytes:

@@ -38,8 +38,8 @@ from onefold.runtime.uninitialized import is_marked
 from onefold.wording import few
 
 if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry
-    from onefold.runtime.resources import Resources
     from onefold.runtime.unit import Unit
     from onefold.runtime.units import UnitSpec
 
@@ -125,16 +125,16 @@ class Buffers:
             by.setdefault(self._sharing_of(table), []).append(table)
         return {sharing: buffers_in(some) for sharing, some in by.items()}
 
-    def before_pass(self, resources: Resources) -> None:
+    def before_pass(self, engine: Engine) -> None:
         """Called when a pass over the model begins: send rank 0's buffers, if that is due."""
         if not self.due or self._group.size == 1:
             return
         for sharing, tensors in self._shared(self._sent).items():
             nbytes = sum(b.nbytes for b in tensors)
-            resources.memory.add(STAGING, nbytes, "buffers")
-            context = resources.progress.context("state", "buffers")
+            engine.memory.add(STAGING, nbytes, "buffers")
+            context = engine.progress.context("state", "buffers")
             self._group.part(sharing).broadcast(tensors, context)
-            resources.memory.add(STAGING, -nbytes, "buffers")
+            engine.memory.add(STAGING, -nbytes, "buffers")
 
     def after_pass(self, synchronized: bool) -> None:
         """Called after a pass over the model. `synchronized`: it recorded gradients that the ranks
@@ -142,12 +142,12 @@ class Buffers:
         """
         self.due = synchronized
 
-    def start(self, resources: Resources) -> None:
+    def start(self, engine: Engine) -> None:
         """Give every rank the values of the first that shares a buffer, or of rank 0 where that one
         has none: its model was on the meta device. Collective.
         """
         group, shared = self._group, self._shared(self._tables)
-        context = state_context(resources, "buffers")
+        context = state_context(engine, "buffers")
         own = [b for sharing, found in shared.items() if len(sharing) > 1 for b in found]
         if own and not group.alone:
             without = group.any_of(bytes(map(is_marked, own)), _START)

@@ -49,7 +49,6 @@ from onefold.runtime.resources import (
     Activations,
     MasterAccess,
     Progress,
-    Resources,
     Span,
     Spans,
 )
@@ -128,19 +127,8 @@ class Engine:
         self.progress = Progress(recipe, self.group)
         # Makes writes to masters wait for copies of them that are under way
         self.masters = MasterAccess(self.transfers, self.progress)
-        self.resources = Resources(
-            recipe,
-            self.group,
-            device,
-            memory,
-            self.pool,
-            self.transfers,
-            capabilities,
-            self.masters,
-            self.progress,
-        )
         holders = find_boxes(specs, self.group, mesh)
-        self.units: list[Unit] = bind(specs, self.resources, self, offloaded, holders)
+        self.units: list[Unit] = bind(specs, self, offloaded, holders)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.entries = [entry for flat in self.flats for entry in flat.entries]
         self.unit_of: dict[int, Unit] = {}
@@ -168,9 +156,7 @@ class Engine:
         """
         self.stepper = stepper
         self.gather = Gatherer(self)
-        self.activations = self.capabilities.activations(
-            self.units, self.resources, self.gather.by_storage
-        )
+        self.activations = self.capabilities.activations(self.units, self, self.gather.by_storage)
         self.reduce = Reducer(self)
         self.started = True
         self.passes = Passes(self)
@@ -347,7 +333,7 @@ class Engine:
         self.transfers.check()
         if self.progress.failure_agreed and self.on_disk and self.world_size > 1:
             agree_on_failure(
-                self.resources,
+                self,
                 self.progress.failure or self.progress.last_failure,
                 "before the step: nothing has been stepped",
             )
@@ -420,7 +406,7 @@ class Engine:
     def whole(self, entry: Entry) -> torch.Tensor:
         self.uninitialized.look()
         self.uninitialized.refuse("gather() would give", entry.names)
-        return entry.flat.view(whole_masters(self.resources, entry.flat), entry).clone()
+        return entry.flat.view(whole_masters(self, entry.flat), entry).clone()
 
     def summary(self) -> str:
         """Return the recipe and the units as a readable table, with the share of padding."""

@@ -40,9 +40,9 @@ from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
+    from onefold.runtime.boxes import Box
     from onefold.runtime.engine import Engine
     from onefold.runtime.hops import Hop
-    from onefold.runtime.resources import Resources
 
 
 # -- a parameter -----------------------------------------------------------------------------------
@@ -85,9 +85,10 @@ class Entry:
         one = len(self.places) == 1 and self.places[0][2] is None
         # The common case: one module refers to it, and is not a recurrent layer with its own list
         self.only_place = self.places[0][:2] if one else None
-        self.flat, self.engine = flat, weakref.ref(engine)
+        self.flat: Flat = flat
+        self.engine = weakref.ref(engine)
         # What this rank holds of a DTensor; None for a plain parameter
-        self.box = found.box
+        self.box: Box | None = found.box
         # What its gradient is multiplied with before the sum, see `Holders`
         self.parts = flat.ranks.copies if found.partial else 1
         self.param = found.param
@@ -214,13 +215,12 @@ class Flat:
         found: list[Found],
         kind: Kind,
         index: int,
-        resources: Resources,
         engine: Engine,
         tiers: Tiers | None,
     ) -> None:
-        recipe, made = resources.recipe, resources.capabilities
+        recipe, made = engine.recipe, engine.capabilities
         dtypes, ranks = kind.dtypes, kind.holders
-        group = resources.group.part(ranks.groups)
+        group = engine.group.part(ranks.groups)
         self.frozen_low = dtypes.master in LOW and dtypes.master != recipe.optimizer.dtype
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
         #: Which ranks hold it, among all of the mesh, and those of this rank's box
@@ -264,10 +264,10 @@ class Flat:
             self.early_scale *= ranks.data
         # Whether sums are sent on, to the other ranks that hold them too
         self.sums_go_on = bool(spec.broadcast_back)
-        self.storage: Storage = made.storage(self, tiers, kind.encoded, resources)
-        self.gather: Gather = made.gather(self, resources)
+        self.storage: Storage = made.storage(self, tiers, kind.encoded, engine)
+        self.gather: Gather = made.gather(self, engine)
         self.hops: tuple[Hop, ...] = tuple(
-            made.hop(self, at, resources) for at in range(len(spec.hops))
+            made.hop(self, at, engine) for at in range(len(spec.hops))
         )
         #: Whether its parameters are parts of global tensors (all of them: their holders differ)
         self.in_boxes = any(f.box is not None and f.box.divided for f in found)

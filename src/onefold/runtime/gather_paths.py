@@ -27,8 +27,8 @@ from onefold.comm import Chain, CollectiveContext, Group, Pending
 from onefold.memory import TierError
 
 if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Flat
-    from onefold.runtime.resources import Resources
 
 
 class Gather:
@@ -44,9 +44,9 @@ class Gather:
 
     exact: bool = True
 
-    def __init__(self, flat: Flat, resources: Resources) -> None:
-        self.flat, self.progress = flat, resources.progress
-        self.up = resources.transfers.up
+    def __init__(self, flat: Flat, engine: Engine) -> None:
+        self.flat, self.progress = flat, engine.progress
+        self.up = engine.transfers.up
         self.beside = self.up.asynchronous and flat.storage.copies
         self.cached: torch.Tensor | None = None
         self.cached_of = -1
@@ -118,6 +118,6 @@ class Gather:
             self.progress.failed(error)
 
 
-def state_context(resources: Resources, unit_name: str) -> CollectiveContext:
+def state_context(engine: Engine, unit_name: str) -> CollectiveContext:
     """Return what errors and the ledger say of a collective over parameters or states of a unit."""
-    return CollectiveContext("state", unit_name, resources.progress.step_count, "state")
+    return CollectiveContext("state", unit_name, engine.step_count, "state")

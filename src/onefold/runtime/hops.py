@@ -68,8 +68,8 @@ from onefold.layout import Adds
 from onefold.memory import GRADIENTS, REDUCTION, nbytes_of
 
 if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Flat
-    from onefold.runtime.resources import Resources
 
 #: See [Note: a hop under way is a generator].
 UnderWay = Generator[None, None, torch.Tensor]
@@ -110,14 +110,14 @@ class Hop(ABC):
     #: How this class adds parts, if not as the recipe says
     adds: ClassVar[Adds | None] = None
 
-    def __init__(self, flat: Flat, at: int, resources: Resources) -> None:
+    def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
         hop = flat.spec.hops[at]
         self.flat, self.last, self.first = flat, at + 1 == len(flat.spec.hops), hop.start
         self.group: Group = flat.group
         if hop.level != "all":
             inside = hop.level == "intra-group"
             self.group = flat.group.intra_group if inside else flat.group.inter_group
-        self.pool, self.memory, self.unit = resources.pool, resources.memory, flat.unit_name
+        self.pool, self.memory, self.unit = engine.pool, engine.memory, flat.unit_name
         self.wire, self.sums = flat.dtypes.wire, flat.dtypes.sums
         self.cut = self.group.cut([hop.own] * hop.size)
         self.mine = slice(hop.index * hop.own, (hop.index + 1) * hop.own)

@@ -48,9 +48,9 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -61,8 +61,10 @@ from onefold.runtime.boxes import Box
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather_paths import state_context
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.runtime.resources import Resources
 from onefold.runtime.storage import OnDisk, in_memory
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
 
 #: Elements moved at a time; a multiple of BLOCK, so that blocks of packed moments stay whole.
 CHUNK = 8 << 20
@@ -125,10 +127,6 @@ class HeldParts(ABC):
         """
         return entry.accounted(position)
 
-    def accounting(self, entry: Entry, x: int, y: int) -> Iterable[int]:
-        """Return the positions of ranks that may account for some of elements [x, y)."""
-        return _owners(entry, x, y)
-
     @abstractmethod
     def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
         """Return where the elements are: [y - x], in memory or on disk. A packed state has items
@@ -151,8 +149,8 @@ class MasterParts(HeldParts):
     """The master weights, wherever they are stored. Callers of `write` and `target` wait for copies
     of masters first (`MasterAccess.about_to_write`), and call `Engine.make_stale` after `finish`.
 
-    One flat buffer is open at a time: its masters in memory, decoded if they are stored encoded.
-    Neighbouring items of a flat buffer therefore decode it once, and encode it once.
+    One flat buffer is open at a time, decoded if its masters are stored encoded. Neighbouring items
+    of a flat buffer therefore decode it once, and encode it once.
 
     Args:
         building: a flat buffer that is being built, and the tensor [owned] of its first values.
@@ -160,21 +158,15 @@ class MasterParts(HeldParts):
 
     def __init__(self, building: tuple[Flat, torch.Tensor] | None = None) -> None:
         self._flat: Flat | None = None
-        self._values: torch.Tensor | None = None  # None: they are on disk, or in no buffer
+        self._values: torch.Tensor | None = None  # None: they are read and written in their place
         if building is not None:
             self._flat, self._values = building
         self._written = False
 
     def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
         here = self.here(entry, x, y)
-        if here is not None and entry.flat.storage.encoded:
-            return here
         # A view of the parameter, whose version counter tells of the user's writes
-        return entry.flat.storage.elements(entry, "", entry.param, x, y)
-
-    def read(self, item: StateItem, entry: Entry, x: int, y: int) -> torch.Tensor:
-        here = self.here(entry, x, y)
-        return super().read(item, entry, x, y) if here is None else here.to(item.dtype)
+        return entry.flat.storage.elements(entry, "", entry.param, x, y) if here is None else here
 
     def write(self, item: StateItem, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
         here, self._written = self.here(entry, x, y), True
@@ -185,30 +177,29 @@ class MasterParts(HeldParts):
 
     def target(self, entry: Entry) -> torch.Tensor | OnDisk:
         """Return where this rank's masters of `entry` are, to be overwritten before `finish`."""
-        here, self._written = self.here(entry, *entry.owned()), True
-        if here is not None:
-            return here
-        if entry.flat.storage.on_disk:
-            return self.place(entry, "", *entry.owned())
+        place, self._written = self.place(entry, "", *entry.owned()), True
+        if not entry.flat.storage.in_place:
+            return place
         torch.autograd.graph.increment_version(entry.param)
-        return entry.param.data
+        # Memory that is not contiguous has no such view
+        return entry.param.data if entry.flat.unsharded else place
 
     def finish(self) -> None:
         flat, values, written = self._flat, self._values, self._written
         self._flat, self._values, self._written = None, None, False
-        if flat is not None and written and values is not None:
-            flat.storage.store(values)
-        elif flat is not None and written:
-            flat.storage.renew()
+        if flat is not None and written:
+            if values is None:
+                flat.storage.renew()
+            else:
+                flat.storage.store(values)
 
     def here(self, entry: Entry, x: int, y: int) -> torch.Tensor | None:
-        """Open the flat buffer of `entry`. Return the elements if they are in memory, in a buffer."""
+        """Open the flat buffer of `entry`. Return the elements if they are in a buffer of their own."""
         flat = entry.flat
         if flat is not self._flat:
             self.finish()
             self._flat = flat
-            there = not (flat.unsharded or flat.storage.on_disk)
-            self._values = flat.storage.load() if there else None
+            self._values = flat.storage.load() if flat.storage.encoded else None
         first = entry.slot.start - flat.owned[0]
         return None if self._values is None else self._values[first + x : first + y]
 
@@ -216,31 +207,40 @@ class MasterParts(HeldParts):
 # -- moves between ranks ---------------------------------------------------------------------------
 
 
-def to_first(resources: Resources, parts: HeldParts, item: StateItem) -> torch.Tensor | None:
+def to_first(engine: Engine, parts: HeldParts, item: StateItem) -> torch.Tensor | None:
     """Return the item whole in rank 0's host memory; None on other ranks. Collective. If rank 0
     holds all elements (stage 0, one rank), nothing is sent.
     """
     entry, group = item.entry, item.entry.flat.group
-    here = parts.held(entry, 0)
-    whole = own_whole(parts, item) if group.rank == 0 else None
+    here, first = parts.held(entry, 0), group.rank == 0
+    whole = own_whole(parts, item) if first else None
     for x, y in _chunks(entry):
         if overlap(here, (x, y)) == (x, y) or group.alone:
             continue
-        sends, recvs, landing = [], [], []
-        for peer in parts.accounting(entry, x, y):
+        places: dict[int, torch.Tensor] = {}
+        mine = None
+        for peer in range(1, group.size) if first else (group.rank,):
             a, b = overlap(parts.accounted(entry, peer), (x, y))
-            if a == b or peer == 0 or overlap((a, b), here) == (a, b):
+            if a == b or overlap((a, b), here) == (a, b):
                 continue
             if whole is not None:
-                recvs.append((peer, _room(resources, item, b - a)))
-                landing.append(whole.view(-1)[a:b])
-            elif group.rank == peer:
-                part = parts.read(item, entry, a, b)
-                sends.append((0, part.to(resources.device).contiguous()))
-        _exchange(resources, group, item, sends, recvs)
-        for place, (_, part) in zip(landing, recvs, strict=True):
-            place.copy_(part)
-    return whole if item.box is None else _boxes_to_first(resources, item, item.box, whole)
+                places[peer] = whole.view(-1)[a:b]
+            else:
+                mine = parts.read(item, entry, a, b)
+        _collect(engine, group, item, places, mine)
+    if item.box is None or whole is None:
+        return whole
+    ranks = engine.group.ranks
+    if engine.group.rank:
+        _collect(engine, engine.group, item, {}, whole)
+        return None
+    # One exchange for all: messages of one rank to several others are counted together
+    every = torch.zeros(item.shape, dtype=item.dtype, device="cpu")
+    places = {p: item.box.part(every, ranks[p]) for p in item.box.firsts(ranks)}
+    own = places.pop(0)
+    own.copy_(whole.view(own.shape))
+    _collect(engine, engine.group, item, places, None)
+    return every
 
 
 def own_whole(parts: HeldParts, item: StateItem) -> torch.Tensor:
@@ -254,45 +254,51 @@ def own_whole(parts: HeldParts, item: StateItem) -> torch.Tensor:
 
 
 def from_first(
-    resources: Resources, parts: HeldParts, item: StateItem, whole: torch.Tensor | None
+    engine: Engine, parts: HeldParts, item: StateItem, whole: torch.Tensor | None
 ) -> None:
     """Write rank 0's `whole` (any shape and device; None on other ranks) into the parts of all
     ranks. Collective.
     """
-    if item.box is not None:
-        whole = boxes_from_first(resources, item, item.box, whole)
-    within_holders(resources, parts, item, whole)
+    box, group = item.box, engine.group
+    if box is not None and group.rank == 0:
+        assert whole is not None
+        whole = whole.reshape(item.shape)
+        places = {p: box.part(whole, group.ranks[p]) for p in box.firsts(group.ranks)}
+        whole = places.pop(0)
+        _deal(engine, group, item, places, 0)
+    elif box is not None and item.entry.flat.group.rank == 0:
+        whole = _deal(engine, group, item, {}, box.numel)
+    within_holders(engine, parts, item, whole)
 
 
 def within_holders(
-    resources: Resources, parts: HeldParts, item: StateItem, whole: torch.Tensor | None
+    engine: Engine, parts: HeldParts, item: StateItem, whole: torch.Tensor | None
 ) -> None:
     """Do the same from the first rank of the holders, whose `whole` is their box of the item."""
     entry, group = item.entry, item.entry.flat.group
-    mine = whole.reshape(-1) if group.rank == 0 and whole is not None else None
+    first = group.rank == 0
+    row = whole.reshape(-1) if first and whole is not None else None
     for x, y in _chunks(entry):
+        places: dict[int, torch.Tensor] = {}
         a, b = overlap(parts.held(entry), (x, y))
-        part, sends, recvs = None, [], []
-        if mine is not None:
-            part = mine[a:b]
-            chunk = mine[x:y] if group.alone else mine[x:y].to(resources.device, item.dtype)
-            for peer in () if group.alone else range(1, group.size):
+        if row is not None and not group.alone:
+            chunk = row[x:y].to(engine.device, item.dtype)
+            for peer in range(1, group.size):
                 i, j = overlap(parts.held(entry, peer), (x, y))
                 if i < j:
-                    sends.append((peer, chunk[i - x : j - x]))
-        elif a < b and not group.alone:
-            part = _room(resources, item, b - a)
-            recvs.append((0, part))
-        _exchange(resources, group, item, sends, recvs)
+                    places[peer] = chunk[i - x : j - x]
+        part = _deal(engine, group, item, places, 0 if first or group.alone else b - a)
+        if row is not None:
+            part = row[a:b]
         if a < b and part is not None:
             parts.write(item, entry, a, b, part.to(item.dtype))
 
 
-def whole_masters(resources: Resources, flat: Flat) -> torch.Tensor:
+def whole_masters(engine: Engine, flat: Flat) -> torch.Tensor:
     """Return a new buffer, [numel], with the masters of all ranks; other addresses are zero.
     Collective.
     """
-    full = torch.zeros(flat.layout.numel, dtype=flat.dtypes.master, device=resources.device)
+    full = torch.zeros(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
     parts = MasterParts()
     with disable_torch_function(), torch.no_grad():
         for item in master_items(flat.entries):
@@ -301,22 +307,22 @@ def whole_masters(resources: Resources, flat: Flat) -> torch.Tensor:
                 at = entry.slot.start
                 full[at + a : at + b].copy_(parts.read(item, entry, a, b))
         if not flat.whole_master:
-            context = state_context(resources, flat.unit_name)
+            context = state_context(engine, flat.unit_name)
             flat.owners_group.all_gather(full, context, flat.index, move="state").wait()
     return full
 
 
-def rewrite_masters(resources: Resources, flat: Flat, full: torch.Tensor) -> None:
+def rewrite_masters(engine: Engine, flat: Flat, full: torch.Tensor) -> None:
     """Replace the masters of every rank by `full`, [numel], of the first of its holders: the reverse
     of `whole_masters`. Collective.
     """
     parts = MasterParts()
     for item in master_items(flat.entries):
-        within_holders(resources, parts, item, flat.view(full, item.entry))
+        within_holders(engine, parts, item, flat.view(full, item.entry))
     parts.finish()
 
 
-def tell_all(resources: Resources, call: str, value: Any) -> list[Any]:
+def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
     """Return every rank's `value`, in rank order. `call` is the user's call, for messages.
     Collective.
 
@@ -324,12 +330,12 @@ def tell_all(resources: Resources, call: str, value: Any) -> list[Any]:
         StallError: another rank did not call it in time.
         RuntimeError: another rank has called something else.
     """
-    group = resources.group
+    group = engine.group
     if group.alone:
         return [value]
     text = pickle.dumps((call, value))
     context = CollectiveContext(
-        "control", f"({call}, which every rank must call)", resources.progress.step_count, "state"
+        "control", f"({call}, which every rank must call)", engine.step_count, "state"
     )
     try:
         length = torch.tensor([len(text)], device="cpu").view(torch.uint8)
@@ -353,82 +359,54 @@ def tell_all(resources: Resources, call: str, value: Any) -> list[Any]:
     return [value for _, value in said]
 
 
-def _chunks(entry: Entry) -> list[tuple[int, int]]:
-    numel = entry.slot.numel
-    return [(x, min(x + CHUNK, numel)) for x in range(0, numel, CHUNK)]
+def _collect(
+    engine: Engine,
+    group: Group,
+    item: StateItem,
+    places: Mapping[int, torch.Tensor],
+    mine: torch.Tensor | None,
+) -> None:
+    """Fill `places` on the first rank of `group`, {position: a view}, by what the ranks at these
+    positions give as `mine`.
+    """
+    recvs = [(p, _room(engine, item, place.numel())) for p, place in places.items()]
+    sends = [] if mine is None else [(0, mine.to(engine.device).reshape(-1))]
+    _exchange(engine, group, item, sends, recvs)
+    for place, (_, part) in zip(places.values(), recvs, strict=True):
+        place.copy_(part.view(place.shape))
 
 
-def _owners(entry: Entry, x: int, y: int) -> range:
-    """Return the positions of the ranks whose intervals have some of elements [x, y)."""
-    each = entry.flat.layout.shard_numel
-    return range((entry.slot.start + x) // each, (entry.slot.start + y - 1) // each + 1)
-
-
-def _room(resources: Resources, item: StateItem, numel: int) -> torch.Tensor:
-    return torch.empty(numel, dtype=item.dtype, device=resources.device)
+def _deal(
+    engine: Engine, group: Group, item: StateItem, places: Mapping[int, torch.Tensor], numel: int
+) -> torch.Tensor | None:
+    """Return what the first rank of `group` has for this one in `places`, {position: a view}: [numel],
+    or None if `numel` is 0.
+    """
+    sends = [(p, place.reshape(-1).to(engine.device, item.dtype)) for p, place in places.items()]
+    mine = _room(engine, item, numel) if numel else None
+    _exchange(engine, group, item, sends, [] if mine is None else [(0, mine)])
+    return mine
 
 
 def _exchange(
-    resources: Resources,
+    engine: Engine,
     group: Group,
     item: StateItem,
     sends: list[tuple[int, torch.Tensor]],
     recvs: list[tuple[int, torch.Tensor]],
 ) -> None:
     flat = item.entry.flat
-    context = state_context(resources, flat.unit_name)
+    context = state_context(engine, flat.unit_name)
     group.exchange(sends, recvs, context, flat.index, move="state").wait()
 
 
-# -- boxes -----------------------------------------------------------------------------------------
+def _room(engine: Engine, item: StateItem, numel: int) -> torch.Tensor:
+    return torch.empty(numel, dtype=item.dtype, device=engine.device)
 
 
-def _boxes_to_first(
-    resources: Resources, item: StateItem, box: Box, local: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Return the global tensor in rank 0's host memory, from each box that the first rank of its
-    holders has (`local`). None on other ranks. Collective.
-    """
-    group = resources.group
-    if local is None:
-        return None
-    if group.rank != 0:
-        sends = [(0, local.reshape(-1).to(resources.device))]
-        _exchange(resources, group, item, sends, [])
-        return None
-    # One exchange for all: messages of one rank to several others are counted together
-    others = [p for p in box.firsts(group.ranks) if p]
-    whole = torch.zeros(item.shape, dtype=item.dtype, device="cpu")
-    places = {p: box.part(whole, group.ranks[p]) for p in [0, *others]}
-    recvs = [(p, _room(resources, item, places[p].numel())) for p in others]
-    _exchange(resources, group, item, [], recvs)
-    for p, part in [(0, local), *recvs]:
-        places[p].copy_(part.reshape(places[p].shape))
-    return whole
-
-
-def boxes_from_first(
-    resources: Resources, item: StateItem, box: Box, whole: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Return this rank's box of rank 0's global tensor, on the first rank of its holders; None on
-    other ranks. Collective.
-    """
-    group = resources.group
-    if group.rank == 0:
-        assert whole is not None
-        whole = whole.reshape(item.shape)
-        sends = [
-            (p, box.part(whole, group.ranks[p]).reshape(-1).to(resources.device, item.dtype))
-            for p in box.firsts(group.ranks)
-            if p
-        ]
-        _exchange(resources, group, item, sends, [])
-        return box.part(whole, group.ranks[0]).reshape(box.local_shape)
-    if item.entry.flat.group.rank != 0:
-        return None
-    mine = _room(resources, item, box.numel)
-    _exchange(resources, group, item, [], [(0, mine)])
-    return mine.view(box.local_shape)
+def _chunks(entry: Entry) -> list[tuple[int, int]]:
+    numel = entry.slot.numel
+    return [(x, min(x + CHUNK, numel)) for x in range(0, numel, CHUNK)]
 
 
 # -- moves on one rank -----------------------------------------------------------------------------

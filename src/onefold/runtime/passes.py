@@ -93,7 +93,7 @@ class Passes:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.progress, self.resources = engine, engine.progress, engine.resources
+        self.engine, self.progress = engine, engine.progress
         self.units, self.gather, self.reduce = engine.units, engine.gather, engine.reduce
         self.run_ahead = engine.group.run_ahead
         self.stack: list[OpenPass] = []
@@ -156,7 +156,7 @@ class Passes:
         """
         unit, outermost, graph = this.unit, this.outermost, self._graph
         with disable_torch_function():
-            self._no_longer_uses(this, keep=self.resources.memory.record)
+            self._no_longer_uses(this, keep=self.engine.memory.record)
             if outermost:
                 output = copied_out(output, self.gather.by_storage)
             if torch.is_grad_enabled() and graph is not None:
@@ -295,7 +295,7 @@ class Passes:
         refresh(self.gather, self.units)
         self.gather.begin_forward(of_model)
         if of_model:
-            engine.buffers.before_pass(self.resources)
+            engine.buffers.before_pass(engine)
 
     def _end_forward(self, this: OpenPass, aborted: bool) -> None:
         engine, progress, graph = self.engine, self.progress, self._graph
@@ -464,7 +464,7 @@ class Passes:
 
     def _reduce_rest(self, learn: bool) -> None:
         self.reduce.launch_rest()
-        agree_and_finish(self.resources, self.gather, self.reduce, learn)
+        agree_and_finish(self.engine, learn)
         self.progress.step_count += 1
         if not self.progress.optimizer_seen:  # code may step by itself, and some ranks own nothing
             for flat in self.engine.flats:
@@ -487,7 +487,7 @@ class Passes:
         self.progress.backward_open = self.progress.differentiating = False
 
     def _look(self) -> None:
-        self.resources.memory.look()
+        self.engine.memory.look()
         self.engine.transfers.host.look()
 
 

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,11 +19,9 @@ from onefold.runtime.parameters.values import given_out
 
 if TYPE_CHECKING:
     from onefold.comm import Group
-    from onefold.memory import MemoryLedger, Pool
     from onefold.runtime.flat import Flat
     from onefold.runtime.passes import Graph
     from onefold.runtime.storage import Transfers
-    from onefold.shard import Capabilities
 
 
 # -- who follows the passes ------------------------------------------------------------------------
@@ -284,21 +282,6 @@ class MasterAccess:
                 if given_out(entry.param):
                     self._transfers.up.wait()
                     return
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What the parts of one engine share."""
-
-    recipe: Recipe
-    group: Group
-    device: torch.device
-    memory: MemoryLedger
-    pool: Pool
-    transfers: Transfers
-    capabilities: Capabilities
-    masters: MasterAccess
-    progress: Progress = field(repr=False)
 
 
 # -- spans of the timeline -------------------------------------------------------------------------

@@ -378,13 +378,6 @@ class Storage(ABC):
         """
         return torch.zeros(state_shape(entry, key), dtype=dtype, device=entry.param.device)
 
-    def beside_masters(self, name: str, dtype: torch.dtype) -> torch.Tensor | OnDisk:
-        """Return room for one number for each element of this rank's interval, on the masters'
-        tier. `name` is what the numbers are called.
-        """
-        a, b = self.flat.interval
-        return torch.empty(b - a, dtype=dtype, device=self.flat.master.device)
-
     def renew(self) -> None:
         """Bring what gathers read up to date after masters were written to through `elements`."""
 

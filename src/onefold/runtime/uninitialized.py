@@ -27,8 +27,8 @@ from onefold.wording import few
 
 if TYPE_CHECKING:
     from onefold.comm import Group
+    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry
-    from onefold.runtime.resources import Resources
     from onefold.runtime.unit import Unit
 
 
@@ -90,13 +90,13 @@ def value_of(entry: Entry) -> torch.Tensor | None:
     return None
 
 
-def without_value(resources: Resources, unit: Unit, incoming: Collection[str]) -> set[str]:
+def without_value(engine: Engine, unit: Unit, incoming: Collection[str]) -> set[str]:
     """Return the first names of a unit's parameters that have no value on rank 0 and are not among
     `incoming`, the names that a load will bring. Collective.
     """
     entries = [e for e in unit.entries if e.name not in incoming and e.slot.numel > 0]
     missing: set[str] = {entry.name for entry in entries if value_of(entry) is None}
-    return tell_all(resources, "shard()", missing)[0] if entries else set()
+    return tell_all(engine, "shard()", missing)[0] if entries else set()
 
 
 # -- what has no value -----------------------------------------------------------------------------

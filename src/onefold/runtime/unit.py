@@ -33,7 +33,6 @@ from onefold.runtime.units import Found, UnitSpec, keeps_dtype, rests_encoded
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.resources import Resources
 
 
 class State(enum.Enum):
@@ -175,7 +174,6 @@ class Unit:
 
 def bind(
     specs: Sequence[UnitSpec],
-    resources: Resources,
     engine: Engine,
     offloaded: Collection[int],
     holders: Holders,
@@ -191,7 +189,7 @@ def bind(
         engine: the one that parameters ask. offloaded: the indices of the units whose state is
             offloaded. holders: of the parameters that are no boxes.
     """
-    recipe, more = resources.recipe, itertools.count(8 * len(specs) + 1)
+    recipe, more = engine.recipe, itertools.count(8 * len(specs) + 1)
     units = []
     for index, spec in enumerate(specs):
         kinds: dict[Kind, list[Found]] = {}
@@ -210,6 +208,6 @@ def bind(
             tiered = index in offloaded and not kind.encoded
             tiers = Tiers.of(kind.trainable, recipe) if tiered else None
             name = spec.name or "(root)"
-            flats.append(Flat(name, of_kind, kind, number, resources, engine, tiers))
+            flats.append(Flat(name, of_kind, kind, number, engine, tiers))
         units.append(Unit(spec.name, index, spec.module, flats))
     return units

@@ -227,7 +227,7 @@ def compare_ranks(
     digests = {k: hashlib.sha256(repr(v).encode()).hexdigest() for k, v in compared.items()}
     boxes = [e for e in engine.entries if e.box is not None and e.box.divided]
     missing = [e.slot.name for e in boxes if e.flat.rank == 0 and e.param.is_meta]
-    said = tell_all(engine.resources, "shard()", (digests, has_meta(module), missing))
+    said = tell_all(engine, "shard()", (digests, has_meta(module), missing))
     ranks = sorted(engine.group.ranks)
     for name in compared:
         others = [

@@ -187,7 +187,7 @@ def whole_state_dict(
     """
     engine.buffers.refuse_own(module, "a whole state dict")
     with disable_torch_function(), torch.no_grad():
-        found = [(item.name, to_first(engine.resources, parts, item)) for item in items]
+        found = [(item.name, to_first(engine, parts, item)) for item in items]
         if engine.rank != 0:
             return {}
         wholes = {name: whole for name, whole in found if whole is not None}
@@ -217,7 +217,7 @@ def load_full_state_dict(
             verdict = _take(engine, module, state, strict, given)
         except Exception as error:  # of the user's code, and complaints: every rank raises them
             verdict = str(error)
-    told = tell_all(engine.resources, f"{_LOAD}()", verdict)[0]
+    told = tell_all(engine, f"{_LOAD}()", verdict)[0]
     if isinstance(told, str):
         raise ValueError(f"{_LOAD}: {told}")
     missing, unexpected, incoming = told
@@ -225,10 +225,10 @@ def load_full_state_dict(
     with disable_torch_function(), torch.no_grad():
         for item in master_items(engine.entries):
             if item.name in incoming:
-                from_first(engine.resources, parts, item, given.get(item.name))
+                from_first(engine, parts, item, given.get(item.name))
         parts.finish()
         loaded = [local_of(b) for name, b in buffers.items() if name not in missing]
-        engine.group.broadcast(loaded, state_context(engine.resources, "buffers"))
+        engine.group.broadcast(loaded, state_context(engine, "buffers"))
         engine.make_stale()
         engine.uninitialized.given(
             {n for e in engine.entries if e.name in incoming for n in e.names}

@@ -22,8 +22,7 @@ from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import (
     MasterParts,
-    StateItem,
-    boxes_from_first,
+    from_first,
     master_items,
     rewrite_masters,
     whole_masters,
@@ -172,7 +171,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
         try:
             with disable_torch_function():
                 for flat in (f for f in engine.flats if not f.unsharded):
-                    full = whole_masters(engine.resources, flat)
+                    full = whole_masters(engine, flat)
                     wholes.append((flat, full))
                     engine.memory.add(GATHERED, full.nbytes, flat.unit_name)
                     shown += [(entry, *_show(entry, full)) for entry in flat.entries]
@@ -191,7 +190,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                 if write and entered:
                     try:
                         for flat, full in wholes:
-                            rewrite_masters(engine.resources, flat, full)
+                            rewrite_masters(engine, flat, full)
                     finally:
                         engine.make_stale()
                     engine.uninitialized.look()
@@ -250,27 +249,15 @@ def _fill(engine: Engine, flat: Flat, incoming: Collection[str], master: torch.T
     parts = MasterParts((flat, master))
     for item in master_items(flat.entries):
         if item.name not in incoming:
-            within_holders(engine.resources, parts, item, _source(engine, item))
+            source = value_of(item.entry)
+            if source is None:  # it has no elements, or another rank has the value
+                source = item.entry.places[0][0][item.entry.places[0][1]]
+            # A global tensor on rank 0, as `materialize` makes them; or each holder's own part
+            move = within_holders if is_dtensor(source) else from_first
+            move(engine, parts, item, None if source is None else local_of(source.detach()))
         elif not flat.storage.encoded:
             a, b = flat.local(item.entry)
             fill_blank(master[a - flat.owned[0] : b - flat.owned[0]])
-
-
-def _source(engine: Engine, item: StateItem) -> torch.Tensor | None:
-    """Return the value of a parameter that is about to be laid out, on the first rank of its
-    holders; None on other ranks. Collective over these first ranks if the value is a global tensor
-    on rank 0, as `materialize` makes them.
-    """
-    entry = item.entry
-    if entry.flat.rank != 0:
-        return None
-    parameters, attribute, _ = entry.places[0]
-    source = value_of(entry)
-    source = parameters[attribute] if source is None else source  # None: it has no elements
-    assert source is not None
-    if item.box is None or is_dtensor(source):
-        return local_of(source.detach())
-    return boxes_from_first(engine.resources, item, item.box, source.detach())
 
 
 # -- from the meta device --------------------------------------------------------------------------
