@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness, launch, pages
-from onefold.comm.sums import sum_parts
+from onefold.comm.sums import add_up
 from onefold.quant.codecs import CODECS
 
 SCHEMA = "onefold-codecs/1"
@@ -80,7 +80,7 @@ def measured(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
         tasks: list[tuple[str, str, int, Callable[[], object]]] = [
             ("copy", "copy", 2 * source.nbytes, partial(copied.copy_, source)),
             *((name, *act) for name in CODECS for act in acts(name, source)),
-            ("sum", f"of {RANKS} parts", added, partial(sum_parts, parts, total, 1 / RANKS)),
+            ("sum", f"of {RANKS} parts", added, partial(add_up, parts.unbind(), total, 1 / RANKS)),
         ]
         copy = 0.0
         for name, act, nbytes, call in tasks:

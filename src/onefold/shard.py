@@ -61,7 +61,7 @@ from onefold.runtime.state.start import (
     tie,
 )
 from onefold.runtime.stepper import Stepper, Steppers
-from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
+from onefold.runtime.storage import DeviceStorage, Storage
 from onefold.runtime.uninitialized import is_blank, is_marked, without_value
 from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec, find_units
@@ -341,7 +341,7 @@ class Capabilities:
             from onefold.offload.tiers import STORAGES
 
             return STORAGES[tiers.optimizer](flat, tiers, engine)
-        return InPlaceStorage(flat) if flat.unsharded else DeviceStorage(flat)
+        return DeviceStorage(flat)
 
     def gather(self, flat: Flat, engine: Engine) -> Gather:
         spec = flat.spec

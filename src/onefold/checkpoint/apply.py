@@ -195,8 +195,8 @@ class StateReader:
         buffer = torch.empty(numel, dtype=dtype, device=self.engine.device)
         self._own_interval(flat, [(w.entry, w.item) for w in wanted], buffer, grain)
         for w in wanted:
-            a, b = flat.local(w.entry)
-            put(w.into, buffer[slice(*items_of(a - first, b - first, grain))])
+            here = w.entry.here
+            put(w.into, buffer[slice(*items_of(here.start, here.stop, grain))])
 
     def _held(self, entry: Entry, item: Item, into: torch.Tensor | OnDisk) -> None:
         """Read all elements that this rank holds into `into`."""

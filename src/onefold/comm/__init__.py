@@ -11,7 +11,7 @@ optimizers.
 | What was sent?                                 | `ledger`                               |
 """
 
-from onefold.comm.group import Cut, Group, alike, as_bytes, both
+from onefold.comm.group import Group, alike, as_bytes, both
 from onefold.comm.ledger import MOVES, OWNERS, STEP_MOVES, Sent, TrafficEvent, TrafficLedger
 from onefold.comm.pending import Chain, CollectiveContext, Pending, StallError
 
@@ -21,7 +21,6 @@ __all__ = [
     "STEP_MOVES",
     "Chain",
     "CollectiveContext",
-    "Cut",
     "Group",
     "Pending",
     "Sent",

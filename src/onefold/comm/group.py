@@ -49,7 +49,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -112,25 +112,6 @@ _KINDS = (
 #: Bytes of words that tell other ranks what was asked for here.
 _WORDS = 256
 _START = CollectiveContext("control", "(start)", 0, "state")
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How the ranks of a group divide one buffer among themselves. Lengths are in elements.
-
-    Attributes:
-        sizes: of the parts, by position.
-        numel: of the buffer.
-        own: of this rank's part.
-        between: of the parts that belong to ranks on other nodes, together.
-        even: True if all parts have the same length.
-    """
-
-    sizes: tuple[int, ...]
-    numel: int
-    own: int
-    between: int
-    even: bool
 
 
 class Shared:
@@ -545,7 +526,7 @@ class Group:
         Args:
             plain: bytes that `full` was encoded from, for the ledger.
             over: 1 for sums of a reduction, which go to the communicator of reductions, in their
-                order, on a backend that `can_reduce`.
+                order.
             addresses: as in `scatter_parts`.
         """
         if self.size == 1:
@@ -571,7 +552,9 @@ class Group:
         if self.backend == "gloo":
             sends = [(p, mine) for p in self.peers]
             recvs = [(p, full[p * shard : (p + 1) * shard]) for p in self.peers]
-            return self.exchange(sends, recvs, context, number, move=move, sent=sent)
+            return self.exchange(
+                sends, recvs, context, number, move=move, sent=sent, addresses=addresses
+            )
         return self._launch(
             move,
             context,
@@ -649,17 +632,9 @@ class Group:
 
     # -- moves of reductions on native backends ----------------------------------------------------
 
-    def cut(self, sizes: Sequence[int]) -> Cut:
-        """Return the division of a buffer into parts of `sizes` elements, by position, for the
-        moves below. Make it once.
-        """
-        elsewhere = sum(size for size, far in zip(sizes, self._elsewhere, strict=True) if far)
-        return Cut(tuple(sizes), sum(sizes), sizes[self.rank], elsewhere, len(set(sizes)) == 1)
-
     def scatter_parts(
         self,
         sent: torch.Tensor,
-        cut: Cut,
         received: torch.Tensor,
         context: CollectiveContext,
         number: int,
@@ -667,51 +642,38 @@ class Group:
         plain: int = 0,
         addresses: Addresses = None,
     ) -> Pending:
-        """Exchange the parts of a reduction, in one operation. The caller adds them up.
+        """Exchange the parts of a reduction, all of one length, in one operation. The caller adds them
+        up.
 
         Args:
-            sent: the parts for all ranks, in order of position, [numel]; or without this rank's own
-                part, [numel - own].
-            received: the parts from all ranks, by position: [ranks, own] with a row for this rank,
-                or [ranks - 1, own] without.
+            sent: the parts for all ranks, in order of position; or without this rank's own part.
+            received: the parts from all ranks, by position: [ranks, part] with a row for this rank,
+                or [ranks - 1, part] without.
             plain: bytes that each rank's part was encoded from, for the ledger.
             addresses: what is reduced, the same on all ranks. If ranks disagree on it, they do not
                 take each other's bytes for their own.
         """
-        into, gives, gets = received.view(-1), list(cut.sizes), [cut.own] * self.size
-        if received.shape[0] < self.size:  # this rank's part stays where it is
-            gives[self.rank] = gets[self.rank] = 0
-        elif cut.even:
-            gives, gets = [], []
+        rows, part = received.shape
+        cut = None
+        if rows < self.size:  # this rank's part stays where it is
+            cut = [part] * self.size
+            cut[self.rank] = 0
         return self._launch(
             move,
             context,
             number,
-            (*self._bytes_of(cut, sent)[:2], *self._to_all(plain)[:2]),
+            self._to_all(part * sent.element_size(), plain),
             lambda over: [
-                dist.all_to_all_single(
-                    into, sent, gets or None, gives or None, group=over, async_op=True
-                )
+                dist.all_to_all_single(received.view(-1), sent, cut, cut, group=over, async_op=True)
             ],
             [sent, received],
             addresses,
             ring=False,
         )
 
-    def _bytes_of(self, cut: Cut, sent: torch.Tensor) -> Bytes:
-        width = sent.element_size()
-        return (cut.numel - cut.own) * width, cut.between * width, 0, 0
-
-    def can_reduce(self, cut: Cut) -> bool:
-        """Whether the backend has a reduce-scatter of its own and it fits: the parts are even, and
-        in the order in which the communicator counts the ranks.
-        """
-        return self.backend not in ("", "gloo") and cut.even and self._ordered
-
     def reduce_scatter(
         self,
         sent: torch.Tensor,
-        cut: Cut,
         own: torch.Tensor,
         context: CollectiveContext,
         number: int,
@@ -719,15 +681,15 @@ class Group:
         mean: bool,
         addresses: Addresses = None,
     ) -> Pending:
-        """Run the backend's own reduce-scatter: the sum, or mean, of all ranks' `sent` [numel].
-        This rank's part is written to `own`. The backend adds in the dtype of `sent`.
+        """Run the backend's own reduce-scatter: the sum, or mean, of all ranks' `sent`, [numel]. This
+        rank's part is written to `own`. The backend adds in the dtype of `sent`.
         """
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         return self._launch(
             move,
             context,
             number,
-            self._bytes_of(cut, sent),
+            self._to_all(own.nbytes),
             lambda group: [
                 dist.reduce_scatter_single(own, sent, op=op, group=group, async_op=True)
             ],

@@ -22,45 +22,10 @@ from collections.abc import Sequence
 import torch
 
 from onefold.device import simulated
+from onefold.memory import storage_of
 
 #: Elements added up at a time on a CPU: a slab, and what torch converts of it, fit the cache.
 CPU_SLAB = 1 << 18
-
-
-def sum_parts(
-    parts: torch.Tensor,
-    out: torch.Tensor,
-    scale: float = 1.0,
-    *,
-    own: torch.Tensor | None = None,
-    rank: int = 0,
-    round_to: torch.dtype | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Write `scale` times the sum of the ranks' parts, added in rank order, over all of `out`.
-    Nothing waits for the device.
-
-    Args:
-        parts: [ranks, n], one row for each rank in rank order: a receive buffer. Rows are
-            contiguous; their stride may be larger than n. With `own`: [ranks - 1, n], the rows of
-            the other ranks.
-        out: [n], contiguous, on the device of `parts`. It may be `own` or a row of `parts` of the
-            same dtype; it must not overlap them otherwise.
-        scale: the sum is multiplied by it, as by `Tensor.mul_`.
-        own: [n], contiguous: this rank's part, left in its place, in any floating-point dtype. It
-            is added at position `rank`.
-        rank: this rank's position among the ranks, counted from 0; read with `own` only.
-        round_to: the scaled sum is rounded to this dtype before it is converted to that of `out`;
-            None: it is not.
-        dtype: the accumulation dtype, in which parts are added and the sum is multiplied.
-    """
-    if (clock := simulated()) is not None:  # on a device it is one kernel
-        clock.kernel("sum_parts", (parts,) if own is None else (parts, own), (out,))
-        return
-    rows = list(parts.unbind())
-    if own is not None:
-        rows.insert(rank, own)
-    add_up(rows, out, scale, round_to=round_to, dtype=dtype)
 
 
 def add_up(
@@ -71,18 +36,27 @@ def add_up(
     round_to: torch.dtype | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Do the same as `sum_parts` with torch's operations, for parts that need not be in one buffer.
+    """Write `scale` times the sum of the ranks' parts, added in rank order, over all of `out`.
+    Nothing waits for the device.
 
     Args:
         parts: one [n] for each rank, in rank order, in any floating-point dtypes.
-        out, scale, round_to, dtype: as in `sum_parts`.
+        out: [n], contiguous, on the device of `parts`. It may be one of them, if that has its dtype;
+            it must not overlap them otherwise.
+        scale: the sum is multiplied by it, as by `Tensor.mul_`.
+        round_to: the scaled sum is rounded to this dtype before it is converted to that of `out`;
+            None: it is not.
+        dtype: the accumulation dtype, in which parts are added and the sum is multiplied.
     """
+    if (clock := simulated()) is not None:  # on a device it is one kernel
+        clock.kernel("sum of parts", tuple(parts), (out,))
+        return
     if round_to is not None and torch.promote_types(round_to, dtype) == round_to:
         round_to = None  # it can hold every value of `dtype`
-    n, at, apart = out.numel(), out.data_ptr(), out.dtype != dtype
+    n, at, apart = out.numel(), _place(out), out.dtype != dtype
     for i, part in enumerate(parts):
         # If `out` is this part, it would be overwritten before the part is read
-        if part.data_ptr() == at and (i > 1 or (i and parts[0].dtype != dtype)):
+        if _place(part) == at and (i > 1 or (i and parts[0].dtype != dtype)):
             apart = True
     slab = min(n, CPU_SLAB) if out.device.type == "cpu" else n
     room = torch.empty_like(out[:slab], dtype=dtype) if apart else None
@@ -102,3 +76,8 @@ def add_up(
             sums = sums.to(round_to)
         if sums is not piece:
             piece.copy_(sums)
+
+
+def _place(t: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor begins. Fake tensors have no address."""
+    return storage_of(t), int(t.storage_offset())

@@ -66,17 +66,11 @@ class NvmeStorage(OffloadStorage):
     # -- building ----------------------------------------------------------------------------------
 
     def build(self, device: torch.device) -> torch.Tensor:
-        d = self.flat.dtypes
-        self.shown = torch.empty(self.numel, dtype=d.master, device=host_device())
-        self._build_rest(device)
+        shown, d = super().build(device), self.flat.dtypes
         self.region("master", d.master)
         if self.reads_ahead and d.compute != d.master:
             self.region("parameter", d.compute)
-        return self.shown
-
-    def bound(self, first: torch.Tensor) -> None:
-        self.shown.untyped_storage().resize_(0)
-        self.store(first)
+        return shown
 
     def region(self, kind: str, dtype: torch.dtype) -> Region:
         """Return the region of `kind`, and create it on the first call.
@@ -95,9 +89,6 @@ class NvmeStorage(OffloadStorage):
                 _CATEGORIES.get(kind, MOMENTS), region.nbytes, self.flat.unit_name
             )
         return self.regions[kind]
-
-    def dtype_of(self, kind: str) -> torch.dtype:
-        return self.regions[kind].dtype
 
     # -- elements of masters and states ------------------------------------------------------------
 
@@ -138,9 +129,8 @@ class NvmeStorage(OffloadStorage):
         self.transfers.flush()
 
     def stepped(self, start: int, stop: int, master: torch.Tensor) -> None:
-        if self.rest is not None:
-            self.copy_up(self.rest[start:stop], master)
-        elif "parameter" in self.regions:
+        super().stepped(start, stop, master)
+        if "parameter" in self.regions:
             whole, low = self._buffer(stop - start, self.flat.dtypes.compute)
             low.copy_(master)
             self._write("parameter", start, low, whole)
@@ -314,7 +304,7 @@ class NvmeStorage(OffloadStorage):
 
     def write_gradient(self, entry: Entry, values: torch.Tensor) -> None:
         first, (a, _) = entry.slot.start - self.flat.owned[0], entry.owned()
-        values = values.to(host_device(), self.dtype_of("gradient"))
+        values = values.to(host_device(), self.regions["gradient"].dtype)
         self.write_part(
             "gradient", first + a, values if self.scale is None else values / self.scale
         )
@@ -323,12 +313,8 @@ class NvmeStorage(OffloadStorage):
     def gradients_finite(self) -> bool:
         """Return whether all gradients on NVMe are finite numbers."""
         used = [e for e in self.flat.entries if e.param.grad is not None]
-        spans = [
-            (a - self.flat.owned[0], b - self.flat.owned[0]) for a, b in map(self.flat.local, used)
-        ]
-        return all(
-            bool(torch.isfinite(self.part("gradient", a, b)).all()) for a, b in spans if a < b
-        )
+        parts = (self.part("gradient", e.here.start, e.here.stop) for e in used)
+        return all(bool(torch.isfinite(part).all()) for part in parts)
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         """Multiply all gradients on NVMe by `factor` when they are next read."""

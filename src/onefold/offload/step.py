@@ -131,8 +131,7 @@ def step_flat(
             groups = groups if groups is not None else groups_of(optimizer)
             with only(optimizer, groups, [entry.param for entry in ready], engine.device):
                 raw_step(optimizer)
-        flat.storage.masters_written()
-    flat.storage.follow()
+        flat.storage.renew()
 
 
 def drop_stepped_gradients(engine: Engine, flat: Flat, entries: Iterable[Entry]) -> None:
@@ -439,8 +438,7 @@ def _owned(entry: Entry) -> tuple[int, int]:
     """Return the elements of `entry` that this rank owns, counted from the first element of the
     flat buffer that it owns.
     """
-    a, b = entry.flat.local(entry)
-    return a - entry.flat.owned[0], b - entry.flat.owned[0]
+    return entry.here.start, entry.here.stop
 
 
 def _place(t: torch.Tensor) -> tuple[int, int]:

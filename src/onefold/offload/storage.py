@@ -24,9 +24,9 @@ One step of an offloaded unit, by the calls that move its bytes:
     Reducer._hand_over  ► accept ─────────────────── on transfers.down ──► .grad on the host
                           gradients_are_down: the host waits at the end of the backward pass
     optimizer.step()    ► offload/step.py step_apart ► step_flat ► new masters on the host
-                          ► follow ► copy_up ──────── on transfers.up ────► the interval that is sent
+                          ► renew ► copy_up ───────── on transfers.up ────► the interval that is sent
                           (NVMe: each chunk ► stepped ► copy_up)
-    the next gather     ► put: `follow` again if code has written to the masters since; the copy
+    the next gather     ► put: `renew` again if code has written to the masters since; the copy
                           into the gather's buffer
                           Gatherer.wait ► CopyStream.order: the computing stream waits for both
 
@@ -41,20 +41,19 @@ One step of an offloaded unit, by the calls that move its bytes:
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.device import host_empty, on_host
+from onefold.device import host_device, host_empty, on_host
 from onefold.layout import Tiers
-from onefold.memory import LEAVING, MASTERS, PARAMETERS, nbytes_of, storage_of
+from onefold.memory import LEAVING, nbytes_of, storage_of
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
 from onefold.runtime.parameters.values import written
-from onefold.runtime.storage import Storage, refuse_written
+from onefold.runtime.storage import Storage
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -85,6 +84,7 @@ class OffloadStorage(Storage):
     """
 
     offloaded = True
+    gradient_tier = Tier.HOST
 
     def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
         super().__init__(flat)
@@ -97,39 +97,30 @@ class OffloadStorage(Storage):
 
     # -- building ----------------------------------------------------------------------------------
 
-    def _build_rest(self, device: torch.device) -> None:
-        """Allocate `rest`, unless gathers read from NVMe."""
-        d, whole = self.flat.dtypes, self.flat.full
-        if self.tiers.parameters is Tier.HOST:
-            self.rest = host_empty(self.numel, d.compute, self.device)
-        elif self.tiers.parameters is Tier.DEVICE:
+    def build(self, device: torch.device) -> torch.Tensor:
+        d, whole, tier = self.flat.dtypes, self.flat.full, self.tiers.parameters
+        self.shown = (
+            torch.empty(self.numel, dtype=d.master, device=host_device())
+            if self.on_disk
+            else host_empty(self.numel, d.master, self.device)
+        )
+        if tier is Tier.DEVICE:
             self.rest = (
                 whole[slice(*self.flat.owned)]
                 if whole is not None
                 else torch.empty(self.numel, dtype=d.compute, device=device)
             )
-
-    def resting_bytes(self) -> dict[Tier, dict[str, int]]:
-        out: dict[Tier, dict[str, int]] = {Tier.DEVICE: {}, Tier.HOST: {}}
-        full = self.flat.full if self.flat.resident else None
-        if full is not None:
-            out[Tier.DEVICE][PARAMETERS] = nbytes_of(full)
-        if (
-            self.rest is not None
-            and self.rest is not self.shown
-            and (full is None or storage_of(full) != storage_of(self.rest))
-        ):
-            out[self.tiers.parameters][PARAMETERS] = nbytes_of(self.rest)
-        return out
+        elif tier is Tier.HOST:
+            shared = d.compute == d.master and not self.on_disk
+            self.rest = self.shown if shared else host_empty(self.numel, d.compute, self.device)
+        return self.shown
 
     # -- masters -----------------------------------------------------------------------------------
 
-    @abstractmethod
     def stepped(self, start: int, stop: int, master: torch.Tensor) -> None:
         """Update what gathers read: masters [start, stop) have the new values `master`."""
-
-    def keep_written(self, own: torch.Tensor, written: list[Entry]) -> None:
-        refuse_written(written)
+        if self.rest is not None and storage_of(self.rest) != storage_of(master):
+            self.copy_up(self.rest[start:stop], master)
 
     def copy_up(self, into: torch.Tensor, master: torch.Tensor) -> None:
         """Copy new masters into the interval that gathers read."""
@@ -156,7 +147,6 @@ class OffloadStorage(Storage):
         if self.rest is None:
             self.put_read(mine)
             return
-        self.follow()
         # Otherwise `rest` is already this interval of the whole
         if storage_of(self.rest) != storage_of(mine):
             if self.tiers.parameters is Tier.HOST:
@@ -168,10 +158,6 @@ class OffloadStorage(Storage):
         raise AssertionError("the host holds what gathers read")
 
     # -- gradients ---------------------------------------------------------------------------------
-
-    @property
-    def gradient_tier(self) -> Tier:
-        return Tier.HOST
 
     def accept(
         self,
@@ -335,49 +321,24 @@ class HostStorage(OffloadStorage):
         super().__init__(flat, tiers, engine)
         self._versions = -1  # sum of the masters' version counters when `rest` was last updated
 
-    def build(self, device: torch.device) -> torch.Tensor:
-        d = self.flat.dtypes
-        self.shown = host_empty(self.numel, d.master, self.device)
-        if self.tiers.parameters is Tier.HOST and d.compute == d.master:
-            self.rest = self.shown
-        else:
-            self._build_rest(device)
-        return self.shown
-
-    def bound(self, first: torch.Tensor) -> None:
-        self.store(first)
-
-    def resting_bytes(self) -> dict[Tier, dict[str, int]]:
-        out = super().resting_bytes()
-        out[Tier.HOST] = {MASTERS: nbytes_of(self.shown), **out[Tier.HOST]}
-        return out
-
     def load(self) -> torch.Tensor:
         return self.shown
 
     def store(self, values: torch.Tensor) -> None:
-        if not self.numel:
-            return
         # No copy up reads the masters now: callers have waited (`MasterAccess.about_to_write`)
         if storage_of(values) != storage_of(self.shown):
             self.shown.copy_(values)
-        self.masters_written()
-        self.follow()
+        self.renew()
 
-    def masters_written(self) -> None:
-        self._versions = -1
-
-    def follow(self) -> None:
-        if self.rest is None or not self.numel:
-            return
-        versions = sum(written(e.param) for e in self.flat.entries)
-        if versions != self._versions:
-            self._versions = versions
+    def renew(self) -> None:
+        self._versions = self._written()
+        if self.numel:
             self.stepped(0, self.numel, self.shown)
 
-    def wait_before_write(self) -> None:
-        self.transfers.up.wait()
+    def put(self, full: torch.Tensor) -> None:
+        if self._versions != self._written():
+            self.renew()
+        super().put(full)
 
-    def stepped(self, start: int, stop: int, master: torch.Tensor) -> None:
-        if self.rest is not None and storage_of(self.rest) != storage_of(master):
-            self.copy_up(self.rest[start:stop], master)
+    def _written(self) -> int:
+        return sum(written(e.param) for e in self.flat.entries)

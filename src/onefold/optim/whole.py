@@ -296,8 +296,7 @@ class WholeStep(Stepper):
         for number, (kind, some) in enumerate(kinds.items()):
             error = _Rounds(self.engine, optimizer, number, *kind).run(some) or error
         for flat in dict.fromkeys(each.entry.flat for each in ready):
-            flat.storage.masters_written()
-            flat.storage.follow()
+            flat.storage.renew()
         put_elsewhere(optimizer, ready)
         self._agree_on_failure(optimizer, error)
 
@@ -355,7 +354,7 @@ def _context(engine: Engine, move: str = "control") -> CollectiveContext:
 
 def _has_whole(flat: Flat) -> bool:
     """Whether the resident whole of `flat` is made of the masters themselves."""
-    return flat.full is not None and flat.resident and not flat.storage.copies
+    return flat.full is not None and flat.spec.shares_memory
 
 
 #: Rows of a matrix that travels.

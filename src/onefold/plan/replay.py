@@ -405,7 +405,7 @@ class Replay:
             nbytes = _landed_bytes(r)
             if not r.rows:
                 self.ledger.add(GRADIENTS, nbytes)
-                if flat.landed != sums:
+                if r.encodes and flat.landed != sums:
                     self.pool.give(self.pool.take(r.hop.own, sums, REDUCTION))
         for buffer in (r.received, sent, r.buffer):
             if buffer is not None:

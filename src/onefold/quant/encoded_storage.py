@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.memory import PARAMETERS, nbytes_of
 from onefold.quant.codecs import Codec
-from onefold.recipe import Tier
-from onefold.runtime.storage import OnDisk, Storage, refuse_written
+from onefold.runtime.storage import Storage
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry, Flat
@@ -67,13 +65,6 @@ class EncodedStorage(Storage):
         self.payload = torch.empty(self.flat.spec.cached_bytes, dtype=torch.uint8, device=device)
         return torch.empty(self.numel, dtype=self.flat.dtypes.master, device=device)
 
-    def bound(self, first: torch.Tensor) -> None:
-        self.store(first)
-        self.flat.master.untyped_storage().resize_(0)
-
-    def resting_bytes(self) -> dict[Tier, dict[str, int]]:
-        return {Tier.DEVICE: {PARAMETERS: nbytes_of(self.payload)}}
-
     def load(self) -> torch.Tensor:
         values = torch.empty(self.numel, dtype=self.flat.dtypes.master, device=self.payload.device)
         self.intervals.decode(self.payload, values)
@@ -82,24 +73,12 @@ class EncodedStorage(Storage):
     def store(self, values: torch.Tensor) -> None:
         self.intervals.encode(values, self.payload)
 
-    def elements(
-        self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int
-    ) -> torch.Tensor | OnDisk:
-        """See `Storage`. Masters are decoded, all of them at a time."""
-        if key:
-            return super().elements(entry, key, value, x, y)
-        first = entry.slot.start - self.flat.owned[0]
-        return self.load()[first + x : first + y]
-
     def refuse_training(self, entry: Entry) -> None:
         raise ValueError(
             f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it is stored"
             " encoded, and cannot be trained now. Leave requires_grad=True while calling shard()"
             " and freeze it afterwards, or leave frozen out of the recipe."
         )
-
-    def keep_written(self, own: torch.Tensor, written: list[Entry]) -> None:
-        refuse_written(written)
 
     def put(self, full: torch.Tensor) -> None:
         """Do nothing: `EncodedRestGather` sends the bytes."""

@@ -6,7 +6,6 @@ Encoded values are never added. A rank's own part is not encoded.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,23 +24,22 @@ class Encoded(Hop):
 
     def __init__(self, flat: Flat, at: int, engine: Engine, codec: Codec) -> None:
         super().__init__(flat, at, engine)
-        self.codec, self.used = codec, codec.encoded_bytes(self.cut.own)
+        self.codec, self.used = codec, codec.encoded_bytes(self.own)
 
     def run(self, taken: list[torch.Tensor], context: CollectiveContext) -> UnderWay:
         buffer, group, flat, here = taken[0], self.group, self.flat, self.group.rank
         room, mine, plain = (
             self.rooms[buffer.dtype],
             buffer[self.mine],
-            self.cut.own * self.wire.itemsize,
+            self.own * self.wire.itemsize,
         )
         sent, received = (self.take(n, room.dtype, taken) for n in (room.sent, room.received))
         coded, rows = (each.view(group.size, room.part) for each in (sent, received))
         self._encode(buffer[: self.mine.start], coded[:here])
         self._encode(buffer[self.mine.stop :], coded[here + 1 :])
         if group.native and self.used == room.part:
-            even = group.cut([room.part] * group.size)
             pending = group.scatter_parts(
-                sent, even, rows, context, flat.index, context.move, plain, flat.trained
+                sent, rows, context, flat.index, context.move, plain, flat.trained
             )
         else:
             sends, recvs = (
@@ -50,11 +48,14 @@ class Encoded(Hop):
             pending = self.exchange(sends, recvs, context, plain)
         yield from self.until_here(pending)
         total, target = self.total()
-        decode = partial(self.codec.decode_sum, rows[:, : self.used], mine, here)
-        self.add(decode, target, received)
+        sums = target
+        if target.dtype != self.sums:
+            sums = self.take(self.own, self.sums, taken)
+        self.codec.decode_sum(rows[:, : self.used], mine, here, sums)
+        self.add([sums], target)
         return total
 
     def _encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
         """Encode the parts of neighbours, which lie end to end, each into a row."""
         if values.numel():
-            self.codec.encode(values.view(-1, self.cut.own), coded[:, : self.used])
+            self.codec.encode(values.view(-1, self.own), coded[:, : self.used])

@@ -268,12 +268,9 @@ def check_in_place(units: Iterable[Unit]) -> None:
                 continue
             # The first entry of which this rank owns elements. If it owns none of any, the dtype
             # still tells.
-            owned = next((e for e in flat.entries if flat.local(e)[0] < flat.local(e)[1]), None)
+            owned = next((e for e in flat.entries if e.here.start < e.here.stop), None)
             entry = owned or flat.entries[0]
-            want = (
-                storage_of(flat.master),
-                flat.master.storage_offset() + flat.local(entry)[0] - flat.owned[0],
-            )
+            want = storage_of(flat.master), flat.master.storage_offset() + entry.here.start
             lies = storage_of(entry.param), entry.param.storage_offset()
             if (owned is not None and lies != want) or entry.param.dtype != flat.master.dtype:
                 raise RuntimeError(

@@ -28,7 +28,7 @@ from onefold.comm import CollectiveContext, Group
 from onefold.device import chunk_for
 from onefold.layout import round_up
 from onefold.layout.holders import Mesh
-from onefold.memory import GRADIENTS, PARAMETERS, MemoryLedger, Pool
+from onefold.memory import GRADIENTS, MASTERS, PARAMETERS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import NATIVE
@@ -162,11 +162,15 @@ class Engine:
         self.passes = Passes(self)
         self.reduce.follow_trainable()
         for flat in self.flats:
-            for tier, held in flat.storage.resting_bytes().items():
-                for category, nbytes in held.items():
+            at_rest = (
+                (Tier.DEVICE, "parameter", flat.spec.parameter_bytes),
+                (Tier.DEVICE, "master", flat.spec.master_bytes),
+                *flat.spec.offloaded,
+            )
+            for tier, kind, nbytes in at_rest:
+                if not tier.on_disk:  # regions of a disk are counted as they are made
+                    category = MASTERS if kind == "master" else PARAMETERS
                     self.transfers.ledgers[tier].add(category, nbytes, flat.unit_name)
-            if (cached := flat.gather.cached) is not None:
-                self.memory.add(PARAMETERS, cached.nbytes, flat.unit_name)
         if self.transfers.up.asynchronous:
             self.masters.plain = [f for f in self.offloaded_flats if f.owners is None]
         if self.offloaded_flats:  # no more elements than the largest of them needs
@@ -320,8 +324,6 @@ class Engine:
     def make_stale(self) -> None:
         """Mark every copy of masters as stale: the masters have been written to."""
         self.write_counters.all_of(self.entries)
-        for flat in self.flats:
-            flat.storage.masters_written()
 
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""

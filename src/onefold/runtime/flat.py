@@ -6,7 +6,6 @@ import contextlib
 import weakref
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,7 +95,6 @@ class Entry:
         self.local: torch.Tensor = found.param
         self.released: torch.Tensor = found.param
         self.active, self.declared = found.param.requires_grad, declared_dtype(found.param)
-        self.filled = False
         self.nbytes = slot.numel * flat.dtypes.compute.itemsize  # of its gradient
         # The node of autograd of `param`, and the engine's hook on `compute` (runtime/reduce.py)
         self.accumulates: Any = None
@@ -147,6 +145,18 @@ class Entry:
         a, b = overlap((self.slot.start, self.slot.end), owned)
         return a - self.slot.start, b - self.slot.start
 
+    @cached_property
+    def here(self) -> slice:
+        """Where the elements that the optimizer of this rank steps are among those that it owns."""
+        first = self.slot.start - self.flat.owned[0]
+        a, b = self.owned()
+        return slice(first + a, first + b)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it has elements, and this rank owns none of them."""
+        return self.here.start == self.here.stop and bool(self.slot.numel)
+
     def outside(self, x: int, y: int, key: str = "") -> tuple[tuple[int, ...], int, int]:
         """Return the shape of the parameter (or of its state `key`), and where elements [x, y) are
         in it.
@@ -180,21 +190,6 @@ class Entry:
 # Recipes differ in the parts that a flat buffer is made of. `shard()` chooses them once: its
 # `storage` (runtime/storage.py), its `gather` (runtime/gather_paths.py) and its `hops`, those of its
 # gradient (runtime/hops.py).
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How the addresses that this rank owns are divided among a flat buffer's entries.
-
-    Attributes:
-        sizes: numbers of elements, in order: before the first entry of `local`, of that entry,
-            between it and the second, ..., after the last.
-        local: entries with elements there, or without any elements. remote: the others.
-    """
-
-    sizes: tuple[int, ...]
-    local: tuple[Entry, ...]
-    remote: tuple[Entry, ...]
 
 
 class Kind(NamedTuple):
@@ -280,6 +275,7 @@ class Flat:
         # for the boundary, over `shard`
         self.grad: torch.Tensor | None = None
         self.held: torch.Tensor | None = None
+        self.filled: set[int] = set()  # the numbers of the entries whose gradient is in `grad`
         self.pieces: list[torch.Tensor] = []  # see `views`
         self.swapped_in = False  # modules see the whole parameters: their unit is in a pass
         self.hooked = False  # the trainable entries have their gradient hooks
@@ -322,7 +318,9 @@ class Flat:
         self.gather.build(device)
         for entry in self.entries:
             self._bind(entry, device)
-        self.storage.bound(first)
+        if not self.storage.in_place:
+            self.master.untyped_storage().resize_(0)
+        self.storage.store(first)
         if self.full is not None:
             self.point_at(self.full)
 
@@ -332,9 +330,7 @@ class Flat:
         # memory.
         entry.released = torch.empty(slot.shape, dtype=self.dtypes.compute, device=device)
         entry.released.untyped_storage().resize_(0)
-        a, b = self.local(entry)
-        data = self.master[a - self.owned[0] : b - self.owned[0]]
-        data = self.shaped(data, entry)
+        data = self.shaped(self.master[entry.here], entry)
         entry.active = old.requires_grad
         if isinstance(old, ShardedParameter):
             raise ValueError(f"parameter {slot.name!r} belongs to another sharded model already.")
@@ -361,7 +357,7 @@ class Flat:
         # parameter, now or later
         entry.compute.__dict__ = entry.param.__dict__
         seen = entry.param.__dict__
-        seen["onefold"] = ShardInfo(entry, (a - slot.start, b - slot.start))
+        seen["onefold"] = ShardInfo(entry, entry.owned())
         seen["_onefold_entry"] = weakref.ref(entry)
         seen["_onefold_declared"] = entry.declared
         own: Any = type(entry.param)
@@ -377,13 +373,8 @@ class Flat:
         """Let go of the parameters when the engine closes."""
         self.entries.clear()
         self.pieces.clear()
-        self.__dict__.pop("shares", None)
 
     # -- views -------------------------------------------------------------------------------------
-
-    def local(self, entry: Entry) -> tuple[int, int]:
-        """The addresses of `entry` that this rank's optimizer owns."""
-        return overlap((entry.slot.start, entry.slot.end), self.owned)
 
     def view(self, buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
         """`entry` as a view of a buffer over the whole address space, in its logical shape."""
@@ -399,22 +390,6 @@ class Flat:
     def reduce_move(self) -> str:
         """The name of its reductions in the ledger and in messages."""
         return "all-reduce" if self.whole_master else "reduce-scatter"
-
-    @cached_property
-    def shares(self) -> Shares:
-        sizes: list[int] = []
-        local: list[Entry] = []
-        remote: list[Entry] = []
-        end = self.owned[0]
-        for entry in self.entries:
-            a, b = self.local(entry)
-            if a < b:
-                sizes += [a - end, b - a]
-                end = b
-            elif not entry.slot.numel:
-                sizes += [0, 0]
-            (remote if a == b and entry.slot.numel else local).append(entry)
-        return Shares((*sizes, self.owned[1] - end), tuple(local), tuple(remote))
 
     @property
     def owners_group(self) -> Group:
@@ -436,7 +411,7 @@ class Flat:
         """Whether passes compute with a resident copy of masters on the device. Writes to masters
         reach such a copy when it is refreshed.
         """
-        return self.resident and self.storage.copies and not self.storage.offloaded
+        return self.resident and not (self.spec.shares_memory or self.storage.offloaded)
 
     @property
     def version(self) -> int:

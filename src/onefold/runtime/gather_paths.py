@@ -47,7 +47,7 @@ class Gather:
     def __init__(self, flat: Flat, engine: Engine) -> None:
         self.flat, self.progress = flat, engine.progress
         self.up = engine.transfers.up
-        self.beside = self.up.asynchronous and flat.storage.copies
+        self.beside = self.up.asynchronous and not flat.spec.shares_memory
         self.cached: torch.Tensor | None = None
         self.cached_of = -1
 

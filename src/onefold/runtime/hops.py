@@ -53,16 +53,15 @@ launch, on any device, so that a plan counts the same bytes for all.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from onefold.comm import Chain, CollectiveContext, Group, Pending
 from onefold.comm.group import Parts
-from onefold.comm.sums import sum_parts
+from onefold.comm.sums import add_up
 from onefold.device import current_stream, use_stream
 from onefold.layout import Adds
 from onefold.memory import GRADIENTS, REDUCTION, nbytes_of
@@ -99,7 +98,7 @@ class Hop(ABC):
     """One hop of the reductions of one flat buffer: the ranks of `group` divide addresses.
 
     Attributes:
-        last: no further hop follows. cut: how the ranks divide a buffer. mine: this rank's part of it.
+        last: no further hop follows. own: elements of a part. mine: this rank's part of a buffer.
         first: the address at which the buffer begins.
         sent_bytes: of a buffer in the dtype of the wire. They are the same on all ranks, unlike those of
             a buffer in which a rank has added up gradients.
@@ -119,7 +118,7 @@ class Hop(ABC):
             self.group = flat.group.intra_group if inside else flat.group.inter_group
         self.pool, self.memory, self.unit = engine.pool, engine.memory, flat.unit_name
         self.wire, self.sums = flat.dtypes.wire, flat.dtypes.sums
-        self.cut = self.group.cut([hop.own] * hop.size)
+        self.own = hop.own
         self.mine = slice(hop.index * hop.own, (hop.index + 1) * hop.own)
         self.sent_bytes = hop.span * self.wire.itemsize
         self.late = 1.0 / hop.size if flat.scales_late else 1.0
@@ -153,18 +152,13 @@ class Hop(ABC):
             return buffer
         return self.take(buffer.numel(), self.wire, taken).copy_(buffer)
 
-    def was_sent(self, sent: torch.Tensor, taken: list[torch.Tensor]) -> None:
-        """Give back what `on_the_wire` has taken."""
-        if sent is not taken[0]:
-            self.pool.give(taken.pop())
-
     def total(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return memory for the sums, and the part of it that this rank sums.
 
         A rank that holds more than it sums puts its sums into their place in what it holds. The
         other ranks' sums come later.
         """
-        flat, own = self.flat, self.cut.own
+        flat, own = self.flat, self.own
         if not self.last:  # the sums are sent on
             total = self.pool.take(own, self.sums, REDUCTION, self.unit)
             return total, total
@@ -201,45 +195,10 @@ class Hop(ABC):
             raise
         pending.wait()
 
-    def add(
-        self, add: Callable[[torch.Tensor], object], target: torch.Tensor, room: torch.Tensor
-    ) -> None:
-        """Let `add` make the sums of all parts, into `target`: in the accumulation dtype, scaled,
-        rounded once. `room`: the receive buffer of these parts.
-        """
-        sums = target
-        if target.dtype != self.sums:
-            sums = self.pool.take(target.numel(), self.sums, REDUCTION, self.unit)
-        add(sums)
-        if self.late != 1:
-            sums.mul_(self.late)
-        if sums is not target:
-            target.copy_(sums)
-            self.pool.give(sums)
-        elif self.last:
-            _round(sums, self.wire, room)
-
-
-def _round(sums: torch.Tensor, wire: torch.dtype, room: torch.Tensor) -> None:
-    """Round `sums` to the dtype of the wire, in place, by way of `room`. See [Note: rounded once]."""
-    if wire == sums.dtype or torch.promote_types(wire, sums.dtype) == wire or not room.numel():
-        return
-    room = room.view(torch.uint8)
-    room = room[: room.numel() // wire.itemsize * wire.itemsize].view(wire)
-    for part in sums.split(max(room.numel(), 1)):
-        part.copy_(room[: part.numel()].copy_(part))
-
-
-def add_up(parts: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
-    """Add the parts into `sums`, in their order. `sums` may be one of the first two."""
-    first, *others = parts
-    if others and first.dtype == others[0].dtype == sums.dtype:
-        torch.add(first, others[0], out=sums)
-        others = others[1:]
-    else:
-        sums.copy_(first)
-    for part in others:
-        sums.add_(part)
+    def add(self, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        """Make the sums of all parts, in rank order, into `target`. See [Note: rounded once]."""
+        round_to = self.wire if self.last else None
+        add_up(parts, target, self.late, round_to=round_to, dtype=self.sums)
 
 
 class Pairwise(Hop):
@@ -268,14 +227,14 @@ class Pairwise(Hop):
         finally:
             if apart is not None:
                 self.memory.add(REDUCTION, -nbytes_of(apart), self.unit)
-        self.was_sent(sent, taken)
-        add = partial(add_up, [part for _, part in sorted(parts.items())])
+        if sent is not buffer:
+            self.pool.give(taken.pop())
         if apart is not None:
-            add(apart)
+            total = target = apart
             self.memory.add(GRADIENTS, nbytes_of(apart))
-            return apart
-        total, target = self.total()
-        self.add(add, target, rows)
+        else:
+            total, target = self.total()
+        self.add([part for _, part in sorted(parts.items())], target)
         return total
 
     def place(self, parts: dict[int, torch.Tensor], rows: torch.Tensor) -> None:
@@ -285,7 +244,7 @@ class Pairwise(Hop):
 
     def messages(self, sent: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """Return what is sent: (peer, its part)."""
-        pieces = enumerate(sent.split(self.cut.sizes))
+        pieces = enumerate(sent.view(self.group.size, self.own))
         return [(p, piece) for p, piece in pieces if p != self.group.rank]
 
 
@@ -308,20 +267,17 @@ class Rows(Hop):
     adds: ClassVar[Adds | None] = "at once"
 
     def run(self, taken: list[torch.Tensor], context: CollectiveContext) -> UnderWay:
-        buffer, group, added = taken[0], self.group, None
-        room = self.rooms[buffer.dtype]
+        room, group, added = self.rooms[taken[0].dtype], self.group, None
         rows = self.take(room.received, self.wire, taken).view(room.rows, room.part)
         total, target = self.total()
-        add = partial(self.add_rows, rows, target, buffer)
         try:
-            sent = self.on_the_wire(taken)
-            pending = self.launch(sent, rows, context)
+            pending, parts = self.launch(taken, rows, context)
             if group.summing is None:
                 yield from self.until_here(pending)
             else:
                 with use_stream(group.summing):
                     pending.wait()
-                    add()
+                    self.add(parts, target)
                     added = group.summing.record_event()
                 yield
                 group.wait_for(added, pending.context, pending.event)
@@ -333,60 +289,46 @@ class Rows(Hop):
             else:
                 self.pool.give(total)
             raise
-        del pending
-        self.was_sent(sent, taken)
         if added is None:
-            add()
+            self.add(parts, target)
         return total
 
-    def on_the_wire(self, taken: list[torch.Tensor]) -> torch.Tensor:
-        """This rank's part stays where it is if it is in a wider dtype."""
-        buffer, mine = taken[0], self.mine
-        if buffer.dtype == self.wire:
-            return buffer
-        sent = self.take(buffer.numel() - self.cut.own, self.wire, taken)
-        sent[: mine.start].copy_(buffer[: mine.start])
-        sent[mine.start :].copy_(buffer[mine.stop :])
-        return sent
-
-    def launch(self, sent: torch.Tensor, rows: torch.Tensor, context: CollectiveContext) -> Pending:
+    def launch(
+        self, taken: list[torch.Tensor], rows: torch.Tensor, context: CollectiveContext
+    ) -> tuple[Pending, list[torch.Tensor]]:
+        """Send the parts, and receive them into `rows`. Returns also what is to be added then: this
+        rank's part stays where it is if it is in a wider dtype.
+        """
+        sent, mine, parts = taken[0], self.mine, list(rows)
+        if sent.dtype != self.wire:
+            parts.insert(self.group.rank, sent[mine])
+            others = sent[: mine.start], sent[mine.stop :]
+            sent = self.take(sent.numel() - self.own, self.wire, taken)
+            torch.cat(others, out=sent)
         index, trained = self.flat.index, self.flat.trained
-        return self.group.scatter_parts(
-            sent, self.cut, rows, context, index, context.move, addresses=trained
+        pending = self.group.scatter_parts(
+            sent, rows, context, index, context.move, addresses=trained
         )
-
-    def add_rows(self, rows: torch.Tensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Add the rows, and this rank's part if it is not among them, with one kernel."""
-        self._sum(rows, target, self.late, buffer[self.mine] if buffer.dtype != self.wire else None)
-
-    def _sum(
-        self, rows: torch.Tensor, target: torch.Tensor, scale: float, own: torch.Tensor | None
-    ) -> None:
-        sum_parts(
-            rows,
-            target,
-            scale,
-            own=own,
-            rank=self.group.rank,
-            round_to=self.wire if self.last else None,
-            dtype=self.sums,
-        )
+        return pending, parts
 
 
 class Native(Rows):
     """The backend adds the parts up and scales them, in the dtype of the wire: one row arrives."""
 
     adds = "backend"
-    on_the_wire = Hop.on_the_wire
 
-    def launch(self, sent: torch.Tensor, rows: torch.Tensor, context: CollectiveContext) -> Pending:
-        flat, move = self.flat, context.move
-        return self.group.reduce_scatter(
-            sent, self.cut, rows[0], context, flat.index, move, flat.scales_late, flat.trained
+    def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
+        super().__init__(flat, at, engine)
+        self.late = 1.0
+
+    def launch(
+        self, taken: list[torch.Tensor], rows: torch.Tensor, context: CollectiveContext
+    ) -> tuple[Pending, list[torch.Tensor]]:
+        flat, sent = self.flat, self.on_the_wire(taken)
+        pending = self.group.reduce_scatter(
+            sent, rows[0], context, flat.index, context.move, flat.scales_late, flat.trained
         )
-
-    def add_rows(self, rows: torch.Tensor, target: torch.Tensor, buffer: torch.Tensor) -> None:
-        self._sum(rows, target, 1.0, None)
+        return pending, [rows[0]]
 
 
 # -- to the other ranks that hold the sums too -----------------------------------------------------
@@ -396,22 +338,15 @@ def broadcast_back(flat: Flat, total: torch.Tensor, context: CollectiveContext) 
     """Start the exchange of sums among all ranks that hold them: between groups first, then inside
     each group.
     """
-    pending = _broadcast_on(flat.hops[-1], total, context)
-    if flat.whole_master and len(flat.hops) > 1:
-        return Chain(flat.group, pending, lambda: _broadcast_on(flat.hops[0], total, context))
-    return pending
 
-
-def _broadcast_on(hop: Hop, total: torch.Tensor, context: CollectiveContext) -> Pending:
-    """Exchange sums over the addresses of a hop with the ranks of its group: send this rank's,
-    receive theirs.
-    """
-    group, flat, first = hop.group, hop.flat, hop.first - hop.flat.owned[0]
-    total = total[first : first + hop.cut.numel]
-    if group.can_reduce(hop.cut):
-        return group.all_gather(
-            total, context, flat.index, move="all-reduce", over=1, addresses=flat.trained
+    def on(hop: Hop) -> Pending:
+        first = hop.first - flat.owned[0]
+        sums = total[first : first + hop.group.size * hop.own]
+        return hop.group.all_gather(
+            sums, context, flat.index, move="all-reduce", over=1, addresses=flat.trained
         )
-    part = total.split(hop.cut.sizes)
-    recvs = [(p, part[p]) for p in group.peers] if not group.alone else []
-    return hop.exchange([(p, part[group.rank]) for p in group.peers], recvs, context)
+
+    pending = on(flat.hops[-1])
+    if flat.whole_master and len(flat.hops) > 1:
+        return Chain(flat.group, pending, lambda: on(flat.hops[0]))
+    return pending

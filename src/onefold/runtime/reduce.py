@@ -65,20 +65,24 @@ class Reduction:
     """One flat buffer that is being reduced.
 
     Attributes:
-        filled: which entries got a gradient here.
+        used: the numbers of the entries that got a gradient here. left: those whose sums are not
+            handed over.
         at: the index of the hop. under_way: that hop.
         total: the sums of the last hop, over what this rank owns. down: they have left the device.
+        kept: some `.grad` is a view of them, or may become one.
         gathering: the exchange of sums with the other ranks that hold them too.
     """
 
     unit: Unit
     flat: Flat
-    filled: list[bool]
+    used: set[int]
+    left: list[Entry]
     at: int = 0
     under_way: UnderWay | None = None
     total: torch.Tensor | None = None
     gathering: Pending | None = None
     down: bool = False
+    kept: bool = False
 
     @property
     def hop(self) -> Hop:
@@ -91,6 +95,11 @@ class Reduction:
     @property
     def sent_bytes(self) -> int:
         return self.hop.sent_bytes
+
+    @property
+    def waits(self) -> bool:
+        """Whether another rank may have used an entry whose sums are not handed over."""
+        return any(e.active or self.flat.lingering for e in self.left)
 
 
 class Reducer:
@@ -169,16 +178,17 @@ class Reducer:
             set_grad(entry.compute, None)
             self.used.add(entry.number)
             unit.late = unit.late or unit.launched
+            flat = entry.flat
             if not entry.nbytes:  # nothing to copy, and its view is no view of the buffer
-                entry.filled = True
+                flat.filled.add(entry.number)
                 continue
-            entries, grads = alike.setdefault((entry.flat, entry.filled, entry.parts), ([], []))
+            filled = entry.number in flat.filled
+            entries, grads = alike.setdefault((flat, filled, entry.parts), ([], []))
             entries.append(entry)
             grads.append(grad)
         for (flat, filled, parts), (entries, grads) in alike.items():
             self._add(flat, filled, parts, entries, grads)
-            for entry in entries:
-                entry.filled = True
+            flat.filled.update([entry.number for entry in entries])
 
     def _add(
         self, flat: Flat, filled: bool, parts: int, entries: list[Entry], grads: list[torch.Tensor]
@@ -293,14 +303,12 @@ class Reducer:
             buffer, flat.grad = flat.grad, None
             if buffer is None:
                 buffer = self._buffer(flat, flat.dtypes.wire)
-            filled = [entry.filled for entry in flat.entries]
+            used, flat.filled = flat.filled, set()
+            self.used |= used  # if only by earlier micro-batches: other ranks must hear of it
             for entry in flat.entries:
-                if entry.filled:  # if only by earlier micro-batches: other ranks must hear of it
-                    self.used.add(entry.number)
-                else:
+                if entry.number not in used:
                     flat.view(buffer, entry).zero_()
-                entry.filled = False
-            r = Reduction(unit, flat, filled)
+            r = Reduction(unit, flat, used, flat.entries)
             self._start(r, buffer)
             self.under_way.append(r)
 
@@ -318,7 +326,10 @@ class Reducer:
         assert hop is not None
         total = landed(hop)
         if not r.is_last:
-            self._add_held(flat, total)
+            held, flat.held = flat.held, None
+            if held is not None:  # what the group has of earlier micro-batches, [Note: held sums]
+                total.add_(held)
+                self.pool.give(held)
             if self.progress.holding:
                 flat.held = self.pool.take(total.numel(), total.dtype, GRADIENTS, r.unit.name)
                 flat.held.copy_(total)
@@ -332,76 +343,61 @@ class Reducer:
         if flat.sums_go_on:
             context = self.progress.context("all-reduce", r.unit.name)
             r.gathering = broadcast_back(flat, total, context)
+        else:
+            self._hand_over(r, r.used)
+        if r.gathering is not None or r.waits:
             self.summed.append(r)
-        elif not self._hand_over(r, r.filled):
-            # The sums were added to gradients that were there, and are freed
-            self._ledger(flat).add(GRADIENTS, -nbytes_of(total if r.total is None else r.total))
-        if r.gathering is None and not _all_of(r, r.filled):
-            self.summed.append(r)  # another rank may have used the remaining entries
-
-    def _add_held(self, flat: Flat, total: torch.Tensor) -> None:
-        """Add what the group holds of earlier micro-batches. See [Note: held sums]."""
-        held, flat.held = flat.held, None
-        if held is not None:
-            total.add_(held)
-            self.pool.give(held)
 
     # -- handing over ------------------------------------------------------------------------------
 
-    def _hand_over(self, r: Reduction, which: list[bool]) -> bool:
-        """Give the sums to the optimizer's parameters: set `.grad`, or add to it, as autograd does.
-
-        Returns True if some `.grad` is a view of the sums now, or may become one.
+    def _hand_over(self, r: Reduction, used: set[int]) -> None:
+        """Give the sums of the entries `used` to the optimizer's parameters: set `.grad`, or add to
+        it, as autograd does.
         """
-        flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
-        for entry in flat.shares.remote:
-            entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
-        meant = [entry for entry in flat.shares.local if which[entry.index]]
+        flat, storage, ledger = r.flat, r.flat.storage, self._ledger(r.flat)
+        which = {e.number for e in r.left if e.number in used}
+        meant, r.left = ([e for e in r.left if (e.number in which) is now] for now in (True, False))
+        mine = [e for e in meant if not e.elsewhere]
+        for entry in meant:
+            entry.graded_elsewhere = entry.graded_elsewhere or entry.elsewhere
         in_backward = self.stepper.early.takes(flat, which)
-        if not r.down and (there := self._ledger(flat)) is not self.memory:
-            assert r.total is not None
+        assert r.total is not None
+        if not r.down and ledger is not self.memory:
             r.down = True
             self.memory.add(GRADIENTS, -nbytes_of(r.total))
-            pairs = [] if kept else [(get_grad(e.param), p) for e, p in self._parts(r, which)]
-            r.total = storage.accept(r.total, pairs, meant if self.progress.sync else [])
-            if r.total is None:
-                if in_backward:
-                    self.stepper.early.landed(flat)
-                return True
-            there.add(GRADIENTS, nbytes_of(r.total))
-        assert r.total is not None
+            there = [] if r.waits else [(get_grad(e.param), r.total[e.here]) for e in mine]
+            r.total = storage.accept(r.total, there, mine if self.progress.sync else [])
+            if r.total is not None:
+                ledger.add(GRADIENTS, nbytes_of(r.total))
+        if r.total is not None:
+            self._give(r, r.total, mine, to_disk=not in_backward)
+            if not (r.kept or r.waits) and (storage.offloaded or r.gathering is None):
+                ledger.add(GRADIENTS, -nbytes_of(r.total))  # they were added, or copied
+        if in_backward:
+            self.stepper.early.landed(flat)
+
+    def _give(self, r: Reduction, total: torch.Tensor, entries: list[Entry], to_disk: bool) -> None:
+        flat, storage, dtype = r.flat, r.flat.storage, r.flat.dtypes.master
         try:
-            if not in_backward and storage.take_gradient(r.total, meant):
-                return kept
+            if to_disk and storage.take_gradient(total, entries):
+                return
         except TierError as error:
             # The other ranks wait for this one: all raise before the optimizer steps
             self.progress.failed(error)
-            return kept
-        same = r.total.dtype == flat.dtypes.master
-        for entry, part in self._parts(r, which) if meant else ():
-            param = entry.param
-            grad = flat.shaped(part, entry)
+            return
+        for entry in entries:
+            param, grad = entry.param, flat.shaped(total[entry.here], entry)
             before = get_grad(param)
             if before is not None:
                 before.add_(grad)
-            elif same:
+            elif grad.dtype == dtype:
                 set_grad(param, grad)
-                kept = True
-            else:  # a copy in another dtype
-                set_grad(param, grad.to(flat.dtypes.master))
-                self._ledger(flat).add(GRADIENTS, nbytes_of(get_grad(param)))
-                kept = kept or not storage.offloaded
-        if in_backward:
-            self.stepper.early.landed(flat)
-        return kept
-
-    @staticmethod
-    def _parts(r: Reduction, which: list[bool]) -> list[tuple[Entry, torch.Tensor]]:
-        """Return the entries `which`, as far as this rank steps them, with their sums."""
-        assert r.total is not None
-        shares = r.flat.shares
-        parts = zip(shares.local, r.total.split_with_sizes(shares.sizes)[1::2], strict=True)
-        return [(entry, part) for entry, part in parts if which[entry.index]]
+                r.kept = True
+            else:
+                grad = grad.to(dtype)
+                set_grad(param, grad)
+                self._ledger(flat).add(GRADIENTS, nbytes_of(grad))
+                r.kept = r.kept or not storage.offloaded
 
     def _ledger(self, flat: Flat) -> MemoryLedger:
         return self._ledgers[flat.storage.gradient_tier]
@@ -419,21 +415,9 @@ class Reducer:
             self._land(self.on_next_hop.pop(0))
         while self.summed:  # one by one, so that each is freed once it is handed over
             r = self.summed.pop(0)
-            done = r.filled
             if r.gathering is not None:
                 r.gathering.wait()
-                done = [False] * len(done)
-            which = [
-                e.number in used_anywhere and not d
-                for e, d in zip(r.flat.entries, done, strict=True)
-            ]
-            if (
-                not self._hand_over(r, which)
-                and r.flat.storage.offloaded
-                and r.gathering is not None
-                and r.total is not None
-            ):
-                self._ledger(r.flat).add(GRADIENTS, -nbytes_of(r.total))
+            self._hand_over(r, used_anywhere)
 
     def launch_rest(self) -> None:
         """At the end of a backward pass, launch the units whose gradients did not all come, with
@@ -444,15 +428,9 @@ class Reducer:
         """
         for unit in self.units:
             unit.ready = True
-        self._advance_all()
+        self._advance()
         while self.under_way and not self.under_way[0].is_last:
             self._land(self.under_way.pop(0))
-
-    def _advance_all(self) -> None:
-        while (unit := self.order.next()) is not None:
-            self._launch(unit)
-            self.order.at += 1
-            self._land_what_is_due()
 
     def second_round(self, late: list[int], used_anywhere: set[int]) -> None:
         """Reduce the gradients that came after their unit was reduced. (Re-entrant checkpointing of
@@ -489,13 +467,13 @@ class Reducer:
             unit.ready = unit.launched = unit.late = False
             unit.aside, unit.aside_bytes = [], 0
             for flat in unit.flats:
+                flat.filled = set()
                 # Forgotten first: after a second Ctrl-C in here, the next call gives none twice
                 buffers, flat.grad, flat.held = (flat.grad, flat.held), None, None
                 for buffer in buffers:
                     if buffer is not None:
                         self.pool.give(buffer)
                 for entry in flat.entries:
-                    entry.filled = False
                     set_grad(entry.compute, None)
 
     # -- gradients that wait for the boundary --------------------------------------------------------
@@ -508,21 +486,22 @@ class Reducer:
         flat, slot = entry.flat, entry.slot
         if self.progress.backward_open:
             return None
-        if flat.grad is not None and entry.filled:
-            buffer, span = flat.grad, (0, flat.layout.numel)
+        if flat.grad is not None and entry.number in flat.filled:
+            buffer, first, end = flat.grad, 0, flat.layout.numel
         elif flat.held is not None and entry.number in self.held:
-            buffer, span = flat.held, flat.shard
+            buffer, (first, end) = flat.held, flat.shard
         else:
             return None
-        (a, b), (x, y) = overlap((slot.start, slot.end), span), flat.local(entry)
-        return buffer[a - span[0] : b - span[0]], buffer[x - span[0] : y - span[0]]
+        a, b = overlap((slot.start, slot.end), (first, end))
+        mine = buffer[flat.owned[0] - first :][entry.here]
+        return buffer[a - first : b - first], mine
 
     def whole_waiting(self, entry: Entry) -> torch.Tensor | None:
         """Return a copy of this rank's whole gradient of `entry` that waits for the boundary, as
         autograd has made it; None if none waits whole.
         """
         flat, found = entry.flat, self.waiting(entry)
-        if found is None or flat.grad is None or not entry.filled:
+        if found is None or entry.number not in flat.filled:
             return None
         return found[0].view(entry.slot.shape) / (
             flat.early_scale * entry.parts * self.progress.weight
@@ -532,15 +511,15 @@ class Reducer:
         """Drop what waits for the boundary of the gradient of `entry`: its `.grad` became None."""
         flat = entry.flat
         self.shown.pop(entry, None)
-        while (found := self.waiting(entry)) is not None:  # both may: its own, and its group's
-            if entry.filled:
-                entry.filled = False
-            else:
-                found[0].zero_()
-                self.held.discard(entry.number)
-        if flat.grad is not None and not any(e.filled for e in flat.entries):
+        if self.progress.backward_open:
+            return
+        flat.filled.discard(entry.number)
+        if flat.grad is not None and not flat.filled:
             self.pool.give(flat.grad)
             flat.grad = None
+        if (found := self.waiting(entry)) is not None:  # its group's sums may wait too
+            found[0].zero_()
+            self.held.discard(entry.number)
         if flat.held is not None and not any(e.number in self.held for e in flat.entries):
             self.pool.give(flat.held)
             flat.held = None
@@ -645,15 +624,3 @@ def _arrival(reduce: weakref.ref[Reducer], entry: weakref.ref[Entry]) -> Any:
 
 for _function in (refuse_gradients, _arrival):
     keep_hooks_from_compiler(_function)
-
-
-def _all_of(r: Reduction, which: list[bool]) -> bool:
-    """Whether `which`, one flag for each entry, is True for all that may have a gradient on any
-    rank.
-    """
-    if all(which):
-        return True
-    frozen_too = r.flat.lingering
-    return all(
-        w or not (e.active or frozen_too) for w, e in zip(which, r.flat.entries, strict=True)
-    )

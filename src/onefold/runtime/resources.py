@@ -270,8 +270,8 @@ class MasterAccess:
             return
         if self.copying is not None and not seen:
             self.about_to_write()
-        else:
-            flat.storage.wait_before_write()
+        elif flat.storage.offloaded and flat.storage.in_place:
+            self._transfers.up.wait()
 
     def after_pass(self) -> None:
         """At the end of a pass, wait for the copies up if code holds a plain view of masters: it may

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,13 +25,10 @@ from onefold.device import (
 )
 from onefold.memory import (
     LEAVING,
-    MASTERS,
-    PARAMETERS,
     STAGING,
     MemoryLedger,
     Pool,
     TierError,
-    nbytes_of,
     storage_of,
 )
 from onefold.recipe import Recipe, Tier
@@ -39,6 +36,7 @@ from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.resources import Region, Store, Transfer
 
 if TYPE_CHECKING:
+    from onefold.offload.nvme_storage import NvmeStorage
     from onefold.runtime.flat import Entry, Flat
 
 
@@ -244,13 +242,12 @@ class Transfers:
 #
 # | class            | file                     | masters are stored                      | readable in place |
 # |------------------|--------------------------|-----------------------------------------|-------------------|
-# | `DeviceStorage`  | here                     | on the device                           | yes               |
-# | `InPlaceStorage` | here                     | where they were: one rank, no division  | yes               |
+# | `DeviceStorage`  | here                     | on the device, or where they were       | yes               |
 # | `HostStorage`    | offload/storage.py       | in host memory                          | yes               |
 # | `NvmeStorage`    | offload/nvme_storage.py  | in files on a disk                      | no                |
 # | `EncodedStorage` | quant/encoded_storage.py | on the device, encoded (frozen weights) | no                |
 #
-#     build ─► bound ─► ( put ─► gather ... backward ─► accept ─► take_gradient ─► step ─► follow )*
+#     build ─► store ─► ( put ─► gather ... backward ─► accept ─► take_gradient ─► step ─► renew )*
 #
 # Elements are counted from the first that this rank owns. "[owned]" is the shape of a tensor of all
 # the elements that it owns.
@@ -266,6 +263,7 @@ class Storage(ABC):
         in_place: masters are tensors that can be read and written where they are stored.
         on_disk: masters and states are in files. gradients_on_disk: gradients too.
         encoded: frozen weights are stored as a codec writes them.
+        gradient_tier: of the reduced gradients that are in memory.
         reads_ahead: a gather begins with a read from disk, which is to be started early.
         measures_gradients: norms of gradients come from `gradient_norm`.
     """
@@ -277,6 +275,7 @@ class Storage(ABC):
     encoded: bool = False
     reads_ahead: bool = False
     measures_gradients: bool = False
+    gradient_tier: Tier = Tier.DEVICE
 
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
@@ -286,21 +285,9 @@ class Storage(ABC):
 
     @abstractmethod
     def build(self, device: torch.device) -> torch.Tensor:
-        """Take memory. Returns the tensor [owned] whose views the optimizer's parameters become."""
-
-    def bound(self, first: torch.Tensor) -> None:
-        """Take over the first values. Called once the parameters are views of what `build` has
-        returned; `first`, from `landing`, holds the values.
+        """Take memory. Returns the tensor [owned] whose views the optimizer's parameters become. If
+        masters are not `in_place`, that has no memory once they are.
         """
-
-    @abstractmethod
-    def resting_bytes(self) -> dict[Tier, dict[str, int]]:
-        """Return the bytes held between steps, without gradients and moments, by tier and
-        category.
-        """
-
-    def forget(self) -> None:
-        """Drop what `fetch` has read if no gather will use it."""
 
     # -- masters -----------------------------------------------------------------------------------
 
@@ -311,30 +298,23 @@ class Storage(ABC):
         """
 
     def landing(self, device: torch.device) -> torch.Tensor:
-        """Return a tensor [owned] to put new masters into before `store`: the masters themselves if
-        they are stored on `device`.
+        """Return a tensor [owned] on `device` to put new masters into before `store`: the masters
+        themselves if they are there.
         """
-        return torch.empty(self.numel, dtype=self.flat.dtypes.master, device=device)
+        master = self.flat.master
+        there = self.in_place and master.device.type == device.type
+        return master if there else torch.empty_like(master, device=device)
 
     @abstractmethod
     def store(self, values: torch.Tensor) -> None:
-        """Store new values for all masters: the tensor [owned] that `landing` has given."""
+        """Store new values for all masters, [owned], which may be the masters themselves."""
 
-    def masters_written(self) -> None:
-        """Note that masters were written to in a way that no version counter shows."""
-
-    def follow(self) -> None:
-        """Bring what gathers read up to date, if masters were written to."""
-
-    def wait_before_write(self) -> None:
-        """Wait for copies of the masters that are under way. Called before code outside a step
-        writes to them.
-        """
+    def renew(self) -> None:
+        """Bring what gathers read up to date: masters were written to in their place."""
 
     def refuse_training(self, entry: Entry) -> None:
         """Raise ValueError if `entry`, frozen until now, cannot be trained from here on."""
 
-    @abstractmethod
     def keep_written(self, own: torch.Tensor, written: list[Entry]) -> None:
         """Make `own`, [owned] in the compute dtype, the masters' values: a module has `written` to
         its parameters in a forward pass.
@@ -342,6 +322,7 @@ class Storage(ABC):
         Raises:
             RuntimeError: masters cannot follow.
         """
+        refuse_written(written)
 
     # -- elements of masters and states ------------------------------------------------------------
 
@@ -378,17 +359,7 @@ class Storage(ABC):
         """
         return torch.zeros(state_shape(entry, key), dtype=dtype, device=entry.param.device)
 
-    def renew(self) -> None:
-        """Bring what gathers read up to date after masters were written to through `elements`."""
-
     # -- gathers -----------------------------------------------------------------------------------
-
-    @property
-    def copies(self) -> bool:
-        """Whether gathers begin with a copy of the masters, so that they may run beside the
-        computation.
-        """
-        return True
 
     @abstractmethod
     def put(self, full: torch.Tensor) -> None:
@@ -402,12 +373,10 @@ class Storage(ABC):
     def fetch(self) -> None:
         """Start to read what `put` will copy, if that is on a disk and not under way yet."""
 
-    # -- gradients ---------------------------------------------------------------------------------
+    def forget(self) -> None:
+        """Drop what `fetch` has read if no gather will use it."""
 
-    @property
-    def gradient_tier(self) -> Tier:
-        """The tier of the reduced gradients that are in memory."""
-        return Tier.DEVICE
+    # -- gradients ---------------------------------------------------------------------------------
 
     def accept(
         self,
@@ -463,35 +432,20 @@ class Storage(ABC):
 
 class DeviceStorage(Storage):
     """Masters on the device: a buffer of their own, or an interval of the resident whole if that
-    has their dtype.
+    has their dtype; in no buffer at all where one rank has nothing to divide or cast.
     """
 
-    master: torch.Tensor
-
     def build(self, device: torch.device) -> torch.Tensor:
-        flat, d = self.flat, self.flat.dtypes
-        if flat.full is not None and d.compute == d.master:
-            self.master = flat.full[slice(*flat.owned)]
-        else:
-            self.master = torch.empty(self.numel, dtype=d.master, device=device)
-        return self.master
-
-    def resting_bytes(self) -> dict[Tier, dict[str, int]]:
         flat = self.flat
-        if not flat.resident or flat.full is None:
-            return {Tier.DEVICE: {MASTERS: nbytes_of(self.master)}}
-        if storage_of(flat.full) == storage_of(self.master):
-            return {Tier.DEVICE: {PARAMETERS: nbytes_of(flat.full)}}
-        return {Tier.DEVICE: {MASTERS: nbytes_of(self.master), PARAMETERS: nbytes_of(flat.full)}}
+        if flat.full is not None and flat.spec.shares_memory:
+            return flat.full[slice(*flat.owned)]
+        return torch.empty(self.numel, dtype=flat.dtypes.master, device=device)
 
     def load(self) -> torch.Tensor:
-        return self.master
-
-    def landing(self, device: torch.device) -> torch.Tensor:
-        return self.master
+        return self.flat.master
 
     def store(self, values: torch.Tensor) -> None:
-        pass  # `landing` has given the masters themselves
+        assert values is self.flat.master  # `landing` has given them
 
     def refuse_training(self, entry: Entry) -> None:
         if self.flat.frozen_low:
@@ -504,32 +458,17 @@ class DeviceStorage(Storage):
             )
 
     def keep_written(self, own: torch.Tensor, written: list[Entry]) -> None:
-        master = self.master
+        master = self.flat.master
         if storage_of(own) == storage_of(master):
             return  # the masters are a view of the whole
         # Elements that nobody wrote to keep the bits that the compute dtype cannot hold
         same = own == master.to(own.dtype)
         master.copy_(torch.where(same, master, own.to(master.dtype)))
 
-    @property
-    def copies(self) -> bool:
-        flat = self.flat
-        return not flat.resident or flat.dtypes.compute != flat.dtypes.master
-
     def put(self, full: torch.Tensor) -> None:
         # Otherwise the masters are a view of the whole
-        if storage_of(self.master) != storage_of(full):
-            full[slice(*self.flat.owned)].copy_(self.master)
-
-
-class InPlaceStorage(DeviceStorage):
-    """One rank, one dtype: the parameters stay the tensors that they are, in no buffer."""
-
-    def build(self, device: torch.device) -> torch.Tensor:
-        raise AssertionError("there is nothing to lay out")
-
-    def resting_bytes(self) -> dict[Tier, dict[str, int]]:
-        return {Tier.DEVICE: {PARAMETERS: sum(nbytes_of(e.param) for e in self.flat.entries)}}
+        if storage_of(self.flat.master) != storage_of(full):
+            full[slice(*self.flat.owned)].copy_(self.flat.master)
 
 
 def _items(entry: Entry, key: str, x: int, y: int) -> slice:
@@ -586,18 +525,6 @@ def refuse_written(written: list[Entry]) -> None:
 CHUNK = 4 << 20
 
 
-class Regions(Protocol):
-    """A storage that has a region on disk for each kind of value, see offload/nvme_storage.py."""
-
-    def dtype_of(self, kind: str) -> torch.dtype: ...
-
-    def part(self, kind: str, start: int, stop: int) -> torch.Tensor: ...
-
-    def write_part(self, kind: str, start: int, values: torch.Tensor) -> None: ...
-
-    def chunks(self) -> Iterator[tuple[int, int]]: ...
-
-
 @dataclass(frozen=True)
 class OnDisk:
     """Stands for a one-dimensional tensor: elements [start, stop) of the region `kind` of
@@ -605,14 +532,14 @@ class OnDisk:
     this rank owns.
     """
 
-    storage: Regions
+    storage: NvmeStorage
     kind: str
     start: int
     stop: int
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.storage.dtype_of(self.kind)
+        return self.storage.regions[self.kind].dtype
 
     def numel(self) -> int:
         return self.stop - self.start

@@ -159,7 +159,7 @@ def seen_grad(param: Any) -> torch.Tensor | None:
 
 def _waiting(entry: Entry) -> tuple[torch.Tensor, torch.Tensor] | None:
     """See `Reducer.waiting`."""
-    if not entry.filled and entry.flat.held is None:
+    if entry.number not in entry.flat.filled and entry.flat.held is None:
         return None
     engine = entry.engine()
     return None if engine is None else engine.reduce.waiting(entry)
@@ -348,7 +348,7 @@ class WriteCounters:
             graded = entry.number in self.graded
             if get_grad(entry.param) is not None:
                 entry.last_write = self.progress.writes
-            elif (graded or entry.graded_elsewhere) and self._is_others(entry):
+            elif (graded or entry.graded_elsewhere) and entry.elsewhere:
                 entry.last_write = self.progress.writes
                 # A step of offloaded shards has dropped their gradients by now
                 if entry.graded_elsewhere or entry.flat.storage.offloaded:
@@ -361,12 +361,6 @@ class WriteCounters:
             ):
                 flat.bumps += 1
         return others
-
-    @staticmethod
-    def _is_others(entry: Entry) -> bool:
-        """Whether this rank owns no element of `entry`, and so never has a gradient of it."""
-        a, b = entry.flat.local(entry)
-        return a == b
 
     def all_of(self, entries: Iterable[Entry]) -> None:
         """Count a write to the masters of all `entries`."""

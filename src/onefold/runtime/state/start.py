@@ -256,8 +256,7 @@ def _fill(engine: Engine, flat: Flat, incoming: Collection[str], master: torch.T
             move = within_holders if is_dtensor(source) else from_first
             move(engine, parts, item, None if source is None else local_of(source.detach()))
         elif not flat.storage.encoded:
-            a, b = flat.local(item.entry)
-            fill_blank(master[a - flat.owned[0] : b - flat.owned[0]])
+            fill_blank(master[item.entry.here])
 
 
 # -- from the meta device --------------------------------------------------------------------------
