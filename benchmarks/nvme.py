@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks import harness, pages, probes
-from onefold.offload.nvme import Nvme, Transfer, page_buffer
+from onefold.memory import empty
+from onefold.offload.nvme import Nvme, Transfer
 
 SCHEMA = "onefold-nvme/1"
 READS, WRITES, SETS = 4, 3, 3
@@ -35,6 +36,10 @@ COLUMNS: pages.Columns = {
     "MB/s": pages.shown("mb_s", "{:,.0f}"),
     "of the copy": pages.shown("of_copy", "{:.2f}"),
 }
+
+
+def pages_of(nbytes: int) -> torch.Tensor:
+    return empty(nbytes, torch.uint8, torch.device("cpu"), paged=True)
 
 
 class Plain:
@@ -49,7 +54,7 @@ class Plain:
                 self.files.append(
                     os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_DIRECT)
                 )
-        self.memory = memoryview(page_buffer(READS * chunk).numpy())
+        self.memory = memoryview(pages_of(READS * chunk).numpy())
         self.memory[:] = os.urandom(
             len(self.memory)
         )  # some disks have an easy way with repetitions
@@ -84,8 +89,7 @@ class Stored:
             for name in ("masters", "exp_avg", "exp_avg_sq", "gradients")
         ]
         self.sets = [
-            [self.store.buffer(chunk).view(torch.float32) for _ in self.regions]
-            for _ in range(SETS)
+            [pages_of(chunk).view(torch.float32) for _ in self.regions] for _ in range(SETS)
         ]
         for region in self.regions:
             for start in range(0, self.numel, self.chunk):
@@ -160,7 +164,7 @@ def main(args: harness.Options) -> int:
         begun = time.perf_counter()
         ways[name]()
         seconds[name].append(time.perf_counter() - begun)
-    cached = probes.cached_bytes(path / "data" for path in stored.store.folders)
+    cached = probes.cached_bytes(file.path for file in stored.store.files)
     stored.store.close()
     rows = [
         {"way": name, "mb_s": moved / median(own) / 1e6, "seconds": own}

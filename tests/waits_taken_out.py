@@ -61,7 +61,7 @@ TESTS = [
 ]
 #: Methods by the last names of what they are called on and of themselves; "*" is anything. `flush`
 #: and `forget_writes` are not among them: they say when failed writes are told. What orders reads
-#: and writes of one place stands in offload/nvme/region.py.
+#: and writes of one place stands in offload/nvme.py.
 WAITS = {
     ("*", "wait_stream"), ("*", "wait_event"), ("*", "synchronize"), ("*", "record_stream"), ("*", "set_stream"),
     ("*", "wait"), ("*", "wait_for"), ("*", "order"), ("*", "_order_after_copies"), ("*", "settle"), ("*", "result"), ("*", "comes"),
@@ -77,13 +77,14 @@ OUTSIDE = {
     "cli", "data/token_cache.py", "deepspeed", "doctor", "hf", "hosts.py", "inspection", "lightning", "machine", "models", "observe",
     "plan", "processes", "simulation", "tracing", "train",
 }  # fmt: skip
+_DISK = "for a disk"
 _WRITER = "for a thread that writes files"
 #: {file: {how a call begins: why it is none of these waits}}.
 NOT_WAITS = {
     "checkpoint/checkpointer.py": {"self.wait": _WRITER, "saving.wait": _WRITER, "self._saving.wait": _WRITER},
     "checkpoint/loading.py": {"super().wait": "for a thread that reads files"},
     "comm/ledger.py": {"self.settle": "enters what was measured"},
-    "offload/nvme/preflight.py": {"under_way.popleft().wait": "measures a disk", "transfer.wait": "measures a disk"},
+    "offload/nvme.py": {"self.settle": _DISK, "wait": _DISK, "transfer.settle": _DISK},
     "offload/nvme_storage.py": {"self.transfers.risen()": "asks, and does not wait"},
     "offload/stepper.py": {"self._in_backward.comes": "notes an optimizer"},
     "pretrained/hf_names.py": {"rules.order": "orders names"},

@@ -18,7 +18,7 @@ from onefold.comm.communicators import members, mesh_of, note_exit, one_axis
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
 from onefold.layout.holders import Mesh
-from onefold.offload.preflight import preflight
+from onefold.offload.nvme_storage import preflight
 from onefold.optim import (
     across_stages,
     clip_grad_norm,
@@ -338,7 +338,7 @@ class Capabilities:
 
             return EncodedStorage(flat, self.codec(engine.recipe.frozen or ""))
         if tiers is not None:
-            from onefold.offload.tiers import STORAGES
+            from onefold.offload.nvme_storage import STORAGES
 
             return STORAGES[tiers.optimizer](flat, tiers, engine)
         return DeviceStorage(flat)
@@ -384,14 +384,12 @@ class Capabilities:
         return CODECS[name]
 
     def store(self, recipe: Recipe, rank: int, streams: bool) -> Store:
-        from onefold.offload.nvme import Nvme, substitute
+        from onefold.offload.nvme import Nvme, give_large_blocks_back, substitute
 
         if (make := substitute()) is not None:
             simulated: Store = make()
             return simulated
         if not streams:  # on a CPU the memory that offloading frees is the C library's
-            from onefold.offload.heap import give_large_blocks_back
-
             give_large_blocks_back()
         return Nvme(recipe.nvme, name=f"rank{rank}", threads=recipe.nvme_threads)
 

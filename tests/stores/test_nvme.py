@@ -17,7 +17,9 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,35 +33,54 @@ import looks
 import onefold
 from examples import examples
 from on_ranks import on_ranks
-from onefold.offload.nvme import (
-    PAGE,
-    Nvme,
-    TierError,
-    page_buffer,
-    reclaim,
-    refuse_unless_fits,
-)
-from onefold.offload.nvme.files import DATA, LOCK, MARK, YOUNG
+from onefold.memory import empty
+from onefold.memory import TierError, failure
+from onefold.offload.nvme import DATA, LOCK, MARK, PAGE, YOUNG, Nvme, reclaim, refuse_unless_fits
 from zoo import TinyGPT, tokens_of
 
 MIB = 1 << 20
 SOURCE = str(Path(onefold.__file__).parents[1])
 
 
+#: Bytes that a system call is asked for → an error of the system, or how many bytes it moves.
+Answer = Callable[[int], OSError | int | None]
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Nvme]:
-    with Nvme([tmp_path], name="test", block=4 * PAGE) as store:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nvme]:
+    monkeypatch.setattr("onefold.offload.nvme.BLOCK", 4 * PAGE)
+    with closing(Nvme([tmp_path], name="test")) as store:
         yield store
+
+
+def disk_that(patch: pytest.MonkeyPatch, answer: Answer, *ops: str) -> None:
+    """Reads or writes go as `answer` says."""
+    for name in ("preadv", "pwritev") if not ops else (*map(CALLS.get, ops),):
+        call = getattr(REAL, str(name))
+
+        def asked(file: int, views: list[memoryview], at: int, call: Any = call) -> Any:
+            given = answer(len(views[0]))
+            if isinstance(given, OSError):
+                raise given
+            if given is None:
+                return call(file, views, at)
+            call(file, [views[0][: given - given % PAGE]], at)  # the disk moves whole pages
+            return given
+
+        patch.setattr(os, str(name), asked)
+
+
+CALLS = {"read": "preadv", "write": "pwritev"}
+REAL = SimpleNamespace(preadv=os.preadv, pwritev=os.pwritev)
 
 
 def on_pages(values: Tensor) -> Tensor:
     """The same values in memory that the disk can work on."""
-    out = page_buffer(max(1, values.nbytes)).view(values.dtype)[: values.numel()]
-    return out.copy_(values)
+    return blank(values.numel(), values.dtype).copy_(values)
 
 
 def blank(numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    return page_buffer(max(1, numel * dtype.itemsize)).view(dtype)[:numel]
+    return empty(max(1, numel), dtype, torch.device("cpu"), paged=True)[:numel].zero_()
 
 
 def numbered(numel: int = 16 * PAGE, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -67,7 +88,7 @@ def numbered(numel: int = 16 * PAGE, dtype: torch.dtype = torch.uint8) -> Tensor
 
 
 def data_files(store: Nvme) -> list[Path]:
-    return [folder / DATA for folder in store.folders]
+    return [file.path for file in store.files]
 
 
 # -- what is written is read -----------------------------------------------------------------------
@@ -91,19 +112,18 @@ def test_what_is_written_is_read_in_any_pieces_also_where_transfers_are_short(
     step = PAGE // dtype.itemsize
     sizes = data.draw(st.lists(st.integers(1, 40 * step), min_size=1, max_size=3))
     shorter = data.draw(st.sampled_from([1, 3, MIB]))
-    options = {
-        "threads": data.draw(st.integers(1, 4)),
-        "block": data.draw(st.sampled_from([PAGE, 5 * PAGE, MIB])),
-    }
-    with tempfile.TemporaryDirectory() as parent:
-        with Nvme([Path(parent)], name="drawn", **options) as store:
+    threads, folders = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
+    with tempfile.TemporaryDirectory() as parent, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "onefold.offload.nvme.BLOCK", data.draw(st.sampled_from([PAGE, 5 * PAGE, MIB]))
+        )
+        with closing(Nvme([Path(parent)] * folders, name="drawn", threads=threads)) as store:
             regions = [store.region(f"region {i}", numel, dtype) for i, numel in enumerate(sizes)]
             values = [torch.randint(0, 100, (numel,)).to(dtype) for numel in sizes]
             new = blank(sizes[0], dtype).fill_(7)
             regions[0].read(0, new).wait()
             assert not new.any(), "a new region holds zeros"
-            store.fault = lambda op, region, offset, nbytes: min(shorter * PAGE, nbytes)
-            moved = store.read_bytes
+            disk_that(patch, lambda nbytes: min(shorter * PAGE, nbytes))
             for region, expected in zip(regions, values, strict=True):
                 pieces = chunks(data, region.numel, step)
                 begun = [region.write(a, on_pages(expected[a:b])) for a, b in pieces]
@@ -113,9 +133,9 @@ def test_what_is_written_is_read_in_any_pieces_also_where_transfers_are_short(
                 for a, b in chunks(data, region.numel, step):
                     into = blank(b - a, dtype)
                     region.read(a, into).wait()
-                    assert torch.equal(into, expected[a:b]), f"{region!r} from element {a} on"
-            total = sum(region.capacity for region in regions)
-            assert store.nbytes == store.written_bytes == store.read_bytes - moved == total
+                    assert torch.equal(into, expected[a:b]), f"{region.name} from element {a} on"
+            total = sum(-(-region.nbytes // PAGE) * PAGE for region in regions)
+            assert sum(file.stat().st_size for file in data_files(store)) == total
             assert sum(file.stat().st_blocks for file in data_files(store)) * 512 >= total, (
                 "the files have holes: a full disk would show in the middle of a step"
             )
@@ -123,17 +143,17 @@ def test_what_is_written_is_read_in_any_pieces_also_where_transfers_are_short(
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_transfer_of_fewer_bytes_than_asked_is_continued(store: Nvme, op: str) -> None:
+def test_a_transfer_of_fewer_bytes_than_asked_is_continued(
+    store: Nvme, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     region, found = store.region("short", 4 * PAGE, torch.uint8), blank(4 * PAGE)
     asked: list[int] = []
 
-    def short(doing: str, region: str, offset: int, nbytes: int) -> int | None:
-        if doing != op:
-            return None
+    def short(nbytes: int) -> int:
         asked.append(nbytes)
         return min(nbytes, PAGE + 100)  # a part of a page is moved again
 
-    store.fault = short
+    disk_that(monkeypatch, short, op)
     region.write(0, numbered(4 * PAGE)).wait()
     region.read(0, found).wait()
     assert torch.equal(found, numbered(4 * PAGE))
@@ -142,36 +162,28 @@ def test_a_transfer_of_fewer_bytes_than_asked_is_continued(store: Nvme, op: str)
 
 @pytest.mark.parametrize("first", ["write", "read"])
 def test_transfers_of_the_same_bytes_keep_their_order_and_others_do_not_wait(
-    store: Nvme, first: str
+    store: Nvme, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     region, into = store.region("shared", 8192, torch.float32), blank(4096, torch.float32)
     old, new = numbered(4096, torch.float32), on_pages(torch.zeros(4096))
     region.write(0, old).wait()
     go = threading.Event()
 
-    def fault(op: str, region: str, offset: int, nbytes: int) -> None:
-        if op == first:
-            go.wait(10.0)
+    def late(nbytes: int) -> None:
+        go.wait(10.0)
 
-    store.fault = fault
+    disk_that(monkeypatch, late, first)
     begun = region.write(0, new) if first == "write" else region.read(0, into)
     then = region.read if first == "write" else region.write
     then(4096, blank(1024, torch.float32)).wait()
     second = threading.Thread(target=lambda: then(0, into if first == "write" else new).wait())
     second.start()
-    free = threading.Thread(target=store.free, args=(region,))
     second.join(0.2)  # long enough for one that does not wait
     assert not begun.done() and second.is_alive()
     go.set()
     second.join(300.0)
     begun.wait()
     assert torch.equal(into, new if first == "write" else old)
-    go.clear()
-    writing = region.write(0, old) if first == "write" else region.read(0, into)
-    free.start()
-    go.set()
-    free.join(300.0)
-    assert writing.done(), "its space was given to others under it"
 
 
 def resident() -> int:
@@ -180,7 +192,7 @@ def resident() -> int:
 
 
 def test_the_hosts_memory_does_not_grow(store: Nvme) -> None:
-    region, buffer = store.region("large", 32 * MIB, torch.uint8), store.buffer(2 * MIB).fill_(1)
+    region, buffer = store.region("large", 32 * MIB, torch.uint8), blank(2 * MIB).fill_(1)
     region.write(0, buffer).wait()
     before = resident()
     for start in range(0, 32 * MIB, 2 * MIB):
@@ -191,7 +203,10 @@ def test_the_hosts_memory_does_not_grow(store: Nvme) -> None:
 
 def test_close_waits_ends_the_threads_and_refuses_everything_after(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    with Nvme(tmp_path, name="closed") as store, Nvme(tmp_path, name="closed") as other:
+    with (
+        closing(Nvme([tmp_path], name="closed")) as store,
+        closing(Nvme([tmp_path], name="closed")) as other,
+    ):
         region, values = store.region("last", 4 * MIB, torch.uint8), numbered(4 * MIB)
         transfers = [region.write(at, values[at : at + MIB]) for at in range(0, 4 * MIB, MIB)]
         store.close()
@@ -206,17 +221,14 @@ def test_close_waits_ends_the_threads_and_refuses_everything_after(tmp_path: Pat
 # -- disks that do not do what they are asked ------------------------------------------------------
 
 
-def failing(op: str, error: OSError | int, times: int = 1 << 30) -> Callable[..., Any]:
-    left, lock = [times], threading.Lock()
+def once(error: OSError) -> Answer:
+    left, lock = [1], threading.Lock()
 
-    def fault(doing: str, region: str, offset: int, nbytes: int) -> OSError | int | None:
+    def answer(nbytes: int) -> OSError | None:
         with lock:
-            if doing != op or not left[0]:
-                return None
-            left[0] -= 1
-            return error
+            return error if left and left.pop() else None
 
-    return fault
+    return answer
 
 
 def broken(code: int) -> OSError:
@@ -225,12 +237,12 @@ def broken(code: int) -> OSError:
 
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_an_error_says_which_file_and_region_and_what_to_do_on_every_wait(
-    store: Nvme, op: str
+    store: Nvme, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     region, other = (store.region(name, 16 * PAGE, torch.uint8) for name in ("moments", "masters"))
     for each in (region, other):
         each.write(0, numbered()).wait()
-    store.fault = failing(op, broken(errno.EIO), times=1)
+    disk_that(monkeypatch, once(broken(errno.EIO)), op)
     transfer = getattr(region, op)(0, numbered())
     for _ in range(2):
         with pytest.raises(TierError) as caught:
@@ -243,13 +255,15 @@ def test_an_error_says_which_file_and_region_and_what_to_do_on_every_wait(
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_transfer_that_ends_early_is_an_error_and_no_endless_loop(store: Nvme, op: str) -> None:
+def test_a_transfer_that_ends_early_is_an_error_and_no_endless_loop(
+    store: Nvme, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is missing of a file that somebody cut short would read as zeros."""
     region = store.region("cut", 16 * PAGE, torch.uint8)
-    store.fault = failing(op, 100)
-    with pytest.raises(TierError, match=r"ended after 0 of .* the file was cut short"):
-        getattr(region, op)(0, numbered()).wait()
-    store.fault = None
+    with monkeypatch.context() as patch:
+        disk_that(patch, lambda nbytes: 100)
+        with pytest.raises(TierError, match=r"'cut' at .* ended after 0, .* Name another disk"):
+            getattr(region, op)(0, numbered()).wait()
     [file] = data_files(store)
     for size in (5 * PAGE + 100, 0):
         os.truncate(file, size)
@@ -260,12 +274,14 @@ def test_a_transfer_that_ends_early_is_an_error_and_no_endless_loop(store: Nvme,
 
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_disk_without_direct_transfers_still_serves_and_is_mentioned_once(
-    store: Nvme, op: str, caplog: pytest.LogCaptureFixture
+    store: Nvme, op: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not store.direct:
+    try:
+        os.close(os.open(data_files(store)[0], os.O_RDWR | os.O_DIRECT))
+    except OSError:
         pytest.skip("this file system takes no direct transfers")
     region, found = store.region("odd", MIB, torch.uint8), blank(MIB)
-    store.fault = failing(op, broken(errno.EINVAL), times=1)
+    disk_that(monkeypatch, once(broken(errno.EINVAL)), op)
     with caplog.at_level(logging.WARNING, "onefold"):
         for _ in range(3):
             region.write(0, numbered(MIB)).wait()
@@ -275,18 +291,22 @@ def test_a_disk_without_direct_transfers_still_serves_and_is_mentioned_once(
 
 
 def test_a_full_disk_shows_when_space_is_asked_for_and_all_of_it_is_given_back(
-    store: Nvme,
+    store: Nvme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full(file: int, begin: int, nbytes: int) -> None:
+        os.ftruncate(file, begin + nbytes)
+        raise broken(errno.ENOSPC)
+
     store.region("fits", 4 * PAGE, torch.uint8)
-    store.fault = lambda *_: broken(errno.ENOSPC)
-    with pytest.raises(TierError, match=r"'does not' in .* No space left on device; free"):
-        store.region("does not", 4 * PAGE, torch.uint8)
-    store.fault = None
-    assert store.nbytes == sum(file.stat().st_size for file in data_files(store)) == 4 * PAGE
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(TierError, match=r"'does not' in .* No space left on device; free"):
+            store.region("does not", 4 * PAGE, torch.uint8)
+    assert sum(file.stat().st_size for file in data_files(store)) == 4 * PAGE
     region, found = store.region("fits too", 4 * PAGE, torch.uint8), blank(4 * PAGE)
     region.write(0, numbered(4 * PAGE)).wait()
     region.read(0, found).wait()
-    assert torch.equal(found, numbered(4 * PAGE)) and store.nbytes == 8 * PAGE
+    assert torch.equal(found, numbered(4 * PAGE))
 
 
 # -- before a run ----------------------------------------------------------------------------------
@@ -312,10 +332,11 @@ def test_what_does_not_fit_or_has_no_folder_is_refused(tmp_path: Path) -> None:
 #: Opens a store on sys.argv[1], says so and does what the last line says.
 OPEN = """
 import os, sys, time, torch
+from onefold.memory import empty
 from onefold.offload.nvme import Nvme
 store = Nvme([sys.argv[1]], name="other", threads=2)
 region = store.region("weights", 16 << 20, torch.uint8)
-buffer = store.buffer(16 << 20)
+buffer = empty(16 << 20, torch.uint8, torch.device("cpu"), paged=True)
 transfers = [region.write(0, buffer), region.read(0, buffer)]
 print("open", flush=True)
 """
@@ -359,7 +380,7 @@ def test_after_a_kill_or_an_error_the_next_start_removes_what_was_left_and_only_
         killed.kill()
         killed.communicate(timeout=300)
         assert len(os.listdir(tmp_path)) == 2, "a killed process leaves its folder"
-        with Nvme([tmp_path], name="next"):
+        with closing(Nvme([tmp_path], name="next")):
             left = {path.name.split("-")[2] for path in tmp_path.iterdir()}
             assert left == {str(os.getpid()), str(living.pid)}
         _, errors = living.communicate("go on", timeout=300)
@@ -380,7 +401,7 @@ def test_nothing_is_removed_that_is_not_ours_or_is_being_made(tmp_path: Path) ->
     link.symlink_to(left_behind(elsewhere), target_is_directory=True)
     with_more = left_behind(tmp_path)
     (with_more / "thesis.txt").write_text("the only copy")
-    assert reclaim(tmp_path) == []
+    reclaim(tmp_path)
     for path in (other_mark, no_lock, unmarked, other_name, link):
         assert (path / DATA).exists(), path
     assert (with_more / "thesis.txt").read_text() == "the only copy"
@@ -408,10 +429,18 @@ class Run:
 
     def break_disk(self, op: str, kind: str, code: int = errno.EIO) -> None:
         """Of rank 1, for states of this kind."""
-        if dist.get_rank() == 1:
-            looks.disk(self.model).fault = lambda o, region, offset, nbytes: (
-                broken(code) if o == op and kind in region else None
-            )
+        for file in looks.disk(self.model).files if dist.get_rank() == 1 else ():
+
+            def move(doing: str, what: str, *rest: Any, file: Any = file) -> None:
+                if doing == op and kind in what:
+                    raise failure("moving bytes of", file.path, broken(code))
+                type(file).move(file, doing, what, *rest)
+
+            file.move = move
+
+    def mend_disk(self) -> None:
+        for file in looks.disk(self.model).files:
+            vars(file).pop("move", None)
 
 
 @on_ranks(2)
@@ -447,7 +476,7 @@ def test_a_disk_that_fails_before_the_step_leaves_every_rank_as_it_was(folder: P
         onefold.TierError, match=r"(?s)rank 1, before the step.*nothing has been ste"
     ):
         run.step(1)
-    looks.disk(run.model).fault = None
+    run.mend_disk()
     run.optimizer.zero_grad()
     assert [run.step(2), run.step(3)] == [plain.step(2), plain.step(3)]
 

@@ -7,7 +7,8 @@ memory (runtime/parameters/values.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +24,12 @@ from onefold.memory import (
     TierError,
     empty,
 )
-from onefold.offload.storage import OffloadStorage, grain_of_kind, state_kind
-from onefold.recipe.moments import grain_of, items_of
+from onefold.offload.nvme import refuse_unless_fits, substitute
+from onefold.offload.storage import HostStorage, OffloadStorage, grain_of_kind, state_kind
+from onefold.recipe import Tier
+from onefold.recipe.moments import FORMATS, grain_of, items_of
 from onefold.recipe.options import SECTOR
+from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.parameters.values import state_place, storageless
 from onefold.runtime.resources import Region, Transfer
 from onefold.runtime.storage import OnDisk, state_shape
@@ -325,3 +329,53 @@ class NvmeStorage(OffloadStorage):
 def _meets(entry: Entry, addresses: tuple[int, int]) -> bool:
     a, b = overlap((entry.slot.start, entry.slot.end), addresses)
     return a < b
+
+
+#: Where masters and states are stored off the device.
+STORAGES: Mapping[Tier, type[OffloadStorage]] = {Tier.HOST: HostStorage, Tier.NVME: NvmeStorage}
+
+
+# -- before a run ----------------------------------------------------------------------------------
+
+#: Optimizer states with as many elements as the parameter: two, as for Adam. If an optimizer has
+#: more, that shows when they are created.
+MOMENTS_EXPECTED = 2
+
+
+def needed(engine: Engine) -> int:
+    """Return the bytes of this rank's state on disk, with two moments in the recipe's format."""
+    total = 0
+    for flat in engine.offloaded_flats:
+        assert isinstance(flat.storage, OffloadStorage)
+        tiers, d, n = flat.storage.tiers, flat.dtypes, flat.storage.numel
+        trained = any(e.param.requires_grad for e in flat.entries)
+        if tiers.optimizer.on_disk:
+            moment = (
+                FORMATS[engine.recipe.moments].nbytes(n)
+                if engine.recipe.moments is not None
+                else n * d.master.itemsize
+            )
+            total += n * d.master.itemsize + (MOMENTS_EXPECTED * moment if trained else 0)
+        if tiers.gradients.on_disk and trained:
+            total += n * d.master.itemsize
+        if tiers.parameters.on_disk and d.compute != d.master:
+            total += n * d.compute.itemsize
+    return total
+
+
+def preflight(engine: Engine) -> None:
+    """Refuse a run that has no room on the disks. Collective.
+
+    Raises:
+        TierError: on every rank, if a folder of one rank is missing or has no room.
+    """
+    if not engine.on_disk or substitute() is not None:
+        return
+    ranks = min(engine.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", engine.world_size)))
+    mine, error = needed(engine), None
+    try:
+        what = f"the state of {ranks} rank{'s' if ranks > 1 else ''} on NVMe"
+        refuse_unless_fits(engine.recipe.nvme, mine * ranks, what)
+    except TierError as failure:
+        error = failure
+    agree_on_failure(engine, error, "before the run")

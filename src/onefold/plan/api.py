@@ -48,7 +48,7 @@ class Beside:
 
     @classmethod
     def here(cls, folders: Sequence[str]) -> Beside:
-        """Look at this node, with state striped over `folders`: each takes the same, and folders on
+        """Look at this node, with state divided among `folders`: each takes the same, and folders on
         one disk share its free bytes. Raises ValueError for a folder that does not exist.
         """
         disks: dict[int, list[Path]] = {}

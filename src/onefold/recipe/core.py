@@ -151,7 +151,7 @@ class Recipe:
         "Host memory for activations between forward and backward: cpu for as much as it takes, or a budget (8GB).",
         of.room, kind=str | int | None)
     nvme: Any = _tiers(None,
-        "Folder on the disk for state on NVMe; data is striped over several.", of.folders, kind=Folder | Sequence[Folder] | None)
+        "Folder on the disk for state on NVMe; its regions are divided among several.", of.folders, kind=Folder | Sequence[Folder] | None)
     nvme_threads: int = _tiers(4, "Concurrent transfers to and from the disk.", number(1, 64, "a number of threads from 1 to 64"), ())
     chunk: int = _tiers(1 << 21, "With states on NVMe: elements stepped at a time.",
         number(16 * of.SECTOR, of.MOST, f"a number of elements, a multiple of {of.SECTOR} from {16 * of.SECTOR} up"), ())

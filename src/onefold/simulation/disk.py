@@ -1,13 +1,12 @@
 """NVMe without a disk: regions of the real store whose bytes are nowhere.
 
-Their rules are those of a region (offload/nvme/region.py). Reads and writes take time on a clock; a
+Their rules are those of a region (offload/nvme.py). Reads and writes take time on a clock; a
 simulation without one has them done at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,40 +31,34 @@ class Disk:
 
     # -- what a region asks for --------------------------------------------------------------------
 
-    def check_open(self) -> None:
-        pass
+    def allocate(self, name: str, nbytes: int) -> tuple[None, int]:
+        return None, 0
 
-    def start(self, op: str, region: str, pieces: Sequence[int]) -> Transfer:
-        """Start to read or write `pieces`, which are numbers of bytes."""
+    def start(self, op: str, region: str, file: None, nbytes: int, offset: int) -> Transfer:
+        """Start to read or write `nbytes`."""
         if self._clock is None:
-            return Transfer(0)
+            return Transfer()
         # A region's name is its unit's, the number of the flat buffer, and the kind
         unit = region.rsplit(".", 2)[0] or "(root)"
-        until, span = self._clock.transfer(READ if op == "read" else WRITTEN, unit, sum(pieces))
+        until, span = self._clock.transfer(READ if op == "read" else WRITTEN, unit, nbytes)
         return _Moving(self._clock, until, span)
 
 
 class _Region(Region):
     """A region whose tensors have no memory, and so no addresses."""
 
-    def __init__(self, disk: Any, name: str, numel: int, dtype: torch.dtype) -> None:
-        super().__init__(disk, name, numel, dtype, (), PAGE, PAGE)
-
     def fits(self, tensor: torch.Tensor) -> bool:
         return False
 
-    def _pieces(self, tensor: torch.Tensor, lo: int, hi: int) -> Any:
-        return [hi - lo]
-
-    def _check_memory(self, what: str, tensor: torch.Tensor) -> None:
-        pass
+    def _memory(self, op: str, start: int, tensor: torch.Tensor) -> int:
+        return -(-tensor.nbytes // PAGE) * PAGE
 
 
 class _Moving(Transfer):
     """A read or write that ends at `until`, with span `span`."""
 
     def __init__(self, clock: Clock, until: float, span: int) -> None:
-        super().__init__(0)
+        super().__init__()
         self._clock, self._until, self._span = clock, until, span
 
     def done(self) -> bool:

@@ -1,0 +1,565 @@
+"""The NVMe tier: regions of elements in one file for each folder, read and written past the page cache.
+
+    store = Nvme(["/nvme0", "/nvme1"], name="rank0")
+    moments = store.region("block.3.exp_avg", numel, torch.float32)     # allocated now: a full disk shows here, not later
+    moments.write(0, staging).wait()
+    under_way = moments.read(0, staging)                                # ... compute ...
+    under_way.wait()
+    store.close()                                                       # nothing is left on the disks
+
+The data is for this run only. It is never flushed, and it does not outlive the process:
+
+    /nvme/onefold-rank0-4711-9f3c21aa/lock     held by flock while the process lives, however it ends
+    /nvme/onefold-rank0-4711-9f3c21aa/data     the bytes
+
+    being made    mkdir, `lock` made, locked and marked, `data` made
+    in use        `lock` is held
+    closed        data, lock and folder removed, in this order
+    left behind   by a process that was killed: `lock` can be taken. The next start on the same path takes it, then removes the three
+
+A folder without the mark in `lock` may be one that is being made, so it is left alone for a minute.
+Only folders with our name, lock and mark are removed, and in them only the files that we make.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import sys
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onefold.device import new_lock
+from onefold.memory import TierError, failure
+
+#: Bytes. Offsets, addresses and lengths of direct transfers are multiples of it.
+PAGE = 4096
+#: Bytes of one system call at most.
+BLOCK = 8 << 20
+LOCK, DATA = "lock", "data"
+MARK = b"onefold nvme store"
+#: Seconds. A younger folder without a marked lock may be one that is being made.
+YOUNG = 60.0
+READ, WRITE = "read", "write"
+_OURS = re.compile(r"^onefold-[A-Za-z0-9._-]+-\d+-[0-9a-f]{8}$")
+_CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
+
+_substitute: ContextVar[Callable[[], Any] | None] = ContextVar("what makes stores", default=None)
+
+
+@contextlib.contextmanager
+def stores_from(make: Callable[[], Any]) -> Iterator[None]:
+    """Let `make` make the stores of models that are sharded inside the context: a simulation has no
+    disk.
+    """
+    before = _substitute.set(make)
+    try:
+        yield
+    finally:
+        _substitute.reset(before)
+
+
+def substitute() -> Callable[[], Any] | None:
+    """Return what makes stores in place of `Nvme`; None outside of `stores_from`."""
+    return _substitute.get()
+
+
+# -- folders and files -----------------------------------------------------------------------------
+
+
+class DataFile:
+    """A private, locked folder with one file, which grows and never shrinks.
+
+        descriptor   opened with                   used for
+        direct       O_DIRECT, if available        reads and writes, as long as the file system accepts them
+        plain        nothing special               space and sizes; reads and writes without direct I/O, each followed by dropping its pages
+
+    Some file systems open a file with O_DIRECT and then refuse direct transfers. The first transfer
+    that fails with EINVAL switches the file to the plain descriptor for good.
+
+    Attributes:
+        size: bytes allocated, all of them backed by disk space.
+    """
+
+    def __init__(self, parent: Path, name: str) -> None:
+        """Make the folder in `parent`, after removing stale folders of crashed runs there.
+
+        Raises:
+            TierError: `parent` does not exist, or is not writable.
+        """
+        check_folder(parent)
+        reclaim(parent)
+        self.folder = parent / f"onefold-{name}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.path, self.size = self.folder / DATA, 0
+        self._open: list[int] = []
+        try:
+            self.folder.mkdir(0o700)
+            lock = self._opened(self.folder / LOCK, os.O_CREAT | os.O_EXCL)
+            with _allowed():  # where there are no locks nothing is ever reclaimed
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another start may look at it for a moment
+            os.pwrite(lock, MARK + b"\n", 0)
+            self._plain = self._opened(self.path, os.O_CREAT | os.O_EXCL)
+            self._direct = -1
+            with _allowed():
+                self._direct = self._opened(self.path, os.O_DIRECT)
+            if self._direct < 0:
+                self._give_up_direct()
+        except OSError as error:
+            self.close()
+            raise failure("making the NVMe folder", self.folder, error) from None
+        _close_in_children(self)
+
+    def _opened(self, path: Path, flags: int) -> int:
+        self._open.append(os.open(path, os.O_RDWR | flags, 0o600))
+        return self._open[-1]
+
+    def extend(self, nbytes: int) -> int:
+        """Allocate `nbytes` more of disk space and return their offset.
+
+        Raises:
+            OSError: the disk is full; the file is then unchanged.
+        """
+        begin = self.size
+        try:
+            if nbytes:
+                os.posix_fallocate(self._plain, begin, nbytes)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._plain, begin)
+            raise
+        self.size += nbytes
+        return begin
+
+    def move(self, op: str, what: str, view: memoryview, offset: int) -> None:
+        """Read into or write from all of `view`, at `offset`; then let go of it.
+
+        Raises:
+            TierError: it failed. `what` names the region in the message.
+        """
+        with view:  # the pool takes the buffer back once nothing refers to it
+            done, total = 0, len(view)
+            doing = (
+                f"{'reading' if op == READ else 'writing'} {total:,} bytes of region {what!r} at"
+            )
+            while done < total:
+                self._check_whole()
+                direct = self._direct >= 0
+                try:
+                    moved = self._once(op, view[done:], offset + done, direct)
+                except OSError as error:
+                    if direct and error.errno == errno.EINVAL:
+                        self._give_up_direct()
+                        continue
+                    raise failure(doing, self.path, error) from None
+                if done + moved < total:
+                    moved -= moved % PAGE  # the next call must begin on a page
+                if not moved:
+                    self._check_whole()
+                    raise TierError(
+                        f"{doing} {self.path} ended after {done:,}, as if the file ended there,"
+                        " which it does not. Name another disk in nvme=."
+                    )
+                done += moved
+
+    def _once(self, op: str, view: memoryview, offset: int, direct: bool) -> int:
+        """Make one system call; return the bytes moved, which may be fewer than the view has."""
+        file = self._direct if direct else self._plain
+        moved = os.preadv(file, [view], offset) if op == READ else os.pwritev(file, [view], offset)
+        if not direct:
+            if op == WRITE:
+                os.fdatasync(file)  # pages that are not on the disk yet cannot be dropped
+            os.posix_fadvise(file, offset, moved, os.POSIX_FADV_DONTNEED)
+        return moved
+
+    def _check_whole(self) -> None:
+        """Raise TierError if somebody truncated the file. The missing bytes would read as zeros
+        after it has grown again.
+        """
+        size = os.fstat(self._plain).st_size
+        if size < self.size:
+            raise TierError(
+                f"{self.path} was cut short to {size:,} bytes by somebody else while {self.size:,}"
+                " are in use: what was in it is lost. Start again from the last checkpoint, and"
+                f" keep clean-up jobs away from {self.folder.parent}."
+            )
+
+    def _give_up_direct(self) -> None:
+        """Use the page cache from now on, and drop the pages after each transfer."""
+        self._direct = -1
+        # No readahead by the kernel: its pages would never be dropped
+        os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)
+        logging.getLogger("onefold").warning(
+            "the file system at %s takes no direct transfers; reads and writes go through the page"
+            " cache, which is slower.",
+            self.folder,
+        )
+
+    def close(self) -> None:
+        _remove_ours(self.folder)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the descriptors, and leave the files to the parent of a forked child. Copies of the
+        descriptors would hold the lock and the disk space after the parent has ended.
+        """
+        while self._open:
+            os.close(self._open.pop())
+
+
+@contextlib.contextmanager
+def _allowed() -> Iterator[None]:
+    """Accept that a file system has no such thing."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _CANNOT:
+            raise
+
+
+def _close_in_children(file: DataFile) -> None:
+    living = weakref.ref(file)
+
+    def close() -> None:
+        if (mine := living()) is not None:
+            mine.abandon()
+
+    os.register_at_fork(after_in_child=close)
+
+
+def check_folder(path: Path) -> None:
+    """Check that the folder exists. Raises: TierError: it does not.
+
+    The folder is not created: with a mistyped mount point it would be on another disk.
+    """
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "is not there"
+        raise TierError(
+            f"the folder {path} for states on NVMe {what}. Create it on the disk that is meant,"
+            " or name another one in nvme=."
+        )
+
+
+def reclaim(parent: Path) -> None:
+    """Remove stale folders of crashed runs from `parent`. Several processes may do so at once."""
+    for path in sorted(parent.glob("onefold-*")):
+        if not _OURS.match(path.name) or path.is_symlink():
+            continue
+        with contextlib.suppress(OSError):  # another user's, or another process removed it
+            _remove_if_dead(path)
+
+
+def _remove_if_dead(path: Path) -> None:
+    """Remove the folder if its process is dead. Raises: OSError."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        if time.time() - path.stat().st_mtime >= YOUNG:
+            path.rmdir()  # removes only an empty folder: without a lock we know nothing else
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        mark = os.pread(lock, len(MARK), 0)
+        unmarked = not mark and time.time() - os.fstat(lock).st_mtime >= YOUNG
+        if mark == MARK or unmarked:
+            _remove_ours(path)
+            if not path.exists():
+                logging.getLogger("onefold").info(
+                    "removed %s, which a process that was killed had left", path
+                )
+    finally:
+        os.close(lock)
+
+
+def _remove_ours(path: Path) -> None:
+    """Remove the files that we make, and the folder if nothing else is in it."""
+    with contextlib.suppress(OSError):
+        for name in (DATA, LOCK):
+            (path / name).unlink(missing_ok=True)
+        path.rmdir()
+
+
+# -- regions ---------------------------------------------------------------------------------------
+
+
+class Transfer:
+    """A read or write that is under way."""
+
+    def __init__(self, pieces: Sequence[Future[None]] = ()) -> None:
+        self._pieces = pieces
+
+    def done(self) -> bool:
+        """Return whether the transfer has ended, with success or not."""
+        return all(piece.done() for piece in self._pieces)
+
+    def settle(self) -> None:
+        """Wait for the end of the transfer, and ignore failure."""
+        wait(self._pieces)
+
+    def wait(self) -> None:
+        """Wait for the end of the transfer.
+
+        Raises:
+            TierError: it failed (raised again on every later call). After a failed read the
+                contents of the tensor are undefined.
+        """
+        self.settle()
+        for piece in self._pieces:
+            # A new error each time: what is raised knows the callers, and the region keeps the old one
+            if (error := piece.exception()) is not None:
+                raise TierError(str(error))
+
+
+class Region:
+    """`numel` elements of `dtype` on disk. Made by `Nvme.region`.
+
+    [Note: what overlaps waits] If two transfers of one region share bytes and one of them is a
+    write, the later one begins after the earlier one has ended. A well written pipeline never runs
+    into this wait. Another one still never reads half-written bytes.
+
+    Attributes:
+        name: for messages.
+        nbytes: numel × bytes of an element.
+    """
+
+    def __init__(self, store: Any, name: str, numel: int, dtype: torch.dtype) -> None:
+        self.name, self.numel, self.dtype = name, numel, dtype
+        self.nbytes = numel * dtype.itemsize
+        self._store = store
+        self._file, self._begin = store.allocate(name, _rounded(self.nbytes))
+        self._lock = new_lock()
+        self._under_way: list[tuple[int, int, str, Transfer]] = []
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return whether all of the region may be read into `tensor`: it begins on a page, and holds
+        whole pages.
+        """
+        return not tensor.data_ptr() % PAGE and not self.nbytes % PAGE
+
+    def read(self, start: int, into: torch.Tensor) -> Transfer:
+        """Start to read elements [start, start + into.numel()) into `into`, which nobody may use
+        until the transfer has ended.
+
+        Args:
+            start: first element; its byte offset must be a multiple of PAGE.
+            into: contiguous host tensor of the region's dtype that begins on a page. It ends at a
+                multiple of PAGE bytes, or at the region's end: there its storage must reach to the
+                next page, and the bytes up to it are overwritten too.
+
+        Raises:
+            ValueError: a condition is not met. Data is never copied to make it fit.
+            TierError: the store is closed.
+        """
+        return self._move(READ, start, into)
+
+    def write(self, start: int, source: torch.Tensor) -> Transfer:
+        """Start to write `source` to elements [start, start + source.numel()). Nobody may change
+        `source` until the transfer has ended.
+
+        Args and Raises: as for `read`.
+        """
+        return self._move(WRITE, start, source)
+
+    def _move(self, op: str, start: int, tensor: torch.Tensor) -> Transfer:
+        lo, nbytes = start * self.dtype.itemsize, _rounded(tensor.nbytes)
+        memory = self._memory(op, start, tensor)
+        with self._lock:
+            self._under_way = [other for other in self._under_way if not other[-1].done()]
+            for other_lo, other_hi, other_op, transfer in self._under_way:
+                if other_lo < lo + nbytes and lo < other_hi and WRITE in (op, other_op):
+                    transfer.settle()  # [Note: what overlaps waits]
+            transfer = self._store.start(op, self.name, self._file, memory, self._begin + lo)
+            self._under_way.append((lo, lo + nbytes, op, transfer))
+        return transfer
+
+    def _memory(self, op: str, start: int, tensor: torch.Tensor) -> Any:
+        """Return the whole pages of `tensor`. Raises: ValueError: a condition of `read` is not met."""
+        end, nbytes = start + tensor.numel(), tensor.nbytes
+        first = int(tensor.storage_offset()) * tensor.element_size()
+        if (
+            tensor.dtype != self.dtype
+            or not tensor.is_contiguous()
+            or tensor.device.type != "cpu"
+            or not 0 <= start <= end <= self.numel
+            or start * self.dtype.itemsize % PAGE
+            or (nbytes % PAGE and end != self.numel)
+            or (nbytes and tensor.data_ptr() % PAGE)
+            or tensor.untyped_storage().nbytes() - first < _rounded(nbytes)
+        ):
+            raise ValueError(
+                f"{op} of region {self.name!r}, which has {self.numel:,} elements of {self.dtype}:"
+                f" elements {start:,} to {end:,} and a tensor of {tensor.dtype} on {tensor.device}"
+                f" were given. Give contiguous host memory of the region's dtype in whole pages of"
+                f" {PAGE:,} bytes, and begin and end on pages or with the region."
+            )
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return whole.set_(tensor.untyped_storage(), first, (_rounded(nbytes),), (1,))
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+class Nvme:
+    """Regions of elements on disk, read and written by a few threads. One per process.
+
+    The system calls release the GIL, so a handful of threads keeps a disk's queue filled while the
+    caller computes.
+
+    Attributes:
+        files: one for each path. Each region lies in one of them, the least filled.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], *, name: str, threads: int = 4) -> None:
+        """Make a private folder on each path, after removing stale folders of crashed runs there.
+
+        Args:
+            paths: existing folders, ideally each on its own disk.
+            name: letters, digits, '.', '_' and '-'; need not be unique.
+            threads: number of reads and writes under way at a time.
+
+        Raises:
+            TierError: a path is missing or is not writable.
+        """
+        self.name, self.files = name, list[DataFile]()
+        self._process, self._lock = os.getpid(), threading.Lock()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"onefold-nvme-{name}")
+        self._end = weakref.finalize(self, _end, self._pool, self.files, os.getpid())
+        try:
+            for path in paths:
+                self.files.append(DataFile(Path(path), name))
+        except BaseException:
+            self.close()
+            raise
+
+    def region(self, name: str, numel: int, dtype: torch.dtype) -> Region:
+        """Allocate a region of `numel` elements of `dtype`, all zeros.
+
+        Raises:
+            TierError: the disk is full, or the store is closed.
+        """
+        self._check_open()
+        return Region(self, name, numel, dtype)
+
+    def allocate(self, name: str, nbytes: int) -> tuple[DataFile, int]:
+        """Return where `nbytes` of a new region begin: (file, offset). Raises: TierError."""
+        with self._lock:
+            file = min(self.files, key=lambda file: file.size)
+            try:
+                return file, file.extend(nbytes)
+            except OSError as error:
+                what = f"allocating {nbytes:,} bytes for region {name!r} in"
+                raise failure(what, file.path, error) from None
+
+    def start(
+        self, op: str, what: str, file: DataFile, whole: torch.Tensor, offset: int
+    ) -> Transfer:
+        """Start to move the bytes `whole` from or to `offset` of a file.
+
+        Raises:
+            TierError: the store is closed, or this is a forked child of the process that made it.
+        """
+        self._check_open()
+        pieces: list[Future[None]] = []
+        with memoryview(whole.numpy()) as view:  # type: ignore[arg-type]  # Python 3.11's typing does not know arrays for buffers
+            try:
+                for at in range(0, len(view), BLOCK):
+                    cut = view[at : at + BLOCK]
+                    pieces.append(self._pool.submit(file.move, op, what, cut, offset + at))
+            except RuntimeError:  # another thread closes the store, or the interpreter ends
+                wait(pieces)
+                raise self._closed() from None
+        return Transfer(pieces)
+
+    def _check_open(self) -> None:
+        if not self._end.alive:
+            raise self._closed()
+        if os.getpid() != self._process:
+            raise TierError(
+                f"the NVMe store {self.name!r} belongs to process {self._process}; this is a child"
+                " that was forked from it and cannot use it. Make a store of its own in the child,"
+                " or start the child with spawn."
+            )
+
+    def _closed(self) -> TierError:
+        return TierError(f"the NVMe store {self.name!r} is closed; nothing moves any more.")
+
+    def close(self) -> None:
+        """Wait for all transfers, end the threads and remove the folders. A second call, or a call
+        in a forked child, does nothing.
+        """
+        self._end()
+
+
+def _end(pool: ThreadPoolExecutor, files: list[DataFile], process: int) -> None:
+    """Close a store's threads and folders. The garbage collector may call it in any thread."""
+    if os.getpid() != process:  # a forked child: everything belongs to its parent
+        return
+    if threading.current_thread() in pool._threads:  # it cannot wait for itself
+        threading.Thread(target=_end, args=(pool, files, process)).start()
+        return
+    pool.shutdown(wait=True)
+    for file in files:
+        file.close()
+
+
+# -- before a run ----------------------------------------------------------------------------------
+
+
+def refuse_unless_fits(paths: Sequence[str | Path], need: int, what: str) -> None:
+    """Raise if `need` bytes, divided among `paths`, do not fit.
+
+    Stale folders of crashed runs are removed first. Folders on one file system share its free
+    space.
+
+    Args:
+        need: bytes of all ranks of this host together.
+        what: the subject of the message.
+
+    Raises:
+        TierError: the bytes do not fit, or a path is missing.
+    """
+    together: dict[int, list[Path]] = defaultdict(list)
+    for path in map(Path, paths):
+        check_folder(path)
+        reclaim(path)
+        together[path.stat().st_dev].append(path)
+    for folders in together.values():
+        share, free = need * len(folders) // len(paths), shutil.disk_usage(folders[0]).free
+        if share > free:
+            raise TierError(
+                f"{what}: {share:,} bytes are needed at {' and '.join(map(str, folders))}, where"
+                f" {free:,} are free. Free {share - free:,} bytes there, name larger or more disks"
+                " in nvme=, or store more on the host or the device."
+            )
+
+
+def give_large_blocks_back() -> None:
+    """Have the C library return freed blocks of 128 KiB and more to the system.
+
+    glibc maps each large block by itself, but each free of such a block raises the threshold of
+    "large" to its size, up to 32 MiB. Later blocks below the threshold come from the heap, which
+    shrinks only from its end: a model that allocates and frees tensors of such sizes leaves it full
+    of holes, several times the memory in use. A threshold that is set explicitly stays.
+    """
+    settled = "MALLOC_MMAP_THRESHOLD_" in os.environ or "malloc.mmap_threshold" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    )
+    if sys.platform == "linux" and not settled:
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(-3, 128 << 10)  # M_MMAP_THRESHOLD of <malloc.h>
