@@ -33,8 +33,7 @@ import looks
 import onefold
 from examples import examples
 from on_ranks import on_ranks
-from onefold.memory import empty
-from onefold.memory import TierError, failure
+from onefold.memory import TierError, empty, failure
 from onefold.offload.nvme import DATA, LOCK, MARK, PAGE, YOUNG, Nvme, reclaim, refuse_unless_fits
 from zoo import TinyGPT, tokens_of
 
