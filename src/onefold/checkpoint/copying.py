@@ -53,7 +53,7 @@ class _Kept:
         only some 32 different streams, so one is kept.
         """
         if self._stream is None:
-            self._stream = new_stream(self._device, "saves")
+            self._stream = new_stream(self._device)
         return self._stream
 
     def buffer(self, still: bool, nbytes: int) -> torch.Tensor:

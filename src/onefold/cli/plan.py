@@ -62,9 +62,8 @@ def plan(
     no_sequence_parallel: Annotated[bool, option("Norms are not divided by tokens.", _AXES, "--no-sequence-parallel")] = False,
     no_expert_tp: Annotated[bool, option("Tensor parallelism leaves experts whole.", _AXES, "--no-expert-tp")] = False,
     simulate: Annotated[
-        bool, option("Also run the engine as one of all ranks, on fake samples, and compare bytes and seconds.", None, "--simulate")
+        bool, option("Also run the engine as one of all ranks, on fake samples, and compare bytes.", None, "--simulate")
     ] = False,
-    trace: Annotated[Path | None, option("With --simulate: write the step's timeline as a file for Perfetto.")] = None,
     rank: Annotated[int, option("With --simulate: which rank.", shown=True)] = 0,
     as_json: Annotated[bool, option("Print one JSON object.", None, "--json")] = False,
     **recipe: Any,
@@ -100,17 +99,10 @@ def plan(
             raise ValueError(
                 f"--rank {rank} belongs to --simulate; a plan is the same for every rank."
             )
-        if trace is not None and not simulate:
-            raise ValueError(f"--trace {trace} belongs to --simulate, which makes the timeline.")
         machine = _with_host(
             _machine(here, ranks, gpus, per_node, gpu, link, machines), host_memory, disk_space
         )
-        if axes := _asked_axes(context):
-            if trace is not None:
-                raise ValueError(
-                    f"--trace {trace} beside {', '.join(axes)}: a mesh is simulated without a timeline;"
-                    " leave one of the two out."
-                )
+        if _asked_axes(context):
             degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
             _over_axes(
                 wanted,
@@ -134,7 +126,11 @@ def plan(
 
         show(found)
     try:
-        ran = _simulated(found, wanted, rank, trace) if simulate else None
+        ran = None
+        if simulate:
+            from onefold.cli import plan_simulation
+
+            ran = plan_simulation.simulated(found, wanted, rank)
     except (ValueError, OSError) as error:  # report the plan together with the error
         _refuse(error, as_json, **found.to_json())
     if as_json:
@@ -145,12 +141,7 @@ def plan(
         )
         print(json.dumps(found.to_json() | simulation))
     elif ran is not None:
-        from onefold.cli.plan_simulation import show_simulation, show_timeline
-
-        show_simulation(ran, found.shown.scheme)
-        show_timeline(ran, found.shown)
-        if trace is not None:
-            print(f"timeline written to {trace}: open it in https://ui.perfetto.dev")
+        plan_simulation.show_simulation(ran, found.shown.scheme)
 
 
 _AXES_OPTIONS = (
@@ -255,15 +246,6 @@ def _with_host(machine: Any, memory: str | None, disk: str | None) -> Any:
     both = (("memory", "--host-memory", memory), ("nvme", "--disk-space", disk))
     given = {name: float(bytes_of(flag, text)) for name, flag, text in both if text is not None}
     return replace(machine, host=replace(machine.host, **given))
-
-
-def _simulated(found: Any, wanted: Any, rank: int, trace: Path | None) -> Any:
-    from onefold.cli.plan_simulation import simulated, write_trace
-
-    ran = simulated(found, wanted, rank)
-    if trace is not None:
-        write_trace(ran, found.shown.scheme, trace)
-    return ran
 
 
 def _subject(model: str | None, params: str | None) -> str | float:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +14,6 @@ from rich.table import Table
 from onefold.cli.tables import plain_table
 from onefold.comm import STEP_MOVES
 from onefold.plan.divided import stages_of
-from onefold.plan.evaluate import Candidate
 from onefold.plan.job import Scheme
 from onefold.plan.mesh_account import unlike
 from onefold.plan.mesh_search import MeshPlan
@@ -26,21 +24,17 @@ from onefold.recipe.rows import NODE
 from onefold.simulation.mesh import MeshSimulation, simulate_mesh
 from onefold.simulation.result import Event, Simulation
 from onefold.simulation.simulate import simulate
-from onefold.simulation.timeline import BACKWARD_STEPS, COPIES, READ, WRITTEN
 
 #: The most micro-batches to simulate. In a longer step the others are like the middle one.
 MICRO_BATCHES = 3
-#: The most tokens of a sample in a simulation without times. What the engine holds and sends does
-#: not depend on them.
-UNTIMED = 128
+#: The most tokens of a sample. What the engine holds and sends does not depend on them.
+TOKENS = 128
 _ENDS = 8
-#: How many units with the most exposed communication are listed.
-_UNITS = 5
 
 
 def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
     """Simulate as rank `rank` the scheme that `plan` shows in detail: the recommended one, if any
-    fits. It is timed if the machine has streams.
+    fits.
 
     Args:
         model: the model that the plan was asked for. Its code runs, if it has any.
@@ -56,7 +50,6 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
         recipe = recipe.in_groups_of(plan.machine.local)
     elif recipe.inner == NODE:
         recipe = recipe.in_groups_of(plan.machine.ranks)
-    timed = not plan.machine.shared
     return simulate(
         plan.model if plan.job.lora_rank or isinstance(model, float) else model,
         recipe,
@@ -65,78 +58,8 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
         micro_batches=min(candidate.accumulation, MICRO_BATCHES),
         checkpointing=scheme.checkpointing,  # type: ignore[arg-type]
         optimizer=plan.job.optimizer,
-        samples=scheme.micro_batch if timed else 1,
-        seq=plan.job.seq if timed else min(plan.job.seq, UNTIMED),
-        machine=plan.machine if timed else None,
+        seq=min(plan.job.seq, TOKENS),
     )
-
-
-def write_trace(found: Simulation, scheme: Scheme, path: Path) -> Path:
-    """Write the timeline of `scheme` as a file for Perfetto.
-
-    Raises:
-        ValueError: there is no timeline.
-    """
-    from onefold.observe.chrome import write_simulated
-
-    if found.timeline is None:
-        raise ValueError(
-            f"--trace {path}: there is no timeline of {found.source}; plan for GPUs, and a model"
-            " whose code runs."
-        )
-    return write_simulated(
-        found.timeline,
-        path,
-        f"Onefold simulated: rank {found.rank} of {found.ranks}, {found.name}, {scheme}",
-    )
-
-
-def show_timeline(found: Simulation, candidate: Candidate) -> None:
-    """Print where the step's time goes in the timeline, next to the plan's figures."""
-    timeline = found.timeline
-    if timeline is None:
-        return
-    out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    told, parts = candidate.account.seconds, timeline.of(candidate.accumulation)
-    table = plain_table("seconds of a rank in one step", "", " plan", " timeline", "")
-    tiers = [name for name in (*COPIES.values(), READ, WRITTEN) if name in parts.exposed]
-    rows: list[tuple[str, float | None, float]] = [
-        ("[bold]a step takes[/bold]", told["step"], parts.step),
-        ("  compute", told["compute"], parts.model + parts.engine),
-        ("    of the engine: casts, copies, sums", None, parts.engine),
-        ("  exposed communication", told["exposed communication"], parts.communication),
-        *(
-            (f"    {move}", None, seconds)
-            for move, seconds in sorted(parts.exposed.items(), key=lambda item: -item[1])
-            if move not in (*tiers, BACKWARD_STEPS)
-        ),
-        ("  optimizer", told["optimizer"], parts.optimizer + parts.steps),
-        ("  waiting for the host's launches", None, parts.host),
-    ]
-    if told["io"] or tiers:
-        rows[-1:-1] = [
-            ("  exposed copies, reads and writes of tiers", told["io"], parts.copies + parts.disk),
-            *((f"    {name}", None, parts.exposed[name]) for name in tiers),
-        ]
-    for name, plan, seen in rows:
-        apart = f"{plan / seen - 1:+.1%}" if plan and seen and not table.rows else ""
-        table.add_row(name, _ms(plan) if plan is not None else "", _ms(seen), apart)
-    out.print(table, crop=False)
-    busy = ", ".join(
-        f"{name} {seconds / timeline.step:.0%}"
-        for name, seconds in sorted(timeline.busy.items(), key=lambda i: -i[1])
-    )
-    out.print(f"busy: {busy}; the step is bound by: {timeline.bound}")
-    most = sorted(timeline.exposed.items(), key=lambda item: -sum(item[1].values()))[:_UNITS]
-    for unit, kinds in most:
-        out.print(
-            f"  waits {_ms(sum(kinds.values())):>9} for {unit or 'nobody'}: "
-            + ", ".join(f"{k} {_ms(v)}" for k, v in kinds.items())
-        )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.1f} ms"
 
 
 def show_simulation(found: Simulation, scheme: Scheme) -> None:

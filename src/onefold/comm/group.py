@@ -25,9 +25,7 @@ neither on the placement of the result nor on how the unit was cut into messages
 are bit-equal. And 16-bit gradients can be sent in 16 bits and still be summed in fp32.
 
 [Note: one rank stands for all] Under torch's "fake" backend (simulation/simulate.py) moves are entered in
-the ledger and nothing arrives. Where a rank needs the others' values, it takes its own. A
-simulation with a clock (simulation/clock.py) gives each move a work object to wait for, as NCCL
-does.
+the ledger and nothing arrives. Where a rank needs the others' values, it takes its own.
 
 [Note: tags instead of order] A pairwise message carries a tag made of the move, the unit, a count,
 the addresses that are reduced, and the length. If two ranks disagree on what comes next, their
@@ -87,7 +85,6 @@ from onefold.device import (
     has_streams,
     new_event,
     new_stream,
-    simulated,
 )
 from onefold.layout import Topology
 from onefold.layout.holders import Mesh
@@ -164,7 +161,7 @@ class Shared:
         self.broken: StallError | None = None
         self.launched: list[list[int]] = []
         self.chains = Chains()
-        self.relay, self.summing = (new_stream(device, n, urgent=True) for n in ("relay", "sums"))
+        self.relay, self.summing = (new_stream(device, urgent=True) for _ in range(2))
         self.run_ahead: RunAhead | None = None
 
     def inner_of(self, ranks: Sequence[int], per_node: Nodes) -> int:
@@ -409,10 +406,8 @@ class Group:
 
     @property
     def native(self) -> bool:
-        """Whether moves are the backend's own operations, on the device; in a simulation with a clock,
-        which simulates a device with streams, too.
-        """
-        own = simulated() is not None if self.stands_for_all else self.backend != "gloo"
+        """Whether moves are the backend's own operations, on the device."""
+        own = self.backend != "gloo" and not self.stands_for_all
         return self.size > 1 and own
 
     @property
@@ -458,7 +453,6 @@ class Group:
         tensors: Sequence[torch.Tensor],
         about: Any = None,
         over: int = 1,
-        ring: bool = True,
         after: Sequence[Callable[[], object]] = (),
     ) -> Pending:
         """Enter a move in the ledger, and launch it. See [Note: one rank stands for all].
@@ -470,14 +464,9 @@ class Group:
             tensors: kept alive until it is complete.
             about: goes into the checksum, with `move` and `number`.
             over: 0 for the communicator of gathers, 1 for that of reductions.
-            ring: a real backend would send it round a ring, for a simulation.
         """
         event = self._record(move, context, tensors[0].dtype if tensors else torch.float32, sent)
         if self.stands_for_all:
-            if (clock := simulated()) is not None:
-                queue = ("gathers", "reductions")[over]
-                work = clock.collective(event, self.ranks, ring, queue)
-                return Pending(self, [work], context, event, tensors)
             after = [lambda: self.ledger.waited(event, time.perf_counter())]
             return Pending(self, [], context, event, tensors, after)
         if self._own:
@@ -626,9 +615,7 @@ class Group:
                     whole[at[p]] = t
             return [dist.all_to_all(out, inp, group=over, async_op=True)]
 
-        return self._launch(
-            move, context, number, sent, start, tensors, addresses, ring=False, after=after
-        )
+        return self._launch(move, context, number, sent, start, tensors, addresses, after=after)
 
     # -- moves of reductions on native backends ----------------------------------------------------
 
@@ -668,7 +655,6 @@ class Group:
             ],
             [sent, received],
             addresses,
-            ring=False,
         )
 
     def reduce_scatter(

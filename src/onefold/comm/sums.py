@@ -21,7 +21,6 @@ from collections.abc import Sequence
 
 import torch
 
-from onefold.device import simulated
 from onefold.memory import storage_of
 
 #: Elements added up at a time on a CPU: a slab, and what torch converts of it, fit the cache.
@@ -48,9 +47,6 @@ def add_up(
             None: it is not.
         dtype: the accumulation dtype, in which parts are added and the sum is multiplied.
     """
-    if (clock := simulated()) is not None:  # on a device it is one kernel
-        clock.kernel("sum of parts", tuple(parts), (out,))
-        return
     if round_to is not None and torch.promote_types(round_to, dtype) == round_to:
         round_to = None  # it can hold every value of `dtype`
     n, at, apart = out.numel(), _place(out), out.dtype != dtype

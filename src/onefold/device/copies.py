@@ -18,6 +18,7 @@ of the next one is computed.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -28,7 +29,6 @@ from onefold.device.pinned import host_empty
 from onefold.device.streams import (
     current_stream,
     has_streams,
-    new_lock,
     new_stream,
     on_host,
     use_stream,
@@ -101,25 +101,23 @@ class CopyStream:
         self,
         device: torch.device,
         window: int = WINDOW,
-        name: str = "copies",
         urgent: bool = False,
     ) -> None:
         """
         Args:
             window: bytes; 0 holds nothing. See [Note: nothing is freed under a copy].
-            name: what a simulation calls the stream.
             urgent: as of `new_stream`.
         """
         self.device, self.window = device, window
         self.asynchronous = has_streams(device)
-        self.stream = new_stream(device, name, urgent)
+        self.stream = new_stream(device, urgent)
         self._holding: deque[_Flying] = deque()  # copies that hold device memory
         self._landing: deque[_Flying] = deque()  # copies that hold host memory only
         self._held = self._on_host = self._largest = 0
         # Copies begun so far, and how many of them `wait` has seen done
         self._begun = self._finished = 0
         # Optimizer steps in the backward pass copy from a thread of their own
-        self._lock = new_lock()
+        self._lock = threading.RLock()
 
     def current(self) -> Any:
         """Return the computing stream of this thread; None without streams."""
@@ -389,7 +387,7 @@ class HostSums:
 
     def _take(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         if self._up is None:
-            self._up = new_stream(device, "sums up")
+            self._up = new_stream(device)
         if self._buffers is None:
             first, second = (
                 torch.empty(self.chunk, dtype=torch.uint8, device=device) for _ in range(2)

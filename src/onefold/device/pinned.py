@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from onefold.device.streams import guard, has_streams, host_device, simulated
+from onefold.device.streams import guard, has_streams
 
 HUGE_PAGE = 2 << 20
 #: Bytes below which torch's own pinned memory is good enough.
@@ -146,8 +146,8 @@ def host_empty(
     a disk need.
     """
     nbytes = numel * dtype.itemsize
-    if not has_streams(device) or simulated() is not None:
-        return torch.empty(numel, dtype=dtype, device=host_device())
+    if not has_streams(device):
+        return torch.empty(numel, dtype=dtype, device="cpu")
     if nbytes >= SMALL and can_pin_in_place(device):
         return host_pages(nbytes, nbytes >= HUGE_PAGE, device, paged).view(dtype)
     if not paged or not nbytes:
@@ -180,7 +180,7 @@ class HostBuffers:
         no streams.
         """
         if not has_streams(self.device) or not numel:
-            return torch.empty(numel, dtype=dtype, device=host_device())
+            return torch.empty(numel, dtype=dtype, device="cpu")
         nbytes = numel * dtype.itemsize
         with self._lock:
             for known in self._known[nbytes]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -238,53 +235,22 @@ def using_threads(count: int) -> Iterator[None]:
 # [Note: streams and threads] Each thread has its own current stream. A new thread begins on the
 # device's default stream, whatever stream its creator uses. So a thread that works on tensors of
 # another thread must be given that thread's stream (`use_stream(stream)`), or wait for an event.
-#
-# [Note: simulated streams] Inside `clocked(clock)`, streams and events are the clock's, on any
-# device. simulation/clock.py uses them to time a step in which nothing is computed. The code that
-# uses streams is the same in both cases.
 
 
 #: The priority of urgent streams: torch has 0 for normal and -1 for high.
 URGENT = -1
 #: Seconds between two looks at an event that the host waits for.
 POLL = 5e-5
-_CPU = torch.device("cpu")
 _streamless: dict[str, bool] = {"cpu": True, "meta": True}
-
-
-_clock: ContextVar[Any] = ContextVar("onefold's simulated streams", default=None)
-
-
-@contextlib.contextmanager
-def clocked(clock: Any) -> Iterator[None]:
-    """Replace this thread's streams and events by those of `clock`, inside the context."""
-    before = _clock.set(clock)
-    try:
-        yield
-    finally:
-        _clock.reset(before)
-
-
-def simulated() -> Any:
-    """Return the clock that simulates this thread's streams; None outside a simulation."""
-    return _clock.get()
-
-
-def host_device() -> torch.device:
-    """Return the torch device of the host's memory: the CPU, or what stands for it in a simulation."""
-    clock = _clock.get()
-    return _CPU if clock is None else clock.memory
 
 
 def on_host(t: torch.Tensor) -> bool:
     """Whether `t` is in the host's memory. On a CPU every tensor is."""
-    return t.device.type == host_device().type
+    return t.device.type == "cpu"
 
 
 def has_streams(device: torch.device) -> bool:
     """Whether work for `device` is queued on streams while the host goes on. False on a CPU."""
-    if _clock.get() is not None:
-        return True
     if device.type not in _streamless:
         try:
             torch.Stream(device=device)
@@ -302,19 +268,15 @@ def has_streams(device: torch.device) -> bool:
 
 def current_stream(device: torch.device) -> Any:
     """Return this thread's current stream; None if the device has no streams."""
-    if (clock := _clock.get()) is not None:
-        return clock.current_stream()
     return torch.accelerator.current_stream(device) if has_streams(device) else None
 
 
-def new_stream(device: torch.device, name: str = "", urgent: bool = False) -> Any:
-    """Return a new stream; None if the device has none. `name` is its name in a simulation.
+def new_stream(device: torch.device, urgent: bool = False) -> Any:
+    """Return a new stream; None if the device has none.
 
     `urgent`: its kernels go before waiting blocks of those on streams of normal priority. Right for
     short work that a computation will wait for: it would else begin behind a long kernel.
     """
-    if (clock := _clock.get()) is not None:
-        return clock.new_stream(name)
     if not has_streams(device):
         return None
     return torch.Stream(device=device, priority=URGENT) if urgent else torch.Stream(device=device)
@@ -324,8 +286,6 @@ def use_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
     """Queue this thread's work for the stream's device on `stream`, inside the context. None
     changes nothing.
     """
-    if stream is not None and (clock := _clock.get()) is not None:
-        return clock.use_stream(stream)
     return contextlib.nullcontext() if stream is None else _Using(stream)
 
 
@@ -350,8 +310,6 @@ class _Using:
 
 def new_event(device: torch.device, timing: bool = False) -> Any:
     """Return a new event of `device`, not recorded yet. `timing`: for `seconds_between`."""
-    if (clock := _clock.get()) is not None:
-        return clock.new_event()
     return torch.Event(device=device, enable_timing=timing)
 
 
@@ -359,8 +317,6 @@ def reached(event: Any, seconds: float) -> bool:
     """Wait on the host until a recorded event is done, `seconds` at most; return whether it is. The
     host asks again and again, and so notices a device that is stuck.
     """
-    if _clock.get() is not None:
-        event.synchronize()
     end = time.monotonic() + seconds
     while not event.query():
         if time.monotonic() > end:
@@ -378,9 +334,7 @@ def seconds_between(first: Any, second: Any) -> float:
 
 def synchronize(device: torch.device) -> None:
     """Wait on the host until all work queued on the device is done."""
-    if (clock := _clock.get()) is not None:
-        clock.synchronize()
-    elif has_streams(device):
+    if has_streams(device):
         torch.accelerator.synchronize(device)
 
 
@@ -392,21 +346,3 @@ def capturing(device: torch.device) -> bool:
     if hasattr(stream, "is_capturing"):
         return bool(stream.is_capturing())
     return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
-
-
-# -- threads beside the one that trains ------------------------------------------------------------
-#
-# On a clock these threads run one at a time, so that a simulation is the same in every run
-# (simulation/threads.py).
-
-
-def new_lock() -> contextlib.AbstractContextManager[Any]:
-    """Return a lock between threads of this rank. A thread may take it again while it holds it."""
-    return threading.RLock() if (clock := _clock.get()) is None else clock.new_lock()
-
-
-def new_thread(name: str) -> Any:
-    """Return an executor with one thread; `name` is its name in a simulation."""
-    if (clock := _clock.get()) is not None:
-        return clock.new_thread(name)
-    return ThreadPoolExecutor(1, thread_name_prefix=f"onefold {name}")

@@ -3,9 +3,6 @@
 Each rank is one process. Its rows are compute, optimizer and waiting, and as many rows of gathers
 and of reductions as ran at the same time. A counter shows memory by category. Times are
 microseconds from the window's start.
-
-A simulated step (simulation/timeline.py) has a row of units and a row for each stream. Arrows lead
-from a collective to the wait for it.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from onefold.observe.memory import DEVICE, MOVED
 
 if TYPE_CHECKING:
     from onefold.observe.trace import Recording
-    from onefold.simulation.timeline import Timeline
 
 #: The first process number of ranks in the file, far from real process ids.
 FIRST_PROCESS = 10_000_000
@@ -75,37 +71,11 @@ def write(recording: Recording, path: Path) -> Path:
     return _write(path, events(recording))
 
 
-def write_simulated(timeline: Timeline, path: Path, title: str) -> Path:
-    """Write a simulated step; `title` names its process. Makes the folder."""
-    return _write(path, simulated_events(timeline, title))
-
-
 def _write(path: Path, made: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = {"traceEvents": made, "displayTimeUnit": "ms"}
     path.write_text(json.dumps(whole), encoding="utf-8")
     return path
-
-
-def simulated_events(timeline: Timeline, title: str) -> list[dict[str, Any]]:
-    """Return the events of a simulated step."""
-    trace = _Trace(FIRST_PROCESS, title)
-    rows = {name: trace.row(name) for name in ("units", *timeline.streams)}
-    for unit, phase, begin, end in timeline.units():
-        trace.span(rows["units"], f"{unit} {phase}", phase, begin, end, unit=unit, phase=phase)
-    for number, span in enumerate(timeline.spans):
-        facts: dict[str, Any] = {"unit": span.unit, "phase": span.phase, "kind": span.kind}
-        facts |= {"bytes": span.nbytes} if span.nbytes else {}
-        waits = span.kind == "wait"
-        name = f"{span.name} {span.unit}" if waits or span.nbytes else span.name
-        name = f"waits for {name}" if waits else name
-        trace.span(rows[span.stream], name.strip(), span.kind, span.begin, span.end, **facts)
-        if waits and span.after >= 0:
-            cause = timeline.spans[span.after]
-            flow = {"cat": "wait", "name": "waited for", "id": number}
-            trace.event("s", rows[cause.stream], cause.begin, **flow)
-            trace.event("f", rows[span.stream], span.begin, bp="e", **flow)
-    return trace.events
 
 
 def events(recording: Recording) -> list[dict[str, Any]]:

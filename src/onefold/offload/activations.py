@@ -36,10 +36,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from onefold.device import CopyStream, Ticket, capturing, simulated, with_index, within
+from onefold.device import CopyStream, Ticket, capturing, with_index, within
 from onefold.memory import MemoryLedger, empty
 from onefold.offload.arena import Arena
 from onefold.offload.saved import Copy, Kept, Key, Moved, as_view, extent_of
@@ -99,7 +98,7 @@ class ActivationStore:
             (near if ahead is None else ahead),
         )
         self.ledger = MemoryLedger() if ledger is None else ledger
-        self.side = CopyStream(self.device, name="activations")
+        self.side = CopyStream(self.device)
         host = MemoryLedger() if host is None else host
         self.arena = Arena(
             budget,
@@ -213,7 +212,7 @@ class ActivationStore:
 
     def _may_go(self, t: torch.Tensor) -> bool:
         if (
-            type(t) is not (torch.Tensor if simulated() is None else FakeTensor)
+            type(t) is not torch.Tensor
             or t.device != self.device
             or t.layout is not torch.strided
             or t.numel() == 0

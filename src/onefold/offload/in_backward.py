@@ -24,14 +24,14 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
-from onefold.device import Ticket, current_stream, new_thread, use_stream
+from onefold.device import Ticket, current_stream, use_stream
 from onefold.offload.step import HALF, drop_stepped_gradients, step_flat
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
@@ -131,7 +131,7 @@ class InBackwardStepper:
             self._flying.popleft().result()
         self._stepped += flat.entries
         if self._thread is None:
-            self._thread = new_thread("step")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="onefold step")
         here = current_stream(engine.device) if engine is not None else None
         arrived = engine.transfers.down.mark() if engine is not None else None
         self._flying.append(self._thread.submit(partial(self._step, flat, here, arrived)))

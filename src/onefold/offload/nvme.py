@@ -45,7 +45,6 @@ from typing import Any
 
 import torch
 
-from onefold.device import new_lock
 from onefold.memory import TierError, failure
 
 #: Bytes. Offsets, addresses and lengths of direct transfers are multiples of it.
@@ -342,7 +341,7 @@ class Region:
         self.nbytes = numel * dtype.itemsize
         self._store = store
         self._file, self._begin = store.allocate(name, _rounded(self.nbytes))
-        self._lock = new_lock()
+        self._lock = threading.RLock()
         self._under_way: list[tuple[int, int, str, Transfer]] = []
 
     def fits(self, tensor: torch.Tensor) -> bool:

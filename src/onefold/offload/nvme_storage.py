@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.device import host_device, on_host
+from onefold.device import on_host
 from onefold.layout import Tiers, overlap
 from onefold.memory import (
     GRADIENTS,
@@ -148,12 +148,12 @@ class NvmeStorage(OffloadStorage):
         """Read elements (or items) [start, stop) of the region `kind` into new host memory."""
         region = self.regions[kind]
         if start == stop:
-            return torch.empty(0, dtype=region.dtype, device=host_device())
+            return torch.empty(0, dtype=region.dtype, device="cpu")
         first = start // SECTOR * SECTOR
         out = empty(
             min(region.numel, -(-stop // SECTOR) * SECTOR) - first,
             region.dtype,
-            host_device(),
+            torch.device("cpu"),
             paged=True,
         )
         self.transfers.wait(region.read(first, out))
@@ -308,7 +308,7 @@ class NvmeStorage(OffloadStorage):
 
     def write_gradient(self, entry: Entry, values: torch.Tensor) -> None:
         first, (a, _) = entry.slot.start - self.flat.owned[0], entry.owned()
-        values = values.to(host_device(), self.regions["gradient"].dtype)
+        values = values.to("cpu", self.regions["gradient"].dtype)
         self.write_part(
             "gradient", first + a, values if self.scale is None else values / self.scale
         )
@@ -322,7 +322,7 @@ class NvmeStorage(OffloadStorage):
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         """Multiply all gradients on NVMe by `factor` when they are next read."""
-        factor = factor.detach().to(host_device(), torch.float32).reshape(())
+        factor = factor.detach().to("cpu", torch.float32).reshape(())
         self.scale = factor.clone() if self.scale is None else self.scale * factor
 
 

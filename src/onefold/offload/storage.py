@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.device import host_device, host_empty, on_host
+from onefold.device import host_empty, on_host
 from onefold.layout import Tiers
 from onefold.memory import LEAVING, nbytes_of, storage_of
 from onefold.recipe import Tier
@@ -100,7 +100,7 @@ class OffloadStorage(Storage):
     def build(self, device: torch.device) -> torch.Tensor:
         d, whole, tier = self.flat.dtypes, self.flat.full, self.tiers.parameters
         self.shown = (
-            torch.empty(self.numel, dtype=d.master, device=host_device())
+            torch.empty(self.numel, dtype=d.master, device="cpu")
             if self.on_disk
             else host_empty(self.numel, d.master, self.device)
         )

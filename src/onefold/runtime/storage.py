@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -20,7 +21,6 @@ from onefold.device import (
     HostSums,
     Ticket,
     host_threads,
-    new_lock,
     using_threads,
 )
 from onefold.memory import (
@@ -85,9 +85,9 @@ class Transfers:
         self.disk = self.ledgers[Tier.NVME]
         self.moved = TrafficLedger()
         self.down, self.up = (
-            CopyStream(device, name="copies down"),
+            CopyStream(device),
             # Casts of masters run there, and gathers begin with them
-            CopyStream(device, name="copies up", urgent=True),
+            CopyStream(device, urgent=True),
         )
         self.sums = HostSums(self.down, taken=partial(memory.add, LEAVING))
         self.pinned = HostBuffers(device)
@@ -104,7 +104,7 @@ class Transfers:
         self._writing: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._rising: deque[tuple[Ticket | None, torch.Tensor]] = deque()
         # For steps in the backward pass, which write from a thread of their own
-        self._lock = new_lock()
+        self._lock = threading.RLock()
         self._store: Store | None = None
 
     @property

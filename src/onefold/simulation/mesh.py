@@ -171,9 +171,7 @@ def simulate_mesh(
                 counted if degrees.pp > 1 else contextlib.nullcontext(),
             ):
                 step = _step(module, stage, degrees, root, micro_batches, handed, dtype)
-                account = steps_of(
-                    engine, step, optimizers_of(module, optimizer), None, counted.reset
-                )
+                account = steps_of(engine, step, optimizers_of(module, optimizer), counted.reset)
                 along = {
                     g.name: _along(g.ranks, degrees, replicas, first)
                     for unit in engine.units

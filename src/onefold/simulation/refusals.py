@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from onefold.plan.degrees import Degrees
-from onefold.plan.hardware import Machine
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.optimizers import SIMULATED
 
@@ -71,30 +70,6 @@ def check_mesh(recipe: Recipe, degrees: Degrees, replicas: int, micro_batches: i
     if replicas < 1 or each % replicas:
         raise ValueError(
             f"{replicas} replicas of {each} data-parallel ranks: expected a number that divides them."
-        )
-
-
-def check_untimed(recipe: Recipe) -> None:
-    """Raise ValueError for what needs a clock."""
-    if recipe.step_in_backward:
-        raise ValueError(
-            "step_in_backward=True in a simulation without times: these steps run in a thread of their"
-            " own, whose order comes from a clock. Give a machine with GPUs and a model whose code"
-            " runs, or leave it out."
-        )
-
-
-def check_timed(recipe: Recipe, ranks: int, machine: Machine) -> None:
-    """Raise ValueError for what has no timeline."""
-    if ranks != machine.ranks:
-        raise ValueError(
-            f"a simulation of {ranks} ranks on a machine of {machine.ranks}: expected the same"
-            " number."
-        )
-    if machine.shared:
-        raise ValueError(
-            "a timeline of a CPU, which has no streams: simulate without a machine, or on one with"
-            " GPUs."
         )
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from onefold.plan.schema import Account
-from onefold.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,6 @@ class Simulation:
             parameters".
         seconds: wall-clock time of the simulation.
         notes: assumptions about values.
-        timeline: when everything ran on the given machine. None without a machine, or if a stand-in
-            ran, which computes nothing.
     """
 
     name: str
@@ -69,7 +66,6 @@ class Simulation:
     source: str
     seconds: float
     notes: tuple[str, ...] = ()
-    timeline: Timeline | None = None
 
     @property
     def exact(self) -> bool:
@@ -87,7 +83,6 @@ class Simulation:
             "predicted": self.predicted.to_json(),
             "exact": self.exact,
         }
-        own["timeline"] = self.timeline.to_json() if self.timeline is not None else None
         own["events"] = [list(dataclasses.astuple(e)) for e in self.events]
         own["units"] = {name: dataclasses.asdict(u) for name, u in self.units.items()}
         return own

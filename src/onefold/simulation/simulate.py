@@ -9,9 +9,6 @@ Nothing is computed and nothing is sent, so a model of any size on any number of
 Everything else is the engine's own: its layouts, hooks, schedule, pool and ledgers. The engine does
 not know that it is simulated, with one exception: a group of the "fake" backend sends nothing
 ([Note: one rank stands for all] in comm/group.py).
-
-Given a machine, the run is timed as well. The room `device` then gives the engine the streams of a
-clock (simulation/clock.py), which records every operation, collective and wait.
 """
 
 from __future__ import annotations
@@ -22,9 +19,11 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,33 +32,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from onefold.comm import OWNERS, STEP_MOVES
-from onefold.device import clocked, simulated
-from onefold.device.copies import WINDOW
+from onefold.machine.kernels import values_in
 from onefold.memory import nbytes_of
+from onefold.offload import in_backward
 from onefold.offload.nvme import stores_from
-from onefold.plan.hardware import Machine
 from onefold.plan.modules import model_shape, module_of, quietly
 from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.owned import owned_matrices, place_of, stepped_whole
 from onefold.plan.replay import Replay
 from onefold.plan.schema import ACTIVATIONS, MOMENTS, Account
 from onefold.plan.shapes import ModelShape, architecture, known
-from onefold.plan.states import UnitPlan, at_rest, decided, units_of
-from onefold.plan.subject import dtype_of, tokens
+from onefold.plan.states import UnitPlan, at_rest, units_of
+from onefold.plan.subject import tokens
 from onefold.plan.wire import wire
-from onefold.recipe import COMPUTE_DTYPES, Recipe
+from onefold.recipe import Recipe
 from onefold.recipe.optimizers import SIMULATED, WHOLE
-from onefold.recipe.rows import FLAT, NODE
+from onefold.recipe.rows import FLAT
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.simulation.clock import Clock, Recording
-from onefold.simulation.disk import Disk
-from onefold.simulation.places import fused_there, only_engine_calls, put_on_host
-from onefold.simulation.prices import Prices
-from onefold.simulation.refusals import check, check_timed, check_untimed, has_tiers
+from onefold.simulation.refusals import check
 from onefold.simulation.result import Simulation, events_of, summaries_of
-from onefold.simulation.stand_in import code_of, stand_in
+from onefold.simulation.stand_in import Disk, code_of, stand_in
 from onefold.tracing.calling import backward, call, loss_of
-from onefold.tracing.cuda_kernels import CudaKernels
 from onefold.tracing.fake import Integers, fake_batch, fake_of, passing_as_real
 from onefold.tracing.repeat import Checkpointing, checkpointed
 
@@ -81,7 +74,6 @@ def simulate(
     seq: int = 128,
     checkpointing: Checkpointing = "none",
     optimizer: str = "adamw",
-    machine: Machine | None = None,
 ) -> Simulation:
     """Run two optimizer steps (three with `step_in_backward`) as rank `rank` of `ranks` and report the
     ledgers of the last. The first step records the order of units.
@@ -95,31 +87,22 @@ def simulate(
         batch, loss: as `onefold.tracing.trace.trace` takes them. Without a batch, `samples` of
             `seq` tokens; what the engine holds and sends does not depend on them.
         optimizer: one of `SIMULATED` (recipe/optimizers.py).
-        machine: time the last step on this machine (`Simulation.timeline`). Its nodes are the
-            groups, if the recipe names no groups.
 
     Raises:
-        ValueError: an impossible argument; a forward pass that asks for unknown values; a machine
-            of another number of ranks; or a machine or recipe without support for timelines.
+        ValueError: an impossible argument, or a forward pass that asks for unknown values.
         RuntimeError: a process group is already initialized.
     """
-    if machine is not None:
-        check_timed(recipe, ranks, machine)
-    recipe = _in_groups(recipe, machine)
+    if recipe.inner is None:  # no launcher tells the nodes
+        recipe = recipe.replace(group=FLAT)
     check(recipe, ranks, rank, micro_batches, optimizer)
     module, shape, units, source = _subject(model, recipe)
     recipe = dataclasses.replace(recipe, units=units)
     begun, integers, own_code = time.perf_counter(), Integers(), source != _STAND_IN
-    clock = None
-    if machine is not None and own_code:
-        clock = _clock(machine, recipe, module, shape, rank, samples * seq)
-    if clock is None:
-        check_untimed(recipe)
-    plans = units_of(shape, recipe, ranks, rank, nccl=clock is not None)
+    plans = units_of(shape, recipe, ranks, rank)
     with (
-        _world(ranks, rank) as mode,
-        clocked(clock) if clock is not None else nullcontext(),
-        stores_from(lambda: Disk(clock)),
+        _world(ranks, rank),
+        stores_from(Disk),
+        mock.patch.object(in_backward, "ThreadPoolExecutor", _AtOnce),
     ):
         twin = _twin(module, integers).train()
         given = fake_batch(_batch(module, batch, samples, seq, source), None, integers)
@@ -127,10 +110,9 @@ def simulate(
             engine_on(twin, recipe) as engine,
             checkpointed(twin, checkpointing if own_code else "none"),
             torch.enable_grad(),
-            _timed(clock, engine, mode),
         ):
             answers = _Answers(integers) if own_code else nullcontext()
-            passes = _passes(twin, given, answers, loss or loss_of, micro_batches, clock)
+            passes = _passes(twin, given, answers, loss or loss_of, micro_batches)
             names = stepped_whole(shape, optimizer)
             # A stand-in has other names: units, buffers and parameters are in the plan's order
             matrices = [
@@ -141,50 +123,14 @@ def simulate(
                 if slot.name in names
             ]
             optimizers = optimizers_of(twin, optimizer, matrices)
-            account = steps_of(engine, passes, optimizers, clock)
-            timeline = clock.timeline() if clock is not None else None
+            account = steps_of(engine, passes, optimizers)
             events, summaries = events_of(engine), summaries_of(engine)
             del twin, given
-    predicted = _predicted(
-        shape, plans, recipe, micro_batches, optimizer, streams=clock is not None
-    )
+    predicted = _predicted(shape, plans, recipe, micro_batches, optimizer)
     seconds = time.perf_counter() - begun
     return Simulation(
         shape.name, shape.numel, rank, ranks, micro_batches, account, predicted, events, summaries, source, seconds, tuple(integers.notes),
-        timeline,
     )  # fmt: skip
-
-
-def _in_groups(recipe: Recipe, machine: Machine | None) -> Recipe:
-    """Express groups as numbers of ranks, and decide who adds up: without a machine, a simulation
-    knows no nodes.
-    """
-    if machine is not None:
-        recipe = decided(recipe, machine.ranks, machine.node_ranks, nccl=not machine.shared)
-    if machine is not None and recipe.inner in (None, NODE):
-        alone = FLAT if recipe.inner is None else machine.ranks
-        return recipe.in_groups_of(machine.local if machine.nodes > 1 else alone)
-    return recipe.replace(group=FLAT) if recipe.inner is None else recipe
-
-
-@contextmanager
-def _timed(clock: Clock | None, engine: Any, mode: Any) -> Iterator[None]:
-    """Time every operation on the clock, with CUDA's kernels, inside the context.
-    Without a clock, time nothing. `mode` is that of the fake tensors.
-    """
-    if clock is None:
-        yield
-        return
-
-    @contextmanager
-    def inside() -> Iterator[None]:
-        with mode, Recording(clock):
-            yield
-
-    clock.inside = inside
-    clock.engine, engine.transfers.moved.wanted = engine, lambda: True
-    with CudaKernels(), Recording(clock), fused_there():
-        yield
 
 
 _MODULE, _CODE, _STAND_IN = "the module", "transformers' code", "a stand-in of the same parameters"
@@ -196,17 +142,14 @@ def _predicted(
     recipe: Recipe,
     micro_batches: int,
     optimizer: str,
-    streams: bool,
 ) -> Account:
-    """Return the closed forms' and the replay's account of the same step, on this rank. `streams`:
-    copies to the host run beside the passes.
-    """
+    """Return the closed forms' and the replay's account of the same step, on this rank."""
     mine = None
     if SIMULATED[optimizer].update == WHOLE:
         owned = owned_matrices(plans, stepped_whole(shape, optimizer), optimizer)
         flats = [flat for unit in plans for flat in unit.flats]
         mine = owned.at(place_of(flats[0])) if owned is not None else None
-    replay = Replay(plans, recipe, WINDOW if streams else 0)
+    replay = Replay(plans, recipe)
     sent = {OWNERS: mine.sent} if mine is not None and mine.sent else {}
     held, stepped = (mine.host_states, mine.host_numel) if mine is not None else (None, None)
     return Account(
@@ -214,25 +157,9 @@ def _predicted(
         ledger=replay.run(micro_batches, mine.buffers if mine is not None else 0).peak,
         wire=wire(plans, recipe, micro_batches) | sent,
         moved=offloaded_bytes(
-            plans, recipe, micro_batches, optimizer, streams, held, stepped
+            plans, recipe, micro_batches, optimizer, held=held, stepped=stepped
         ).moved,
     )
-
-
-def _clock(
-    machine: Machine,
-    recipe: Recipe,
-    module: nn.Module,
-    shape: ModelShape,
-    rank: int,
-    tokens: int,
-) -> Clock:
-    named = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
-    own = recipe.compute_dtype
-    precision = named[own] if own is not None else dtype_of(module)
-    hidden = shape.transformer.hidden if shape.transformer else 0
-    prices = Prices(machine, precision, hidden, tokens)
-    return Clock(prices, rank, has_tiers(recipe))
 
 
 def _subject(
@@ -270,9 +197,9 @@ def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -
 
 
 @contextmanager
-def _world(ranks: int, rank: int) -> Iterator[Any]:
+def _world(ranks: int, rank: int) -> Iterator[None]:
     """Make this process rank `rank` of a fake process group, and new tensors fake, inside the
-    context. Yields the mode of the fake tensors.
+    context.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -280,10 +207,10 @@ def _world(ranks: int, rank: int) -> Iterator[Any]:
         torch.random.fork_rng(devices=[]),
         passing_as_real(),
         one_of(ranks, rank),
-        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        FakeTensorMode(allow_non_fake_inputs=True),
         quietly(),
     ):
-        yield mode
+        yield
 
 
 @contextmanager
@@ -301,6 +228,21 @@ def one_of(ranks: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class _AtOnce:
+    """An executor without a thread: fake tensors belong to the thread that made them."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(job())
+        return done
+
+    def shutdown(self) -> None:
+        pass
+
+
 class _Answers(TorchDispatchMode):
     """A dispatch mode that answers a forward pass's questions about values as a trace does
     (tracing/fake.py). What only the engine calls has no values.
@@ -311,7 +253,7 @@ class _Answers(TorchDispatchMode):
         self._integers = integers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if only_engine_calls(args, kwargs):
+        if any(isinstance(given, torch.UntypedStorage) for given in values_in((args, kwargs))):
             return func(*args, **(kwargs or {}))
         return self._integers.call(func, args, kwargs or {})
 
@@ -345,10 +287,6 @@ def engine_on(twin: nn.Module, recipe: Recipe, **given: Any) -> Iterator[Any]:
     from onefold.shard import engine_of, shard
 
     engine = engine_of(shard(twin, recipe, device="cpu", **given))
-    for flat in engine.flats:
-        if flat.storage.offloaded and simulated() is not None:
-            for entry in flat.entries:
-                put_on_host(entry.param)
     try:
         yield engine
     finally:
@@ -358,7 +296,7 @@ def engine_on(twin: nn.Module, recipe: Recipe, **given: Any) -> Iterator[Any]:
 
 
 def _passes(
-    twin: nn.Module, batch: Any, answers: Any, loss: Any, micro_batches: int, clock: Clock | None
+    twin: nn.Module, batch: Any, answers: Any, loss: Any, micro_batches: int
 ) -> Callable[[], None]:
     """Return a function that runs the passes of one optimizer step."""
     from onefold.shard import no_sync
@@ -367,8 +305,6 @@ def _passes(
         for k in range(micro_batches):
             with no_sync(twin) if k + 1 < micro_batches else nullcontext(), answers:
                 backward(loss(call(twin, batch)))
-            if clock is not None:
-                clock.mark()
 
     return passes
 
@@ -398,7 +334,6 @@ def steps_of(
     engine: Any,
     passes: Callable[[], None],
     optimizers: Sequence[torch.optim.Optimizer],
-    clock: Clock | None,
     begin: Callable[[], object] = lambda: None,
 ) -> Account:
     """Run optimizer steps, and return the account of the last, by the engine's ledgers.
@@ -416,13 +351,10 @@ def steps_of(
             engine.transfers.moved.reset()
             engine.memory.record = True
             begin()
-            if clock is not None:
-                clock.begin_step()
         passes()
         engine.memory.now()  # a single rank has no hooks: this call counts its gradients
-        with clock.updating() if clock is not None else nullcontext():
-            for stepper in optimizers:
-                stepper.step()
+        for stepper in optimizers:
+            stepper.step()
         for stepper in optimizers:
             stepper.zero_grad()
     left = engine.memory.now()

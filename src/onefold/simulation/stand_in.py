@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.offload.nvme import PAGE, Region, Transfer
 from onefold.plan.modules import build, class_for, model_shape
 from onefold.plan.shapes import ModelShape, Transformer, UnitShape, architecture, find
 
@@ -106,6 +107,37 @@ def _put(owner: nn.Module, path: str, module: nn.Module) -> None:
         assert inside is not None
         owner = inside
     owner.add_module(last, module)
+
+
+# -- a disk ----------------------------------------------------------------------------------------
+
+
+class Disk:
+    """NVMe without a disk: regions by the rules of the real store (offload/nvme.py), whose bytes are
+    nowhere. Reads and writes are done at once.
+    """
+
+    def region(self, name: str, numel: int, dtype: torch.dtype) -> Region:
+        return _Region(self, name, numel, dtype)
+
+    def close(self) -> None:
+        pass
+
+    def allocate(self, name: str, nbytes: int) -> tuple[None, int]:
+        return None, 0
+
+    def start(self, *_: Any) -> Transfer:
+        return Transfer()
+
+
+class _Region(Region):
+    """A region whose tensors have no memory, and so no addresses."""
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def _memory(self, op: str, start: int, tensor: torch.Tensor) -> int:
+        return -(-tensor.nbytes // PAGE) * PAGE
 
 
 # -- real code -------------------------------------------------------------------------------------
