@@ -121,8 +121,7 @@ def test_a_report_of_metrics_that_python_cannot_read_names_the_line(
     tmp_path: Path, line: str
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n{json.dumps({'step': 1})}\n")
-    from onefold.observe.report.tables import read_metrics
-    from onefold.observe.runfile import RunFileError
+    from onefold.observe.runfile import RunFileError, read_metrics
 
     with pytest.raises(RunFileError, match="line 1, is not JSON"):
         read_metrics(tmp_path)

@@ -17,7 +17,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 #: A chart that has been drawn.
-DRAWN = ".chart .main-svg"
+DRAWN = ".plotly-graph-div .main-svg"
 
 
 class NoBrowserError(Exception):
@@ -100,7 +100,7 @@ def screenshots(report: Path, folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    from onefold.observe import write_report
+    from onefold.observe.report import write_report
 
     for path in screenshots(
         write_report(sys.argv[1]), Path(__file__).parents[2] / "docs" / "images"

@@ -33,16 +33,19 @@ class Clock:
 
     def __init__(self, rank: int) -> None:
         self.random = random.Random(rank)
-        self.now, self.step = (
-            100.0,
-            Recording(rank, RANKS, 100.0, 100.0, 1, activations_watched=True),
-        )
+        self.now = 100.0
+        self.step = Recording(rank, RANKS, 100.0, 100.0, 1, activations_watched=True)
+        self.device = self.step.tiers["device"]
         states = (ROOT + BLOCKS * BLOCK) // RANKS
-        self.step.held = {schema.PARAMETERS: 0, schema.MASTERS: states, schema.MOMENTS: 2 * states}
+        self.device.held = {
+            schema.PARAMETERS: 0,
+            schema.MASTERS: states,
+            schema.MOMENTS: 2 * states,
+        }
         self.slow = 1.15 if rank == 2 else 1.0
 
     def change(self, at: float, category: str, unit: str, delta: int) -> None:
-        self.step.changes.append((at, category, unit, delta))
+        self.device.changes.append((at, category, unit, delta))
 
     def move(
         self, kind: str, unit: str, launched: float, size: int, exposed: float, phase: str
@@ -95,19 +98,19 @@ def recorded(rank: int = 0) -> Recording:
         assert clock.now > begun
     step = clock.step
     step.work.append(Work("optimizer", "", "optimizer", clock.now, clock.now + 0.055))
-    step.changes.append(
+    clock.device.changes.append(
         (clock.now + 0.056, schema.GRADIENTS, "", -(ROOT + BLOCKS * BLOCK) // RANKS)
     )
     step.end = clock.now + 0.062
     step.exposed = covered(step.waits())
-    step.changes.sort(key=lambda change: change[0])
+    clock.device.changes.sort(key=lambda change: change[0])
     step.moves.sort(key=lambda move: move.launched)
     return step
 
 
 def account(step: Recording) -> Account:
     """What was measured, made of the recorded step."""
-    rest = {c: n for c, n in step.held.items() if n}
+    rest = {c: n for c, n in step.tiers["device"].held.items() if n}
     seconds = {
         "compute": step.compute,
         "exposed communication": step.exposed,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import onefold
-from onefold.observe import measured, reconciled, record, write_observed
+from onefold.observe.runfile import write_observed
+from onefold.observe.trace import measured, record
 from ranks import run_ranks
 from zoo import TinyMLP, features_of
 
@@ -32,22 +33,20 @@ def rank_of_a_run(folder: str) -> None:
     for move in seen.moves:  # within the window, waits included
         assert seen.start <= move.launched <= move.landed <= seen.end
         assert move.exposed <= move.landed - move.launched + 1e-6
-    account = measured(model, optimizer, seen, ranks_per_node=1)
-    found = reconciled(model, account)
+    account = measured(model, optimizer, seen)
     rank, world = engine.rank, engine.world_size
-    write_observed(folder, rank, world, account, recipe=engine.recipe, step=seen, machine=found)
+    write_observed(folder, rank, world, account, recipe=engine.recipe, step=seen)
     seen.write_chrome(Path(folder) / f"trace-{rank}.json")
 
 
 def test_the_ranks_files_make_one_report(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="plotly is not installed")
-    from onefold.observe.report import build
+    from onefold.observe.report import sections
 
     run_ranks(2, rank_of_a_run, str(tmp_path))
-    report = build(tmp_path)
-    assert set(report.missing) == {"loss", "throughput", "comparison"}, report.missing
-    assert {"memory", "timeline"} <= set(report.figures)
-    traffic: Any = report.figures["traffic"]
+    found = {title.split()[0]: section for title, section in sections(tmp_path).items()}
+    assert list(found) == ["Run", "Memory", "Timeline", "MiB", "Parts", "Recipe"]
+    traffic: Any = found["MiB"]
     assert {trace["name"] for trace in traffic["data"]} == {"all-gather", "reduce-scatter"}
     events = json.loads((tmp_path / "trace-1.json").read_text())["traceEvents"]
     names = {e["name"] for e in events if e["ph"] == "X"}

@@ -11,7 +11,7 @@ from observed_loops import one_step, sharded
 from synthetic_run import BLOCKS, recorded, units
 
 import onefold
-from onefold.observe import record
+from onefold.observe.trace import record
 
 
 def by_row(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -36,7 +36,8 @@ def test_a_real_step_is_recorded_unit_by_unit() -> None:
     assert {w.unit for w in seen.work if w.phase == "backward"} == names
     assert [w.kind for w in seen.work].count("optimizer") == seen.steps == 1
     assert all(seen.start <= w.start <= w.end <= seen.end for w in seen.work)
-    assert seen.changes and all(seen.start <= at <= seen.end for at, *_ in seen.changes)
+    changes = seen.tiers["device"].changes
+    assert changes and all(seen.start <= at <= seen.end for at, *_ in changes)
     assert not seen.truncated and seen.moves == []
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from observed_loops import sharded
 
-from onefold.observe import watch_activations
+from onefold.observe.activations import Activations
 from zoo import tokens_of
 
 pytestmark = pytest.mark.one_in(4)
@@ -20,7 +20,7 @@ def test_every_stage_keeps_the_same_activations(precision: str, checkpointing: s
     peaks = {}
     for stage in (0, 1, 2, 3):
         model, _ = sharded(stage, precision, checkpointing)
-        with watch_activations(model, vocabulary=61) as saved:
+        with Activations(model, vocabulary=61) as saved:
             loss = model(tokens_of(0))
             before = saved.now()
             loss.backward()
@@ -35,7 +35,7 @@ def test_every_stage_keeps_the_same_activations(precision: str, checkpointing: s
 def test_a_checkpointed_model_keeps_less_and_its_recomputation_is_seen(checkpointing: str) -> None:
     def run(kind: str) -> tuple[int, int]:
         model, _ = sharded(3, "bf16", kind)
-        with watch_activations(model) as saved:
+        with Activations(model) as saved:
             loss = model(tokens_of(0))
             kept = sum(saved.now().values())
             loss.backward()

@@ -13,7 +13,8 @@ from observed_loops import one_step
 from torch import nn
 
 import onefold
-from onefold.observe import Meter, measured, record
+from onefold.observe.meter import Meter
+from onefold.observe.trace import measured, record
 from onefold.plan.schema import GRADIENTS, MASTERS, MOMENTS
 from zoo import TinyGPT
 

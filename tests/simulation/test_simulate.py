@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import onefold
-from onefold.observe import resident_memory
+from onefold.observe.memory import resident_memory
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate

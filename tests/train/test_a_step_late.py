@@ -50,7 +50,7 @@ EQUAL = (
     "skipped",
     "left_out",
     "tokens",
-    "wire_bytes_total",
+    "wire_bytes",
     "eval_loss",
 )
 
@@ -185,7 +185,7 @@ class Told:
         """What is not as in `other`, to the bit. `again`: passes were made again, whose bytes
         count.
         """
-        keys = [key for key in EQUAL if not again or key != "wire_bytes_total"]
+        keys = [key for key in EQUAL if not again or key != "wire_bytes"]
         mine, its = (
             [{key: row.get(key) for key in keys} for row in told.rows] for told in (self, other)
         )

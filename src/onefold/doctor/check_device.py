@@ -37,8 +37,7 @@ from onefold.doctor.check_steps import (
     small,
 )
 from onefold.doctor.checks import Findings, Here, LeftOut
-from onefold.observe import Recording, record
-from onefold.observe.trace import covered
+from onefold.observe.trace import Recording, covered, record
 from onefold.recipe import Recipe
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.shard import engine_of

@@ -2,7 +2,7 @@
 tensors.
 
 [Note: who holds a saved tensor] A tensor saved in a forward pass is given to autograd inside a
-`_Held`. When autograd drops the `_Held`, the tensor's bytes are subtracted. A tensor saved during
+`_Saved`. When autograd drops the `_Saved`, the tensor's bytes are subtracted. A tensor saved during
 the recomputation of a checkpointed block belongs to the checkpoint, which does not tell when it
 drops the tensor. Such a storage is watched through a weak reference, which is checked whenever
 something else is counted.
@@ -13,11 +13,10 @@ flat buffers are not activations.
 
 from __future__ import annotations
 
+import contextlib
 import time
-import weakref
-from collections import Counter
 from collections.abc import Callable, Container
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from onefold.observe.memory import Held, ordered
 from onefold.plan.schema import ACTIVATIONS, LOGITS
 from onefold.runtime.boxes import local_of
 from onefold.runtime.differentiate import in_autograd
@@ -32,7 +32,7 @@ from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.runtime.parameters.parameter import disable_torch_function
 
 
-class _Held:
+class _Saved:
     """The object that autograd keeps in place of a saved tensor."""
 
     __slots__ = ("drop", "key", "packed")
@@ -44,87 +44,67 @@ class _Held:
         self.drop(self.key)
 
 
-class Activations:
-    """Counts the bytes saved for backward. A context manager around whole steps; see
-    `watch_activations`.
+@dataclass(slots=True)
+class _Storage:
+    """A storage that is counted.
 
     Attributes:
-        timeline: (perf_counter seconds, category, bytes gained or lost), in order.
+        alive: its weak reference, which also keeps another storage from its address.
+        holders: the number of `_Saved` for it.
+    """
+
+    category: str
+    nbytes: int
+    alive: StorageWeakRef
+    holders: int = 0
+
+
+class Activations(contextlib.ExitStack):
+    """Counts what autograd keeps inside the `with` block:
+    `with Activations(model) as saved: ...; saved.peak()`.
+
+    It costs some microseconds per saved tensor, so it is opt-in. It does not change values or
+    gradients. Put it around whole steps (forward and backward). Only one may be open per model.
+
+    Args:
+        model: sharded or not.
+        vocabulary: a tensor whose last dimension has this size counts as logits. None takes
+            `model.config.vocab_size`; without that, everything is "activations".
     """
 
     def __init__(self, model: nn.Module, vocabulary: int | None = None) -> None:
-        config = getattr(model, "config", None)
-        size = vocabulary if vocabulary is not None else getattr(config, "vocab_size", None)
-        self.vocabulary = size if isinstance(size, int) else None
-        self.timeline: list[tuple[float, str, int]] = []
-        self._model = weakref.ref(model)
+        super().__init__()
+        known = getattr(getattr(model, "config", None), "vocab_size", None)
+        self.vocabulary = vocabulary if vocabulary is not None else known
+        self.changes: list[tuple[float, str, str, int]] = []
+        self._model = model
         self._gathered: Container[int] = (
             engine_of(model).gather.by_storage if is_sharded(model) else ()
         )
-        self._now: Counter[str] = Counter()
-        self._peak: dict[str, int] = {}
-        # {storage: (category, bytes, weak reference)}. The weak reference prevents that another
-        # storage gets the same address.
-        self._sizes: dict[int, tuple[str, int, StorageWeakRef]] = {}
-        self._holders: Counter[int] = Counter()
-        self._kept: set[int] = set()
-        self._excluded: frozenset[int] = frozenset()
-        self._saving: saved_tensors_hooks | None = None
+        self._excluded = _not_activations(model)
+        self._stored: dict[int, _Storage] = {}
+        self._recomputed: set[int] = set()
         self._recomputing: list[tuple[nn.Module, saved_tensors_hooks]] = []
-        self._handles: list[Any] = []
-
-    # -- what it knows -----------------------------------------------------------------------------
 
     def now(self) -> dict[str, int]:
         """Return the bytes saved at this moment, by category ("activations", "logits")."""
         self._look()
-        return {k: v for k, v in self._now.items() if v}
+        *_, (_, level) = Held(changes=self.changes).levels()
+        return ordered(level)
 
     def peak(self) -> dict[str, int]:
         """Return the bytes by category at the moment when their sum was largest."""
-        return dict(self._peak)
-
-    def reset(self) -> None:
-        """Forget the peak and the timeline. Bytes that are saved now stay counted."""
-        self._look()
-        self._peak = {k: v for k, v in self._now.items() if v}
-        self.timeline.clear()
-
-    # -- around the steps --------------------------------------------------------------------------
+        return Held(changes=self.changes).peak()
 
     def __enter__(self) -> Activations:
-        if self._saving is not None:
-            raise RuntimeError(
-                "this watch_activations() is open already: make another one, or leave the first."
-            )
-        model = self._model()
-        if model is None:
-            raise RuntimeError(
-                "the model that this watch_activations() was made for is gone: make another one."
-            )
-        self._excluded = _not_activations(model)
-        self._saving = self._hooks()
-        self._saving.__enter__()
-        for module in model.modules():
-            self._handles.append(module.register_forward_pre_hook(self._before))
-            self._handles.append(
-                module.register_forward_hook(self._after, prepend=True, always_call=True)
-            )
+        super().__enter__()
+        self.callback(self._look)
+        self.enter_context(self._hooks())
+        for module in self._model.modules():
+            self.callback(module.register_forward_pre_hook(self._before).remove)
+            after = module.register_forward_hook(self._after, prepend=True, always_call=True)
+            self.callback(after.remove)
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        assert self._saving is not None
-        self._saving.__exit__(kind, error, trace)
-        self._saving = None
-        self._look()
 
     def _hooks(self) -> saved_tensors_hooks:
         """Return hooks that count a tensor and then call the hooks that were in place before (the
@@ -139,16 +119,16 @@ class Activations:
             if key is not None and recompute:
                 # Before `pack_before`: the checkpoint's hook ends the recomputation by raising,
                 # once it has the last tensor that it needs
-                self._kept.add(key)
+                self._recomputed.add(key)
             # A node that saves its own output must not hold the tensor that holds the node.
             packed = pack_before(t) if pack_before else t if t.grad_fn is None else t.detach()
             if key is None or recompute:
                 return packed
-            self._holders[key] += 1
-            return _Held(packed, key, self._drop)
+            self._stored[key].holders += 1
+            return _Saved(packed, key, self._drop)
 
         def unpack(saved: Any) -> torch.Tensor:
-            inner = saved.packed if type(saved) is _Held else saved
+            inner = saved.packed if type(saved) is _Saved else saved
             return unpack_before(inner) if unpack_before else inner
 
         return saved_tensors_hooks(pack, unpack)
@@ -166,8 +146,6 @@ class Activations:
         if self._recomputing and self._recomputing[-1][0] is module:
             self._recomputing.pop()[1].__exit__(None, None, None)
 
-    # -- counting ----------------------------------------------------------------------------------
-
     def _enter(self, t: torch.Tensor) -> int | None:
         """Count the storage behind `t`. Returns its key, or None if it is not an activation."""
         with disable_torch_function():
@@ -175,66 +153,39 @@ class Activations:
             local = local_of(t)
             storage = getattr(local, "elem", local).untyped_storage()
             address = storage.data_ptr()
-            if (
-                address in self._excluded
-                or address in self._gathered
-                or isinstance(t, nn.Parameter)
-                or isinstance(t._base, nn.Parameter)
-            ):
+            own = address in self._excluded or address in self._gathered
+            if own or isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
                 return None
-            key, nbytes = storage._cdata, storage.nbytes()
-            if key not in self._sizes:
-                is_logits = (
-                    self.vocabulary is not None
-                    and t.dim() > 1
-                    and t.shape[-1] == self.vocabulary
-                    and t.is_floating_point()
+            key = storage._cdata
+            if key not in self._stored:
+                last = t.shape[-1] if t.dim() > 1 and t.is_floating_point() else None
+                logits = last is not None and last == self.vocabulary
+                found = _Storage(
+                    LOGITS if logits else ACTIVATIONS, storage.nbytes(), StorageWeakRef(storage)
                 )
-                category = LOGITS if is_logits else ACTIVATIONS
-                self._sizes[key] = (category, nbytes, StorageWeakRef(storage))
-                self._add(category, nbytes)
+                self._stored[key] = found
+                self._change(found.category, found.nbytes)
             return key
 
     def _drop(self, key: int) -> None:
-        self._holders[key] -= 1
-        if not self._holders[key]:
-            del self._holders[key]
-            if key not in self._kept:
-                self._forget(key)
-        if self._kept:
+        self._stored[key].holders -= 1
+        self._forget_unheld(key)
+        if self._recomputed:
             self._look()
 
     def _look(self) -> None:
         """Subtract the recomputed tensors that are gone."""
-        for key in [k for k in self._kept if self._sizes[k][2].expired()]:
-            self._kept.discard(key)
-            if not self._holders[key]:
-                self._forget(key)
+        for key in [k for k in self._recomputed if self._stored[k].alive.expired()]:
+            self._recomputed.discard(key)
+            self._forget_unheld(key)
 
-    def _forget(self, key: int) -> None:
-        category, nbytes, _ = self._sizes.pop(key)
-        self._add(category, -nbytes)
+    def _forget_unheld(self, key: int) -> None:
+        if not self._stored[key].holders and key not in self._recomputed:
+            gone = self._stored.pop(key)
+            self._change(gone.category, -gone.nbytes)
 
-    def _add(self, category: str, delta: int) -> None:
-        self._now[category] += delta
-        self.timeline.append((time.perf_counter(), category, delta))
-        if delta > 0 and sum(self._now.values()) > sum(self._peak.values()):
-            self._peak = {k: v for k, v in self._now.items() if v}
-
-
-def watch_activations(model: nn.Module, vocabulary: int | None = None) -> Activations:
-    """Count what autograd keeps inside the `with` block:
-    `with watch_activations(model) as saved: ...; saved.peak()`.
-
-    It costs some microseconds per saved tensor, so it is opt-in. It does not change values or
-    gradients. Put it around a step (forward and backward). Only one may be open per model.
-
-    Args:
-        model: sharded or not.
-        vocabulary: a tensor whose last dimension has this size counts as logits. None takes
-            `model.config.vocab_size`; without that, everything is "activations".
-    """
-    return Activations(model, vocabulary)
+    def _change(self, category: str, delta: int) -> None:
+        self.changes.append((time.perf_counter(), category, "", delta))
 
 
 def _not_activations(model: nn.Module) -> frozenset[int]:

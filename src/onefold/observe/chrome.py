@@ -1,4 +1,4 @@
-"""Write a recording as Chrome trace events, for chrome://tracing and https://ui.perfetto.dev.
+"""Write a recorded step as Chrome trace events, for chrome://tracing and https://ui.perfetto.dev.
 
 Each rank is one process. Its rows are compute, optimizer and waiting, and as many rows of gathers
 and of reductions as ran at the same time. A counter shows memory by category. Times are
@@ -8,122 +8,99 @@ microseconds from the window's start.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onefold.observe.memory import DEVICE, MOVED
+from onefold.plan.schema import MOVED
 
 if TYPE_CHECKING:
     from onefold.observe.trace import Recording
 
 #: The first process number of ranks in the file, far from real process ids.
 FIRST_PROCESS = 10_000_000
-OTHER, BETWEEN = "other moves", "to and from host and NVMe"
+OTHER = "other moves"
 #: The rows on which moves are drawn.
-ROWS = {
-    "all-gather": "gathers",
-    "reduce-scatter": "reductions",
-    "all-reduce": "reductions",
-    "state": OTHER,
-}
-ROWS |= dict.fromkeys(MOVED, BETWEEN)
+ROWS = {"all-gather": "gathers", "reduce-scatter": "reductions", "all-reduce": "reductions"}
+ROWS |= dict.fromkeys(MOVED, "to and from host and NVMe")
 
 
-class _Trace:
-    """The events of one process of the file. `offset`: microseconds to add to a time."""
+@dataclass(frozen=True)
+class Span:
+    """A bar on a row. `start`, `end`: seconds."""
 
-    def __init__(self, process: int, title: str, offset: float = 0.0) -> None:
-        self.process, self.offset = process, offset
-        self.events: list[dict[str, Any]] = []
-        self._rows = 0
-        self.event("M", 0, name="process_name", args={"name": title})
-
-    def event(self, kind: str, row: int, at: float | None = None, **facts: Any) -> None:
-        """Add an event of Chrome's type `kind`. `at`: seconds."""
-        when = {} if at is None else {"ts": at * 1e6 + self.offset}
-        self.events.append({"ph": kind, "pid": self.process, "tid": row, **when, **facts})
-
-    def row(self, title: str) -> int:
-        """Add a row below the others, and return its number."""
-        self._rows += 1
-        self.event("M", self._rows, name="thread_name", args={"name": title})
-        self.event("M", self._rows, name="thread_sort_index", args={"sort_index": self._rows})
-        return self._rows
-
-    def span(
-        self, row: int, name: str, category: str, start: float, end: float, **args: Any
-    ) -> None:
-        """Add a span of time. `start`, `end`: seconds."""
-        long = max(0.0, end - start) * 1e6
-        self.event("X", row, start, name=name, cat=category, dur=long, args=args)
-
-    def lanes(self, title: str, spans: Iterable[tuple[float, float, Any]]) -> Iterator[Any]:
-        """Yield (row, start, end, what) of `spans`, on as many rows as they need."""
-        for number, lane in enumerate(lanes(spans)):
-            row = self.row(title if not number else f"{title} {number + 1}")
-            for start, end, what in lane:
-                yield row, start, end, what
+    row: str
+    name: str
+    kind: str
+    start: float
+    end: float
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def write(recording: Recording, path: Path) -> Path:
     """See `Recording.write_chrome`."""
-    return _write(path, events(recording))
+    events: list[dict[str, Any]] = []
+    rows: dict[str, int] = {}
 
+    def event(kind: str, row: int, at: float | None = None, **facts: Any) -> None:
+        when = {} if at is None else {"ts": (at - recording.start) * 1e6}
+        process = FIRST_PROCESS + recording.rank
+        events.append({"ph": kind, "pid": process, "tid": row, **when, **facts})
 
-def _write(path: Path, made: list[dict[str, Any]]) -> Path:
+    title = f"Onefold rank {recording.rank} of {recording.world_size}"
+    event("M", 0, name="process_name", args={"name": title})
+    for span in spans_of(recording):
+        if span.row not in rows:
+            row = rows[span.row] = len(rows) + 1
+            event("M", row, name="thread_name", args={"name": span.row})
+            event("M", row, name="thread_sort_index", args={"sort_index": row})
+        long = max(0.0, span.end - span.start) * 1e6
+        about = {"name": span.name, "cat": span.kind, "args": span.facts}
+        event("X", rows[span.row], span.start, dur=long, **about)
+    for tier in recording.tiers:
+        times, levels = recording.levels(tier)
+        name = "memory" if tier == "device" else f"memory, {tier}"
+        for at, *values in zip(times, *levels.values(), strict=True):
+            event("C", 0, at, name=name, args=dict(zip(levels, values, strict=True)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = {"traceEvents": made, "displayTimeUnit": "ms"}
-    path.write_text(json.dumps(whole), encoding="utf-8")
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
     return path
 
 
-def events(recording: Recording) -> list[dict[str, Any]]:
-    """Return the window's events."""
-    title = f"Onefold rank {recording.rank} of {recording.world_size}"
-    trace = _Trace(FIRST_PROCESS + recording.rank, title, -recording.start * 1e6)
+def spans_of(recording: Recording) -> Iterator[Span]:
+    """Yield the work, the waits and the moves of a window, row by row."""
     for kind in ("compute", "optimizer"):
-        if found := [w for w in recording.work if w.kind == kind]:
-            row = trace.row(kind)
-            for w in found:
+        for w in recording.work:
+            if w.kind == kind:
                 name = f"{w.unit} {w.phase}" if w.unit else kind
-                trace.span(row, name, kind, w.start, w.end, unit=w.unit, phase=w.phase)
-    waits = [(m.landed - m.exposed, m.landed, m) for m in recording.moves if m.exposed > 0]
-    for row, start, end, m in trace.lanes("waiting", waits):
-        trace.span(row, f"waits for {m.move} {m.unit}", "exposed", start, end, unit=m.unit)
-    for title in dict.fromkeys(ROWS.values()):
-        chosen = [m for m in recording.moves if ROWS.get(m.move, OTHER) == title]
-        for row, start, end, m in trace.lanes(title, ((m.launched, m.landed, m) for m in chosen)):
-            facts: dict[str, Any] = {
-                "unit": m.unit,
-                "bytes": m.nbytes,
-                "dtype": m.dtype,
-                "ranks": m.group,
-                "phase": m.phase,
-            }
-            facts |= {"between nodes": m.between} if m.between else {}
-            facts |= {"encoded from": m.plain} if m.plain else {}
-            facts["exposed_ms"] = 1000 * m.exposed
-            trace.span(row, f"{m.move} {m.unit}", m.move, start, end, **facts)
-    for tier in (DEVICE, *recording.tiers):
-        times, levels = recording.levels(tier)
-        name = "memory" if tier == DEVICE else f"memory, {tier}"
-        for i, at in enumerate(times):
-            values = {category: series[i] for category, series in levels.items()}
-            trace.event("C", 0, at, name=name, args=values)
-    return trace.events
+                yield Span(kind, name, kind, w.start, w.end, {"unit": w.unit, "phase": w.phase})
+    waits, moves = [], []
+    for m in recording.moves:
+        name = f"{m.move} {m.unit}"
+        facts: dict[str, Any] = {
+            "unit": m.unit,
+            "bytes": m.nbytes,
+            "dtype": m.dtype,
+            "ranks": m.group,
+            "phase": m.phase,
+            "exposed_ms": 1000 * m.exposed,
+        }
+        facts |= {"between nodes": m.between} if m.between else {}
+        facts |= {"encoded from": m.plain} if m.plain else {}
+        row = ROWS.get(m.move, OTHER)
+        moves.append(Span(row, name, m.move, m.launched, m.landed, facts))
+        if m.exposed > 0:
+            since, of = m.landed - m.exposed, {"unit": m.unit}
+            waits.append(Span("waiting", f"waits for {name}", "exposed", since, m.landed, of))
+    for row in ("waiting", *dict.fromkeys(ROWS.values()), OTHER):
+        yield from _beside([span for span in (*waits, *moves) if span.row == row])
 
 
-def lanes(spans: Iterable[tuple[float, float, Any]]) -> list[list[tuple[float, float, Any]]]:
-    """Distribute `spans` (start, end, what) over as few rows as possible, so that no two spans of a
-    row overlap. Each row is in order of time.
-    """
-    rows: list[list[tuple[float, float, Any]]] = []
-    for span in sorted(spans, key=lambda s: (s[0], s[1])):
-        for row in rows:
-            if row[-1][1] <= span[0]:
-                row.append(span)
-                break
-        else:
-            rows.append([span])
-    return rows
+def _beside(spans: list[Span]) -> Iterator[Span]:
+    """Distribute the spans of a row over as few rows as possible, so that none overlap."""
+    ends: list[float] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        lane = next((i for i, end in enumerate(ends) if end <= span.start), len(ends))
+        ends[lane : lane + 1] = [span.end]
+        yield replace(span, row=f"{span.row} {lane + 1}") if lane else span

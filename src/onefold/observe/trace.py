@@ -1,12 +1,12 @@
 """Record a window of steps: the work, the moves, the waits, and the memory held.
 
-    with onefold.observe.record(model, optimizer) as seen:
+    with onefold.observe.trace.record(model, optimizer) as seen:
         one_step()
     seen.write_chrome("trace.json")        # chrome://tracing, https://ui.perfetto.dev
     seen.peak(), seen.exposed, seen.wire()
 
-Times are `time.perf_counter` seconds of this process. On CUDA they are host times: when the host
-enqueued work and when it saw the work done.
+`measured` makes an account of it, in the schema of the plan. Times are `time.perf_counter` seconds of this
+process. On CUDA they are host times: when the host enqueued work and when it saw the work done.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from onefold.comm import STEP_MOVES, Sent
-from onefold.observe.activations import watch_activations
-from onefold.observe.memory import DEVICE, MOVED, ledgers_of, moments_by_tier
-from onefold.plan.schema import CATEGORIES, MOMENTS
+from onefold.comm import STEP_MOVES
+from onefold.device import memory_figures
+from onefold.observe.activations import Activations
+from onefold.observe.memory import DEVICE, HOST, NVME, Held, ledgers_of, moments_by_tier, ordered
+from onefold.plan.schema import ENGINE, FRAGMENTATION, MOMENTS, MOVED, Account
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
 
@@ -39,8 +40,7 @@ class Move:
         launched, landed: when it began and ended. exposed: seconds that this rank waited for it,
             ending at `landed`.
         between: the part of `nbytes` that went to other nodes.
-        plain, plain_between: the bytes that `nbytes` and `between` were encoded from; 0 if they
-            were not encoded.
+        plain: the bytes that `nbytes` were encoded from; 0 if they were not encoded.
     """
 
     move: str
@@ -54,7 +54,6 @@ class Move:
     group: str = ""
     between: int = 0
     plain: int = 0
-    plain_between: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,16 +68,6 @@ class Work:
 
 
 @dataclass
-class Held:
-    """The memory of one tier. `held`: bytes by category when the window began. `changes`: every
-    (seconds, category, unit, bytes gained or lost), in order.
-    """
-
-    held: dict[str, int] = field(default_factory=dict)
-    changes: list[tuple[float, str, str, int]] = field(default_factory=list)
-
-
-@dataclass
 class Recording:
     """What `record` recorded on one rank.
 
@@ -86,34 +75,25 @@ class Recording:
         start, end: times of the window. steps: optimizer steps in it, or synchronized backward
             passes if no optimizer was given.
         moves, work: in the order in which they began.
-        held: bytes by category on the device when the window began. changes: (seconds, category,
-            unit, bytes gained or lost), in order.
-        tiers: the same for the offload tiers that held anything, "host" and "nvme".
+        tiers: the memory of the device, and of the offload tiers that held anything ("host", "nvme").
+        exposed: seconds that this rank waited for other ranks, including small control messages.
         io: seconds that this rank waited for NVMe.
         truncated: the ledgers' ring buffers were too short for the window, so its beginning is
             missing.
-        exposed: seconds that this rank waited for other ranks, including small control messages.
-        epoch: add this to a time to get seconds since 1970.
-        borders: what `Move.between` crossed, "2 nodes" or "2 groups" (of the recipe); "" if there
-            is one node.
     """
 
     rank: int
     world_size: int
-    start: float
-    end: float
-    steps: int
+    start: float = 0.0
+    end: float = 0.0
+    steps: int = 0
     moves: list[Move] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
-    held: dict[str, int] = field(default_factory=dict)
-    changes: list[tuple[float, str, str, int]] = field(default_factory=list)
-    epoch: float = 0.0
+    tiers: dict[str, Held] = field(default_factory=lambda: {DEVICE: Held()})
     exposed: float = 0.0
-    tiers: dict[str, Held] = field(default_factory=dict)
     io: float = 0.0
     activations_watched: bool = False
     truncated: bool = False
-    borders: str = ""
 
     @property
     def seconds(self) -> float:
@@ -134,75 +114,30 @@ class Recording:
         """Return when this rank waited for a move's payload: (start, end)."""
         return [(m.landed - m.exposed, m.landed) for m in self.moves if m.exposed > 0]
 
-    def wire(self) -> dict[str, int]:
-        """Return the payload bytes sent in the window, by move (`STEP_MOVES`)."""
-        return {
-            move: n
-            for move in STEP_MOVES
-            if (n := sum(m.nbytes for m in self.moves if m.move == move))
-        }
-
-    def sent(self) -> dict[str, Sent]:
-        """Return the bytes sent by move, with those between nodes and those without codecs."""
-        return {
-            move: sum(found, Sent())
-            for move in STEP_MOVES
-            if (found := [Sent.of(m) for m in self.moves if m.move == move and m.nbytes])
-        }
-
-    def moved(self) -> dict[str, int]:
-        """Return the bytes moved between tiers in the window, by move (`MOVED`)."""
-        return {
-            move: n for move in MOVED if (n := sum(m.nbytes for m in self.moves if m.move == move))
-        }
-
-    def by_unit(self) -> dict[str, dict[str, int]]:
-        """Return the bytes sent, by unit, then by move."""
-        out: dict[str, Counter[str]] = {}
+    def wire(self, moves: Sequence[str] = STEP_MOVES) -> dict[str, int]:
+        """Return the payload bytes sent in the window, by move. With `MOVED`, those moved between
+        tiers.
+        """
+        sent = Counter[str]()
         for m in self.moves:
-            if m.move in STEP_MOVES:
-                out.setdefault(m.unit, Counter())[m.move] += m.nbytes
-        return {unit: dict(moves) for unit, moves in out.items()}
-
-    def of(self, tier: str) -> Held:
-        """Return the memory of a tier: "device", "host" or "nvme"."""
-        return Held(self.held, self.changes) if tier == DEVICE else self.tiers.get(tier, Held())
+            sent[m.move] += m.nbytes
+        return {move: sent[move] for move in moves if sent[move]}
 
     def levels(self, tier: str = DEVICE) -> tuple[list[float], dict[str, list[int]]]:
         """Return the memory of a tier over the window: (times, {category: bytes from each time
         on}).
         """
-        held = self.of(tier)
-        times, levels, now = [self.start], [dict(held.held)], Counter(held.held)
-        for at, category, _, delta in held.changes:
-            now[category] += delta
-            if at <= times[-1]:  # changes at the same time are one change
-                levels[-1] = dict(now)
-            else:
-                times.append(at)
-                levels.append(dict(now))
-        times.append(max(self.end, times[-1]))
-        levels.append(dict(now))
-        seen = {c for level in levels for c, n in level.items() if n}
-        order = [c for c in CATEGORIES if c in seen] + sorted(seen - set(CATEGORIES))
-        return times, {c: [level.get(c, 0) for level in levels] for c in order}
+        found = [*self.tiers.get(tier, Held()).levels(self.start)]
+        found.append((max(self.end, found[-1][0]), found[-1][1]))
+        any_held = ordered({name: n for _, level in found for name, n in level.items() if n})
+        levels = {name: [level.get(name, 0) for _, level in found] for name in any_held}
+        return [at for at, _ in found], levels
 
-    def peak(self, only: Sequence[str] | None = None, tier: str = DEVICE) -> dict[str, int]:
+    def peak(self, only: Container[str] | None = None, tier: str = DEVICE) -> dict[str, int]:
         """Return the bytes of a tier by category at the moment when their sum was largest.
         `only`: consider these categories alone.
         """
-        held = self.of(tier)
-        now = Counter({c: n for c, n in held.held.items() if only is None or c in only})
-        most = total = sum(now.values())
-        best = dict(now)
-        for _, category, _, delta in held.changes:
-            if only is not None and category not in only:
-                continue
-            now[category] += delta
-            total += delta
-            if total > most:
-                most, best = total, dict(now)
-        return {c: n for c, n in best.items() if n}
+        return self.tiers.get(tier, Held()).peak(only)
 
     def write_chrome(self, path: str | Path) -> Path:
         """Write the window as Chrome trace events."""
@@ -211,20 +146,13 @@ class Recording:
         return write(self, Path(path))
 
 
-def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the union of the spans as disjoint spans, in order."""
-    out: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if out and start <= out[-1][1]:
-            out[-1] = out[-1][0], max(end, out[-1][1])
-        else:
-            out.append((start, end))
-    return out
-
-
 def covered(spans: Iterable[tuple[float, float]]) -> float:
     """Return the seconds covered by at least one of the spans."""
-    return sum(end - start for start, end in merged(spans))
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 @contextlib.contextmanager
@@ -241,8 +169,7 @@ def record(
     Args:
         model: what `onefold.shard` returned.
         optimizer: adds its moments to the memory, and its steps to the work.
-        activations: also record what autograd keeps; see `watch_activations`, which takes
-            `vocabulary`.
+        activations: also record what autograd keeps; see `Activations`, which takes `vocabulary`.
 
     Raises:
         ValueError: the model was not sharded.
@@ -251,124 +178,83 @@ def record(
     engine = engine_of(model)
     if engine.memory.record:
         raise RuntimeError("this model is being recorded already: end the other record() first.")
-    seen = Recording(
-        engine.rank,
-        engine.world_size,
-        0.0,
-        0.0,
-        0,
-        activations_watched=activations,
-        borders=engine.group.borders,
-    )
+    seen = Recording(engine.rank, engine.world_size, activations_watched=activations)
+    traffic, moved, ledgers = engine.traffic, engine.transfers.moved, ledgers_of(engine)
+    rings: list[deque[Any]] = [traffic.events, moved.events, engine.timeline]
+    rings += [ledger.timeline for ledger in ledgers.values()]
     with contextlib.ExitStack() as stack:
-        saved = stack.enter_context(watch_activations(model, vocabulary)) if activations else None
-        steps = _watch_steps(optimizer, engine, seen, stack) if optimizer is not None else None
-        seen.held = engine.memory.now()
-        seen.tiers = {tier: Held(ledger.now()) for tier, ledger in ledgers_of(engine).items()}
-        for tier, nbytes in (
-            moments_by_tier(optimizer, engine).items() if optimizer is not None else ()
-        ):
-            seen.of(tier).held[MOMENTS] = nbytes
-        before, exposed, waited = (
-            engine.step_count,
-            engine.traffic.exposed,
-            engine.transfers.moved.exposed,
-        )
+        saved = stack.enter_context(Activations(model, vocabulary)) if activations else None
+        if optimizer is not None:
+            _watch_steps(optimizer, engine, seen, stack)
+        for tier, ledger in ledgers.items():
+            seen.tiers.setdefault(tier, Held()).held |= ledger.now()
+        for ring in rings:
+            ring.clear()
+        before, exposed, waited = engine.step_count, traffic.exposed, moved.exposed
         _keep_events(engine, True)
-        seen.epoch = time.time() - time.perf_counter()
         seen.start = time.perf_counter()
         try:
             yield seen
         finally:
-            for ledger in (engine.memory, *ledgers_of(engine).values()):
+            for ledger in ledgers.values():
                 ledger.look()  # so that the ledger notices gradients that were dropped
             seen.end = time.perf_counter()
             _keep_events(engine, False)
-            seen.exposed = engine.traffic.exposed - exposed
-            seen.io = engine.transfers.moved.exposed - waited
-            seen.steps = steps[0] if steps is not None else engine.step_count - before
-            _collect(engine, seen)
-            if saved is not None:
-                seen.changes += [
-                    (at, category, "", delta)
-                    for at, category, delta in saved.timeline
-                    if at <= seen.end
-                ]
-            for tier in (DEVICE, *seen.tiers):
-                seen.of(tier).changes.sort(key=lambda change: change[0])
-            seen.tiers = {
-                tier: held for tier, held in seen.tiers.items() if held.held or held.changes
-            }
+            seen.exposed, seen.io = traffic.exposed - exposed, moved.exposed - waited
+            seen.steps = engine.step_count - before if optimizer is None else seen.steps
+            seen.truncated = any(len(ring) == ring.maxlen for ring in rings)
+            _collect(engine, seen, saved)
 
 
 def _keep_events(engine: Engine, wanted: bool) -> None:
     """Let every ledger keep single events from now on, or stop keeping them."""
-    for ledger in (engine.memory, *ledgers_of(engine).values()):
+    for ledger in ledgers_of(engine).values():
         ledger.record = wanted
     engine.transfers.moved.wanted = (lambda: True) if wanted else bool
 
 
-def _collect(engine: Engine, seen: Recording) -> None:
-    """Copy what the ledgers have noted since the window began."""
-    rings: tuple[tuple[deque[Any], str | int], ...] = (
-        (engine.traffic.events, "launched"),
-        (engine.timeline, "start"),
-        (engine.memory.timeline, 0),
-        (engine.transfers.moved.events, "launched"),
-        *((ledger.timeline, 0) for ledger in ledgers_of(engine).values()),
-    )
-    seen.truncated = any(_overrun(ring, key, seen.start) for ring, key in rings)
+def _collect(engine: Engine, seen: Recording, saved: Activations | None) -> None:
+    """Copy what the ledgers have noted in the window."""
     for e in (*engine.traffic.events, *engine.transfers.moved.events):
-        if seen.start <= e.launched <= seen.end:
-            # The ledger does not note when a copy or a read ends, only the total wait
-            unknown = e.launched if e.move in MOVED else seen.end
-            landed = unknown if e.landed is None else e.landed
-            wire = e.group, e.between, e.plain, e.plain_between
-            seen.moves.append(
-                Move(
-                    e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, landed, e.exposed, *wire
-                )
-            )
-    spans = [s for s in engine.timeline if seen.start <= s.start and s.end <= seen.end]
-    seen.work += [Work(s.kind, s.unit, s.phase, s.start, s.end) for s in spans]
+        # The ledger does not note when a copy or a read ends, only the total wait
+        unknown = e.launched if e.move in MOVED else seen.end
+        landed = unknown if e.landed is None else e.landed
+        when = e.launched, landed, e.exposed
+        wire = e.group, e.between, e.plain
+        seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, *when, *wire))
+    seen.work += [Work(s.kind, s.unit, s.phase, s.start, s.end) for s in engine.timeline]
     seen.moves.sort(key=lambda m: m.launched)
     seen.work.sort(key=lambda w: w.start)
-    for tier, ledger in {DEVICE: engine.memory, **ledgers_of(engine)}.items():
-        seen.of(tier).changes += [
-            change for change in ledger.timeline if seen.start <= change[0] <= seen.end
-        ]
-
-
-def _overrun(ring: deque[Any], key: str | int, start: float) -> bool:
-    """Whether a ring is full and its oldest entry is younger than the window."""
-    if ring.maxlen is None or len(ring) < ring.maxlen or not ring:
-        return False
-    oldest = ring[0][key] if isinstance(key, int) else getattr(ring[0], key)
-    return bool(oldest >= start)
+    for tier, ledger in ledgers_of(engine).items():
+        held = seen.tiers[tier]
+        held.changes += ledger.timeline
+        if saved is not None and tier == DEVICE:
+            held.changes += [change for change in saved.changes if change[0] <= seen.end]
+        held.changes.sort(key=lambda change: change[0])
+        if tier != DEVICE and not held.held and not held.changes:
+            del seen.tiers[tier]
 
 
 def _watch_steps(
     optimizer: torch.optim.Optimizer, engine: Engine, seen: Recording, stack: contextlib.ExitStack
-) -> list[int]:
-    """Record the optimizer's steps and the moments that they create.
-    Returns a list that holds the current count of steps.
-    """
-    count, begun, held = [0], [0.0], moments_by_tier(optimizer, engine)
+) -> None:
+    """Record the optimizer's steps, its moments, and those that its steps create."""
+    begun, held = [0.0], moments_by_tier(optimizer, engine)
+    for tier, nbytes in held.items():
+        seen.tiers.setdefault(tier, Held()).held[MOMENTS] = nbytes
 
     def before(stepping: torch.optim.Optimizer, *_: Any) -> None:
         if stepping is optimizer:
             begun[0] = time.perf_counter()
 
     def after(*_: Any) -> None:
-        end = time.perf_counter()
-        count[0] += 1
+        nonlocal held
+        end, had, held = time.perf_counter(), held, moments_by_tier(optimizer, engine)
+        seen.steps += 1
         seen.work.append(Work("optimizer", "", "optimizer", begun[0], end))
-        now = moments_by_tier(optimizer, engine)
-        for tier in {*now, *held}:
-            if change := now.get(tier, 0) - held.get(tier, 0):
-                seen.of(tier).changes.append((end, MOMENTS, "", change))
-        held.clear()
-        held.update(now)
+        for tier in {*had, *held}:
+            if change := held.get(tier, 0) - had.get(tier, 0):
+                seen.tiers[tier].changes.append((end, MOMENTS, "", change))
 
     first = register_optimizer_step_pre_hook(before)
     hooks: Any = first.hooks_dict_ref()
@@ -376,4 +262,53 @@ def _watch_steps(
     hooks.move_to_end(first.id, last=False)
     stack.callback(first.remove)
     stack.callback(optimizer.register_step_post_hook(after).remove)
-    return count
+
+
+def measured(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, recording: Recording
+) -> Account:
+    """Return the account of this rank. Call it between steps. Local, no synchronization.
+
+    rest        the ledger of the device now, plus the optimizer's states there
+    peak        the recording's peak; on an accelerator also what its allocator reserved and did not use
+    offloaded   the same peaks of the host and of NVMe
+    wire        bytes per step; links: those inside and between the nodes that the ledger knows
+    seconds     per step: compute, waits (for other ranks, for NVMe), optimizer, and the whole
+
+    Raises:
+        ValueError: the model was not sharded, or the recording holds no whole step.
+    """
+    engine, n = engine_of(model), recording.steps
+    if n < 1:
+        raise ValueError(
+            "the recording holds no whole step: run at least one step, the optimizer's included,"
+            " inside record()."
+        )
+    moments = moments_by_tier(optimizer, engine) if optimizer is not None else {}
+    figures = memory_figures(engine.device)
+    unused = figures.reserved_peak - figures.allocated_peak if figures is not None else 0
+    offloaded = {tier: recording.peak(tier=tier) for tier in (HOST, NVME)}
+    wire = {move: nbytes // n for move, nbytes in recording.wire().items()}
+    # Bytes between the recipe's groups are not bytes between nodes
+    of_nodes = engine.group.borders.endswith("nodes")
+    between = sum(m.between for m in recording.moves if m.move in STEP_MOVES) // n * of_nodes
+    moved = {move: nbytes // n for move, nbytes in recording.wire(MOVED).items()}
+    seconds = {
+        "compute": recording.compute,
+        "exposed communication": recording.exposed,
+        "optimizer": recording.optimizer,
+        "step": recording.seconds,
+        **({"io": recording.io} if moved else {}),
+    }
+    return Account(
+        rest=ordered({**engine.memory.now(), MOMENTS: moments.get(DEVICE, 0)}),
+        peak=ordered({**recording.peak(), FRAGMENTATION: unused}),
+        ledger=recording.peak(ENGINE),
+        host=sum(offloaded[HOST].values()),
+        nvme=sum(offloaded[NVME].values()),
+        offloaded={tier: held for tier, held in offloaded.items() if held},
+        moved=moved,
+        wire=wire,
+        links=ordered({"inside": sum(wire.values()) - between, "between": between}),
+        seconds={name: value / n for name, value in seconds.items()},
+    )

@@ -138,8 +138,7 @@ def _checkpoint_at(path: Path) -> Path:
 
 #: Values of the kinds that a run saves, in the state of its `DataOrder` and in `extra`.
 _ORDER = {"samples": 0, "global_batch": 0, "seed": 0, "fingerprint": ""}
-_EXTRA = {"steps": 0, "optimizer": "", "options": {}, "wire_bytes_total": 0,
-          "wire_bytes_between_total": 0, "wire_bytes_plain_total": 0}  # fmt: skip
+_EXTRA = {"steps": 0, "optimizer": "", "options": {}}
 
 
 def read_point(path: Path) -> Point:
@@ -172,10 +171,9 @@ def base_of(run: Run) -> str | None:
     return weights_digest(run.loaded.weights)
 
 
-def kept_beside(run: Run, sent: Mapping[str, int], skipped: int) -> dict[str, Any]:
-    """Return the extra values of a checkpoint: totals, and options that decide its numbers."""
+def kept_beside(run: Run, skipped: int) -> dict[str, Any]:
+    """Return the extra values of a checkpoint: skipped steps, and options that decide its numbers."""
     return {
-        **sent,
         "skipped": skipped,
         "steps": run.steps,
         "base": base_of(run),
@@ -234,7 +232,7 @@ def differences(run: Run, point: Point) -> list[str]:
     # A checkpoint from before OPTIONS were saved had none of them
     before = {name: TrainConfig.model_fields[name].default for name in OPTIONS}
     before |= point.extra.get("options", {})
-    now = kept_beside(run, {}, 0)["options"]
+    now = kept_beside(run, 0)["options"]
     others = changed((name, before[name], now[name]) for name in now if name in before)
     if others:
         said.append(f"options that have changed since: {others}")

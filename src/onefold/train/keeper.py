@@ -16,7 +16,6 @@ from onefold.checkpoint.background import Background, running
 from onefold.checkpoint.checkpointer import Checkpointer
 from onefold.processes.signals import STARTED, Stop
 from onefold.train.checkpoints import CHECKPOINTS, base_of, kept_beside
-from onefold.train.report import totals
 from onefold.wording import seconds_of, worded
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class Keeper:
             optimizer=run.optimizer,
             scaler=run.scaler,
             data=run.order,
-            extra=kept_beside(run, totals(run), skipped),
+            extra=kept_beside(run, skipped),
             tokenizer=run.loaded.tokenizer,
             frozen=base_of(run) is None,
         )

@@ -50,7 +50,7 @@ from onefold.train.faults import NonFinite, locate
 from onefold.train.keeper import Keeper
 from onefold.train.optimizers import peak_lr, rates
 from onefold.train.prepare import Run
-from onefold.train.report import Window, totals
+from onefold.train.report import Window
 from onefold.train.step import (
     forward_backward,
     held_out_loss,
@@ -192,10 +192,7 @@ class _Loop:
         figures = self.meter.step(tokens=tokens)
         held = figures.pop("memory")
         row: Row = {**figures, "step": step + 1, **memory(self.run), "held": held}
-        row |= totals(self.run) | rates(self.run.optimizer.param_groups)
-        if self.run.scaler is None:
-            del row["scale"]
-        return row
+        return row | rates(self.run.optimizer.param_groups)
 
     def _complete(
         self, row: Row, told: _Told, norm: float, scale: float | None, applied: bool

@@ -14,7 +14,7 @@ done         the run is over and saved
 error        the run failed (--json only)
 
 Window       records steps: one for the report, or those that --trace names
-describe     what was chosen and why     totals   bytes sent since the run began
+describe     what was chosen and why
 observe      writes this rank's ledgers into the output folder
 """
 
@@ -24,7 +24,6 @@ import contextlib
 import json
 import statistics
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +35,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 import onefold
-from onefold.observe.measure import measured, reconciled
 from onefold.observe.runfile import write_observed
-from onefold.observe.trace import Recording, record
+from onefold.observe.trace import Recording, measured, record
 from onefold.recipe.core import NODES
 from onefold.train.optimizers import peak_lr, rates
 from onefold.train.prepare import steps_of
@@ -46,9 +44,6 @@ from onefold.wording import readable
 
 if TYPE_CHECKING:
     from onefold.train.prepare import Run
-
-#: Keys of the bytes sent so far, in rows and checkpoints; see `totals`.
-TOTALS = ("wire_bytes_total", "wire_bytes_between_total", "wire_bytes_plain_total")
 
 
 class Reporter:
@@ -164,9 +159,7 @@ class ConsoleReporter(Reporter):
         losses = f"loss {first:.3f} -> {last:.3f}, " if None not in (first, last) else ""
         self.console.print(
             f"[bold]{verb}[/bold] after {row['steps']} steps in {row['seconds']:.0f} s:"
-            f" {losses}{readable(row['wire_bytes_total'])} sent by each"
-            f" rank{of_the_wire(row, self._borders, '_total')}, peak memory"
-            f" {readable(row['memory_peak'])} a rank"
+            f" {losses}peak memory {readable(row['memory_peak'])} a rank"
         )
         kept = [f"{row['model_kind']} {row['model']}"] if row["model"] else []
         kept += [f"checkpoint {row['checkpoint']}"] if row["checkpoint"] else []
@@ -182,7 +175,11 @@ def _figures(row: dict[str, Any], borders: str) -> str:
         parts.append(f"held-out {row['eval_loss']:.3f}")
     parts.append(f"{row['tokens_per_s']:.0f} tokens/s")
     parts.append(f"memory {readable(row['memory'])} (peak {readable(row['memory_peak'])})")
-    parts.append(f"wire {readable(row['wire_bytes'])}/step{of_the_wire(row, borders)}")
+    sent, between, plain = (row[f"wire_bytes{which}"] for which in ("", "_between", "_plain"))
+    details = [f"{readable(between)} between {borders.partition(' ')[2]}"] if borders else []
+    details += [f"{readable(plain)} without codecs"] if plain != sent else []
+    more = f" ({', '.join(details)})" if details else ""
+    parts.append(f"wire {readable(sent)}/step{more}")
     return "  ".join(parts)
 
 
@@ -243,37 +240,6 @@ class Window:
         if self.run.recording is None or config.trace is None:
             return None
         return self.run.recording.write_chrome(folder / f"trace-rank{self.run.ranks.rank}.json")
-
-
-def totals(run: Run) -> dict[str, int]:
-    """Return the bytes that this rank has sent since the run began, including earlier starts.
-
-    - wire_bytes_total: all of them.
-    - wire_bytes_between_total: those sent between nodes, if there are several nodes.
-    - wire_bytes_plain_total: what the total would be without codecs, if that differs.
-    """
-    engine, earlier = onefold.engine_of(run.model), run.earlier
-    all_of_them, across, uncoded = TOTALS
-    before = int(earlier.get(all_of_them, 0))
-    sent = before + engine.traffic.total()
-    between = int(earlier.get(across, 0)) + engine.traffic.by_link()["between"]
-    plain = int(earlier.get(uncoded, before)) + engine.traffic.sent().plain
-    out = {all_of_them: sent, across: between, uncoded: plain}
-    shown = {across: engine.group.borders or between, uncoded: plain != sent}
-    return {name: nbytes for name, nbytes in out.items() if shown.get(name, True)}
-
-
-def of_the_wire(row: Mapping[str, Any], borders: str, ending: str = "") -> str:
-    """Return details of the bytes sent, in brackets, for people; "" for one node and no codec.
-    `row`: a step's, or the run's with `ending` "_total". `borders`: `Group.borders`.
-    """
-    said = []
-    between, plain = row.get(f"wire_bytes_between{ending}"), row.get(f"wire_bytes_plain{ending}")
-    if between is not None:
-        said.append(f"{readable(between)} between {borders.partition(' ')[2] or 'nodes'}")
-    if plain is not None:
-        said.append(f"{readable(plain)} without codecs")
-    return f" ({', '.join(said)})" if said else ""
 
 
 def describe(run: Run) -> dict[str, Any]:
@@ -347,6 +313,5 @@ def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:
         recipe=run.recipe,
         plan=run.choice.predicted,
         step=run.recording,
-        machine=reconciled(run.model, account),
         facts=facts,
     )

@@ -26,7 +26,7 @@ import onefold
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import FULL
 from onefold.comm import StallError
-from onefold.observe.meter import TensorBoard
+from onefold.observe.meter import flat
 from onefold.offload.nvme import TierError
 from onefold.processes.claim import Claim, cannot_be_written
 from onefold.processes.peers import Peer, PeerMonitor
@@ -40,7 +40,7 @@ from onefold.train.loop import Row, train
 from onefold.train.memory_error import explain, is_out_of_memory
 from onefold.train.output import METRICS, Metrics, run_of, with_output, write_config
 from onefold.train.prepare import Run, prepare
-from onefold.train.report import TOTALS, JsonReporter, Reporter, Window, describe, observe, reporter
+from onefold.train.report import JsonReporter, Reporter, Window, describe, observe, reporter
 from onefold.train.results import MERGED, export
 from onefold.wording import TrainError, seconds_of
 
@@ -261,23 +261,29 @@ class Log:
         first = run.ranks.is_first
         self.say, self.rows, self.lost = say, list[Row](), 0
         self.metrics = Metrics(folder / METRICS if first else Path(os.devnull), after)
-        self.files: list[Metrics | TensorBoard] = [self.metrics]
+        self.board: Any = None
         if run.config.tensorboard and first:
-            self.files.append(TensorBoard(folder / "tensorboard", after=after))
+            from torch.utils.tensorboard import SummaryWriter
+
+            void = None if after is None else after + 1  # of an earlier start
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=void)
         if after is not None:
             facts = {"ranks": run.ranks.world_size, "stage": run.choice.stage}
             row = {"resumed": True, "from_step": run.start, **facts, "restart": restarts()}
-            self.write(row, self.metrics)
+            self.attempt(self.metrics.write, row)
 
     def row(self, row: Row) -> None:
         """Write one step's figures."""
         self.rows.append(row)
-        self.write(row, *self.files)
+        self.attempt(self.metrics.write, row)
+        if self.board is not None:
+            self.attempt(self._draw, row)
         self.say.say("step", **row)
 
-    def write(self, row: Row, *files: Metrics | TensorBoard) -> None:
-        for file in files:
-            self.attempt(file.write, row)
+    def _draw(self, row: Row) -> None:
+        for name, value in flat(row).items():
+            if name != "step":
+                self.board.add_scalar(name.replace(" ", "_"), value, row["step"])
 
     def done(self, summary: Row) -> None:
         """Tell that the run is over, and what is missing in its files."""
@@ -291,8 +297,9 @@ class Log:
         self.say.say("done", **summary)
 
     def close(self) -> None:
-        for file in self.files:
-            self.attempt(file.close)
+        for file in (self.metrics, self.board):
+            if file is not None:
+                self.attempt(file.close)
 
     def attempt(self, write: Callable[..., None], *given: Any) -> None:
         """Call `write`; where the disk takes nothing, say so once."""
@@ -370,7 +377,6 @@ def _finish(
     peak = run.ranks.most(log.rows[-1]["memory_peak"] if log.rows else 0)
     losses = [row["loss"] for row in log.rows if row["loss"] is not None]
     first = log.metrics.first
-    sent = log.rows[-1] if log.rows else {TOTALS[0]: 0, **run.earlier}
     summary: Row = {
         "done": True,
         "stopped": stopped,
@@ -379,14 +385,13 @@ def _finish(
         "seconds": seconds,
         "first_loss": first["loss"] if first is not None else None,
         "last_loss": losses[-1] if losses else None,
-        **{name: sent[name] for name in TOTALS if name in sent},
         "memory_peak": int(peak),
         "model_kind": kind,
         "model": str(model) if kind is not None else None,
         "checkpoint": str(keeper.path) if keeper.path is not None else None,
         "metrics": str(folder / METRICS),
     }
-    log.write(summary, log.metrics)
+    log.attempt(log.metrics.write, summary)
     log.done(summary)
 
 

@@ -1,0 +1,205 @@
+"""The report: one self-contained HTML page of a run, which opens offline.
+
+    metrics.jsonl            ─► loss, throughput
+    observed.json            ─► the recipe, the plan
+    observed-rank*.json      ─► memory and timeline of a step, traffic, predicted against measured, the ranks' steps
+
+What the run did not leave has no section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from onefold.comm import STEP_MOVES
+from onefold.observe.chrome import Span, spans_of
+from onefold.observe.runfile import (
+    METRICS,
+    RUN_FILE,
+    Observed,
+    RunFileError,
+    read_metrics,
+    read_observed,
+)
+from onefold.observe.trace import Recording
+from onefold.plan.schema import MOMENTS, Account, compare
+from onefold.wording import readable
+
+MIB = 1 << 20
+#: The parts of a step that do not overlap.
+PARTS = ("compute", "exposed communication", "optimizer")
+
+
+def write_report(run: str | Path, out: str | Path | None = None) -> Path:
+    """Write the report of the run in a folder and return its path.
+
+    Args:
+        run: the output folder of `onefold train`, or one that `write_observed` wrote to.
+        out: the file to write; None is `report.html` in the folder.
+
+    Raises:
+        RunFileError: the folder has nothing to report, or has a file that cannot be read.
+        ModuleNotFoundError: plotly or jinja2 is not installed.
+    """
+    import jinja2
+    from markupsafe import Markup
+
+    found: dict[str, Any] = sections(Path(run))
+    library = True  # only the first figure brings plotly's own code
+    for title, section in found.items():
+        if hasattr(section, "to_html"):
+            # plotly escapes what it is given
+            found[title] = Markup(section.to_html(full_html=False, include_plotlyjs=library))
+            library = False
+    source = files("onefold.observe").joinpath("report.html").read_text(encoding="utf-8")
+    template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(source)
+    path = Path(out or Path(run, "report.html"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(template.render(title=Path(run).resolve().name, sections=found), "utf-8")
+    return path
+
+
+def sections(folder: Path) -> dict[str, Any]:
+    """Return the sections of the page, {title: a figure, the rows of a table, or text}. Raises as
+    `write_report`.
+    """
+    rows = read_metrics(folder)
+    run = read_observed(folder) if (folder / RUN_FILE).exists() else Observed(1)
+    found: dict[str, Any] = {}
+    if run.facts or run.ranks:
+        facts = {**run.facts, "ranks in this report": f"{len(run.ranks)} of {run.world_size}"}
+        found["Run"] = [{"what": name.replace("_", " "), "is": str(facts[name])} for name in facts]
+    found["Loss"] = _curves(rows, "loss", "eval_loss")
+    found["Tokens a second"] = _curves(rows, "tokens_per_s")
+    recorded = [rank for rank in run.ranks if rank.step is not None] or run.ranks
+    if recorded:
+        fullest = max(recorded, key=lambda rank: rank.measured.peak_bytes)
+        of = f"rank {fullest.rank}, which held most" if run.world_size > 1 else "the rank"
+        if run.plan is not None:
+            found["Predicted and measured"] = comparison(run.plan, fullest.measured)
+        if (step := fullest.step) is not None:
+            for tier in step.tiers:
+                found[f"Memory of {of}: {tier}"] = _memory(step, tier, run.plan)
+            found[f"Timeline of {of}"] = _timeline(step)
+            found[f"MiB that {of}, sends in a step"] = _bars(_traffic(step), "MiB")
+    times = {
+        f"rank {rank.rank}": {part: 1000 * rank.measured.seconds[part] for part in PARTS}
+        for rank in run.ranks
+        if rank.measured.seconds.get("step")
+    }
+    found["Parts of each rank's step"] = _bars(times, "ms")
+    found["Recipe"] = run.recipe
+    found = {title: section for title, section in found.items() if section}
+    if not found:
+        raise RunFileError(
+            f"{folder} is not the output folder of a run: it has no {METRICS} or {RUN_FILE} with"
+            f" figures. `onefold train --output {folder}` writes them."
+        )
+    return found
+
+
+def comparison(plan: Account, measured: Account) -> list[dict[str, str]]:
+    """Return the lines of `compare` as rows. At peak, the plan counts logits with their fp32 copy and
+    their gradient; the ledger counts only what is saved.
+    """
+    rows = []
+    for line in compare(plan, measured):
+        ratio = "–" if line.ratio is None else f"{line.ratio:.3f}"
+        both = (_said(value, line.unit) for value in (line.predicted, line.measured))
+        values = line.name, *both, ratio
+        names = "of one rank", "predicted", "measured", "measured ÷ predicted"
+        rows.append(dict(zip(names, values, strict=True)))
+    return rows
+
+
+def _said(value: float | None, unit: str) -> str:
+    """Format a figure of an account, of unit "bytes", "s", "1/s" or ""."""
+    if value is None:
+        return "–"
+    if unit == "bytes":
+        return readable(value)
+    if unit == "s":
+        return f"{1000 * value:,.4g} ms"
+    return f"{value:,.0f}" if unit == "1/s" else f"{value:.1%}"
+
+
+def _figure(**layout: Any) -> Any:
+    from plotly.graph_objects import Figure  # type: ignore[import-untyped]
+
+    return Figure(layout={"template": "plotly_white", **layout})
+
+
+def _curves(rows: list[dict[str, Any]], *names: str) -> Any:
+    figure = _figure(xaxis_title="step", height=350)
+    for name in names:
+        found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        if found:
+            figure.add_scatter(
+                x=[x for x, _ in found], y=[y for _, y in found], name=name, showlegend=True
+            )
+    return figure if figure.data else None
+
+
+def _bars(values: Mapping[str, Mapping[str, float]], unit: str) -> Any:
+    """Draw a bar for each name, stacked of its parts."""
+    rows = {"autorange": "reversed", "type": "category", "automargin": True}
+    height = min(800, 200 + 20 * len(values))
+    figure = _figure(barmode="stack", xaxis_title=unit, yaxis=rows, height=height)
+    for part in dict.fromkeys(part for parts in values.values() for part in parts):
+        lengths = [parts.get(part, 0) for parts in values.values()]
+        figure.add_bar(orientation="h", y=list(values), x=lengths, name=part)
+    return figure if figure.data else None
+
+
+def _traffic(step: Recording) -> dict[str, dict[str, float]]:
+    """Return the MiB that a rank sends in one step by unit, in the order of the run, then by move."""
+    sent: dict[str, dict[str, float]] = {}
+    for m in step.moves:
+        if m.move in STEP_MOVES:
+            of_unit = sent.setdefault(m.unit, {})
+            of_unit[m.move] = of_unit.get(m.move, 0.0) + m.nbytes / MIB / max(1, step.steps)
+    return sent
+
+
+def _memory(step: Recording, tier: str, plan: Account | None) -> Any:
+    """Draw what a tier held by category, and a line of what the plan says."""
+    figure = _figure(xaxis_title="ms", yaxis_title="MiB", hovermode="x unified")
+    times, levels = step.levels(tier)
+    for category, held in levels.items():
+        figure.add_scatter(
+            x=[1000 * (at - step.start) for at in times], y=[n / MIB for n in held],
+            name=category, stackgroup="held", line_shape="hv",
+        )  # fmt: skip
+    planned, name = 0, "plan"
+    if plan is not None and tier != "device":
+        planned = sum(plan.offloaded.get(tier, {}).values())
+    elif plan is not None and step.activations_watched:
+        planned = plan.peak_bytes
+    elif plan is not None:
+        planned = sum(plan.ledger.values()) + plan.peak.get(MOMENTS, 0)
+        name = "plan without activations"
+    if planned:
+        figure.add_hline(planned / MIB, line_dash="dash", annotation_text=name)
+    return figure if levels else None
+
+
+def _timeline(step: Recording) -> Any:
+    """Draw the work, the moves, and, in red, the waits for moves."""
+    rows = {"autorange": "reversed", "automargin": True}
+    figure = _figure(barmode="overlay", xaxis_title="ms", yaxis=rows)
+    kinds: dict[str, list[Span]] = {}
+    for span in sorted(spans_of(step), key=lambda s: s.start - s.end):  # what lies inside is on top
+        kind = span.facts["phase"] if span.kind == "compute" else span.kind
+        kinds.setdefault(kind, []).append(span)
+    for kind, here in kinds.items():
+        sizes = [f", {readable(s.facts['bytes'])}" if "bytes" in s.facts else "" for s in here]
+        figure.add_bar(
+            orientation="h", y=[s.row for s in here], base=[1000 * (s.start - step.start) for s in here],
+            x=[1000 * (s.end - s.start) for s in here], name=kind, opacity=0.7, hoverinfo="text",
+            marker_color="crimson" if kind == "exposed" else None,
+            hovertext=[f"{s.name}: {_said(s.end - s.start, 's')}{size}" for s, size in zip(here, sizes, strict=True)],
+        )  # fmt: skip
+    return figure if kinds else None
