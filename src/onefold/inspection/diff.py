@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,42 +32,10 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
     "weights": ("parameter", "buffer"), "optimizer": ("state",), "rest": ("extra",), "random": (),
 }  # fmt: skip
 PARTS = tuple(KINDS_OF)
+REST = ("step", "scheduler", "scaler", "data", "extra", "extra_state", "wire")
 
 Advance = Callable[[int], object]
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """A tensor that differs between the checkpoints.
-
-    Attributes:
-        what: "only in the first", "only in the second", "shape", "dtype" or "values".
-        first, second: dtype and shape in each checkpoint; "" if it is missing there.
-        differing, of: number of elements that differ, and of all elements.
-        largest: the greatest |a - b|; nan if a or b is NaN in some element.
-        relative: the greatest |a - b| / max(|a|, |b|).
-        at: the flattened index of the greatest |a - b|.
-    """
-
-    item: Item
-    what: str
-    first: str = ""
-    second: str = ""
-    differing: int = 0
-    of: int = 0
-    largest: float = 0.0
-    relative: float = 0.0
-    at: int = -1
-
-
-@dataclass(frozen=True)
-class ValueDifference:
-    """A value, not a tensor, that differs. `part`: one of PARTS. `where`: such as "group 1, lr"."""
-
-    part: str
-    where: str
-    first: Any
-    second: Any
+Row = dict[str, Any]
 
 
 @dataclass
@@ -75,16 +43,19 @@ class Difference:
     """The result of a comparison.
 
     Attributes:
-        tensors, values: the differences. compared: {part: number of tensors that both have}.
-        nbytes: the size of these tensors in the first checkpoint.
+        tensors: a row for each tensor that differs: kind, name, state, what ("only in the first", "only in
+            the second", "shape", "dtype" or "values"), first and second (dtype and shape there), differing
+            (elements), largest (the greatest |a - b|; nan if one is NaN; 0 if only bits differ) and at (its
+            flattened index).
+        values: a row for each other value that differs: part, where, first, second.
+        compared: {part: number of tensors that both have}.
         skipped: requested parts that could not be compared, because another library saved one of
             the checkpoints.
     """
 
-    tensors: list[TensorDifference] = field(default_factory=list)
-    values: list[ValueDifference] = field(default_factory=list)
+    tensors: list[Row] = field(default_factory=list)
+    values: list[Row] = field(default_factory=list)
     compared: dict[str, int] = field(default_factory=dict)
-    nbytes: int = 0
     skipped: list[str] = field(default_factory=list)
 
     @property
@@ -94,22 +65,8 @@ class Difference:
 
     def differing(self, part: str) -> tuple[int, int]:
         """Return the number of (tensors, values) of a part that differ."""
-        tensors = sum(d.item.kind in KINDS_OF[part] for d in self.tensors)
-        return tensors, sum(d.part == part for d in self.values)
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """Elements a and b are equal if |a - b| <= absolute + relative · max(|a|, |b|). With both
-    tolerances 0, their bits must be equal.
-    """
-
-    absolute: float = 0.0
-    relative: float = 0.0
-
-    @property
-    def exact(self) -> bool:
-        return self.absolute == self.relative == 0
+        tensors = sum(row["kind"] in KINDS_OF[part] for row in self.tensors)
+        return tensors, sum(row["part"] == part for row in self.values)
 
 
 def differences(
@@ -117,13 +74,16 @@ def differences(
     second: Source,
     *,
     parts: Collection[str] = PARTS,
-    tolerance: Tolerance = Tolerance(),
+    atol: float = 0.0,
+    rtol: float = 0.0,
     wanted: Callable[[str], bool] = lambda name: True,
-    advance: Advance | None = None,
+    advance: Advance = lambda n: None,
 ) -> Difference:
     """Return every difference between two sources in the given `parts`.
 
     Args:
+        atol, rtol: a and b are equal if |a - b| <= atol + rtol · max(|a|, |b|). With both 0, their bits must
+            be equal.
         wanted: returns, for the name of a parameter, whether to compare its tensors and scalars.
         advance: called with the number of elements compared since its last call.
 
@@ -132,31 +92,37 @@ def differences(
     """
     kinds = {kind: part for part in parts for kind in KINDS_OF[part]}
     found = Difference(compared=dict.fromkeys(parts, 0))
-    here, there = first.items(), second.items()
     for item, a, b in paired(first, second, lambda item: item.kind in kinds and wanted(item.name)):
-        if a is None or b is None:
-            where = f"only in the {'first' if a else 'second'}"
-            shown = _shown(here[a]) if a else "", _shown(there[b]) if b else ""
-            found.tensors.append(TensorDifference(item, where, *shown))
-            continue
-        found.compared[kinds[item.kind]] += 1
-        found.nbytes += numel_of(here[a].shape) * here[a].dtype.itemsize
-        difference = _tensor(first, second, a, b, tolerance, advance or (lambda n: None))
-        if difference is not None:
-            found.tensors.append(difference)
-        first.compare()
-        second.compare()
+        one = first.stored(a) if a else None
+        other = second.stored(b) if b else None
+        row = {**asdict(item), "what": "", "first": _shown(one), "second": _shown(other)}
+        if a is None or b is None or one is None or other is None:
+            row["what"] = f"only in the {'first' if a else 'second'}"
+        elif one.shape != other.shape:
+            row["what"] = "shape"
+        else:
+            looked = _tensors(first, second, a, b, atol, rtol, advance)
+            if looked["differing"]:
+                row |= {"what": "values", **looked}
+            elif one.dtype != other.dtype and atol == rtol == 0:
+                row["what"] = "dtype"
+            first.compare()
+            second.compare()
+        if a and b:
+            found.compared[kinds[item.kind]] += 1
+        if row["what"]:
+            found.tensors.append(row)
     if "optimizer" in parts:
-        names = dict.fromkeys(
-            i.name for i in (*here, *there) if i.kind == "parameter" and wanted(i.name)
+        items = [*first.items(), *second.items()]
+        names = dict.fromkeys(i.name for i in items if i.kind == "parameter" and wanted(i.name))
+        found.values += _values(
+            "optimizer", _optimizer(first, names), _optimizer(second, names), atol, rtol
         )
-        for where, value, others in _optimizer_values(first, second, names):
-            found.values += values_differing("optimizer", value, others, where, tolerance)
     if isinstance(first, FolderSource) and isinstance(second, FolderSource):
         if "rest" in parts:
-            found.values += values_differing("rest", _rest(first), _rest(second), "", tolerance)
+            found.values += _values("rest", _rest(first), _rest(second), atol, rtol)
         if "random" in parts:
-            found.values += values_differing("random", _random(first), _random(second), "")
+            found.values += _values("random", _random(first), _random(second))
     else:
         found.skipped = [part for part in parts if part in ("rest", "random")]
     return found
@@ -193,178 +159,99 @@ def _in_other(
     return next((match for match in matches if match in there), None)
 
 
-# -- tensors ---------------------------------------------------------------------------------------
-
-
-def _tensor(
-    first: Source, second: Source, a: Item, b: Item, tolerance: Tolerance, advance: Advance
-) -> TensorDifference | None:
-    one, other = first.stored(a), second.stored(b)
-    numel = numel_of(one.shape)
-    if one.shape != other.shape:
-        return TensorDifference(a, "shape", _shown(one), _shown(other), of=numel)
-    seen = _Seen()
-    blocks = (first.blocks(a, 0, numel, BLOCK), second.blocks(b, 0, numel, BLOCK))
+def _tensors(
+    first: Source, second: Source, a: Item, b: Item, atol: float, rtol: float, advance: Advance
+) -> Row:
+    numel = numel_of(first.stored(a).shape)
+    seen: Row = {"differing": 0, "largest": -1.0, "at": -1}
+    blocks = first.blocks(a, 0, numel, BLOCK), second.blocks(b, 0, numel, BLOCK)
     for (start, x), (_, y) in zip(*blocks, strict=True):
-        seen.look(x, y, start, tolerance)
+        differing, largest, at = _compared(x, y, atol, rtol)
+        seen["differing"] += differing
+        if differing and (largest > seen["largest"] or math.isnan(largest)):
+            seen |= {"largest": largest, "at": start + at}
         advance(len(x))
-    if not seen.differing and (one.dtype == other.dtype or not tolerance.exact):
-        return None
-    what = "values" if seen.differing else "dtype"
-    counts = seen.differing, numel, seen.largest, seen.relative, seen.at
-    return TensorDifference(a, what, _shown(one), _shown(other), *counts)
+    return seen
 
 
-class _Seen:
-    """The differences of one tensor, accumulated block by block."""
-
-    def __init__(self) -> None:
-        self.differing, self.largest, self.relative, self.at = 0, 0.0, 0.0, -1
-
-    def look(self, x: torch.Tensor, y: torch.Tensor, start: int, tolerance: Tolerance) -> None:
-        if x.dtype == y.dtype and bytes_of(x) == bytes_of(y):
-            return
-        a, b = _as_numbers(x), _as_numbers(y)
-        gap = (a - b).abs()
-        both = torch.maximum(a.abs(), b.abs())
-        gap[(a == b) | (a.isnan() & b.isnan())] = 0.0
-        if tolerance.exact:
-            same = _same_bits(x, y) if x.dtype == y.dtype else gap == 0
-        else:
-            same = (gap <= tolerance.absolute + tolerance.relative * both) | (gap == 0)
-        if bool(same.all()):
-            return
-        self.differing += int((~same).sum())
-        gap[same] = 0.0
-        nans = gap.isnan()
-        where = int(nans.to(torch.uint8).argmax() if bool(nans.any()) else gap.argmax())
-        largest = float(gap[where])
-        first_nan = math.isnan(largest) and not math.isnan(self.largest)
-        if self.at < 0 or largest > self.largest or first_nan:
-            self.largest, self.at = largest, start + where
-        relative = gap / both.clamp_min(torch.finfo(torch.float64).tiny)
-        self.relative = max(self.relative, float(relative.nan_to_num().max()))
+def _compared(x: torch.Tensor, y: torch.Tensor, atol: float, rtol: float) -> tuple[int, float, int]:
+    """Return (elements that differ, the greatest |a - b| among them, nan before all, and its index)."""
+    if x.dtype == y.dtype and bytes_of(x) == bytes_of(y):
+        return 0, 0.0, -1
+    # Integers above 2^53 are rounded; a complex number counts by its modulus
+    a, b = (t.abs().double() if t.is_complex() else t.double() for t in (x, y))
+    gap = (a - b).abs()
+    gap[(a == b) | (a.isnan() & b.isnan())] = 0.0
+    differs = ~(gap <= atol + rtol * torch.maximum(a.abs(), b.abs()).nan_to_num())
+    if atol == rtol == 0 and x.dtype == y.dtype:
+        bits = (t.contiguous().view(torch.uint8).view(-1, x.dtype.itemsize) for t in (x, y))
+        differs = torch.ne(*bits).any(dim=1)
+    at = int(torch.where(differs, gap.nan_to_num(math.inf), -1.0).argmax())
+    return int(differs.sum()), float(gap[at]), at
 
 
-def _as_numbers(x: torch.Tensor) -> torch.Tensor:
-    """Return the elements as float64. Integers above 2^53 are rounded. A complex number is replaced
-    by its modulus.
-    """
-    return x.abs().double() if x.is_complex() else x.double()
+def _shown(tensor: Stored | None) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" if tensor else ""
 
 
-def _same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return, for each element, whether all bits are equal."""
-    size = x.dtype.itemsize
-    return (x.view(torch.uint8).view(-1, size) == y.view(torch.uint8).view(-1, size)).all(dim=1)
-
-
-def _shown(tensor: Stored | torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-# -- everything else -------------------------------------------------------------------------------
-
-
-def _optimizer_values(
-    first: Source, second: Source, names: Iterable[str]
-) -> Iterator[tuple[str, Any, Any]]:
-    one, other = first.groups(), second.groups()
-    if one is None and other is None:
-        return
-    if one is None or other is None:
-        said = ["absent" if groups is None else "there" for groups in (one, other)]
-        yield "optimizer", said[0], said[1]
-        return
-    if len(one) != len(other):
-        yield "optimizers", len(one), len(other)
-    for number, (groups, others) in enumerate(zip(one, other, strict=False)):
-        which = f"optimizer {number}, " if len(one) > 1 else ""
-        if len(groups) != len(others):
-            yield f"{which}groups", len(groups), len(others)
-        for index, (a, b) in enumerate(zip(groups, others, strict=False)):
-            yield f"{which}group {index}", a, b
-    for name in names:
-        yield name, dict(first.scalars(name)), dict(second.scalars(name))
+def _optimizer(source: Source, names: Iterable[str]) -> dict[str, Any]:
+    """Return the parameter groups, and the scalars by parameter."""
+    found: dict[str, Any] = {name: dict(source.scalars(name)) for name in names}
+    optimizers = source.groups() or []
+    for number, groups in enumerate(optimizers):
+        which = f"optimizer {number}, " if len(optimizers) > 1 else ""
+        found |= {f"{which}group {index}": group for index, group in enumerate(groups)}
+    return found
 
 
 def _rest(source: FolderSource) -> dict[str, Any]:
     """Return the other values that a run resumes from. Tensors among them are represented by their
     number, since they are compared as tensors.
     """
-    keys = ("step", "scheduler", "scaler", "data", "extra", "extra_state", "wire")
     return {
         key: decode(source.state[key], lambda number: f"tensor {number}")  # type: ignore[arg-type, return-value]
-        for key in keys
+        for key in REST
         if source.state.get(key) is not None
     }
 
 
 def _random(source: FolderSource) -> dict[str, dict[str, str]]:
     """Return {rank: {generator: digest of its state}}."""
-    out = {}
-    for item in source.records:
-        if item.kind == "rng":
-            digests = {
-                name: hashlib.sha256(json.dumps(encode(state, name)).encode()).hexdigest()[:12]
-                for name, state in random_of(source, int(item.name)).items()
-            }
-            out[f"rank {item.name}"] = digests
-    return out
+    return {
+        f"rank {item.name}": {
+            name: hashlib.sha256(json.dumps(encode(state, name)).encode()).hexdigest()[:12]
+            for name, state in random_of(source, int(item.name)).items()
+        }
+        for item in source.records
+        if item.kind == "rng"
+    }
 
 
-def values_differing(
-    part: str, a: Any, b: Any, where: str, tolerance: Tolerance = Tolerance()
-) -> list[ValueDifference]:
-    """Return the differences between two nested values, each with its position."""
-    inside: Iterable[tuple[Any, Any, Any]]
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        inside = ((k, a.get(k, _ABSENT), b.get(k, _ABSENT)) for k in dict.fromkeys((*a, *b)))
-    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        inside = zip(range(len(a)), a, b, strict=True)
-    elif _same(a, b, tolerance):
-        return []
-    else:
-        return [ValueDifference(part, where, _plain(a), _plain(b))]
-    return [
-        d
-        for key, x, y in inside
-        for d in values_differing(part, x, y, f"{where}, {key}" if where else str(key), tolerance)
-    ]
+def _values(part: str, a: Any, b: Any, atol: float = 0.0, rtol: float = 0.0) -> Iterator[Row]:
+    """Yield the differences between two nested values, each with its place."""
+    one, other = dict(_flat(a)), dict(_flat(b))
+    for where in dict.fromkeys((*one, *other)):
+        x, y = one.get(where, "absent"), other.get(where, "absent")
+        numbers = isinstance(x, int | float) and isinstance(y, int | float)
+        near = (
+            numbers
+            and float in (type(x), type(y))
+            and math.isclose(x, y, rel_tol=rtol, abs_tol=atol)
+        )
+        if not (near or (x == y and (numbers or type(x) is type(y))) or (x != x and y != y)):
+            yield {"part": part, "where": where, "first": x, "second": y}
 
 
-class _Absent:
-    def __repr__(self) -> str:
-        return "absent"
-
-
-_ABSENT = _Absent()
-_ARRAYS = (torch.Tensor, np.ndarray, np.generic)
-
-
-def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
-    if isinstance(a, _ARRAYS) or isinstance(b, _ARRAYS):
-        try:
-            x, y = torch.as_tensor(a, device="cpu"), torch.as_tensor(b, device="cpu")
-        except (TypeError, ValueError, RuntimeError):
-            return False
-        if x.shape != y.shape:
-            return False
-        seen = _Seen()
-        seen.look(x.reshape(-1).contiguous(), y.reshape(-1).contiguous(), 0, tolerance)
-        return not seen.differing
-    if isinstance(a, (int, float)) and isinstance(b, (int, float)) and float in (type(a), type(b)):
-        gap = tolerance.absolute + tolerance.relative * max(abs(a), abs(b))
-        return a == b or (a != a and b != b) or abs(a - b) <= gap
-    return type(a) is type(b) and bool(a == b)
-
-
-def _plain(value: Any) -> Any:
-    """Return a short form of a value, for output and JSON."""
-    if isinstance(value, _ARRAYS):
-        tensor = torch.as_tensor(value, device="cpu")
-        return tensor.item() if tensor.numel() == 1 else _shown(tensor)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    text = repr(value)
-    return text if len(text) <= 200 else text[:197] + "..."
+def _flat(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (place, value) of everything in nested mappings, lists, tensors and arrays."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        value = value.tolist()
+    inside: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        inside = value.items()
+    elif isinstance(value, list | tuple):
+        inside = enumerate(value)
+    for key, one in inside:
+        yield from _flat(one, f"{where}, {key}" if where else str(key))
+    if not isinstance(value, Mapping | list | tuple) or not value:
+        yield where, value

@@ -7,18 +7,15 @@ A load does not need this, because it can read pieces of any size. It is useful 
     before  rank-00000 |        | rank-00001           |     each old piece is read once, in blocks; the checksums
     after   rank-00000 | rank-00001 | rank-00002       |     of its parts are combined and compared
 
-The files are divided as in a save on N ranks of a model with a single unit: the parameters in a row
-are divided evenly, and optimizer states are stored with their parameter's elements. What only the
-first rank stores stays in the first file. Random states keep the number of their rank, by which a
-load assigns them, in whichever file they are. The new checkpoint is committed only if all checksums
-of the old one are right.
+Parameters and optimizer states are divided evenly; everything else is in the first file. The new
+checkpoint is committed only if all checksums of the old one are right.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,10 +38,9 @@ from onefold.checkpoint.manifest import (
     write_manifest,
 )
 from onefold.checkpoint.source import Item
-from onefold.checkpoint.tensorfile import CHUNK, DTYPES, Planned, numel_of, write_tensors
-from onefold.layout import FlatLayout
-from onefold.reading import open_regular
-from onefold.recipe.moments import grain_of, items_of, packed
+from onefold.checkpoint.tensorfile import DTYPES, Planned, numel_of, write_tensors
+from onefold.reading import read_bytes
+from onefold.recipe.moments import packed
 
 #: Bytes of a tensor in memory at a time. A rank's larger part of a tensor becomes several pieces.
 BLOCK = 64 << 20
@@ -100,14 +96,13 @@ def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> 
     pieces: dict[Item, list[StoredPiece]] = {record.item: [] for record in manifest.records}
     for rank, cuts in enumerate(_cuts(manifest, ranks)):
         name = rank_file(rank)
-        blocks = [block for cut in cuts for block in _blocks(*cut)]
         planned = [
             Planned(key_of(r.item, a), DTYPES[r.dtype], (b - a,), partial(_read, source, r, a, b, advance))
-            for r, a, b in blocks
+            for r, a, b in cuts
         ]  # fmt: skip
         written = write_tensors(folder / name, planned)
         files[name] = FileRecord(written.nbytes, written.head, head_only=True)
-        for r, a, b in blocks:
+        for r, a, b in cuts:
             pieces[r.item].append(StoredPiece(name, a, b, written.crcs[key_of(r.item, a)]))
     source.compare()
     for name, recorded in manifest.files.items():
@@ -119,29 +114,15 @@ def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> 
 
 
 def _cuts(manifest: Manifest, ranks: int) -> list[list[Cut]]:
-    """Return the contents of each rank's file: (tensor, start, stop)."""
-    parameters = [r for r in manifest.records if r.item.kind == "parameter"]
-    layout = FlatLayout.of([(r.item.name, r.shape) for r in parameters], ranks)
-    slots = {slot.name: slot for slot in layout.slots}
+    """Return the contents of each rank's file: (tensor, start, stop), at most `BLOCK` bytes each."""
     out: list[list[Cut]] = [[] for _ in range(ranks)]
     for record in manifest.records:
-        numel, slot = numel_of(record.shape), slots.get(record.item.name)
-        grain = grain_of(record.item.state)
-        divided = record.item.kind in ("parameter", "state") and slot is not None
-        if divided and slot is not None and -(-slot.numel // grain) == numel:
-            for rank in range(ranks):
-                start, stop = layout.local(slot, rank)
-                out[rank].append((record, *items_of(start - slot.start, stop - slot.start, grain)))
-        else:
-            owner = int(record.item.name) % ranks if record.item.kind == "rng" else 0
-            out[owner].append((record, 0, numel))
+        numel, step = numel_of(record.shape), BLOCK // DTYPES[record.dtype].itemsize
+        shares = ranks if record.item.kind in ("parameter", "state") else 1
+        for rank in range(shares):
+            begin, end = numel * rank // shares, numel * (rank + 1) // shares
+            out[rank] += [(record, at, min(end, at + step)) for at in range(begin, end, step)]
     return out
-
-
-def _blocks(record: Record, start: int, stop: int) -> Iterator[Cut]:
-    step = max(1, BLOCK // DTYPES[record.dtype].itemsize)
-    for begin in range(start, stop, step):
-        yield record, begin, min(begin + step, stop)
 
 
 def _read(
@@ -154,22 +135,15 @@ def _read(
 
 
 def _copy(source: Path, folder: Path, name: str, recorded: FileRecord) -> FileRecord:
-    """Copy a file unchanged and verify its checksum."""
+    """Copy a small file unchanged and verify its checksum."""
     path = path_in(source, name)
+    data = read_bytes(path) if path.exists() else b""
+    if hashlib.sha256(data).hexdigest() != recorded.sha256:
+        raise CheckpointError(
+            f"{path} is missing or damaged. Run `onefold checkpoint verify {source}` to see what else"
+            " is."
+        )
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
-    try:
-        with open(path, "rb", opener=open_regular) as old, (folder / name).open("xb") as new:
-            while block := old.read(CHUNK):
-                digest.update(block)
-                new.write(block)
-    except FileNotFoundError:
-        raise _wrong(source, f"{source / name} is missing.") from None
-    if digest.hexdigest() != recorded.sha256:
-        raise _wrong(source, f"{source / name} is damaged.")
+    (folder / name).write_bytes(data)
     flush(folder / name)
     return recorded
-
-
-def _wrong(source: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{what} Run `onefold checkpoint verify {source}` to see what else is.")

@@ -1,0 +1,116 @@
+"""What the commands share to answer: a mapping of titles to rows becomes tables or JSON, an error a
+sentence and an exit status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import typer
+
+from onefold.cli.options import refuse, stopped
+from onefold.wording import few, readable
+
+#: The most rows of a table that people see; --json has them all.
+MOST = 40
+
+
+def show(as_json: bool, event: str, found: Mapping[str, Any]) -> None:
+    """Print {title: a value, or rows of a table} for people, or as one JSON object."""
+    if as_json:
+        from pydantic_core import to_jsonable_python
+
+        said = to_jsonable_python(dict(found), inf_nan_mode="strings", fallback=str)
+        print(json.dumps({"event": event, **said}))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    # As wide as it needs in a file: nothing is cut off
+    width = None if sys.stdout.isatty() else 1000
+    out = Console(highlight=False, soft_wrap=True, width=width)
+    for title, rows in found.items():
+        if not isinstance(rows, list) or not isinstance((*rows, "none")[0], Mapping):
+            out.print(f"[bold]{escape(title)}[/bold] {escape(_text(title, rows))}")
+            continue
+        columns = dict.fromkeys(name for row in rows for name in row)
+        table = Table(*columns, title=title, title_justify="left", box=None, padding=(0, 2))
+        for row in rows[:MOST]:
+            table.add_row(*(escape(_text(name, row.get(name))) for name in columns))
+        out.print(table)
+        if len(rows) > MOST:
+            out.print(f"and {len(rows) - MOST} more; --json lists all")
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if name == "bytes":
+        return readable(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {_text(k, v)}" for k, v in value.items() if v not in (None, False))
+    if isinstance(value, list | tuple):
+        return few(map(str, value), MOST) or "none"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return (
+        f"{value:,}"
+        if isinstance(value, int) and name in ("elements", "parameters")
+        else str(value)
+    )
+
+
+def answered(command: Callable[..., int]) -> Callable[..., None]:
+    """Make a command of a function that returns the exit status. An error that the user can mend is
+    told in a sentence, with status 2. Ctrl-C ends it with status 130 and leaves no files.
+    """
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        import torch  # noqa: F401, before Ctrl-C becomes an exception
+
+        from onefold.checkpoint.folder import in_words
+        from onefold.processes.signals import interruptible
+
+        as_json = given["as_json"]
+        try:
+            with interruptible():
+                status = command(**given)
+        except KeyboardInterrupt:
+            stopped(signal.SIGINT, "written", as_json)
+        except (ValueError, OSError) as error:
+            text = f"{in_words(error)}." if isinstance(error, OSError) else str(error)
+            refuse(text, as_json, kind=type(error).__name__)
+        raise typer.Exit(status)
+
+    return run
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int | None, as_json: bool) -> Iterator[Callable[..., object]]:
+    """Show a progress bar in a terminal. Yields a function to call with (bytes since the last call,
+    total bytes if they have changed).
+    """
+    from rich import progress as rich
+    from rich.console import Console
+
+    columns = (
+        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn(binary_units=True),
+        rich.TransferSpeedColumn(), rich.TimeRemainingColumn(),
+    )  # fmt: skip
+    console = Console(stderr=True)
+    hidden = as_json or not console.is_terminal
+    with rich.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task(title, total=total)
+
+        def advance(more: int, of: int | None = None) -> None:
+            bar.update(task, advance=more, total=of if of is not None else total)
+
+        yield advance
