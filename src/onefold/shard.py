@@ -344,18 +344,13 @@ class Capabilities:
         return DeviceStorage(flat)
 
     def gather(self, flat: Flat, engine: Engine) -> Gather:
-        spec = flat.spec
-        if flat.storage.encoded:
-            from onefold.quant.encoded_storage import EncodedStorage
-            from onefold.quant.gather_paths import EncodedRestGather
+        if flat.spec.gather_codec is None:
+            return Gather(flat, engine)
+        from onefold.quant.gather_paths import EncodedGather
 
-            assert isinstance(flat.storage, EncodedStorage)
-            return EncodedRestGather(flat, engine, flat.storage)
-        if spec.gather_codec is not None:
-            from onefold.quant.gather_paths import EncodedGather
-
-            return EncodedGather(flat, engine, self.codec(engine.recipe.parameters.codec or ""))
-        return Gather(flat, engine)
+        recipe = engine.recipe
+        name = recipe.frozen if flat.spec.stored else recipe.parameters.codec
+        return EncodedGather(flat, engine, self.codec(name or ""))
 
     def hop(self, flat: Flat, at: int, engine: Engine) -> Hop:
         group = flat.group  # its levels are like it

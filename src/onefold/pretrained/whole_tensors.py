@@ -295,7 +295,7 @@ def _start(engine: Engine, masters: MasterParts, stretch: Stretch, into: torch.T
         def part(sender: int, receiver: int) -> torch.Tensor | None:
             """Return the elements that `sender` accounts for, unless `receiver` holds them."""
             there = overlap(flat.layout.interval(sender), (start, end))
-            if there[0] >= there[1] or overlap(there, flat.owned_by(receiver)) == there:
+            if there[0] >= there[1] or overlap(there, flat.spec.owned_by(receiver)) == there:
                 return None
             at = place(there)
             return raw[at.start * width : at.stop * width]

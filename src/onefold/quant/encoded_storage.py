@@ -81,4 +81,4 @@ class EncodedStorage(Storage):
         )
 
     def put(self, full: torch.Tensor) -> None:
-        """Do nothing: `EncodedRestGather` sends the bytes."""
+        """Do nothing: `EncodedGather` sends the bytes."""

@@ -4,10 +4,8 @@ After a step each rank's interval is encoded once. It is sent and cached as byte
 the flat buffer after the last hop. Each rank decodes its own interval too, so all ranks compute
 with the same values.
 
-| class               | caches the bytes of                                        |
-|---------------------|------------------------------------------------------------|
-| `EncodedGather`     | the intervals that a rank owns; with hpZ the group's shard |
-| `EncodedRestGather` | nothing: masters are bytes                                 |
+It caches the bytes of the intervals that a rank owns; with hpZ those of the group's shard. Frozen
+weights that are stored encoded are bytes already, so nothing is cached.
 """
 
 from __future__ import annotations
@@ -41,8 +39,13 @@ class EncodedGather(Gather):
         flat = self.flat
         # Take the buffer on the computing stream: the pool reuses it in that stream's order.
         coded = self.pool.take(flat.spec.coded_bytes, torch.uint8, GATHERED, flat.unit_name)
+
+        def decode() -> None:
+            self.intervals.decode(coded, full)
+            self.pool.give(coded)
+
         with self.up.on_stream() if self.beside else nullcontext():
-            return Decoded(self.send(full, coded, context), self, full, coded)
+            return self.send(full, coded, context).then(decode)
 
     @property
     def cached_slice(self) -> slice:
@@ -52,12 +55,14 @@ class EncodedGather(Gather):
         )
 
     def fill(self, full: torch.Tensor, wire: torch.Tensor) -> None:
-        """Encode what this rank owns, interval by interval. Each interval is encoded separately, so
-        the bytes do not depend on the groups.
-        """
-        self.put(full)
+        """Encode what this rank owns, interval by interval, unless it is stored so."""
         a, b = self.flat.owned
-        self.intervals.encode(full[a:b], wire[slice(*self.intervals.bytes_of((a, b)))])
+        coded, storage = wire[slice(*self.intervals.bytes_of((a, b)))], self.flat.storage
+        if isinstance(storage, EncodedStorage):
+            coded.copy_(storage.payload)
+            return
+        self.put(full)
+        self.intervals.encode(full[a:b], coded)
 
     def all_gather(self, group: Group, wire: torch.Tensor, context: CollectiveContext) -> Pending:
         """Gather the bytes of the whole, or of a shard, among ranks that each have a part. The
@@ -67,37 +72,3 @@ class EncodedGather(Gather):
         whole = flat.layout.numel * flat.dtypes.compute.itemsize
         plain = whole * wire.numel() // flat.spec.coded_bytes
         return group.all_gather(wire, context, flat.index, plain=plain)
-
-
-class EncodedRestGather(EncodedGather):
-    """Sends the bytes of masters that are stored encoded. Nothing is cached."""
-
-    def __init__(self, flat: Flat, engine: Engine, storage: EncodedStorage) -> None:
-        super().__init__(flat, engine, storage.codec)
-        self.storage = storage
-
-    def build(self, device: torch.device) -> None:
-        pass
-
-    def fill(self, full: torch.Tensor, wire: torch.Tensor) -> None:
-        wire[self.cached_slice].copy_(self.storage.payload)
-
-
-class Decoded(Pending):
-    """A pending gather of bytes; `wait` decodes them into the flat buffer."""
-
-    __slots__ = ("_coded", "_full", "_gather", "_moving")
-
-    def __init__(
-        self, moving: Pending, gather: EncodedGather, full: torch.Tensor, coded: torch.Tensor
-    ) -> None:
-        self._moving, self._gather, self._full = moving, gather, full
-        self._coded: torch.Tensor | None = coded
-        self.context, self.event = moving.context, moving.event
-
-    def wait(self) -> None:
-        coded, self._coded = self._coded, None
-        if coded is not None:
-            self._moving.wait()
-            self._gather.intervals.decode(coded, self._full)
-            self._gather.pool.give(coded)

@@ -141,7 +141,7 @@ class Entry:
         at `position`) steps. Optimizers of other ranks may step them too.
         """
         flat = self.flat
-        owned = flat.owned if position is None else flat.owned_by(position)
+        owned = flat.owned if position is None else flat.spec.owned_by(position)
         a, b = overlap((self.slot.start, self.slot.end), owned)
         return a - self.slot.start, b - self.slot.start
 
@@ -257,8 +257,6 @@ class Flat:
         self.early_scale = ranks.scale_of_mean if self.scales_late else ranks.scale
         if recipe.reduce_op == "sum":
             self.early_scale *= ranks.data
-        # Whether sums are sent on, to the other ranks that hold them too
-        self.sums_go_on = bool(spec.broadcast_back)
         self.storage: Storage = made.storage(self, tiers, kind.encoded, engine)
         self.gather: Gather = made.gather(self, engine)
         self.hops: tuple[Hop, ...] = tuple(
@@ -396,22 +394,12 @@ class Flat:
         """The ranks whose masters together are the whole, each element once."""
         return self.group.intra_group if self.owned == self.shard else self.group
 
-    def owned_by(self, position: int) -> tuple[int, int]:
-        """The addresses that the optimizer of another rank owns."""
-        return self.spec.owned_by(position)
-
     def overwritten_since(self, write: int) -> bool:
         """Whether the values that passes used before that write to the masters are gone. A resident
-        copy has them until it is refreshed.
+        copy of masters on the device has them until it is refreshed.
         """
-        return not self.unsharded and not (self.is_copied and self.refreshed < write)
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether passes compute with a resident copy of masters on the device. Writes to masters
-        reach such a copy when it is refreshed.
-        """
-        return self.resident and not (self.spec.shares_memory or self.storage.offloaded)
+        copied = self.resident and not (self.spec.shares_memory or self.storage.offloaded)
+        return not self.unsharded and not (copied and self.refreshed < write)
 
     @property
     def version(self) -> int:

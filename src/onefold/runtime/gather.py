@@ -35,6 +35,7 @@ class Gatherer:
             passes. See [Note: last units stay] in runtime/order.py.
         gathered: the units that are gathered or being gathered, by index. by_storage: their buffers.
         kept: units that stay gathered over passes; with `holding`, also over those with gradients.
+        keeping: those of them that nothing releases now.
         reached: how often a backward pass has reached the output of a unit.
         hooks: on saved tensors, of the forward pass under way.
     """
@@ -63,6 +64,7 @@ class Gatherer:
         self.hooks: saved_tensors_hooks | None = None
         self.reached = 0
         self.kept: Collection[Unit] = ()
+        self.keeping: Collection[Unit] = ()
         self.holding = False
 
     # -- passes ------------------------------------------------------------------------------------
@@ -71,12 +73,9 @@ class Gatherer:
         self.released_early = False
         self.release_last_units()  # their backward pass did not come, or comes after this forward pass
         if self.kept and not self.holding:
-            if torch.is_grad_enabled():
-                self._release_kept()
-            else:
-                for unit in self.kept:
-                    unit.kept = True
-                self.gather_kept()
+            graded = torch.is_grad_enabled()
+            self.keeping = () if graded else self.kept
+            self._release_all(self.kept) if graded else self.gather_kept()
         if self.sharded:
             self.forward.begin(self.forward.units if over_model else [])
             if torch.is_grad_enabled():
@@ -98,9 +97,9 @@ class Gatherer:
             self.join(unit)
         self.forward.walk = []
         keep = self._keeps_for_backward and not aborted
+        kept, self.keeping = self.keeping, self.kept if self.holding else ()
         for unit in self.sharded:
             unit.borrowed = unit.unwanted = False
-            kept, unit.kept = unit.kept, unit.kept and self.holding
             if unit.state is State.SHARDED:
                 continue
             if unit in last and not unit.ungathered:
@@ -110,7 +109,7 @@ class Gatherer:
             # Where units stay gathered for the backward pass, those that this rank joined and did
             # not use stay too. Other ranks use them: then all ranks hold the unit, and no rank has
             # to gather it in the backward pass.
-            if kept and self.group.broken is None:
+            if unit in kept and self.group.broken is None:
                 unit.used = False
             elif not (
                 (keep and (unit.used or not self.released_early)) or self.progress.backward_open
@@ -122,9 +121,8 @@ class Gatherer:
         """Let units stay gathered over passes until `let_go`, from their next gather on. Unless
         `holding`, passes with gradients release them.
         """
-        self.kept, self.holding = units, holding
-        for unit in units:
-            unit.kept = holding
+        self.kept, self.holding = dict.fromkeys(units), holding
+        self.keeping = self.kept if holding else ()
 
     def gather_kept(self) -> None:
         """Launch the gathers of the units that stay gathered and are not gathered yet."""
@@ -134,13 +132,9 @@ class Gatherer:
 
     def let_go(self) -> None:
         """Release the units that `keep` has kept."""
-        self._release_kept()
-        self.kept, self.holding = (), False
-
-    def _release_kept(self) -> None:
-        for unit in self.kept:
-            unit.kept = False
+        self.keeping = ()
         self._release_all(self.kept)
+        self.kept, self.holding = (), False
 
     def release_last_units(self) -> None:
         """Release the units that wait for a backward pass. Called at points that all ranks pass."""
@@ -251,7 +245,8 @@ class Gatherer:
         skipped = [
             u
             for u in ahead
-            if not (u.used or u.kept or u.ungathered or u.unwanted) and not unit.encloses(u)
+            if not (u.used or u in self.keeping or u.ungathered or u.unwanted)
+            and not unit.encloses(u)
         ]
         for other in skipped:
             other.unwanted, other.awaiting_backward = True, False
@@ -270,7 +265,7 @@ class Gatherer:
         """Launch the gathers of the units that come next; read one further unit from its disk,
         which is slower than the wire.
         """
-        waiting = [u for u in self.gathered.values() if not (u.used or u.kept)]
+        waiting = [u for u in self.gathered.values() if not (u.used or u in self.keeping)]
         ahead, nbytes = len(waiting), sum([u.gathered_bytes for u in waiting])
         while (unit := order.next()) is not None:
             if not unit.awaiting_backward:  # else it is gathered, and counted already
@@ -400,10 +395,11 @@ class Gatherer:
             if not flat.resident:
                 flat.point_at(flat.full)
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Unit, kept_too: bool = False) -> None:
+        """Release the unit, unless it is kept until its masters are written to (`kept_too`)."""
         unit.used = unit.awaiting_backward = unit.unwanted = False
         unit.recomputing = None
-        if unit.kept and self.group.broken is None:
+        if unit in self.keeping and not kept_too and self.group.broken is None:
             return
         self.wait(unit, comes=self.group.broken is None)
         unit.move(State.SHARDED)
@@ -433,7 +429,7 @@ class Gatherer:
         if order.agreed and order.next() is unit:
             order.at += 1
             unit.used = False
-        elif unit.kept or unit in self._kept_last:
+        elif unit in self.keeping or unit in self._kept_last:
             unit.used = False
         elif not self._keeps_for_backward:
             self.released_early = True

@@ -53,8 +53,9 @@ class Gather:
 
     def build(self, device: torch.device) -> None:
         """Take the memory of the cached shard."""
-        if nbytes := self.flat.spec.cached_bytes:
-            self.cached = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        spec = self.flat.spec
+        if spec.cached_bytes and not spec.stored:
+            self.cached = torch.empty(spec.cached_bytes, dtype=torch.uint8, device=device)
 
     def start(self, full: torch.Tensor, context: CollectiveContext) -> Pending | None:
         """Start gathering the whole into `full`. Returns None if nothing is under way."""

@@ -276,20 +276,18 @@ class Reducer:
     # -- the wire ----------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Launch units in the agreed order, as long as the next one is ready."""
+        """Launch units in the agreed order, as long as the next one is ready. Land what is due after
+        every launch.
+        """
         while (unit := self.order.next()) is not None and unit.ready:
             if unit.calls == 0 and not self.gather.pass_by(unit):
                 return
             self._launch(unit)
             self.order.at += 1
-            self._land_what_is_due()
-
-    def _land_what_is_due(self) -> None:
-        """Land the reductions that are due. Called after every launch."""
-        while is_due(self.under_way, self.in_flight):
-            self._land(self.under_way.pop(0))
-        while len(self.on_next_hop) > self.in_flight or are_large(self.on_next_hop):
-            self._land(self.on_next_hop.pop(0))
+            while is_due(self.under_way, self.in_flight):
+                self._land(self.under_way.pop(0))
+            while len(self.on_next_hop) > self.in_flight or are_large(self.on_next_hop):
+                self._land(self.on_next_hop.pop(0))
 
     def _launch(self, unit: Unit) -> None:
         if unit.aside:
@@ -340,7 +338,7 @@ class Reducer:
             self.on_next_hop.append(r)
             return
         r.total = total
-        if flat.sums_go_on:
+        if flat.spec.broadcast_back:  # to the other ranks that hold them too
             context = self.progress.context("all-reduce", r.unit.name)
             r.gathering = broadcast_back(flat, total, context)
         else:

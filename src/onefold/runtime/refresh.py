@@ -42,9 +42,7 @@ def refresh(gather: Gatherer, units: Iterable[Unit]) -> None:
             gather.wait(unit)
             gather.launch(unit)
         elif not unit.in_use and not gather.progress.backward_open:
-            kept, unit.kept = unit.kept, False
-            gather.release(unit)
-            unit.kept = kept  # from its next gather on
+            gather.release(unit, kept_too=True)
 
 
 # -- what a forward pass writes to its parameters --------------------------------------------------

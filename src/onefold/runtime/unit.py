@@ -73,7 +73,7 @@ class Unit:
     | `in_use`            | the forward pass of its module begins, or is        | that pass ends, or raises             |
     | (how many passes)   | recomputed                                          |                                       |
     | `borrowed`          | other code of the pass reads a parameter            | the pass ends                         |
-    | `kept`              | a pass without gradients under `keep_gathered`; the | that pass ends; `Gatherer.let_go`     |
+    | kept                | a pass without gradients under `keep_gathered`; the | that pass ends; `Gatherer.let_go`     |
     |                     | stage of a pipeline is unsharded for micro-batches  |                                       |
     | `awaiting_backward` | a forward pass ends that used it last               | the backward pass uses or passes it   |
     | `saved` (how many)  | autograd saves a part of its buffers                | autograd frees it                     |
@@ -89,11 +89,11 @@ class Unit:
 
     | asked                                                   | holds it                                            |
     |---------------------------------------------------------|-----------------------------------------------------|
-    | after the forward pass of its module                    | `borrowed`, `kept`, and the last units              |
+    | after the forward pass of its module                    | `borrowed`, kept, and the last units                |
     | in a backward pass (`Unit.needed_in_backward`)          | `in_use`, `saved`, `gradients`; if it has frozen    |
     |                                                         | parameters, `recomputing` and `by_hand` too         |
     | at the end of a backward pass                           | `in_use`                                            |
-    | by whatever releases (`Gatherer.release`)               | `kept`, until masters are written to                |
+    | by whatever releases (`Gatherer.release`)               | being kept, until masters are written to            |
 
     A checkpointed unit in a backward pass: `gradients` (if it is trained) from the beginning;
     `in_use` and `recomputing` while it is recomputed; then `gradients` until the last one has come,
@@ -110,7 +110,7 @@ class Unit:
         self.state = State.GATHERED if self.resident else State.SHARDED
         self.in_use = self.saved = 0
         self.used = self.unwanted = self.borrowed = self.by_hand = False
-        self.kept = self.awaiting_backward = False
+        self.awaiting_backward = False
         self.gradients: set[int] = set()  # numbers of entries
         self.recomputing: int | None = None
         self.calls = self.saved_apart = 0

@@ -66,7 +66,7 @@ class Owners:
         self.alone = flat.whole_master
         self.position = 0 if self.alone else group.rank
         positions = [0] if self.alone else map(flat.group.ranks.index, group.ranks)
-        self.bounds = tuple(map(flat.owned_by, positions))
+        self.bounds = tuple(map(flat.spec.owned_by, positions))
         self.index = flat.index
         self.flat, self._engine = weakref.ref(flat), weakref.ref(engine)
         # Where the parts meet when the model is gone
