@@ -86,11 +86,11 @@ NOT_WAITS = {
     "comm/ledger.py": {"self.settle": "enters what was measured"},
     "offload/nvme.py": {"self.settle": _DISK, "wait": _DISK, "transfer.settle": _DISK},
     "offload/nvme_storage.py": {"self.transfers.risen()": "asks, and does not wait"},
+    "offload/transfers.py": {"self.risen()": "asks, and does not wait"},
     "offload/stepper.py": {"self._in_backward.comes": "notes an optimizer"},
     "pretrained/hf_names.py": {"rules.order": "orders names"},
     "runtime/engine.py": {"self.settle": _WRITER},
     "runtime/gather.py": {"self.join": "takes part in a gather"},
-    "runtime/storage.py": {"self.risen()": "asks, and does not wait"},
     "shard.py": {"incoming.settle": "gives parameters their values"},
 }  # fmt: skip
 

@@ -41,7 +41,7 @@ from onefold.runtime.hooks import (
 )
 from onefold.runtime.hops import Hop, Native, Pairwise, Rows, Simulated
 from onefold.runtime.parts import tell_all
-from onefold.runtime.resources import Activations, Store
+from onefold.runtime.resources import Activations
 from onefold.runtime.state import dicts as state_dicts
 from onefold.runtime.state import start as state_start
 from onefold.runtime.state.checks import (
@@ -67,6 +67,7 @@ from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec, find_units
 
 if TYPE_CHECKING:
+    from onefold.offload.transfers import Transfers
     from onefold.pretrained.weights import Weights
     from onefold.quant.codecs import Codec
 
@@ -378,15 +379,10 @@ class Capabilities:
 
         return CODECS[name]
 
-    def store(self, recipe: Recipe, rank: int, streams: bool) -> Store:
-        from onefold.offload.nvme import Nvme, give_large_blocks_back, substitute
+    def transfers(self, *about: Any) -> Transfers:
+        from onefold.offload.transfers import Transfers
 
-        if (make := substitute()) is not None:
-            simulated: Store = make()
-            return simulated
-        if not streams:  # on a CPU the memory that offloading frees is the C library's
-            give_large_blocks_back()
-        return Nvme(recipe.nvme, name=f"rank{rank}", threads=recipe.nvme_threads)
+        return Transfers(*about)
 
 
 def _open(

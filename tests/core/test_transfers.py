@@ -9,16 +9,13 @@ import torch
 import onefold
 import virtual
 from onefold.memory import STAGING, MemoryLedger
-from onefold.runtime.storage import Transfers
-from onefold.shard import Capabilities
+from onefold.offload.transfers import Transfers
 
 DEVICE = "virtual:0"
 
 
 def transfers() -> Transfers:
-    return Transfers(
-        onefold.Recipe.zero(1), 0, torch.device(DEVICE), MemoryLedger(), Capabilities().store
-    )
+    return Transfers(onefold.Recipe.zero(1), 0, torch.device(DEVICE), MemoryLedger())
 
 
 @virtual.alone

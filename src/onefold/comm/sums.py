@@ -49,16 +49,14 @@ def add_up(
     """
     if round_to is not None and torch.promote_types(round_to, dtype) == round_to:
         round_to = None  # it can hold every value of `dtype`
-    n, at, apart = out.numel(), _place(out), out.dtype != dtype
-    for i, part in enumerate(parts):
-        # If `out` is this part, it would be overwritten before the part is read
-        if _place(part) == at and (i > 1 or (i and parts[0].dtype != dtype)):
-            apart = True
+    # If `out` is one of these, it would be overwritten before that is read
+    later, n = parts[2 if parts[0].dtype == dtype else 1 :], out.numel()
+    apart = out.dtype != dtype or any(_place(part) == _place(out) for part in later)
     slab = min(n, CPU_SLAB) if out.device.type == "cpu" else n
     room = torch.empty_like(out[:slab], dtype=dtype) if apart else None
-    for piece, first, *others in zip(
-        out.split(max(slab, 1)), *(part.split(max(slab, 1)) for part in parts), strict=True
-    ):
+    whole = (out, *parts)
+    slabs = [whole] if slab == n else zip(*(t.split(slab) for t in whole), strict=True)
+    for piece, first, *others in slabs:
         sums = piece if room is None else room[: piece.numel()]
         if others and first.dtype == others[0].dtype == dtype:
             torch.add(first, others.pop(0), out=sums)

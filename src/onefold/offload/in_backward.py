@@ -84,7 +84,7 @@ class InBackwardStepper:
                     " step_in_backward out."
                 )
 
-    def takes(self, flat: Flat, which: set[int]) -> bool:
+    def takes(self, flat: Flat, which: list[Entry]) -> bool:
         """Return whether to step `flat` as soon as the gradients of the entries `which` are there.
 
         These must be all gradients of the flat buffer, and in memory. The answer is False if a
@@ -95,7 +95,7 @@ class InBackwardStepper:
         if (
             not storage.offloaded
             or flat.lingering
-            or not all(e.number in which for e in flat.entries if e.active)
+            or not all(e in which for e in flat.entries if e.active)
         ):
             return False
         if storage.gradients_on_disk and any(e.param.grad is not None for e in flat.entries):

@@ -24,14 +24,13 @@ from onefold.memory import (
     TierError,
     empty,
 )
-from onefold.offload.nvme import refuse_unless_fits, substitute
+from onefold.offload.nvme import Region, Transfer, refuse_unless_fits, substitute
 from onefold.offload.storage import HostStorage, OffloadStorage, grain_of_kind, state_kind
 from onefold.recipe import Tier
 from onefold.recipe.moments import FORMATS, grain_of, items_of
 from onefold.recipe.options import SECTOR
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.parameters.values import state_place, storageless
-from onefold.runtime.resources import Region, Transfer
 from onefold.runtime.storage import OnDisk, state_shape
 
 if TYPE_CHECKING:

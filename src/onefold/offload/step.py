@@ -31,6 +31,7 @@ from torch.optim.optimizer import Optimizer
 import onefold.quant.moments as moments
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS, TierError, storage_of
+from onefold.offload.nvme import Transfer
 from onefold.offload.nvme_storage import NvmeStorage
 from onefold.offload.storage import grain_of_kind, state_kind
 from onefold.recipe.moments import SIGNED, grain_of, packed
@@ -39,7 +40,6 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.values import is_storageless, state_place
 from onefold.runtime.reduce import unique_bytes
-from onefold.runtime.resources import Transfer
 from onefold.runtime.stepper import Part, groups_of, only, raw_step, step_parts
 from onefold.runtime.storage import state_shape
 

@@ -42,7 +42,7 @@ class OffloadStepper(Stepper):
             self._in_backward.know(optimizer, entries)
         step_apart(optimizer, self.engine, entries)
 
-    def takes(self, flat: Flat, which: set[int]) -> bool:
+    def takes(self, flat: Flat, which: list[Entry]) -> bool:
         return self._in_backward is not None and self._in_backward.takes(flat, which)
 
     def landed(self, flat: Flat) -> None:

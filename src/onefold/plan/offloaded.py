@@ -10,7 +10,7 @@
     backward     up, read    the same again; down: gradients; written: gradients that are stored on NVMe
     step         read, written: masters, moments; up: the compute copy, if it is on the device
 
-This follows offload/storage.py, runtime/storage.py and offload/step.py in the steady state. Tests
+This follows offload/storage.py, offload/transfers.py and offload/step.py in the steady state. Tests
 compare it with their ledgers: bytes at rest and moved are exact, bytes at peak are a bound. The
 tiers are ZeRO-Offload's (Ren et al. 2021, section 4.1) and ZeRO-Infinity's (Rajbhandari et al.
 2021, 5.1).
@@ -39,6 +39,7 @@ from onefold.offload.activations import NEAR
 from onefold.offload.arena import SLAB
 from onefold.offload.in_backward import WAITING
 from onefold.offload.step import AHEAD, BEHIND
+from onefold.offload.transfers import BEHIND as WRITES
 from onefold.plan.activity import Activity, Slot
 from onefold.plan.schema import MOVED
 from onefold.plan.states import MOMENTS_OF, UnitPlan, moments
@@ -47,7 +48,6 @@ from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import OFF_DEVICE
-from onefold.runtime.storage import BEHIND as WRITES
 
 Move = Literal["up", "down", "read", "written"]
 #: The forward passes, the backward passes, or the optimizer's step.

@@ -42,7 +42,7 @@ memory; when it is gathered again, the DTensor gets it back.
 from __future__ import annotations
 
 import hashlib
-import struct
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -287,22 +287,12 @@ def _coordinates(
 ) -> dict[int, tuple[int, ...]]:
     """Return the coordinates of every global rank in its own such device mesh. Collective."""
     if group.stands_for_all:  # nobody answers: they are those in the mesh that this one is cut from
-        return _coordinates_in_root(device_mesh, group)
-    mine = tuple(device_mesh.get_coordinate())
-    payload = torch.frombuffer(bytearray(struct.pack(f"<{len(mine)}i", *mine)), dtype=torch.uint8)
-    told = group.exchange_control(payload, context)
-    return {
-        group.ranks[p]: struct.unpack(f"<{len(mine)}i", bytes(t.tolist()))
-        for p, t in enumerate(told)
-    }
-
-
-def _coordinates_in_root(device_mesh: Any, group: Group) -> dict[int, tuple[int, ...]]:
-    root = device_mesh._get_root_mesh()
-    kept = [root.mesh_dim_names.index(name) for name in device_mesh.mesh_dim_names]
-    places = product(*map(range, root.shape))
-    of = {r: tuple(at[i] for i in kept) for r, at in zip(_ranks_in(root), places, strict=True)}
-    return {rank: of[rank] for rank in group.ranks}
+        root = device_mesh._get_root_mesh()
+        kept = [root.mesh_dim_names.index(name) for name in device_mesh.mesh_dim_names]
+        every = zip(_ranks_in(root), product(*map(range, root.shape)), strict=True)
+        return {rank: tuple(at[i] for i in kept) for rank, at in every if rank in group.ranks}
+    told = group.tell(json.dumps(device_mesh.get_coordinate()), 64, context)
+    return {rank: tuple(json.loads(at)) for rank, at in zip(group.ranks, told, strict=True)}
 
 
 def _ranks_in(device_mesh: Any) -> list[int]:

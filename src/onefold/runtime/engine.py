@@ -53,7 +53,6 @@ from onefold.runtime.resources import (
     Spans,
 )
 from onefold.runtime.stepper import Steppers
-from onefold.runtime.storage import Transfers
 from onefold.runtime.uninitialized import Uninitialized
 from onefold.runtime.unit import Unit, bind
 from onefold.runtime.units import UnitSpec, offloaded_units
@@ -114,9 +113,7 @@ class Engine:
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
         offloaded = offloaded_units([s.trained for s in specs], recipe, self.world_size)
-        self.transfers = Transfers(
-            recipe, self.rank, device, memory, capabilities.store, self.world_size
-        )
+        self.transfers = capabilities.transfers(recipe, self.rank, device, memory, self.world_size)
         self.pool = Pool(
             device,
             self.memory,

@@ -152,7 +152,7 @@ class Entry:
         a, b = self.owned()
         return slice(first + a, first + b)
 
-    @property
+    @cached_property
     def elsewhere(self) -> bool:
         """Whether it has elements, and this rank owns none of them."""
         return self.here.start == self.here.stop and bool(self.slot.numel)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +46,7 @@ class Gatherer:
         #: Called with the units that a backward pass went past without using them
         self.passed_over: Callable[[list[Unit]], None] = lambda u: engine.reduce.passed_over(u)
         self.recipe, self.group, self.progress = engine.recipe, engine.group, engine.progress
-        self.memory, self.pool, self.transfers = engine.memory, engine.pool, engine.transfers
+        self.pool, self.up = engine.pool, engine.transfers.up
         self.sharded = [u for u in self.units if not u.resident]
         self.forward, self.backward = Order(self.sharded), Order(backwards(self.sharded))
         self.last: Collection[Unit] = ()
@@ -354,11 +355,10 @@ class Gatherer:
         for flat in unit.flats:
             if flat.resident and not flat.stale:
                 continue
-            under_way = flat.gather.start(self.buffer_of(unit, flat), context)
-            if under_way is not None:
-                unit.pending.append(under_way)
-            if flat.gather.beside:
-                unit.arriving.append(self.transfers.up.mark())
+            pending = flat.gather.start(self.buffer_of(unit, flat), context)
+            if flat.gather.beside:  # whoever waits for the gather waits for the copy before it too
+                pending.then(partial(self.up.order, self.up.mark()))
+            unit.pending.append(pending)
             # Not before: a launch that was interrupted is made again
             flat.copied, flat.refreshed = flat.version, self.progress.writes
 
@@ -387,9 +387,6 @@ class Gatherer:
         for pending in unit.pending if comes else ():
             pending.wait()
         unit.pending.clear()
-        for ticket in unit.arriving:  # later work on this stream waits for the copies to the device
-            self.transfers.up.order(ticket)
-        unit.arriving.clear()
         unit.move(State.GATHERED)
         for flat in unit.flats:
             if not flat.resident:

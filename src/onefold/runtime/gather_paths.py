@@ -57,12 +57,12 @@ class Gather:
         if spec.cached_bytes and not spec.stored:
             self.cached = torch.empty(spec.cached_bytes, dtype=torch.uint8, device=device)
 
-    def start(self, full: torch.Tensor, context: CollectiveContext) -> Pending | None:
-        """Start gathering the whole into `full`. Returns None if nothing is under way."""
+    def start(self, full: torch.Tensor, context: CollectiveContext) -> Pending:
+        """Start gathering the whole into `full`."""
         with self.up.on_stream() if self.beside else nullcontext():
             if self.flat.whole_master:
                 self.put(full)
-                return None
+                return Pending(self.flat.group, [], context)
             return self.send(full, full, context)
 
     def send(self, full: torch.Tensor, wire: torch.Tensor, context: CollectiveContext) -> Pending:

@@ -302,9 +302,10 @@ class Rows(Hop):
         sent, mine, parts = taken[0], self.mine, list(rows)
         if sent.dtype != self.wire:
             parts.insert(self.group.rank, sent[mine])
-            others = sent[: mine.start], sent[mine.stop :]
+            before, behind = sent[: mine.start], sent[mine.stop :]
             sent = self.take(sent.numel() - self.own, self.wire, taken)
-            torch.cat(others, out=sent)
+            sent[: mine.start].copy_(before)
+            sent[mine.start :].copy_(behind)
         index, trained = self.flat.index, self.flat.trained
         pending = self.group.scatter_parts(
             sent, rows, context, index, context.move, addresses=trained

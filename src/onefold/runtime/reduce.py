@@ -353,12 +353,12 @@ class Reducer:
         it, as autograd does.
         """
         flat, storage, ledger = r.flat, r.flat.storage, self._ledger(r.flat)
-        which = {e.number for e in r.left if e.number in used}
-        meant, r.left = ([e for e in r.left if (e.number in which) is now] for now in (True, False))
+        meant = [e for e in r.left if e.number in used]
+        r.left = [e for e in r.left if e.number not in used]
         mine = [e for e in meant if not e.elsewhere]
-        for entry in meant:
+        for entry in meant if len(mine) < len(meant) else ():
             entry.graded_elsewhere = entry.graded_elsewhere or entry.elsewhere
-        in_backward = self.stepper.early.takes(flat, which)
+        in_backward = self.stepper.early.takes(flat, meant)
         assert r.total is not None
         if not r.down and ledger is not self.memory:
             r.down = True

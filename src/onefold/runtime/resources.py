@@ -19,9 +19,9 @@ from onefold.runtime.parameters.values import given_out
 
 if TYPE_CHECKING:
     from onefold.comm import Group
+    from onefold.offload.transfers import Transfers
     from onefold.runtime.flat import Flat
     from onefold.runtime.passes import Graph
-    from onefold.runtime.storage import Transfers
 
 
 # -- who follows the passes ------------------------------------------------------------------------
@@ -71,45 +71,10 @@ class PassFollower(Protocol):
 # | how do partial gradients become sums                  | `Hop`              | `Capabilities.hop`         |
 # | where do saved activations wait for the backward pass | `Activations`      | `Capabilities.activations` |
 # | how is an interval written as fewer bytes             | a codec of quant   | `Capabilities.codec`       |
-# | what holds regions on NVMe                            | `Store`            | `Capabilities.store`       |
+# | what is on the host and on NVMe, and moves there      | `Transfers`        | `Capabilities.transfers`   |
 #
 # The engine and its parts import none of these implementations. One more is given to `Engine.start`,
 # since it works with the whole engine: who steps a shard, and when (`Stepper` in runtime/stepper.py).
-
-
-class Transfer(Protocol):
-    """A read or write under way."""
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> None:
-        """Raises:
-        TierError: it failed.
-        """
-
-
-class Region(Protocol):
-    """A range of elements on disk."""
-
-    numel: int
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def fits(self, into: torch.Tensor) -> bool: ...
-
-    def read(self, first: int, into: torch.Tensor) -> Transfer: ...
-
-    def write(self, first: int, data: torch.Tensor) -> Transfer: ...
-
-
-class Store(Protocol):
-    """What one rank stores on NVMe."""
-
-    def region(self, name: str, numel: int, dtype: torch.dtype) -> Region: ...
-
-    def close(self) -> None: ...
 
 
 class Activations:

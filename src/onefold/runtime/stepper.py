@@ -101,8 +101,8 @@ class Stepper(ABC):
 
     # -- in the backward pass, if `in_backward` ----------------------------------------------------
 
-    def takes(self, flat: Flat, which: set[int]) -> bool:
-        """Whether `flat` is stepped as soon as the gradients of the entries `which` (numbers) are there."""
+    def takes(self, flat: Flat, which: list[Entry]) -> bool:
+        """Whether `flat` is stepped as soon as the gradients of the entries `which` are there."""
         return False
 
     def landed(self, flat: Flat) -> None:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from onefold.comm import Pending
-from onefold.device import Ticket
 from onefold.layout import LOW, Dtypes, Tiers
 from onefold.layout.holders import Holders
 from onefold.runtime.flat import Entry, Flat, Kind, declared_dtype
@@ -121,7 +120,6 @@ class Unit:
         self.gathered_bytes = sum(
             f.layout.numel * f.dtypes.compute.itemsize for f in flats if not f.resident
         )
-        self.arriving: list[Ticket] = []  # the copies to the device that its gather began with
 
     @property
     def resident(self) -> bool:
@@ -182,14 +180,11 @@ def bind(
     the same dtypes (`_onefold_wire` of a parameter names another for the wire, unless the recipe
     does), trained or frozen, stored encoded or not, held by the same ranks.
 
-    Each unit reserves eight numbers for its flat buffers. Further ones are numbered after those of
-    all units.
-
     Args:
         engine: the one that parameters ask. offloaded: the indices of the units whose state is
             offloaded. holders: of the parameters that are no boxes.
     """
-    recipe, more = engine.recipe, itertools.count(8 * len(specs) + 1)
+    recipe, numbers = engine.recipe, itertools.count()
     units = []
     for index, spec in enumerate(specs):
         kinds: dict[Kind, list[Found]] = {}
@@ -203,11 +198,10 @@ def bind(
             encoded = rests_encoded(found, recipe)
             kinds.setdefault(Kind(dtypes, trainable, encoded, held_by), []).append(found)
         flats = []
-        for i, (kind, of_kind) in enumerate(kinds.items()):
-            number = 8 * index + i if i < 8 else next(more)
+        for kind, of_kind in kinds.items():
             tiered = index in offloaded and not kind.encoded
             tiers = Tiers.of(kind.trainable, recipe) if tiered else None
             name = spec.name or "(root)"
-            flats.append(Flat(name, of_kind, kind, number, engine, tiers))
+            flats.append(Flat(name, of_kind, kind, next(numbers), engine, tiers))
         units.append(Unit(spec.name, index, spec.module, flats))
     return units

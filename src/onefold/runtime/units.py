@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -79,13 +79,9 @@ class UnitSpec:
 def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[UnitSpec]:
     """Return the units of `root`: the root's own first, then in the order of `named_modules()`."""
     modules = dict(root.named_modules())
-    # A module that is in several places has several names
-    every = dict(root.named_modules(remove_duplicate=False))
-    names = _named(modules, wanted) if wanted is not None else _blocks(root)
-    units = {every[name] for name in names}
+    units = {*(_blocks(root) if wanted is None else _named(modules, wanted))}
     if wanted is None:
-        blocks = [name for name, module in modules.items() if module in units]
-        units |= {modules[name] for name in _large_rest(modules, blocks)}
+        units |= {*_large_rest(modules, units)}
     specs = {
         name: UnitSpec(name, module)
         for name, module in modules.items()
@@ -123,55 +119,57 @@ def _owner(names: list[str], specs: dict[str, UnitSpec]) -> str:
     return ".".join(common)
 
 
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
-def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
-    """Return the names of the children of every outermost repeated module list in `module`."""
-    children = {f"{prefix}{name}": child for name, child in module.named_children()}
-    if _is_repeated(module):
-        return [name for name, child in children.items() if any(True for _ in child.parameters())]
-    return [block for name, child in children.items() for block in _blocks(child, f"{name}.")]
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of every outermost repeated module list in `module`."""
+    repeated = _is_repeated(module)
+    for child in module.children():
+        if not repeated:
+            yield from _blocks(child)
+        elif _has_parameters(child):
+            yield child
 
 
 def _is_repeated(module: nn.Module) -> bool:
     if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         return False
-    kinds = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
+    kinds = Counter(type(c) for c in module.children() if _has_parameters(c))
     if any(issubclass(kind, OwnUnit) for kind in kinds):
         return False
     return max(kinds.values(), default=0) > (not isinstance(module, nn.ModuleList))
 
 
-def _large_rest(modules: dict[str, nn.Module], blocks: list[str]) -> list[str]:
-    """Return the names of modules outside of the blocks, with parameters of their own that no other
-    module has, as large as half a block.
+def _large_rest(modules: dict[str, nn.Module], blocks: set[nn.Module]) -> list[nn.Module]:
+    """Return the modules outside of the blocks, with parameters of their own that no other module
+    has, as large as half a block.
     """
     if not blocks:
         return []
-    enough = sum(_size(modules[b]) for b in blocks) / len(blocks) / 2
+    inside = tuple(f"{name}." for name, module in modules.items() if module in blocks)
+    enough = sum(p.numel() for b in blocks for p in b.parameters()) / len(blocks) / 2
     own = {
         name: [p for p in module._parameters.values() if p is not None]
         for name, module in modules.items()
     }
     places = Counter(id(p) for params in own.values() for p in params)
     return [
-        name
+        modules[name]
         for name, params in own.items()
         if name
-        and not any(f"{name}.".startswith(f"{block}.") for block in blocks)
+        and not f"{name}.".startswith(inside)
         and not isinstance(modules[name], (nn.ParameterList, nn.ParameterDict))
         and all(places[id(p)] == 1 for p in params)
         and sum(p.numel() for p in params) >= max(enough, 1)
     ]
 
 
-def _named(modules: dict[str, nn.Module], wanted: Sequence[str | type]) -> list[str]:
-    out: list[str] = []
+def _named(modules: dict[str, nn.Module], wanted: Sequence[str | type]) -> Iterator[nn.Module]:
     for want in wanted:
         hits = [
-            n
+            m
             for n, m in modules.items()
             if (isinstance(m, want) if isinstance(want, type) else want in (n, type(m).__name__))
         ]
@@ -184,8 +182,7 @@ def _named(modules: dict[str, nn.Module], wanted: Sequence[str | type]) -> list[
                 f"units names {want!r}, which is no module name and no module class of this model."
                 f" {hint}"
             )
-        out.extend(hits)
-    return out
+        yield from hits
 
 
 class OwnUnit(nn.Module):
