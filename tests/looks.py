@@ -139,7 +139,7 @@ def guarded_at_every_line() -> frozenset[Any]:
     from onefold.runtime.passes import Passes
     from onefold.runtime.state import dicts, start
 
-    functions = [dicts.standing_in, start.full_params, Passes.enter]
+    functions = [dicts.standing_in, start.full_params, start.showing, Passes.enter]
     functions += [steps._run, steps._begin, steps._end, steps._written]
     functions += [steps._leave_out, steps._give_back]
     functions += [stepper.step_parts, stepper.only]

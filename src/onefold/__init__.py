@@ -22,17 +22,10 @@ if TYPE_CHECKING:
     from onefold.optim import GradScaler
     from onefold.recipe import Placement, Recipe, Row, Tier
     from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
+    from onefold.runtime.state.dicts import full_state_dict, load_full_state_dict
+    from onefold.runtime.state.start import full_params, keep_gathered
     from onefold.runtime.uninitialized import UninitializedError
-    from onefold.shard import (
-        clip_grad_norm_,
-        engine_of,
-        full_params,
-        full_state_dict,
-        keep_gathered,
-        load_full_state_dict,
-        no_sync,
-        shard,
-    )
+    from onefold.shard import clip_grad_norm_, engine_of, no_sync, shard
     from onefold.unshard import unshard
 
 __version__ = "0.1.0"
@@ -44,16 +37,9 @@ _FROM = {
     "recipe": ("Placement", "Recipe", "Row", "Tier"),
     "runtime": ("Engine", "ShardedParameter", "ShardedParameterError"),
     "runtime.uninitialized": ("UninitializedError",),
-    "shard": (
-        "clip_grad_norm_",
-        "engine_of",
-        "full_params",
-        "full_state_dict",
-        "keep_gathered",
-        "load_full_state_dict",
-        "no_sync",
-        "shard",
-    ),
+    "runtime.state.dicts": ("full_state_dict", "load_full_state_dict"),
+    "runtime.state.start": ("full_params", "keep_gathered"),
+    "shard": ("clip_grad_norm_", "engine_of", "no_sync", "shard"),
     "unshard": ("unshard",),
     "checkpoint": ("Checkpointer", "CheckpointError", "load", "save", "save_async"),
     "pretrained.adapters": ("load_adapters", "save_adapters"),

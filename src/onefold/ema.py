@@ -129,28 +129,25 @@ class EMA:
             where = "a forward pass" if engine.stack else "onefold.full_params"
             raise RuntimeError(f"EMA.applied() was entered inside {where}: enter it outside.")
         tell_all(engine, _APPLIED, None)
-        engine.masters.about_to_write()
+        engine.about_to_write()
         with disable_torch_function(), torch.no_grad():
             before = {e: local_part(e.param).clone() for e in self._averages}
         try:
             self._put(engine, self._averages)
-            self._inside, engine.masters.copying = True, self._refuse_writes
+            self._inside, engine.copying = True, self._refuse_writes
             yield model
         finally:
-            self._inside, copying, engine.masters.copying = False, engine.masters.copying, None
+            self._inside, copying, engine.copying = False, engine.copying, None
             if copying is not None and copying != self._refuse_writes:
                 copying()  # wait for a background save, which copies the averages
-            engine.masters.about_to_write()  # wait for the gathers that read the averages
+            engine.about_to_write()  # wait for the gathers that read the averages
             self._put(engine, before)
 
     def _put(self, engine: Engine, values: Mapping[Entry, torch.Tensor]) -> None:
         """Put values in the masters' place."""
-        parts = MasterParts()
         with disable_torch_function(), torch.no_grad():
-            for item in master_items(values):
-                value = values[item.entry].view(-1)
-                parts.write(item, item.entry, *item.entry.owned(), value)
-            parts.finish()
+            for entry, value in values.items():
+                local_part(entry.param).copy_(value)
         engine.make_stale()
 
     def state_dict(self) -> dict[str, Any]:
@@ -221,7 +218,7 @@ class EMA:
             )
 
     def _refuse_writes(self) -> None:
-        self._engine().masters.copying = self._refuse_writes
+        self._engine().copying = self._refuse_writes
         raise RuntimeError(
             "the model's weights were to be written to (by an optimizer step, a load or"
             " full_params(write=True)) inside ema.applied(), where they are the averages: leave it"

@@ -130,7 +130,7 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -
 
 def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
     """Load parameters and buffers. Collective. The first error is kept in `reading.error`."""
-    engine.masters.about_to_write()
+    engine.about_to_write()
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:

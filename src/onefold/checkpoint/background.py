@@ -50,7 +50,7 @@ class Background:
         engine.settle = partial(_join, self._thread)
         self._copying = copying
         if copying is not None:
-            engine.masters.copying = copying.wait
+            engine.copying = copying.wait
         self._stall_s = time.perf_counter() - begun
         self._thread.start()
 

@@ -19,11 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.deepspeed.parameter_facts import entry_of
 from onefold.optim.states import OptimizerParts, met
 from onefold.runtime.flat import Entry
-from onefold.runtime.hooks import engine_of_entry
-from onefold.runtime.parameters.interval import disable_torch_function, dress, spec_of
+from onefold.runtime.parameters.interval import (
+    disable_torch_function,
+    dress,
+    entry_of,
+    owner_of,
+    spec_of,
+)
 from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.parameters.values import Elsewhere
 from onefold.runtime.parts import MasterParts
@@ -58,12 +62,8 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 def _waiting_gradient(param: nn.Parameter) -> Tensor | None:
     """Return this rank's whole gradient if it waits for the boundary, else None."""
-    known: Any = param.__dict__.get("_onefold_entry")
-    entry = known() if known is not None else None
-    engine = entry.engine() if entry is not None else None
-    if entry is None or engine is None:
-        return None
-    return engine.reduce.whole_waiting(entry)
+    entry, engine = owner_of(param)
+    return None if entry is None else engine.reduce.whole_waiting(entry)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -353,12 +353,12 @@ def _write_state(
 
 def _write_masters(call: str, param: nn.Parameter, entry: Entry, value: Tensor) -> None:
     """Write this rank's elements of master weights that are on NVMe."""
-    held, engine = _masters(param), engine_of_entry(entry)
+    held, engine = _masters(param), entry.engine()
     if not isinstance(held, OnDisk) or engine is None:
         raise NotImplementedError(
             f"{call}: parameter {entry.slot.name!r} is stored encoded, and is not written to."
         )
-    engine.masters.wait_before_write(entry.flat)
+    engine.wait_before_write(entry.flat)
     parts = MasterParts()
     _write(call, parts.target(entry), value)
     parts.finish()

@@ -31,15 +31,13 @@ from onefold.deepspeed.parameter_facts import (
     DEPTH,
     LOCAL,
     alone,
-    entry_of,
     give_facts,
     has_facts,
 )
 from onefold.deepspeed.rendezvous import leave, rendezvous
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.hooks import engine_of_entry
-from onefold.runtime.parameters.interval import disable_torch_function
+from onefold.runtime.parameters.interval import disable_torch_function, entry_of, owner_of
 from onefold.runtime.parameters.parameter import ShardedParameter, bare, face
 from onefold.runtime.parts import whole_masters
 
@@ -291,10 +289,8 @@ def _by_engine(params: list[nn.Parameter]) -> Iterator[tuple[Engine, list[Entry]
     """Group parameters by engine, in the order of each engine's first parameter."""
     entries: dict[int, tuple[Engine, list[Entry]]] = {}
     for param in params:
-        entry = entry_of(param)
+        entry, engine = owner_of(param)
         assert entry is not None
-        engine = engine_of_entry(entry)
-        assert engine is not None
         entries.setdefault(id(engine), (engine, []))[1].append(entry)
     yield from entries.values()
 

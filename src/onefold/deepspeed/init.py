@@ -13,10 +13,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 from onefold.deepspeed import divided
 from onefold.deepspeed.config import read_deepspeed
 from onefold.deepspeed.gathered import mark_parameters
-from onefold.deepspeed.parameter_facts import alone, check_writes, entry_of
+from onefold.deepspeed.parameter_facts import alone, check_writes
 from onefold.deepspeed.rendezvous import leave, rendezvous
 from onefold.deepspeed.setup import join
 from onefold.recipe import COMPUTE_DTYPES
+from onefold.runtime.parameters.interval import entry_of
 
 #: Bytes of parameters that a rank may hold whole while a model is made. A parameter above the limit
 #: is the only whole one.

@@ -35,9 +35,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onefold.deepspeed import divided
-from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.access import Whole
-from onefold.runtime.parameters.interval import disable_torch_function
+from onefold.runtime.parameters.interval import disable_torch_function, entry_of
 from onefold.runtime.parameters.values import elsewhere
 
 #: How many contexts have gathered a parameter (gathered.py).
@@ -118,13 +117,6 @@ def take_facts(params: Iterable[nn.Parameter]) -> None:
 
 def has_facts(param: Any) -> bool:
     return isinstance(param, nn.Parameter) and "ds_id" in param.__dict__
-
-
-def entry_of(param: Any) -> Entry | None:
-    """Return the engine's entry of a parameter; None if it has no engine."""
-    known = getattr(param, "__dict__", {}).get("_onefold_entry")
-    entry: Entry | None = known() if known is not None else None
-    return entry
 
 
 def alone() -> bool:

@@ -8,7 +8,6 @@ stay on the device, where they are resident anyway.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,21 +18,14 @@ from onefold.runtime.resources import Activations
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Flat
-    from onefold.runtime.unit import Unit
 
 
 class HostActivations(Activations):
     """Offloads the activations of an engine's passes, as the engine announces them."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        engine: Engine,
-        gathered: Mapping[int, tuple[Unit, Flat]],
-    ) -> None:
-        """`gathered`: the buffers that hold gathered parameters at the moment, by storage."""
-        self._units, self._model = units, units[0].module
+    def __init__(self, engine: Engine) -> None:
+        gathered = engine.gather.by_storage  # what holds gathered parameters at the moment
+        self._units, self._model = engine.units, engine.units[0].module
         self._passes = 0
         self._there: set[int] = set()  # storages that are resident anyway
         there, transfers = self._there, engine.transfers

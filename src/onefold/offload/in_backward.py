@@ -172,7 +172,7 @@ class InBackwardStepper:
                 torch.no_grad(),
                 engine.transfers.host_threads(beside=True),
             ):
-                engine.masters.about_to_write()
+                engine.about_to_write()
                 if arrived is not None:
                     arrived.synchronize()
                 for optimizer in {

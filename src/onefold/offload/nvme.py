@@ -190,10 +190,11 @@ class DataFile:
         """Raise TierError if somebody truncated the file. The missing bytes would read as zeros
         after it has grown again.
         """
+        used = self.size  # first: another thread may extend the file meanwhile
         size = os.fstat(self._plain).st_size
-        if size < self.size:
+        if size < used:
             raise TierError(
-                f"{self.path} was cut short to {size:,} bytes by somebody else while {self.size:,}"
+                f"{self.path} was cut short to {size:,} bytes by somebody else while {used:,}"
                 " are in use: what was in it is lost. Start again from the last checkpoint, and"
                 f" keep clean-up jobs away from {self.folder.parent}."
             )

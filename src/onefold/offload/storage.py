@@ -325,7 +325,7 @@ class HostStorage(OffloadStorage):
         return self.shown
 
     def store(self, values: torch.Tensor) -> None:
-        # No copy up reads the masters now: callers have waited (`MasterAccess.about_to_write`)
+        # No copy up reads the masters now: callers have waited (`Engine.about_to_write`)
         if storage_of(values) != storage_of(self.shown):
             self.shown.copy_(values)
         self.renew()

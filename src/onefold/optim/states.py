@@ -42,7 +42,6 @@ from onefold.recipe.moments import grain_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.gather_paths import state_context
-from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import (
     HeldParts,
@@ -142,15 +141,16 @@ class OptimizerParts(HeldParts):
             return value.detach().reshape(-1)[x:y]
         return entry.flat.storage.elements(entry, key, value, x, y)
 
-    def read(self, item: StateItem, entry: Entry, x: int, y: int) -> torch.Tensor:
+    def read(self, item: StateItem, x: int, y: int) -> torch.Tensor:
         with self.keeping_errors():
-            return self._values(entry, item.key, x, y).to(item.dtype)
+            return self._values(item.entry, item.key, x, y).to(item.dtype)
         return torch.zeros(y - x, dtype=item.dtype, device="cpu")
 
-    def write(self, item: StateItem, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
+    def write(self, item: StateItem, x: int, y: int, values: torch.Tensor) -> None:
         """Write into states that `create` has made: values as they are, rounded, or packed. If they
         are packed, x is at a block boundary.
         """
+        entry = item.entry
         if self.error is not None:
             return
         with self.keeping_errors():
@@ -456,7 +456,7 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
 
 
 def _engine(entry: Entry) -> Engine:
-    engine = engine_of_entry(entry)
+    engine = entry.engine()
     assert engine is not None
     return engine
 

@@ -50,7 +50,7 @@ from onefold.optim.whole import epoch
 from onefold.runtime.differentiate import keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.hooks import engine_of_entry
+from onefold.runtime.parameters.interval import owner_of
 from onefold.runtime.parameters.operators import stepping
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face, reader
 from onefold.runtime.stepper import (
@@ -244,7 +244,7 @@ def _begin(
                     stepper.step(optimizer, entries)
             _leave_out(optimizer, [e.param for some in by_stepper.values() for e in some])
         if found:
-            choose_implementation(optimizer, optimizer.param_groups, next(iter(found)).device)
+            choose_implementation(optimizer, next(iter(found)).device)
             note(face, params)
             note(setattr, stepping, "depth", stepping.depth)
             stepping.depth += 1
@@ -254,7 +254,8 @@ def _begin(
 
 def _written(found: dict[Engine, list[Entry]], elsewhere: list[nn.Parameter]) -> None:
     for engine, entries in found.items():
-        elsewhere += [entry.param for entry in engine.optimizer_has_stepped(entries)]
+        engine.progress.optimizer_seen = True
+        elsewhere += [entry.param for entry in engine.write_counters.stepped(entries)]
 
 
 def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
@@ -262,9 +263,8 @@ def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
     found: dict[Engine, list[Entry]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            known = param.__dict__.get("_onefold_entry")
-            entry = known() if known is not None else None
-            if entry is not None and (engine := engine_of_entry(entry)) is not None:
+            entry, engine = owner_of(param)
+            if entry is not None:
                 found.setdefault(engine, []).append(entry)
     return found
 
@@ -275,13 +275,13 @@ def _choose(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dict[Engi
     # Unsharded parameters (one rank) carry no mark of their engine, so they are searched for here
     for engine in list(engines):
         asks = any(s.wants_unsharded(optimizer) for s in engine.stepper.apart)
-        waits = engine.progress.failure is not None or engine.masters.copying is not None
+        waits = engine.progress.failure is not None or engine.copying is not None
         if not asks and not (engine.unsharded and waits):
             continue
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [e for e in engine.entries if id(e.param) in params]
         if mine and engine.unsharded and waits:
-            engine.masters.about_to_write()
+            engine.about_to_write()
             if engine.progress.failure is not None:
                 engine.tell_failure()
         unsharded = [e for e in mine if e.flat.unsharded] if asks else []

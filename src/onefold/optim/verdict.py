@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onefold.recipe import Recipe
 from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, STEP_MATRICES, WHOLE
-from onefold.runtime.parameters.interval import spec_of
+from onefold.runtime.parameters.interval import entry_of, spec_of
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
 from onefold.runtime.stepper import (
     GroupVerdict,
@@ -97,8 +97,8 @@ def verdict_for(recipe: Recipe) -> Callable[[Optimizer, int], GroupVerdict]:
 
 
 def _named(patterns: Sequence[str], optimizer: Optimizer, group: int) -> bool:
-    known = (p.__dict__.get("_onefold_entry") for p in optimizer.param_groups[group]["params"])
-    names = [name for each in known if each is not None and (e := each()) for name in e.names]
+    found = map(entry_of, optimizer.param_groups[group]["params"])
+    names = [name for entry in found if entry is not None for name in entry.names]
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 

@@ -46,7 +46,7 @@ from onefold.quant.moments import moment_policy
 from onefold.recipe.optimizers import WHOLE
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.hooks import engine_of_entry
+from onefold.runtime.parameters.interval import owner_of
 from onefold.runtime.stepper import (
     GroupVerdict,
     Part,
@@ -148,10 +148,8 @@ def _find(optimizer: Optimizer, chosen: Mapping[Entry, int]) -> dict[int, Owned]
         out |= owned_by(inner)
     params = [(p, i) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
     for param, number in params:
-        known = param.__dict__.get("_onefold_entry") if id(param) not in inside else None
-        entry = known() if known is not None else None
-        engine = engine_of_entry(entry) if entry is not None else None
-        if entry is None or engine is None or not engine.started or engine.closed:
+        entry, engine = owner_of(param)
+        if entry is None or id(param) in inside or engine.closed:
             continue
         with contextlib.suppress(ValueError):  # raised again when it steps
             verdict = partial(verdict_for(engine.recipe), optimizer, number)

@@ -32,7 +32,7 @@ from onefold.pretrained.hf_names import Layout, whole
 from onefold.pretrained.huggingface import HuggingFaceSource, load_fitted, refuse_differences
 from onefold.pretrained.streams import Pieces, Progress, Sheet
 from onefold.runtime.hooks import engine_of
-from onefold.runtime.state.dicts import unguarded
+from onefold.runtime.state.start import showing
 from onefold.wording import few
 
 FILES = "adapter_model"
@@ -220,7 +220,7 @@ def _asked_of_peft(
     tensors = Outline.of(model).tensors
     stand_ins = {name: torch.empty(shape, device="meta") for name, (_, shape) in tensors.items()}
     # peft asks modules that are saved whole (modules_to_save) for their names by state_dict()
-    with unguarded(engine_of(model)):
+    with showing(engine_of(model), {}):
         found = get_peft_model_state_dict(
             model, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=embeddings
         )

@@ -288,7 +288,7 @@ def _start(engine: Engine, masters: MasterParts, stretch: Stretch, into: torch.T
         a, b = entry.owned()
         if a < b:
             item, at = StateItem(entry, "", flat.dtypes.master), entry.slot.start - start
-            into[at + a : at + b].copy_(masters.read(item, entry, a, b))
+            into[at + a : at + b].copy_(masters.read(item, a, b))
     if flat.divided and not flat.unsharded and not group.alone:
         raw, width = into.view(torch.uint8), into.element_size()
 

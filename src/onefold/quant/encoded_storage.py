@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.quant.codecs import Codec
+from onefold.quant.codecs import CODECS
 from onefold.runtime.storage import Storage
 
 if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry, Flat
 
 
@@ -21,9 +22,9 @@ class EncodedIntervals:
         bytes    | each       | each       | each       | ...     a multiple of 16
     """
 
-    def __init__(self, flat: Flat, codec: Codec) -> None:
-        self.codec, self.numel = codec, flat.layout.shard_numel
-        self.used = codec.encoded_bytes(self.numel)
+    def __init__(self, flat: Flat, codec: str | None) -> None:
+        self.codec, self.numel = CODECS[codec or ""], flat.layout.shard_numel
+        self.used = self.codec.encoded_bytes(self.numel)
         self.each = flat.spec.each
 
     def bytes_of(self, addresses: tuple[int, int]) -> tuple[int, int]:
@@ -57,9 +58,9 @@ class EncodedStorage(Storage):
     encoded = True
     payload: torch.Tensor
 
-    def __init__(self, flat: Flat, codec: Codec) -> None:
+    def __init__(self, flat: Flat, engine: Engine) -> None:
         super().__init__(flat)
-        self.codec, self.intervals = codec, EncodedIntervals(flat, codec)
+        self.intervals = EncodedIntervals(flat, engine.recipe.frozen)
 
     def build(self, device: torch.device) -> torch.Tensor:
         self.payload = torch.empty(self.flat.spec.cached_bytes, dtype=torch.uint8, device=device)

@@ -17,7 +17,6 @@ import torch
 
 from onefold.comm import CollectiveContext, Group, Pending
 from onefold.memory import GATHERED
-from onefold.quant.codecs import Codec
 from onefold.quant.encoded_storage import EncodedIntervals, EncodedStorage
 from onefold.runtime.gather_paths import Gather
 
@@ -31,8 +30,10 @@ class EncodedGather(Gather):
 
     exact = False
 
-    def __init__(self, flat: Flat, engine: Engine, codec: Codec) -> None:
+    def __init__(self, flat: Flat, engine: Engine) -> None:
         super().__init__(flat, engine)
+        recipe = engine.recipe
+        codec = recipe.frozen if flat.spec.stored else recipe.parameters.codec
         self.intervals, self.pool = EncodedIntervals(flat, codec), engine.pool
 
     def start(self, full: torch.Tensor, context: CollectiveContext) -> Pending:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.comm import CollectiveContext
-from onefold.quant.codecs import Codec
+from onefold.quant.codecs import CODECS
 from onefold.runtime.flat import Flat
 from onefold.runtime.hops import Hop, UnderWay
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 class Encoded(Hop):
     """One hop with encoded parts. Each encoded part begins at a multiple of 16 bytes."""
 
-    def __init__(self, flat: Flat, at: int, engine: Engine, codec: Codec) -> None:
+    def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
         super().__init__(flat, at, engine)
-        self.codec, self.used = codec, codec.encoded_bytes(self.own)
+        self.codec = CODECS[engine.recipe.gradients.codec or ""]
+        self.used = self.codec.encoded_bytes(self.own)
 
     def run(self, taken: list[torch.Tensor], context: CollectiveContext) -> UnderWay:
         buffer, group, flat, here = taken[0], self.group, self.flat, self.group.rank

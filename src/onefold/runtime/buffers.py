@@ -89,9 +89,7 @@ class Buffers:
                 for module, _ in found.places:
                     groups = found.box.kind.holders.groups
                     divided.setdefault(id(module._buffers), set()).add(groups)
-        kinds = {frozenset(groups) for groups in divided.values()}
-        sharings = {groups: self._sharing(groups) for groups in kinds}
-        self._divided = {table: sharings[frozenset(of)] for table, of in divided.items()}
+        self._divided = {table: self._sharing(groups) for table, groups in divided.items()}
         self._others = self._sharing(())
         self._tables: list[Table] = []
         self._sent: list[Table] = []
@@ -114,9 +112,6 @@ class Buffers:
 
     def _sharing_of(self, table: Table) -> Sharing:
         return self._divided.get(id(table), self._others)
-
-    def close(self) -> None:
-        self._tables = self._sent = []
 
     def _shared(self, tables: Iterable[Table]) -> dict[Sharing, list[torch.Tensor]]:
         """Return the buffers in `tables`, by who shares them."""
@@ -274,7 +269,7 @@ def check_in_place(units: Iterable[Unit]) -> None:
             lies = storage_of(entry.param), entry.param.storage_offset()
             if (owned is not None and lies != want) or entry.param.dtype != flat.master.dtype:
                 raise RuntimeError(
-                    f"parameter {entry.slot.name!r} no longer lies in its flat buffer: the model"
+                    f"parameter {entry.name!r} no longer lies in its flat buffer: the model"
                     " was moved or cast after shard() (.to(), .half(), .cuda(), assigning .data)."
                     " Do that before shard() or between onefold.unshard(model) and a new shard(), or give"
                     " shard() a device and the recipe a precision."

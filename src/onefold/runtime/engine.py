@@ -16,8 +16,9 @@ module dies, the engine closes.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,17 +41,15 @@ from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather import Gatherer
 from onefold.runtime.open_passes import OpenPass, still_open
 from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
-from onefold.runtime.parameters.values import WriteCounters
+from onefold.runtime.parameters.values import WriteCounters, given_out
 from onefold.runtime.parts import whole_masters
 from onefold.runtime.passes import Passes
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.refresh import refresh
 from onefold.runtime.resources import (
     Activations,
-    MasterAccess,
     Progress,
     Span,
-    Spans,
 )
 from onefold.runtime.stepper import Steppers
 from onefold.runtime.uninitialized import Uninitialized
@@ -74,16 +73,9 @@ class Engine:
         timeline: when each unit computed, recorded while `memory.record` is set.
     """
 
-    units: list[Unit]
-    flats: list[Flat]
-    entries: list[Entry]
     write_counters: WriteCounters
-    buffers: Buffers
-    uninitialized: Uninitialized
-    # Made by `start`, in this order: each takes what it needs of those before
     stepper: Steppers
     gather: Gatherer
-    activations: Activations
     reduce: Reducer
     passes: Passes
 
@@ -100,7 +92,7 @@ class Engine:
         self.group, self.mesh = group, mesh
         # The ranks of all stages of a pipeline of which this is one, see optim/clip.py
         self.across: Group | None = None
-        self.rank, self.world_size = self.group.number, self.group.size
+        self.rank, self.world_size = group.number, group.size
         if recipe.reduce == NATIVE and self.world_size > 1 and self.group.backend == "gloo":
             raise ValueError(
                 "reduce='native' asks for the backend's own reduce-scatter, and gloo has none:"
@@ -114,16 +106,13 @@ class Engine:
         self.traffic.wanted = lambda: memory.record
         offloaded = offloaded_units([s.trained for s in specs], recipe, self.world_size)
         self.transfers = capabilities.transfers(recipe, self.rank, device, memory, self.world_size)
-        self.pool = Pool(
-            device,
-            self.memory,
-            paged=bool(offloaded) and recipe.on_disk,
-        )
+        self.pool = Pool(device, memory, paged=bool(offloaded) and recipe.on_disk)
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
-        self.spans = Spans(self.timeline)
         self.progress = Progress(recipe, self.group)
-        # Makes writes to masters wait for copies of them that are under way
-        self.masters = MasterAccess(self.transfers, self.progress)
+        # Waits until the save, or copy of averages, that is under way has read masters and states
+        self.copying: Callable[[], None] | None = None
+        # Parameters whose `.data` is a plain tensor off the device: nothing tells of writes to it
+        self.plain: list[Entry] = []
         holders = find_boxes(specs, self.group, mesh)
         self.units: list[Unit] = bind(specs, self, offloaded, holders)
         self.flats = [flat for unit in self.units for flat in unit.flats]
@@ -135,7 +124,6 @@ class Engine:
                 self.unit_of[entry.number] = unit
         self.unsharded: bool = all(flat.unsharded for flat in self.flats)
         self.write_counters = WriteCounters(self.entries, self.progress)
-        self.started = False
         self.full_params_depth = 0
         self.full_params_write = False
         self.buffers = Buffers(recipe, self.group, mesh, specs)
@@ -147,17 +135,12 @@ class Engine:
         # Waits for background work (a save), so that its failure is known
         self.settle: Callable[[], None] | None = None
 
-    def start(self, stepper: Steppers) -> None:
-        """Create the parts that work on the bound units. `stepper`: who steps the shards, and
-        when.
-        """
-        self.stepper = stepper
+        # In this order: each takes what it needs of those before
+        self.stepper = capabilities.steppers(self)
         self.gather = Gatherer(self)
-        self.activations = self.capabilities.activations(self.units, self, self.gather.by_storage)
+        self.activations: Activations = capabilities.activations(self)
         self.reduce = Reducer(self)
-        self.started = True
         self.passes = Passes(self)
-        self.reduce.follow_trainable()
         for flat in self.flats:
             at_rest = (
                 (Tier.DEVICE, "parameter", flat.spec.parameter_bytes),
@@ -169,7 +152,7 @@ class Engine:
                     category = MASTERS if kind == "master" else PARAMETERS
                     self.transfers.ledgers[tier].add(category, nbytes, flat.unit_name)
         if self.transfers.up.asynchronous:
-            self.masters.plain = [f for f in self.offloaded_flats if f.owners is None]
+            self.plain = [e for f in self.offloaded_flats if f.owners is None for e in f.entries]
         if self.offloaded_flats:  # no more elements than the largest of them needs
             own = (f.storage.numel * f.dtypes.master.itemsize for f in self.offloaded_flats)
             self.transfers.sums.chunk = chunk_for(max(own))
@@ -180,7 +163,6 @@ class Engine:
         for tier, ledger in self.transfers.ledgers.items():
             if tier is Tier.DEVICE or (self.offloaded_flats and not tier.on_disk):
                 ledger.probes[GRADIENTS] = partial(self.reduce.gradient_bytes, tier)
-        self.memory.reset_peak()
 
     def close(self) -> None:
         """Let go of everything: buffers, communicators, and the reference cycles among the engine's
@@ -191,9 +173,8 @@ class Engine:
         self.progress.closed = True
         if self.settle is not None:
             self.settle()
-        if self.started:
-            for stepper in self.stepper.apart:
-                stepper.close()
+        for stepper in self.stepper.apart:
+            stepper.close()
         if self.across is not None:
             self.across.close()
         self.group.close()
@@ -207,15 +188,13 @@ class Engine:
             unit.flats.clear()
         self.flats.clear()
         self.entries.clear()
+        self.plain.clear()
         self.unit_of.clear()
-        self.buffers.close()
-        self.uninitialized.close()
         self.pool.drain()
         for ledger in self.transfers.ledgers.values():
             ledger.probes.clear()
-        if self.started:
-            self.activations.close()
-            del self.gather, self.reduce, self.stepper, self.passes
+        self.activations.close()
+        del self.gather, self.reduce, self.stepper, self.passes, self.buffers, self.uninitialized
 
     @property
     def offloaded_flats(self) -> list[Flat]:
@@ -232,7 +211,7 @@ class Engine:
     @property
     def stack(self) -> list[OpenPass]:
         """The open forward passes of units, see `Passes.stack`."""
-        return still_open(self.passes.stack) if self.started and not self.closed else []
+        return [] if self.closed else still_open(self.passes.stack)
 
     @property
     def computing(self) -> bool:
@@ -316,7 +295,40 @@ class Engine:
             )
         self.optimizer_is_stepping()
 
+    # -- writes to masters -------------------------------------------------------------------------
+
+    def about_to_write(self) -> None:
+        """Wait for copies of masters and states that are under way: these are going to change."""
+        copying, self.copying = self.copying, None
+        if copying is not None:
+            copying()
+        self.transfers.up.wait()  # copies up may still read masters on the host
+
+    def wait_before_write(self, flat: Flat, seen: bool = False) -> None:
+        """Wait for copies of the masters of `flat` that are under way. Called before code outside a
+        step writes to them, or (`seen`) takes a view that it may write to. The host waits if the
+        masters are in its memory, or if a save is copying them.
+        """
+        if self.closed:
+            return
+        if self.copying is not None and not seen:
+            self.about_to_write()
+        elif flat.storage.offloaded and flat.storage.in_place:
+            self.transfers.up.wait()
+
+    def wait_if_given_out(self) -> None:
+        """At the end of a pass, wait for the copies up if code holds a plain view of masters: it may
+        write there from now on.
+        """
+        if any(given_out(entry.param) for entry in self.plain):
+            self.transfers.up.wait()
+
     # -- between steps -----------------------------------------------------------------------------
+
+    def computed(self, unit: str, phase: str, since: float) -> None:
+        """Note that a unit has computed until now."""
+        if self.memory.record:
+            self.timeline.append(Span(unit, phase, since, time.perf_counter()))
 
     def make_stale(self) -> None:
         """Mark every copy of masters as stale: the masters have been written to."""
@@ -328,7 +340,7 @@ class Engine:
             raise RuntimeError(f"optimizer.step() was called in a gradient hook, but {IN_BACKWARD}")
         if not self.progress.backward_open:
             self.gather.release_last_units()
-        self.masters.about_to_write()
+        self.about_to_write()
         self.transfers.check()
         if self.progress.failure_agreed and self.on_disk and self.world_size > 1:
             agree_on_failure(
@@ -361,13 +373,6 @@ class Engine:
         self.progress.failure, self.progress.failure_agreed = None, False
         if failure is not None:
             raise failure
-
-    def optimizer_has_stepped(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Called after an optimizer over the parameters of `entries` has stepped. Returns those
-        that other ranks alone have stepped.
-        """
-        self.progress.optimizer_seen = True
-        return self.write_counters.stepped(entries)
 
     # -- backward ----------------------------------------------------------------------------------
 

@@ -232,10 +232,7 @@ class Flat:
             trainable=kind.trainable,
             stored=kind.encoded,
             tiers=tiers,
-            in_place=all(
-                f.param.dtype == dtypes.compute and not f.param.is_meta and f.box is None
-                for f in found
-            ),
+            in_place=all(f.param.dtype == dtypes.compute and f.box is None for f in found),
             native=group.native,
             rooms=tuple(f.room for f in found) if any(f.box is not None for f in found) else None,
         )

@@ -13,7 +13,6 @@ from torch import nn
 
 from onefold.runtime.differentiate import in_autograd, keep_from_compiler, tensors_in
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
 from onefold.runtime.open_passes import still_open
 from onefold.runtime.parameters.parameter import (
     ShardedParameter,
@@ -41,12 +40,6 @@ def unregister(module: nn.Module) -> None:
 
 def is_sharded(module: nn.Module) -> bool:
     return module in _engines
-
-
-def engine_of_entry(entry: Entry) -> Engine | None:
-    """Return the engine that a sharded parameter belongs to; None if its model is gone."""
-    engine = entry.engine()
-    return engine if isinstance(engine, Engine) else None
 
 
 def engine_of(module: nn.Module) -> Engine:

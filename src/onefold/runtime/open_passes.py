@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -44,14 +45,15 @@ class OpenPass:
         call: the frame of the module's call. of: ends the pass if that call was left.
         outermost: it has begun a pass over the model.
         in_use: the unit is in use by it.
-        beside: the open passes of its thread.
+        beside: the open passes of its thread. began: when, by `time.perf_counter`.
     """
 
-    __slots__ = ("beside", "call", "in_use", "of", "outermost", "recompute", "unit")
+    __slots__ = ("began", "beside", "call", "in_use", "of", "outermost", "recompute", "unit")
 
     def __init__(self, unit: Unit, recompute: bool, call: FrameType, of: _Ends) -> None:
         self.unit, self.recompute, self.call, self.of = unit, recompute, call, of
         self.outermost = self.in_use = False
+        self.began = time.perf_counter()
         self.beside = here.passes
 
 

@@ -133,12 +133,12 @@ class HeldParts(ABC):
         that stand for some elements each.
         """
 
-    def read(self, item: StateItem, entry: Entry, x: int, y: int) -> torch.Tensor:
+    def read(self, item: StateItem, x: int, y: int) -> torch.Tensor:
         """Return the elements, [y - x], in the item's dtype on any device."""
-        return in_memory(self.place(entry, item.key, x, y)).to(item.dtype)
+        return in_memory(self.place(item.entry, item.key, x, y)).to(item.dtype)
 
     @abstractmethod
-    def write(self, item: StateItem, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
+    def write(self, item: StateItem, x: int, y: int, values: torch.Tensor) -> None:
         """Overwrite the elements by `values`, [y - x], in the item's dtype on any device."""
 
     def finish(self) -> None:
@@ -147,7 +147,7 @@ class HeldParts(ABC):
 
 class MasterParts(HeldParts):
     """The master weights, wherever they are stored. Callers of `write` and `target` wait for copies
-    of masters first (`MasterAccess.about_to_write`), and call `Engine.make_stale` after `finish`.
+    of masters first (`Engine.about_to_write`), and call `Engine.make_stale` after `finish`.
 
     One flat buffer is open at a time, decoded if its masters are stored encoded. Neighbouring items
     of a flat buffer therefore decode it once, and encode it once.
@@ -168,7 +168,8 @@ class MasterParts(HeldParts):
         # A view of the parameter, whose version counter tells of the user's writes
         return entry.flat.storage.elements(entry, "", entry.param, x, y) if here is None else here
 
-    def write(self, item: StateItem, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
+    def write(self, item: StateItem, x: int, y: int, values: torch.Tensor) -> None:
+        entry = item.entry
         here, self._written = self.here(entry, x, y), True
         if here is not None:
             here.copy_(values)
@@ -226,7 +227,7 @@ def to_first(engine: Engine, parts: HeldParts, item: StateItem) -> torch.Tensor 
             if whole is not None:
                 places[peer] = whole.view(-1)[a:b]
             else:
-                mine = parts.read(item, entry, a, b)
+                mine = parts.read(item, a, b)
         _collect(engine, group, item, places, mine)
     if item.box is None or whole is None:
         return whole
@@ -249,7 +250,7 @@ def own_whole(parts: HeldParts, item: StateItem) -> torch.Tensor:
     for x, y in _chunks(item.entry):
         a, b = overlap(parts.held(item.entry), (x, y))
         if a < b:
-            whole.view(-1)[a:b].copy_(parts.read(item, item.entry, a, b))
+            whole.view(-1)[a:b].copy_(parts.read(item, a, b))
     return whole
 
 
@@ -291,7 +292,7 @@ def within_holders(
         if row is not None:
             part = row[a:b]
         if a < b and part is not None:
-            parts.write(item, entry, a, b, part.to(item.dtype))
+            parts.write(item, a, b, part.to(item.dtype))
 
 
 def whole_masters(engine: Engine, flat: Flat) -> torch.Tensor:
@@ -305,7 +306,7 @@ def whole_masters(engine: Engine, flat: Flat) -> torch.Tensor:
             entry, (a, b) = item.entry, item.entry.owned()
             if a < b:
                 at = entry.slot.start
-                full[at + a : at + b].copy_(parts.read(item, entry, a, b))
+                full[at + a : at + b].copy_(parts.read(item, a, b))
         if not flat.whole_master:
             context = state_context(engine, flat.unit_name)
             flat.owners_group.all_gather(full, context, flat.index, move="state").wait()
@@ -417,7 +418,7 @@ def from_own(parts: HeldParts, item: StateItem, whole: torch.Tensor) -> None:
     if item.box is not None:
         whole = item.box.part(whole.reshape(item.shape))
     a, b = parts.held(item.entry)
-    parts.write(item, item.entry, a, b, whole.reshape(-1)[a:b].to(item.dtype))
+    parts.write(item, a, b, whole.reshape(-1)[a:b].to(item.dtype))
 
 
 class Accounted(NamedTuple):

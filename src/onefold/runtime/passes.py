@@ -131,7 +131,6 @@ class Passes:
                     self._begin_forward(this, graph.of_model)
                 graph.since = progress.writes
             self._entered.add(unit.index)
-            engine.spans.enter()
             # In one statement: Ctrl-C may come between two
             unit.in_use, this.in_use = unit.in_use + 1, True
             if recompute:
@@ -156,7 +155,8 @@ class Passes:
         """
         unit, outermost, graph = this.unit, this.outermost, self._graph
         with disable_torch_function():
-            self._no_longer_uses(this, keep=self.engine.memory.record)
+            self.engine.computed(this.unit.name, self.progress.phase, this.began)
+            self._no_longer_uses(this)
             if outermost:
                 output = copied_out(output, self.gather.by_storage)
             if torch.is_grad_enabled() and graph is not None:
@@ -180,7 +180,7 @@ class Passes:
         with disable_torch_function():
             # The innermost unit comes first
             self.raised_in = self.raised_in or (this.unit.name, self.progress.phase)
-            self._no_longer_uses(this, keep=False)
+            self._no_longer_uses(this)
             if this.outermost:
                 if this.beside is not here.passes:  # hooks on saved tensors are a thread's own
                     self.gather.hooks = self.engine.activations.hooks = None
@@ -236,13 +236,12 @@ class Passes:
         if not self.stack:
             self._graph = None
 
-    def _no_longer_uses(self, this: OpenPass, keep: bool) -> None:
+    def _no_longer_uses(self, this: OpenPass) -> None:
         unit = this.unit
         if this.in_use:
             if unit.in_use == 1:
                 swap_out(unit)
             unit.in_use, this.in_use = unit.in_use - 1, False
-            self.engine.spans.leave(unit.name, self.progress.phase, keep)
 
     def _keep_writes(self, unit: Unit) -> None:
         if unit.state is State.GATHERED:
@@ -307,7 +306,7 @@ class Passes:
         if graph is not None and graph.of_model and not aborted:
             engine.buffers.after_pass(graded and progress.sync)
         engine.activations.end_forward()
-        engine.masters.after_pass()
+        engine.wait_if_given_out()
         if graph is not None:
             if graded and not aborted:
                 progress.graphs.add(graph)
@@ -389,7 +388,6 @@ class Passes:
                 self.gather.begin_backward()
                 if not differentiating:
                     self.reduce.begin_backward()
-                self.engine.spans.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         elif accumulates and progress.differentiating:
             # A gradient from inside a re-entrant checkpoint: the outer graph does not show it
@@ -474,7 +472,7 @@ class Passes:
         self.engine.stepper.early.join()
         self._let_go()
         self.engine.transfers.gradients_are_down()
-        self.engine.masters.after_pass()
+        self.engine.wait_if_given_out()
         self._look()
         for unit in self.units:
             unit.gradients = set()

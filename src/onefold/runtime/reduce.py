@@ -26,6 +26,7 @@ are in flat buffers of their own.)
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class Reducer:
 
     def __init__(self, engine: Engine) -> None:
         self.units, self.unit_of, self.gather = engine.units, engine.unit_of, engine.gather
-        self.stepper, self.spans = engine.stepper, engine.spans
+        self.stepper, self.computed = engine.stepper, engine.computed
         self.write_counters, self.backward_event = engine.write_counters, engine.backward_event
         self.group, self.progress, self.memory = engine.group, engine.progress, engine.memory
         self.pool, self._ledgers = engine.pool, engine.transfers.ledgers
@@ -120,6 +121,7 @@ class Reducer:
         self.held: set[int] = set()
         self.summed: list[Reduction] = []
         self.used: set[int] = set()
+        self.since = 0.0  # when the backward pass began, or a unit's last gradient came
         # What `.grad` has shown of gradients that wait for the boundary, as plain tensors
         self.shown: dict[Entry, torch.Tensor] = {}
         # Of a mesh along which some ranks have the same data
@@ -130,7 +132,7 @@ class Reducer:
     def begin_backward(self) -> None:
         self.refuse_changed()
         self.order.begin(self.order.units)
-        self.used = set()
+        self.used, self.since = set(), time.perf_counter()
         if self.marks is not None:
             self.marks.begin_backward()
         for unit in self.units:
@@ -233,8 +235,8 @@ class Reducer:
         if not unit.launched:
             unit.ready = True
             self.order.seen.append(unit)
-            if self.memory.record:
-                self.spans.came(unit.name)
+            self.computed(unit.name, "backward", self.since)
+            self.since = time.perf_counter()
             if not self.progress.deferring:
                 self._advance()
         self.gather.maybe_release(unit)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -15,12 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from onefold.comm import CollectiveContext
 from onefold.recipe import Recipe
 from onefold.recipe.rows import GROUP
-from onefold.runtime.parameters.values import given_out
 
 if TYPE_CHECKING:
     from onefold.comm import Group
-    from onefold.offload.transfers import Transfers
-    from onefold.runtime.flat import Flat
     from onefold.runtime.passes import Graph
 
 
@@ -72,9 +65,9 @@ class PassFollower(Protocol):
 # | where do saved activations wait for the backward pass | `Activations`      | `Capabilities.activations` |
 # | how is an interval written as fewer bytes             | a codec of quant   | `Capabilities.codec`       |
 # | what is on the host and on NVMe, and moves there      | `Transfers`        | `Capabilities.transfers`   |
+# | who steps a shard, and when                           | `Stepper`          | `Capabilities.steppers`    |
 #
-# The engine and its parts import none of these implementations. One more is given to `Engine.start`,
-# since it works with the whole engine: who steps a shard, and when (`Stepper` in runtime/stepper.py).
+# The engine and its parts import none of these implementations.
 
 
 class Activations:
@@ -204,95 +197,19 @@ class Progress:
         self.failure = self.failure or error
 
 
-class MasterAccess:
-    """Makes writes to masters and states wait until copies of them are done.
-
-    Attributes:
-        copying: waits until the save, or copy of averages, that is under way has read them; None
-            if there is none.
-        plain: the flat buffers whose masters are off the device and whole, so that `.data` of their
-            parameters is a plain tensor: nothing tells of writes to it.
-    """
-
-    def __init__(self, transfers: Transfers, progress: Progress) -> None:
-        self._transfers, self._progress = transfers, progress
-        self.copying: Callable[[], None] | None = None
-        self.plain: list[Flat] = []
-
-    def about_to_write(self) -> None:
-        """Wait for copies of masters and states that are under way: these are going to change."""
-        copying, self.copying = self.copying, None
-        if copying is not None:
-            copying()
-        self._transfers.up.wait()  # copies up may still read masters on the host
-
-    def wait_before_write(self, flat: Flat, seen: bool = False) -> None:
-        """Wait for copies of the masters of `flat` that are under way. Called before code outside a
-        step writes to them, or (`seen`) takes a view that it may write to. The host waits if the
-        masters are in its memory, or if a save is copying them.
-        """
-        if self._progress.closed:
-            return
-        if self.copying is not None and not seen:
-            self.about_to_write()
-        elif flat.storage.offloaded and flat.storage.in_place:
-            self._transfers.up.wait()
-
-    def after_pass(self) -> None:
-        """At the end of a pass, wait for the copies up if code holds a plain view of masters: it may
-        write there from now on.
-        """
-        for flat in self.plain:
-            for entry in flat.entries:
-                if given_out(entry.param):
-                    self._transfers.up.wait()
-                    return
-
-
 # -- spans of the timeline -------------------------------------------------------------------------
-#
-# What a rank computed when, unit by unit. Collected only while the memory ledger records.
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """When a unit computed (on CUDA: when its work was handed to the device), in seconds of
     `time.perf_counter`.
 
-    kind is "compute"; phase is "forward" or "backward". The forward span of a unit contains those
-    of the units inside it. A backward span ends when the last gradient of the unit has come and
-    begins where the previous one ended: autograd does not say more.
+    phase is "forward" or "backward". The forward span of a unit contains those of the units inside
+    it. A backward span ends when the last gradient of the unit has come and begins where the previous
+    one ended: autograd does not say more.
     """
 
-    kind: str
     unit: str
     phase: str
     start: float
     end: float
-
-
-class Spans:
-    """Collects spans into `done`."""
-
-    def __init__(self, done: deque[Span]) -> None:
-        self.done = done
-        self._open: list[float] = []
-        self._mark = 0.0
-
-    def enter(self) -> None:
-        self._open.append(time.perf_counter())
-
-    def leave(self, unit: str, phase: str, keep: bool) -> None:
-        start = self._open.pop() if self._open else 0.0
-        if keep and start:
-            self.done.append(Span("compute", unit, phase, start, time.perf_counter()))
-
-    def begin_backward(self) -> None:
-        self._open.clear()
-        self._mark = time.perf_counter()
-
-    def came(self, unit: str) -> None:
-        """Note that the last gradient of `unit` has come: its backward span ends."""
-        now = time.perf_counter()
-        self.done.append(Span("compute", unit, "backward", self._mark, now))
-        self._mark = now

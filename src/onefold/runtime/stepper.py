@@ -272,14 +272,12 @@ _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 FUSED_ON = frozenset(("cuda", "xpu"))
 
 
-def choose_implementation(
-    optimizer: Optimizer, groups: Sequence[dict[str, Any]], device: torch.device
-) -> None:
-    """Set options of `groups`, the optimizer's or copies of them, until `undo`. `device`: that of
-    the model which the parameters belong to.
+def choose_implementation(optimizer: Optimizer, device: torch.device) -> None:
+    """Set options of the optimizer's groups until `undo`. `device`: that of the model which the
+    parameters belong to.
     """
-    for group in groups if type(optimizer) in _KNOWN else ():
-        if _fuses(group, device):
+    for group in optimizer.param_groups:
+        if _fuses(optimizer, group, device):
             note(group.__setitem__, "fused", None)
             group["fused"] = True
             _bring_steps(optimizer, group["params"])
@@ -296,14 +294,13 @@ def supports_scaling(optimizer: Optimizer, device: torch.device) -> bool:
     """Whether a fused kernel would step each group. Such a kernel takes a loss scale, and skips an
     overflow without asking the host.
     """
-    fuse = all(_fuses(group, device) for group in optimizer.param_groups)
-    return fuse and is_known(optimizer)
+    return all(_fuses(optimizer, group, device) for group in optimizer.param_groups)
 
 
-def _fuses(group: dict[str, Any], device: torch.device) -> bool:
+def _fuses(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
     """Whether a fused kernel is to step `group`; else torch's own choice stands."""
     given = any(group.get(name) is not None for name in ("fused", "foreach"))
-    if given or group.get("differentiable") or group.get("capturable"):
+    if given or not is_known(optimizer) or group.get("differentiable") or group.get("capturable"):
         return False
     if any(isinstance(rate, torch.Tensor) for rate in (group["lr"], *group.get("betas", ()))):
         return False
@@ -567,7 +564,7 @@ def only(
             for i, some in sorted(wanted.items())
         ]
         if device is not None:
-            choose_implementation(optimizer, optimizer.param_groups, device)
+            choose_implementation(optimizer, device)
         _count_apart(optimizer, groups)
         yield
     finally:

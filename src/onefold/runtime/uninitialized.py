@@ -6,28 +6,29 @@ no value yet. They may be loaded later, and must not be used before.
     a use        of an uninitialized one raises, with its name: the forward pass of its unit, whole parameters to read, a save
 
 [Note: marks of what is uninitialized] Uninitialized memory is filled with NaN (integers with the largest number),
-so that a value shows however it came: by a load, in place, or through `.data`. Of weights that are stored
-encoded, the names that a load brings tell. All ranks check together when a pass begins, and what is blank on
-any rank has no value, so all ranks raise alike. Once everything is loaded the list is empty, and nothing is
-checked any more.
+so that a value shows however it came: by a load, in place, or through `.data`. Weights that are stored
+encoded are zeros, since a NaN would spoil its neighbours there: of these, the names that a load brings tell.
+All ranks check together when a pass begins, and what is blank on any rank has no value, so all ranks raise
+alike. Once everything is loaded the list is empty, and nothing is checked any more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from onefold.comm import CollectiveContext
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.parts import MasterParts, StateItem, tell_all
+from onefold.runtime.parts import MasterParts, master_items
 from onefold.wording import few
 
 if TYPE_CHECKING:
     from onefold.comm import Group
-    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry
     from onefold.runtime.unit import Unit
 
@@ -59,12 +60,8 @@ def fill_blank(values: torch.Tensor) -> torch.Tensor:
 
 
 def _is_blank(values: torch.Tensor) -> bool:
-    values = values.detach().reshape(-1)
     blank = fill_blank(values.new_empty(1))
-    return all(  # the first element tells as a rule
-        torch.isclose(some, blank, rtol=0, atol=0, equal_nan=True).all()
-        for some in (values[:1], values)
-    )
+    return bool(torch.isclose(values, blank, rtol=0, atol=0, equal_nan=True).all())
 
 
 def mark(tensor: T) -> T:
@@ -76,7 +73,10 @@ def mark(tensor: T) -> T:
 
 def is_marked(tensor: torch.Tensor) -> bool:
     """Whether nobody has written a value to `tensor` since `mark`."""
-    return hasattr(tensor, "_onefold_blank") and tensor.numel() > 0 and _is_blank(tensor)
+    if not hasattr(tensor, "_onefold_blank") or not tensor.numel():
+        return False
+    row = tensor.detach().reshape(-1)
+    return _is_blank(row[:1]) and _is_blank(row)  # the first element tells as a rule
 
 
 def value_of(entry: Entry) -> torch.Tensor | None:
@@ -88,15 +88,6 @@ def value_of(entry: Entry) -> torch.Tensor | None:
         if source is not None and not source.is_meta and not is_marked(source):
             return source
     return None
-
-
-def without_value(engine: Engine, unit: Unit, incoming: Collection[str]) -> set[str]:
-    """Return the first names of a unit's parameters that have no value on rank 0 and are not among
-    `incoming`, the names that a load will bring. Collective.
-    """
-    entries = [e for e in unit.entries if e.name not in incoming and e.slot.numel > 0]
-    missing: set[str] = {entry.name for entry in entries if value_of(entry) is None}
-    return tell_all(engine, "shard()", missing)[0] if entries else set()
 
 
 # -- what has no value -----------------------------------------------------------------------------
@@ -117,19 +108,36 @@ class Uninitialized:
 
     Attributes:
         guards: handles of hooks, which are removed once everything has a value.
+        encoded: names of parameters without a value that are stored encoded, on one rank that has them.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._left: list[_Unset] = []
         self.guards: list[Any] = []
+        self.encoded: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._left)
 
-    def add(self, names: Sequence[str], unit: Unit, is_blank: Callable[[], bool]) -> None:
-        """Note a parameter or buffer that has no value."""
-        self._left.append(_Unset(names, unit.index, is_blank))
+    def note(self, units: Iterable[tuple[Unit, Iterable[tuple[str, nn.Module]]]]) -> None:
+        """Note all parameters and buffers of units, given with their modules."""
+        for unit, modules in units:
+            for entry in unit.entries:
+                is_blank = partial(self._is_blank, entry)
+                self._left.append(_Unset(entry.names, unit.index, is_blank))
+            for name, owner in modules:
+                for key in owner._buffers:
+                    names = [f"{name}.{key}" if name else key]
+                    is_blank = partial(_buffer_is_blank, owner._buffers, key)
+                    self._left.append(_Unset(names, unit.index, is_blank))
+
+    def _is_blank(self, entry: Entry) -> bool:
+        """Whether this rank has elements of a parameter, and none has a value."""
+        if entry.flat.storage.encoded:
+            return entry.name in self.encoded
+        parts, (item,), (a, b) = MasterParts(), master_items([entry]), entry.owned()
+        return a < b and all(_is_blank(parts.read(item, a, end)) for end in (a + 1, b))
 
     def notes(self) -> list[str]:
         """Return a sentence for the start of the run, if anything is uninitialized."""
@@ -137,9 +145,6 @@ class Uninitialized:
             return []
         some = _some(self._left)
         return [f"{some}: built on the meta device, without a value yet. Load before use."]
-
-    def close(self) -> None:
-        self._keep([])
 
     def given(self, names: Collection[str]) -> None:
         """Remove from the list the parameters and buffers that a load has brought. `names` are
@@ -189,16 +194,10 @@ def _blank(found: list[_Unset]) -> list[bool]:
         return [unset.is_blank() for unset in found]
 
 
+def _buffer_is_blank(table: dict[str, torch.Tensor | None], key: str) -> bool:
+    buffer = table.get(key)
+    return buffer is not None and is_marked(buffer)
+
+
 def _some(found: list[_Unset]) -> str:
     return few(repr(unset.names[0]) for unset in found)
-
-
-def is_blank(entry: Entry) -> bool:
-    """Whether this rank has elements of a parameter, and none has a value."""
-    flat = entry.flat
-    if flat.unsharded:
-        return _is_blank(entry.param)
-    a, b = entry.owned()
-    if a == b or flat.storage.encoded:
-        return a < b  # only a load's names can tell
-    return _is_blank(MasterParts().read(StateItem(entry, "", flat.dtypes.master), entry, a, b))

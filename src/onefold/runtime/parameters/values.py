@@ -118,7 +118,7 @@ def storageless_error(func: Any, what: str) -> StoragelessError:
 
 
 def wait_before_write(t: Any, seen: bool) -> None:
-    """See `MasterAccess.wait_before_write`. `t`: a sharded parameter or an interval."""
+    """See `Engine.wait_before_write`. `t`: a sharded parameter or an interval."""
     entry, spec = entry_of(t), spec_of(t)
     engine = flat = None
     if entry is not None:
@@ -126,7 +126,7 @@ def wait_before_write(t: Any, seen: bool) -> None:
     elif spec is not None and not seen:
         engine, flat = spec.owners.engine, spec.owners.flat()
     if engine is not None and flat is not None:
-        engine.masters.wait_before_write(flat, seen)
+        engine.wait_before_write(flat, seen)
 
 
 def seen_grad(param: Any) -> torch.Tensor | None:

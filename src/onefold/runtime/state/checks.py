@@ -66,7 +66,13 @@ def refuse_arguments(
         raise ValueError(
             "this module is sharded already; shard a fresh one, or use onefold.engine_of(module)."
         )
+    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for name, inner in module.named_modules():
+        if isinstance(inner, fsdp):
+            raise ValueError(
+                f"module {name or '(the model)'!r} was given to fully_shard, which divides the same"
+                " parameters as shard() does. Leave fully_shard out."
+            )
         plan = str(getattr(getattr(inner, "base_layer", None), "_hf_tp_plan", ""))
         if "rowwise" in plan and hasattr(inner, "lora_A"):
             raise ValueError(
@@ -82,24 +88,6 @@ def refuse_arguments(
                 f"module {name!r} inside this model belongs to another sharded model already: shard"
                 " the whole model once, alone."
             )
-    _refuse_dtensors(module, mesh)
-    if left_out := sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ())):
-        raise ValueError(
-            f"this module asks DDP to leave out {few(map(repr, left_out), 3)}"
-            " (_ddp_params_and_buffers_to_ignore), and Onefold divides every parameter. Delete that"
-            " attribute if they are to be as the others, or hold what each rank keeps for itself"
-            " outside the module."
-        )
-
-
-def _refuse_dtensors(module: nn.Module, mesh: Any) -> None:
-    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    for name, inner in module.named_modules():
-        if fsdp and isinstance(inner, fsdp):
-            raise ValueError(
-                f"module {name or '(the model)'!r} was given to fully_shard, which divides the same"
-                " parameters as shard() does. Leave fully_shard out."
-            )
     for name, param in module.named_parameters() if mesh is None else ():
         if is_dtensor(param):
             placed: Any = param
@@ -109,6 +97,13 @@ def _refuse_dtensors(module: nn.Module, mesh: Any) -> None:
                 " that run this module, and data=(...), the names of its axes that carry different"
                 " data."
             )
+    if left_out := sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ())):
+        raise ValueError(
+            f"this module asks DDP to leave out {few(map(repr, left_out), 3)}"
+            " (_ddp_params_and_buffers_to_ignore), and Onefold divides every parameter. Delete that"
+            " attribute if they are to be as the others, or hold what each rank keeps for itself"
+            " outside the module."
+        )
 
 
 def with_replicas(recipe: Recipe, ranks: Mesh) -> Recipe:
@@ -172,10 +167,10 @@ def mark_partial(
     else:
         chosen = [partial] if isinstance(partial, str) else list(partial)
         if unknown := [name for name in chosen if name not in found]:
-            near = difflib.get_close_matches(unknown[0], found, 3)
+            near = difflib.get_close_matches(unknown[0], found, 1)
             raise ValueError(
-                f"partial names {unknown[0]!r}, which is no parameter of this model."
-                f" {'Did you mean ' + ' or '.join(map(repr, near)) + '?' if near else ''}".rstrip()
+                f"partial names {unknown[0]!r}, which is no parameter of this model"
+                + (f". Did you mean {near[0]!r}?" if near else ".")
             )
     if chosen and not ranks.several:
         raise ValueError(
@@ -226,7 +221,7 @@ def compare_ranks(
     }
     digests = {k: hashlib.sha256(repr(v).encode()).hexdigest() for k, v in compared.items()}
     boxes = [e for e in engine.entries if e.box is not None and e.box.divided]
-    missing = [e.slot.name for e in boxes if e.flat.rank == 0 and e.param.is_meta]
+    missing = [e.name for e in boxes if e.flat.rank == 0 and e.param.is_meta]
     said = tell_all(engine, "shard()", (digests, has_meta(module), missing))
     ranks = sorted(engine.group.ranks)
     for name in compared:
@@ -264,11 +259,11 @@ def compare_copies(engine: Engine, incoming: Collection[str]) -> None:
     mine = data_of[group.ranks[group.rank]] == data_of[min(mesh.ranks)]
     entries = [e for e in engine.entries if e.box is None or not e.box.divided]
     values = [
-        None if not mine or e.slot.name in incoming or KEEPER in e.param.__dict__ else value_of(e)
+        None if not mine or e.name in incoming or KEEPER in e.param.__dict__ else value_of(e)
         for e in entries
     ]
     apart = unlike(group, [None if v is None else local_of(v.detach()) for v in values])
-    if names := [e.slot.name for e, other in zip(entries, apart, strict=True) if other]:
+    if names := [e.name for e, other in zip(entries, apart, strict=True) if other]:
         axes = [n for n in mesh.names if n not in mesh.data]
         along = " and ".join(map(repr, axes))
         raise ValueError(

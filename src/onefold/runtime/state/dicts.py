@@ -28,6 +28,7 @@ from onefold.runtime.buffers import persistent, refuse_parts
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.gather_paths import state_context
+from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import (
     HeldParts,
@@ -38,23 +39,12 @@ from onefold.runtime.parts import (
     tell_all,
     to_first,
 )
+from onefold.runtime.state.start import showing
 
 _LOAD = "load_full_state_dict"
 
 
 # -- stand-ins -------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def unguarded(engine: Engine) -> Iterator[None]:
-    """Allow `state_dict()` of the model's modules, which is refused elsewhere: for names and
-    shapes.
-    """
-    engine.full_params_depth += 1
-    try:
-        yield
-    finally:
-        engine.full_params_depth -= 1
 
 
 @contextlib.contextmanager
@@ -70,24 +60,12 @@ def standing_in(
         meta = torch.empty(entry.shape, dtype=entry.flat.dtypes.master, device="meta")
         values = meta if wholes is None else wholes[entry.name]
         shown[entry] = nn.Parameter(values, requires_grad=entry.param.requires_grad)
-        own = {k: v for k, v in entry.param.__dict__.items() if not k.startswith("_onefold")}
-        own.pop("onefold", None)
-        shown[entry].__dict__.update(own)
-
-    def back() -> None:
-        for entry in shown:
-            entry.flat.swap(entry, entry.param)
-
-    try:
-        try:
-            for entry, param in shown.items():
-                entry.flat.swap(entry, param)
-            with unguarded(engine), disable_torch_function():
-                yield {id(param): entry for entry, param in shown.items()}
-        finally:
-            back()
-    finally:
-        back()  # again: Ctrl-C may have come during the first
+        own = entry.param.__dict__.items()
+        shown[entry].__dict__.update(
+            {key: v for key, v in own if not key.startswith(("onefold", "_onefold"))}
+        )
+    with showing(engine, shown), disable_torch_function():
+        yield {id(param): entry for entry, param in shown.items()}
 
 
 # -- contents --------------------------------------------------------------------------------------
@@ -165,8 +143,11 @@ def beside_parameters(
 # return and take them without sharding. All are collective: every rank calls them.
 
 
-def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return whole tensors on rank 0's host; {} on other ranks. See `onefold.full_state_dict`."""
+def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the whole state dict in master precision on rank 0's host, gathered one parameter at a
+    time; {} on other ranks. Collective.
+    """
+    engine = engine_of(module)
     if not engine.unsharded:
         engine.refuse_changes("full_state_dict")
         for name, buffer in module.named_buffers():
@@ -203,18 +184,23 @@ def whole_state_dict(
 
 
 def load_full_state_dict(
-    engine: Engine, module: nn.Module, state: Mapping[str, torch.Tensor] | None, strict: bool
+    module: nn.Module, state_dict: Mapping[str, torch.Tensor] | None, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Load rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names.
-    See `onefold.load_full_state_dict`.
+    """Load rank 0's whole state dict (other ranks may give None). Collective. Returns the missing
+    and the unexpected names.
+
+    Raises:
+        ValueError: on every rank, if rank 0 gave no dict of tensors, if shapes differ, or if names
+            differ and `strict` is True.
     """
+    engine = engine_of(module)
     engine.refuse_changes(_LOAD)
-    engine.masters.about_to_write()
+    engine.about_to_write()
     given: dict[str, torch.Tensor] = {}
     verdict: Any = None
     if engine.rank == 0:
         try:
-            verdict = _take(engine, module, state, strict, given)
+            verdict = _take(engine, module, state_dict, strict, given)
         except Exception as error:  # of the user's code, and complaints: every rank raises them
             verdict = str(error)
     told = tell_all(engine, f"{_LOAD}()", verdict)[0]

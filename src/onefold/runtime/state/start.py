@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,10 +15,12 @@ from onefold.comm.communicators import flat_note
 from onefold.device import default_device, device_count
 from onefold.memory import GATHERED
 from onefold.recipe import Recipe
+from onefold.recipe.options import bytes_of
 from onefold.recipe.rows import FLAT, GROUP, NATIVE
 from onefold.runtime.boxes import is_dtensor, local_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import (
     MasterParts,
@@ -29,7 +31,7 @@ from onefold.runtime.parts import (
     within_holders,
 )
 from onefold.runtime.refresh import refresh
-from onefold.runtime.uninitialized import fill_blank, is_marked, mark, value_of
+from onefold.runtime.uninitialized import fill_blank, mark, value_of
 from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec, offload_notes
 
@@ -134,16 +136,45 @@ def _short(dtype: torch.dtype) -> str:
 
 
 @contextlib.contextmanager
-def full_params(engine: Engine, write: bool) -> Iterator[None]:
-    """Put whole parameters in master precision in place of the sharded ones, inside the context.
-    See `onefold.full_params`.
+def showing(engine: Engine, shown: Mapping[Entry, nn.Parameter]) -> Iterator[None]:
+    """Let the modules hold other parameters inside, with which `state_dict()` and passes work as those
+    of a plain model do.
     """
+    before = engine.full_params_depth
+
+    def back() -> None:
+        engine.full_params_depth = before
+        with disable_torch_function():
+            for entry in shown:
+                entry.flat.swap(entry, entry.param)
+
+    try:
+        try:
+            with disable_torch_function():
+                for entry, param in shown.items():
+                    entry.flat.swap(entry, param)
+            engine.full_params_depth += 1
+            yield
+        finally:
+            back()
+    finally:
+        back()  # again: Ctrl-C may have come during the first
+
+
+@contextlib.contextmanager
+def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
+    """Context in which the model has whole parameters in master precision, to read, evaluate or
+    generate with. Collective.
+
+    They take no gradients. With `write=True`, rank 0's changes are kept on exit, for every rank.
+    """
+    engine = engine_of(module)
     if engine.stack:
         raise RuntimeError(
             "full_params was entered inside a forward pass of the model; enter it outside."
         )
     if write:
-        engine.masters.about_to_write()
+        engine.about_to_write()
     elif engine.uninitialized and not engine.full_params_depth:
         engine.uninitialized.look()
         engine.uninitialized.refuse("full_params() would show")
@@ -153,68 +184,55 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                 "full_params(write=True) was entered inside full_params(); give write=True to the"
                 " outer one."
             )
-        yield
+        yield module
         return
     if not engine.unsharded:
         engine.refuse_changes("full_params")
-    wholes: list[tuple[Flat, torch.Tensor]] = []
-    shown: list[tuple[Entry, nn.Parameter, torch.Tensor]] = []
-    wrong = None
-
-    def back() -> None:
-        engine.full_params_depth = 0
-        with disable_torch_function():
-            for entry in (e for flat, _ in wholes for e in flat.entries):
-                entry.flat.swap(entry, entry.param)
-
+    wholes: dict[Flat, torch.Tensor] = {}
+    shown: dict[Entry, nn.Parameter] = {}
+    wrong, written = None, False
     try:
-        try:
-            with disable_torch_function():
-                for flat in (f for f in engine.flats if not f.unsharded):
-                    full = whole_masters(engine, flat)
-                    wholes.append((flat, full))
-                    engine.memory.add(GATHERED, full.nbytes, flat.unit_name)
-                    shown += [(entry, *_show(entry, full)) for entry in flat.entries]
-            engine.full_params_depth, engine.full_params_write = 1, write
-            yield
-        finally:
-            entered, engine.full_params_depth = engine.full_params_depth, 0
+        with disable_torch_function():
+            for flat in (f for f in engine.flats if not f.unsharded):
+                full = wholes[flat] = whole_masters(engine, flat)
+                engine.memory.add(GATHERED, full.nbytes, flat.unit_name)
+                for entry in flat.entries:
+                    whole = flat.view(full, entry)
+                    seen = whole if entry.box is None else entry.box.over(whole)
+                    shown[entry] = nn.Parameter(seen, requires_grad=False)
+        engine.full_params_write = write
+        with showing(engine, shown):
+            try:
+                yield module
+            finally:
+                with disable_torch_function(), torch.no_grad():
+                    wrong = _take_over(shown, wholes) if write else None
+                written = write
+    finally:  # the model is as it was, and memory that the user gave is free: what follows needs some
+        shown.clear()
+        for flat, full in wholes.items():
+            engine.memory.add(GATHERED, -full.nbytes, flat.unit_name)
+        if written:
             with disable_torch_function(), torch.no_grad():
                 try:
-                    wrong = _take_over(shown) if entered and write else None
-                finally:  # first of all, the model is as it was: what follows needs memory
-                    shown.clear()
-                    back()
-                    for flat, full in wholes:
-                        engine.memory.add(GATHERED, -full.nbytes, flat.unit_name)
-                if write and entered:
-                    try:
-                        for flat, full in wholes:
-                            rewrite_masters(engine, flat, full)
-                    finally:
-                        engine.make_stale()
-                    engine.uninitialized.look()
-            if wrong:
-                raise ValueError(wrong)
-    finally:
-        back()  # again: Ctrl-C may have come during the first
+                    for flat, full in wholes.items():
+                        rewrite_masters(engine, flat, full)
+                finally:
+                    engine.make_stale()
+            engine.uninitialized.look()
+    if wrong:
+        raise ValueError(wrong)
 
 
-def _show(entry: Entry, full: torch.Tensor) -> tuple[nn.Parameter, torch.Tensor]:
-    """Let the modules see a whole parameter. Returns (what they see, its memory in `full`)."""
-    whole = entry.flat.view(full, entry)
-    seen = whole if entry.box is None else entry.box.over(whole)
-    stand_in = nn.Parameter(seen, requires_grad=False)
-    entry.flat.swap(entry, stand_in)
-    return stand_in, whole
-
-
-def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | None:
+def _take_over(
+    shown: Mapping[Entry, nn.Parameter], wholes: Mapping[Flat, torch.Tensor]
+) -> str | None:
     """Copy whole parameters that the user has given other memory (`p.data = value`), or replaced,
     back to the memory they had. Returns a complaint if a shape does not fit.
     """
     wrong = None
-    for entry, stand_in, whole in shown:
+    for entry, stand_in in shown.items():
+        whole = entry.flat.view(wholes[entry.flat], entry)
         placed = [
             found
             for places, attribute, _ in entry.places
@@ -226,7 +244,7 @@ def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | N
                 whole.copy_(param)
             else:
                 wrong = wrong or (
-                    f"inside full_params(write=True) parameter {entry.slot.name!r} of shape"
+                    f"inside full_params(write=True) parameter {entry.name!r} of shape"
                     f" {tuple(whole.shape)} was given data of shape {tuple(param.shape)}. Another"
                     " shape is given between onefold.unshard(model) and a new shard()."
                 )
@@ -235,12 +253,22 @@ def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | N
 
 def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
     """Build the unit's flat buffers from rank 0's weights; from those of the first holder of each
-    box, where ranks hold boxes. Parameters named in `incoming` are filled with NaN until they are
-    loaded.
+    box, where ranks hold boxes. What has no value there is filled with NaN on all ranks, and so are
+    parameters named in `incoming`, until they are loaded.
     """
     with disable_torch_function(), torch.no_grad():
-        for flat in (flat for flat in unit.flats if not flat.unsharded):
-            flat.build(partial(_fill, engine, flat, incoming), engine.device)
+        for flat in unit.flats:
+            if not flat.unsharded:
+                flat.build(partial(_fill, engine, flat, incoming), engine.device)
+                continue
+            for entry in (e for e in flat.entries if e.param.is_meta):
+                value: Any = value_of(entry)
+                if value is None:
+                    value = _empty(entry.param, engine.device)
+                    fill_blank(value)
+                value.__dict__.update(entry.param.__dict__)
+                entry.param = entry.compute = entry.local = entry.released = value
+                flat.swap(entry, value)
 
 
 def _fill(engine: Engine, flat: Flat, incoming: Collection[str], master: torch.Tensor) -> None:
@@ -248,15 +276,20 @@ def _fill(engine: Engine, flat: Flat, incoming: Collection[str], master: torch.T
     master.zero_()
     parts = MasterParts((flat, master))
     for item in master_items(flat.entries):
-        if item.name not in incoming:
-            source = value_of(item.entry)
-            if source is None:  # it has no elements, or another rank has the value
-                source = item.entry.places[0][0][item.entry.places[0][1]]
-            # A global tensor on rank 0, as `materialize` makes them; or each holder's own part
-            move = within_holders if is_dtensor(source) else from_first
-            move(engine, parts, item, None if source is None else local_of(source.detach()))
-        elif not flat.storage.encoded:
-            fill_blank(master[item.entry.here])
+        encoded, source = flat.storage.encoded, value_of(item.entry)
+        if item.name in incoming:
+            if not encoded:
+                fill_blank(master[item.entry.here])
+            continue
+        if source is None and flat.rank == 0:
+            source = torch.zeros(item.shape, dtype=item.dtype, device=engine.device)
+            if encoded:
+                engine.uninitialized.encoded.add(item.name)
+            else:
+                fill_blank(source)
+        # A global tensor on rank 0, as `materialize` makes them; or each holder's own part
+        move = within_holders if is_dtensor(source) else from_first
+        move(engine, parts, item, None if source is None else local_of(source.detach()))
 
 
 # -- from the meta device --------------------------------------------------------------------------
@@ -285,7 +318,6 @@ def materialize(
     root: nn.Module,
     values: bool,
     incoming: Collection[str] = (),
-    memory: bool = False,
 ) -> None:
     """Give the unit's own meta tensors memory on `device`, and initialize them if `values`.
 
@@ -298,26 +330,22 @@ def materialize(
         values: False if another rank has the values; only buffers then get memory.
         incoming: names of parameters that will be loaded. They stay on the meta device while the
             initializer runs, so that no value is made for them.
-        memory: give the parameters that are loaded, or not initialized, memory of their own.
     """
     for name, module in modules_of(spec, others):
         dot = f"{name}." if name else ""
-        buffers = {key: b for key, b in module._buffers.items() if b is not None and b.is_meta}
-        ours = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
-        later = {key: p for key, p in ours.items() if dot + key in incoming}
-        # Whether the module has parameters with values, which the initializer would overwrite
-        there = any(p is not None and not p.is_meta for p in module._parameters.values())
-        how = _initializer(module, init, root) if values else None
-        runs = how is not None and (len(later) < len(ours) or (bool(buffers) and not there))
-        for key, buffer in buffers.items():
+        there = {key: p for key, p in module._parameters.items() if p is not None}
+        fresh = {key: p for key, p in there.items() if p.is_meta and dot + key not in incoming}
+        unset = {key: b for key, b in module._buffers.items() if b is not None and b.is_meta}
+        # For buffers alone none runs that would overwrite parameters with values
+        runs = fresh or (unset and all(p.is_meta for p in there.values()))
+        for key, buffer in unset.items():
             module._buffers[key] = mark(torch.empty_like(buffer, device=device))
-        for key in ours.keys() - later.keys() if runs or (values and memory) else ():
-            _put(module, key, mark(_empty(ours[key], device)))
-        if how is not None and runs:
+        how = _initializer(module, init, root) if values and runs else None
+        if how is not None:
+            for key, param in fresh.items():
+                module._parameters[key] = mark(_empty(param, device))
             with torch.no_grad():
                 how()
-        for key, param in later.items() if memory else ():
-            _put(module, key, _empty(param, device))
 
 
 def _empty(like: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -337,14 +365,6 @@ def _empty(like: nn.Parameter, device: torch.device) -> nn.Parameter:
     return param
 
 
-def _put(module: nn.Module, key: str, param: nn.Parameter | None) -> None:
-    # An RNN also keeps a list of its parameters, which it updates on assignment
-    if isinstance(module, nn.RNNBase):
-        setattr(module, key, param)
-    else:
-        module._parameters[key] = param
-
-
 def _initializer(
     module: nn.Module, init: Init | None, root: nn.Module
 ) -> Callable[[], object] | None:
@@ -354,19 +374,6 @@ def _initializer(
     if init is None and own_way is not None:
         return own_way
     return partial(how, module) if how is not None else None
-
-
-def tie(specs: Iterable[UnitSpec]) -> None:
-    """Tie parameters again that were one object before `materialize`, which made a new one for each
-    module that refers to it.
-    """
-    for spec in specs:
-        for found in spec.found:
-            tensors = [module._parameters[key] for module, key in found.places]
-            whole = next((t for t in tensors if t is not None and not is_marked(t)), tensors[0])
-            for module, attribute in found.places:
-                if module._parameters[attribute] is not whole:
-                    _put(module, attribute, whole)
 
 
 # -- values that another object keeps --------------------------------------------------------------
@@ -426,12 +433,27 @@ def fitting(engine: Engine, limit: int | None) -> list[Unit]:
 
 
 @contextlib.contextmanager
-def keep_gathered(engine: Engine, limit: int | None) -> Iterator[None]:
-    """See `onefold.keep_gathered`.
+def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator[nn.Module]:
+    """Context in which passes without gradients (generating, evaluating) keep units gathered, in
+    the compute dtype. Collective.
+
+    Units are gathered once and stay gathered, in the order of the forward pass, as many as fit into
+    `limit`. The others are gathered and released in each pass as usual. Kept units are released on
+    exit, before a pass with gradients, and when parameters change; the next pass without gradients
+    gathers them again.
+
+    If all units fit, ranks may run different numbers of passes inside. Else all ranks must run the
+    same number (transformers: `generate(..., synced_gpus=True)`), or a `StallError` is raised.
+
+    Args:
+        limit: bytes on each rank, as a number or a text such as "8GB"; None for all units.
 
     Raises:
-        RuntimeError: it was entered inside a pass, or inside `keep_gathered` of the same model.
+        ValueError: `limit` is not a number of bytes.
+        RuntimeError: it was entered inside a pass of the model, or inside itself.
     """
+    engine = engine_of(module)
+    left = None if limit is None else bytes_of("limit", limit)
     gather = engine.gather
     if engine.in_any_pass():
         raise RuntimeError(
@@ -442,7 +464,7 @@ def keep_gathered(engine: Engine, limit: int | None) -> Iterator[None]:
             "keep_gathered was entered inside keep_gathered of the same model; leave the outer one"
             " first."
         )
-    gather.keep(fitting(engine, limit), holding=False)
+    gather.keep(fitting(engine, left), holding=False)
     try:
         with disable_torch_function(), torch.no_grad():
             engine.transfers.check()
@@ -450,7 +472,7 @@ def keep_gathered(engine: Engine, limit: int | None) -> Iterator[None]:
             gather.gather_kept()
             for unit in gather.kept:
                 gather.wait(unit)
-        yield
+        yield module
     finally:
         if not engine.closed:
             with disable_torch_function():
