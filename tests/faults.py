@@ -548,7 +548,7 @@ FAULTS = [
         "stores",
         "an activation that comes back from the host is not checked for later writes",
         "offload/activations.py",
-        "            saved.check()\n            with self._lock:",
+        "            _refuse_other_version(saved.watch, saved.version, saved.size)\n            with self._lock:",
         "            with self._lock:",
         ["tests/stores/test_activations.py"],
     ),

@@ -184,7 +184,7 @@ def communicators(model: nn.Module) -> tuple[int, int]:
 
 def activations(model: nn.Module) -> Any:
     """The store of the model's activations on the host; None without one."""
-    return getattr(engine(model).activations, "store", None)
+    return engine(model).activations
 
 
 def disk(model: nn.Module) -> Any:

@@ -272,9 +272,9 @@ class Capabilities:
     def activations(self, engine: Engine) -> Activations:
         if engine.recipe.offload_activations is None:
             return Activations()
-        from onefold.offload.engine_activations import HostActivations
+        from onefold.offload.activations import of_engine
 
-        return HostActivations(engine)
+        return of_engine(engine)
 
     def codec(self, name: str) -> Codec:
         from onefold.quant.codecs import CODECS

@@ -175,7 +175,7 @@ class CopyStream:
             self._holding.append(flying)
             self._held += flying.nbytes
             self._on_host += flying.nbytes
-            self._let_go()
+            self._let_go(self.window)
             too_early = self._land()
         if too_early is not None:
             too_early.synchronize()
@@ -183,19 +183,29 @@ class CopyStream:
                 self._land()
         return ticket
 
-    def _let_go(self) -> None:
+    def release(self) -> None:
+        """Release the device memory of all copies. The computing stream waits for those that are
+        under way.
+        """
+        with self._lock:
+            self._let_go(0)
+
+    def _let_go(self, window: int) -> None:
         """Release device memory of copies that are done, and of the oldest ones beyond the window,
         for which the computing stream waits.
         """
         while self._holding:
             sizes = (flying.nbytes for flying in self._holding)
-            if not self._holding[0].ticket.query() and within(self.window, self._held, sizes):
+            if not self._holding[0].ticket.query() and within(window, self._held, sizes):
                 return
             first = self._holding.popleft()
             first.stream.wait_event(first.ticket)  # free if the copy is done
             self._held -= first.nbytes
             first.let_go()
-            self._landing.append(first)
+            if first.host:
+                self._landing.append(first)
+            else:
+                self._on_host -= first.nbytes
 
     def _land(self) -> Ticket | None:
         """Release host memory of copies that are done. Returns the ticket of the copy that the host

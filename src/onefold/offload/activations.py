@@ -10,6 +10,11 @@ tensors that were saved just before it will be read next, so up to `ahead` bytes
 prefetched. Copies run on a stream of their own. On a CPU the same code runs with synchronous
 copies: this saves no memory, but tests everything else.
 
+The hooks are installed during a forward pass over the model, below the gatherer's hooks. The
+gatherer has already replaced tensors in gathered buffers by handles; the remaining tensors arrive
+here. During a backward pass, recomputations included, nothing goes down. Parameters and buffers
+stay on the device, where they are resident anyway.
+
 [Note: bytes go down, tensors come back] The store copies storages, not tensors (if only a small
 part of a large storage was saved, it copies that part). A tensor and its views share one copy: the
 bytes go down once and come up once, and each tensor becomes a view of them with its old sizes and
@@ -18,48 +23,230 @@ storage without being views of each other for autograd (torch.lstm makes such) h
 counters. Each of them has a copy of its own, since a write to one does not show in the counter of
 another.
 
-[Note: nothing is freed under a copy] The caching allocator reuses memory in the order of the stream
-that allocated it. So the store holds memory that a copy reads or writes until the copy is done, or
-until the computing stream has been told to wait for the copy. Either way the next user of the
-memory comes after the copy, and the host never waits. At most `window` bytes are held for copies
-down, or twice the largest of them ([Note: two of the largest] in device/copies.py).
+[Note: versions] Autograd does not check the version of tensors that a hook has packed, so this
+module does. For each saved tensor it keeps a watch: a tensor without memory that shares the version
+counter. Reading a saved tensor that was written to in the meantime raises, as without hooks.
+(Writes through `.data` do not count, as without hooks.)
 
-saved.py holds what autograd keeps in place of a tensor. arena.py manages the host memory. The copy
-stream is part of the room device.
+[Note: nothing is freed under a copy] The caching allocator reuses memory in the order of the stream
+that allocated it. So memory that a copy down reads is held by the copy stream (see
+device/copies.py), and memory that a copy up writes is let go of only after the computing stream has
+been told to wait for the copy. The next user of the memory comes after the copy, and the host never
+waits.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from onefold.device import CopyStream, Ticket, capturing, with_index, within
-from onefold.memory import MemoryLedger, empty
-from onefold.offload.arena import Arena
-from onefold.offload.saved import Copy, Kept, Key, Moved, as_view, extent_of
+from onefold.device import CopyStream, capturing, with_index
+from onefold.device.pinned import HUGE_PAGE
+from onefold.memory import LARGE, MemoryLedger, empty, storage_of
 from onefold.runtime.differentiate import keep_from_compiler, keep_hooks_from_compiler
+from onefold.runtime.resources import Activations
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
 
 ACTIVATIONS_ON_HOST, ACTIVATIONS_MOVING = "activations", "activations on their way"
+IDLE_SLABS = "idle slabs"
 SMALLEST = 1 << 20  # bytes: below this a copy costs more than the memory is worth
-# Default of `window` and of `ahead`, in bytes: some milliseconds of the link
+# Bytes that copies down hold on the device, and that are prefetched: some milliseconds of the link
 NEAR = 128 << 20
+ALIGNMENT = 512  # bytes: where blocks begin
+SLAB = 256 << 20  # bytes asked of the system at once, as far as the budget goes
 _LINE = 64  # bytes: a part of a storage keeps the alignment that it had there
 # A storage goes down whole if it is at most this many times as large as the saved part
 _FEW = 4
 
 
-class ActivationStore:
+# -- host memory -----------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """Bytes [start, stop) of a slab."""
+
+    slab: int
+    start: int
+    stop: int
+
+
+class Arena:
+    """Host memory for copies of device memory: slabs, cut into blocks, within a budget.
+
+        slab 0   [a    ][b ][c        ][hole       ]        take: the first hole that is large enough, from the front
+        slab 1   [d            ][hole              ]        give: the hole grows together with its neighbours
+
+    Slabs stay allocated from step to step. A buffer for each tensor would be slow: sequence lengths
+    change from step to step, and pinning new memory takes longer than copying it.
+    """
+
+    def __init__(self, budget: int, ledger: MemoryLedger, side: CopyStream) -> None:
+        self.budget, self.ledger, self.side = budget, ledger, side
+        self.slabs: dict[int, torch.Tensor] = {}
+        self.holes: list[Block] = []
+        self.made = 0
+
+    def take(self, nbytes: int) -> Block | None:
+        """Return a block with undefined contents, or None if the budget has no room for it.
+
+        Raises:
+            RuntimeError: the budget has room, but the system has no memory.
+        """
+        room = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        while (i := self._first(room)) is None:
+            if not self._grow(room):
+                return None
+        slab, start, stop = self.holes[i]
+        self.holes[i : i + 1] = [Block(slab, start + room, stop)] if stop - start > room else []
+        self._count(room)
+        return Block(slab, start, start + room)
+
+    def bytes(self, block: Block, nbytes: int) -> torch.Tensor:
+        """uint8, [nbytes]"""
+        return self.slabs[block.slab][block.start : block.start + nbytes]
+
+    def give(self, block: Block) -> None:
+        holes: list[Block] = []
+        for hole in sorted([*self.holes, block]):
+            if holes and holes[-1][::2] == hole[:2]:  # it begins where the last one stops
+                hole = Block(hole.slab, holes.pop().start, hole.stop)
+            holes.append(hole)
+        self.holes = holes
+        self._count(block.start - block.stop)
+        if not self.budget:
+            self.trim()
+
+    def trim(self) -> None:
+        """Give slabs without blocks back to the system."""
+        idle = [hole for hole in self.holes if hole.stop - hole.start == len(self.slabs[hole.slab])]
+        if idle:
+            self.side.wait()  # for copies that still use the memory
+        for hole in idle:
+            self.holes.remove(hole)
+            del self.slabs[hole.slab]
+            self.ledger.add(IDLE_SLABS, -hole.stop)
+
+    def close(self) -> None:
+        """Give out no more blocks. A slab is freed when its last block has come back."""
+        self.budget = 0
+        self.trim()
+
+    def _first(self, room: int) -> int | None:
+        return next((i for i, h in enumerate(self.holes) if h.stop - h.start >= room), None)
+
+    def _grow(self, room: int) -> bool:
+        """Make a slab; return whether the budget had room for it."""
+        left = self._left()
+        if left < room:
+            self.trim()  # idle slabs are each too small for this block
+            left = self._left()
+        if left < room:
+            return False
+        nbytes = min(max(room, SLAB), left)
+        # Large slabs are whole huge pages. Otherwise the system would map more than is counted.
+        unit = HUGE_PAGE if nbytes // HUGE_PAGE * HUGE_PAGE >= max(room, LARGE) else ALIGNMENT
+        nbytes -= nbytes % unit
+        pinned = self.side.device if self.side.asynchronous else None
+        try:
+            # A page cannot be pinned twice, so a pinned slab shares no page with other memory
+            slab = empty(nbytes, torch.uint8, torch.device("cpu"), pinned is not None, pinned)
+        except (OSError, RuntimeError) as error:
+            raise RuntimeError(
+                f"the system gave no {nbytes:,} bytes of host memory, although the budget for"
+                f" activations has room for them: {error}. Give a smaller budget, or free memory on"
+                " this machine."
+            ) from error
+        self.made += 1
+        self.slabs[self.made] = slab
+        self.holes.append(Block(self.made, 0, nbytes))
+        self.ledger.add(IDLE_SLABS, nbytes)
+        return True
+
+    def _left(self) -> int:
+        return self.budget - sum(len(slab) for slab in self.slabs.values())
+
+    def _count(self, nbytes: int) -> None:
+        # The decrease comes first, so the sum has no false peak in between
+        for name in (IDLE_SLABS, ACTIVATIONS_ON_HOST)[:: 1 if nbytes > 0 else -1]:
+            self.ledger.add(name, nbytes if name == ACTIVATIONS_ON_HOST else -nbytes)
+
+
+# -- what autograd keeps ---------------------------------------------------------------------------
+
+
+class Kept:
+    """Autograd keeps this in place of a tensor that stays on the device."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, t: torch.Tensor) -> None:
+        # A node may save its own output. Without detach() the node and the tensor would form a
+        # reference cycle.
+        self.tensor = t if t.grad_fn is None else t.detach()
+        self.version = t._version
+
+
+class Copy:
+    """Bytes [start, start + nbytes) of a storage at one version, on the host.
+
+    Attributes:
+        root: the tensor with that version. Every saved tensor of this copy is `root` or a view of
+            it.
+        handles: number of saved tensors of this copy that autograd holds.
+        read: how many of these were read since the bytes last came up.
+        here: the same bytes on the device while they are up; uint8, [nbytes].
+        ticket: the copy that writes `here`. stream: the stream on which `here` was allocated.
+    """
+
+    __slots__ = (
+        "block", "handles", "here", "key", "nbytes", "position", "read", "root", "start", "stream", "ticket", "version",
+    )  # fmt: skip
+
+    def __init__(
+        self, key: Any, version: int, root: torch.Tensor, block: Block, start: int, nbytes: int
+    ) -> None:
+        self.key, self.version, self.root, self.block = key, version, weakref.ref(root), block
+        self.start, self.nbytes = start, nbytes
+        self.handles = self.read = self.position = 0
+        self.here: torch.Tensor | None = None
+        self.ticket = self.stream = None
+
+
+class Moved:
+    """Autograd keeps this in place of a tensor that went down: its place in a copy."""
+
+    __slots__ = ("copy", "dtype", "offset", "size", "store", "stride", "version", "watch")
+
+    def __init__(self, store: ActivationStore, copy: Copy, t: torch.Tensor) -> None:
+        self.store, self.copy, self.version = store, copy, t._version
+        self.watch = t.detach()  # [Note: versions]
+        self.watch.data = torch.empty(0, dtype=t.dtype, device=t.device)
+        self.dtype, self.size, self.stride = t.dtype, t.size(), t.stride()
+        self.offset = int(t.storage_offset()) - copy.start // t.itemsize
+        copy.handles += 1
+
+    def __del__(self) -> None:
+        self.store.dropped.append(self.copy)
+        self.store.bury()
+
+
+class ActivationStore(Activations):
     """Tensors saved for backward, on the host. See the notes of this module.
 
     Attributes:
+        ahead: bytes to prefetch before they are read (above 0: one copy at least): 128 MiB, or an
+            eighth of a small budget. `side` holds as many for copies down.
+        smallest: storages of fewer bytes stay on the device.
         down, up: bytes copied so far.
         refused: bytes that stayed on the device because the budget had no room.
-        held: bytes on the host now, without alignment.
     """
 
     def __init__(
@@ -67,76 +254,80 @@ class ActivationStore:
         device: torch.device,
         budget: int,
         *,
-        skip: Callable[[torch.Tensor], bool] | None = None,
-        ledger: MemoryLedger | None = None,
-        host: MemoryLedger | None = None,
-        moved: Callable[[str, int], None] | None = None,
+        resident: Callable[[], Iterable[torch.Tensor]],
+        gathered: Mapping[int, object],
+        ledger: MemoryLedger,
+        host: MemoryLedger,
+        moved: Callable[[str, int], None],
         smallest: int = SMALLEST,
-        window: int | None = None,
-        ahead: int | None = None,
     ) -> None:
         """
         Args:
             device: the device whose tensors go down.
             budget: bytes of host memory, never exceeded. Tensors that do not fit stay on the
                 device.
-            skip: returns True for a tensor that must stay on the device, for instance because its
-                memory is resident anyway.
+            resident: returns tensors whose memory stays on the device anyway; called for each pass.
+            gathered: storages that hold gathered parameters at the moment, which stay too.
             ledger: counts the device bytes that the store holds for copies.
             host: counts all bytes of the store on the host.
             moved: called for each copy with "up" or "down" and its bytes.
-            smallest: storages of fewer bytes stay on the device.
-            window: bytes on the device that copies down may hold; 0 holds nothing.
-            ahead: bytes to prefetch before they are read (above 0: one copy at least).
-                `window` and `ahead` default to 128 MiB, or an eighth of a small budget.
         """
-        near = min(NEAR, budget // 8)
         self.device = with_index(device)  # as tensors say it
-        self.skip, self.moved, self.smallest = skip, moved, smallest
-        self.window, self.ahead = (
-            near if window is None else window,
-            (near if ahead is None else ahead),
-        )
-        self.ledger = MemoryLedger() if ledger is None else ledger
-        self.side = CopyStream(self.device)
-        host = MemoryLedger() if host is None else host
-        self.arena = Arena(
-            budget,
-            ACTIVATIONS_ON_HOST,
-            host,
-            pinned=self.device if self.side.asynchronous else None,
-            settle=self.side.wait,
-        )
-        self.down = self.up = self.refused = self.held = 0
-        self._found: dict[Key, Copy] = {}
-        self._last: Copy | None = None
-        self._descending: deque[Copy] = deque()
-        self._in_window = 0
-        self._risen: dict[Copy, None] = {}
-        self._turn = self._offered = self._expected = 0
-        self._nothing: dict[torch.dtype, torch.Tensor] = {}
+        self.resident, self.gathered, self.ledger, self.moved = resident, gathered, ledger, moved
+        self.smallest, self.ahead = smallest, min(NEAR, budget // 8)
+        self.side = CopyStream(self.device, window=self.ahead, name="activations")
+        self.arena = Arena(budget, host, self.side)
+        self.down = self.up = self.refused = 0
+        self.dropped: deque[Copy] = deque()
+        self._there: set[int] = set()
+        self._found: dict[Any, Copy] = {}
+        self._copies: list[Copy] = []  # in the order of saving; those without handles are gone
+        self._offered = self._expected = 0
         # Any thread may drop a saved tensor at any moment, also the garbage collector while this
-        # thread holds the lock. So a drop is queued here, and processed when the lock is free.
+        # thread holds the lock. So a drop is queued, and processed when the lock is free.
         self._lock = threading.Lock()
-        self._dropped: deque[tuple[Copy, int]] = deque()
+
+    @property
+    def held(self) -> int:
+        """Bytes on the host now, without alignment."""
+        return sum(copy.nbytes for copy in self._copies if copy.handles)
 
     # -- around the passes -------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A forward pass begins."""
+        if not torch.is_grad_enabled():
+            return
         with self._lock:
-            self._turn += 1
+            self._there = {storage_of(t) for t in self.resident() if not t.is_meta}
             self._expected, self._offered = self._offered, 0
-        self._bury()
+        self.bury()
+        self.hooks = self._hooks()
+        if self.hooks is not None:
+            self.hooks.__enter__()
+
+    def end_forward(self) -> None:
+        hooks, self.hooks = self.hooks, None
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
 
     def end_backward(self) -> None:
         """A backward pass is over: release copies that came up for it and were not read."""
         with self._lock:
-            for copy in list(self._risen):
+            for copy in self._copies:
                 self._let_go(copy)
-        self._bury()
+            self.side.release()
+        self.bury()
 
-    def hooks(self) -> saved_tensors_hooks | None:
+    def close(self) -> None:
+        """Take no more tensors. Graphs that are alive keep theirs; host memory goes back to the
+        system once no graph keeps a tensor in it.
+        """
+        with self._lock:
+            self.resident, self.gathered, self.moved = tuple, {}, lambda move, nbytes: None
+            self.arena.close()
+        self.bury()
+
+    def _hooks(self) -> saved_tensors_hooks | None:
         """Return the hooks for a forward pass.
 
         Tensors that do not go down are passed on to the hooks that are already installed. Inside an
@@ -161,15 +352,6 @@ class ActivationStore:
 
         return saved_tensors_hooks(pack, unpack)
 
-    def close(self) -> None:
-        """Take no more tensors. Host memory goes back to the system once no graph keeps a tensor in
-        it.
-        """
-        with self._lock:
-            self.skip = self.moved = None
-            self.arena.close()
-        self._bury()
-
     # -- hooks -------------------------------------------------------------------------------------
 
     def pack(self, t: torch.Tensor) -> Kept | Moved:
@@ -188,14 +370,22 @@ class ActivationStore:
         """
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(saved, Kept):
-                return saved.read()
-            saved.check()
+                _refuse_other_version(saved.tensor, saved.version, saved.tensor.size())
+                return saved.tensor
+            _refuse_other_version(saved.watch, saved.version, saved.size)
             with self._lock:
-                t = saved.view_of(self._bytes(saved.copy))
-                self._was_read(saved)
-                if _task() != -1:
-                    self._look_ahead(saved.copy)
-        self._bury()
+                copy = saved.copy
+                here = self._bring(copy)
+                self.side.order(copy.ticket)
+                first = int(here.storage_offset()) // saved.dtype.itemsize + saved.offset
+                storage = here.untyped_storage()
+                t = _view(storage, self.device, saved.dtype, first, saved.size, saved.stride)
+                copy.read += 1
+                if copy.read >= copy.handles:
+                    self._let_go(copy)  # the reader holds the memory now
+                if torch._C._current_graph_task_id() != -1:
+                    self._look_ahead(copy)
+        self.bury()
         return t
 
     # -- down --------------------------------------------------------------------------------------
@@ -206,8 +396,8 @@ class ActivationStore:
                 return None
             with self._lock:
                 copy = self._copy_of(t)
-                moved = None if copy is None else Moved(self, copy, t, self._watch(t))
-        self._bury()
+                moved = None if copy is None else Moved(self, copy, t)
+        self.bury()
         return moved
 
     def _may_go(self, t: torch.Tensor) -> bool:
@@ -222,23 +412,24 @@ class ActivationStore:
             return False
         # A graph that is built inside a backward pass (by a recomputation) is read right away.
         if (
-            _task() != -1
+            torch._C._current_graph_task_id() != -1
             or torch._C._functorch.is_functorch_wrapped_tensor(t)
             or capturing(self.device)
         ):
             return False
-        return self.skip is None or not self.skip(t)
+        storage = storage_of(t)
+        return storage not in self.gathered and storage not in self._there
 
     def _copy_of(self, t: torch.Tensor) -> Copy | None:
         """Return the copy that holds `t`, an existing or a new one; None if `t` stays."""
         storage, version = t.untyped_storage(), t._version
-        whole = storage.nbytes()
-        start, stop = extent_of(t)
+        whole, first = storage.nbytes(), int(t.storage_offset())
+        span = sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True)) + 1
+        start, stop = first * t.itemsize, (first + span) * t.itemsize
         if _FEW * (stop - start) >= whole:
             start, stop = 0, whole
         start -= start % _LINE
-        base = t._base
-        root = t if base is None else base
+        root = t if t._base is None else t._base
         key = (storage._cdata, start, stop, id(root))
         for known in ((storage._cdata, 0, whole, id(root)), key):
             copy = self._found.get(known)
@@ -246,177 +437,159 @@ class ActivationStore:
                 return copy
         nbytes = stop - start
         # A sparse layout: the bytes between its elements would be copied for nothing
-        apart = base is None and 2 * t.numel() * t.itemsize < nbytes
+        apart = root is t and 2 * t.numel() * t.itemsize < nbytes
         if apart or nbytes < self.smallest or self._is_read_first(nbytes):
             return None
         block = self.arena.take(nbytes)
         if block is None:
             self.refused += nbytes
             return None
-        copy = self._found[key] = Copy(key, version, root, block, self._turn)
-        copy.line_up(behind=self._last)
-        self._last = copy
-        self.held += nbytes
-        self._send(copy, self._bytes_of(storage, copy))
+        copy = self._found[key] = Copy(key, version, root, block, start, nbytes)
+        copy.position = len(self._copies)
+        self._copies.append(copy)
+        self.down += nbytes
+        self.moved("down", nbytes)
+        self.ledger.add(ACTIVATIONS_MOVING, nbytes)
+        source = _view(storage, self.device, torch.uint8, start, (nbytes,), (1,))
+        into, ledger = self.arena.bytes(block, nbytes), self.ledger
+        self.side.run(
+            lambda: into.copy_(source, non_blocking=True),
+            (source,),
+            lambda: ledger.add(ACTIVATIONS_MOVING, -nbytes),
+        )
         return copy
 
     def _is_read_first(self, nbytes: int) -> bool:
         """Return whether these bytes stay because the backward pass reads them first.
 
         The end of a forward pass would come up again at once. The last pass tells where the end is:
-        the last `window` bytes, at most an eighth of the pass. If this pass turns out longer, later
+        the last bytes that the copy stream may hold, at most an eighth of the pass. If this pass turns out longer, later
         tensors go down again. With synchronous copies nothing stays.
         """
         self._offered += nbytes
-        last = min(self.window, self._expected // 8) if self.side.asynchronous else 0
+        last = min(self.side.window, self._expected // 8) if self.side.asynchronous else 0
         return last > 0 and self._expected - last < self._offered <= self._expected
-
-    def _send(self, copy: Copy, source: torch.Tensor) -> None:
-        self.down += copy.nbytes
-        if self.moved is not None:
-            self.moved("down", copy.nbytes)
-        ticket = self.side.start(copy.block.bytes, source)
-        if ticket is None:
-            return
-        self._keep(copy, source, ticket)
-        copy.descending = True
-        self._descending.append(copy)
-        self._in_window += copy.nbytes
-        while self._descending:
-            first = self._descending[0]
-            if (
-                first.descending
-                and not (first.ticket is None or first.ticket.query())
-                and within(self.window, self._in_window, self._sizes())
-            ):
-                break
-            self._descending.popleft()
-            if first.descending:
-                self._let_go(first)
-
-    def _sizes(self) -> Iterator[int]:
-        return (copy.nbytes for copy in self._descending if copy.descending)
-
-    def _watch(self, t: torch.Tensor) -> torch.Tensor:
-        """See [Note: versions] in saved.py."""
-        if t.dtype not in self._nothing:
-            self._nothing[t.dtype] = torch.empty(0, dtype=t.dtype, device=self.device)
-        watch = t.detach()
-        watch.data = self._nothing[t.dtype]
-        return watch
 
     # -- up ----------------------------------------------------------------------------------------
 
-    def _bytes(self, copy: Copy) -> torch.Tensor:
-        """Return the bytes of a copy, readable on the current stream: uint8, [nbytes]."""
+    def _bring(self, copy: Copy) -> torch.Tensor:
+        """Return the bytes of a copy on the device, which a copy stream may still write."""
+        stream = self.side.current()
+        if copy.here is not None and copy.stream != stream:
+            self._let_go(copy)  # the memory is that of another stream
         if copy.here is None:
-            original = copy.revived()
-            if original is not None:
-                return self._bytes_of(original, copy)
-            self._bring(copy)
-        assert copy.here is not None
-        return copy.here if copy.descending else self._readable(copy.here, copy.ticket, copy.stream)
-
-    def _bytes_of(self, storage: torch.UntypedStorage, copy: Copy) -> torch.Tensor:
-        return as_view(storage, self.device, torch.uint8, copy.start, (copy.nbytes,), (1,))
-
-    def _bring(self, copy: Copy) -> None:
-        into = empty(copy.nbytes, torch.uint8, self.device)
-        self.up += copy.nbytes
-        if self.moved is not None:
+            self.side.release()  # this copy comes behind those on their way down
+            copy.here, copy.stream = empty(copy.nbytes, torch.uint8, self.device), stream
+            copy.read = 0
+            self.up += copy.nbytes
             self.moved("up", copy.nbytes)
-        self._keep(copy, into, self.side.start(into, copy.block.bytes))
-        self._risen[copy] = None
-        copy.comings += 1
-        copy.unread = copy.handles
-
-    def _was_read(self, saved: Moved) -> None:
-        copy = saved.copy
-        if saved.read_in != copy.comings:
-            saved.read_in = copy.comings
-            copy.unread -= 1
-        if not copy.unread:
-            copy.read_by = _task()
-            self._let_go(copy)  # the reader holds the memory now
+            self.ledger.add(ACTIVATIONS_MOVING, copy.nbytes)
+            copy.ticket = self.side.start(copy.here, self.arena.bytes(copy.block, copy.nbytes))
+        return copy.here
 
     def _look_ahead(self, copy: Copy) -> None:
-        """Prefetch the copies saved before `copy` in the same pass, the nearest first."""
-        room, task, before = self.ahead, _task(), copy.before
-        while before is not None and before.turn == copy.turn and room > 0:
-            if before.here is None and before.read_by != task and before.original.expired():
+        """Prefetch the copies saved before `copy`, the nearest first."""
+        room, position = self.ahead, copy.position
+        while room > 0 and position > 0:
+            position -= 1
+            before = self._copies[position]
+            if before.handles:
                 try:
                     self._bring(before)
                 except torch.OutOfMemoryError:
                     return  # a prefetch is optional
-            room -= before.nbytes
-            before = before.before
-
-    def _readable(self, t: torch.Tensor, ticket: Ticket | None, stream: Any) -> torch.Tensor:
-        """Return `t` for use on the current stream, which is made to wait for the copy. If the
-        memory was allocated on another stream, return a clone.
-        """
-        here = self.side.current()
-        self.side.order(ticket, here)
-        if here == stream:
-            return t
-        clone = t.clone()
-        stream.wait_stream(here)
-        return clone
+                room -= before.nbytes
 
     # -- lifetimes ---------------------------------------------------------------------------------
 
-    def _keep(self, copy: Copy, here: torch.Tensor, ticket: Ticket | None) -> None:
-        copy.here, copy.ticket, copy.stream = here, ticket, self.side.current()
-        self.ledger.add(ACTIVATIONS_MOVING, copy.nbytes)
-
     def _let_go(self, copy: Copy) -> None:
         """Release the copy's device memory. See [Note: nothing is freed under a copy]."""
-        if copy.here is None:
-            return
-        self.side.order(copy.ticket, copy.stream)
-        copy.here = copy.ticket = copy.stream = None
-        self.ledger.add(ACTIVATIONS_MOVING, -copy.nbytes)
-        self._risen.pop(copy, None)
-        if copy.descending:
-            copy.descending = False
-            self._in_window -= copy.nbytes
+        if copy.here is not None:
+            self.side.order(copy.ticket, copy.stream)
+            copy.here = copy.ticket = copy.stream = None
+            self.ledger.add(ACTIVATIONS_MOVING, -copy.nbytes)
 
-    def dropped(self, copy: Copy, read_in: int) -> None:
-        """Autograd has dropped a tensor of `copy`."""
-        self._dropped.append((copy, read_in))
-        self._bury()
-
-    def _bury(self) -> None:
-        # If another thread holds the lock, it calls this when it is done
-        while self._dropped and self._lock.acquire(blocking=False):
+    def bury(self) -> None:
+        """Give up what autograd has dropped. If another thread holds the lock, it does so when it is
+        done.
+        """
+        while self.dropped and self._lock.acquire(blocking=False):
             try:
-                while self._dropped:
-                    copy, read_in = self._dropped.popleft()
+                while self.dropped:
+                    copy = self.dropped.popleft()
                     copy.handles -= 1
-                    copy.unread -= read_in != copy.comings
+                    copy.read = max(0, copy.read - 1)  # most are dropped by the node that read them
                     if not copy.handles:
                         self._forget(copy)
-                    elif not copy.unread:
-                        self._let_go(copy)
             finally:
                 self._lock.release()
 
     def _forget(self, copy: Copy) -> None:
         self._let_go(copy)
         self.arena.give(copy.block)
-        self.held -= copy.nbytes
         if self._found.get(copy.key) is copy:
             del self._found[copy.key]
-        if self._last is copy:
-            self._last = copy.before
-        copy.step_out()
+        while self._copies and not self._copies[-1].handles:
+            self._copies.pop()
 
 
-def _task() -> int:
-    """Return the id of the backward pass that runs in this thread; -1 for none."""
-    return torch._C._current_graph_task_id()
+def of_engine(engine: Engine) -> ActivationStore:
+    """Return the store of an engine whose recipe has a budget for activations."""
+    module, transfers, budget = (
+        engine.units[0].module,
+        engine.transfers,
+        engine.recipe.offload_activations,
+    )
+    assert budget is not None
+
+    units = engine.units
+
+    def resident() -> Iterable[torch.Tensor]:
+        for flat in (flat for unit in units for flat in unit.flats):
+            if flat.full is not None and flat.resident:
+                yield flat.full
+            if flat.unsharded:
+                yield from (entry.param for entry in flat.entries)
+        if (model := module()) is not None:
+            yield from model.buffers()
+
+    return ActivationStore(
+        engine.device,
+        budget,
+        resident=resident,
+        gathered=engine.gather.by_storage,
+        ledger=engine.memory,
+        host=transfers.host,
+        moved=lambda move, nbytes: transfers.entered(move, "activations", nbytes),
+    )
 
 
-keep_hooks_from_compiler(ActivationStore.hooks)
+def _view(
+    storage: torch.UntypedStorage,
+    device: torch.device,
+    dtype: torch.dtype,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> torch.Tensor:
+    """Return a tensor over `storage`, which is on `device`; `offset` in elements."""
+    nothing: Any = torch.empty(0, dtype=dtype, device=device)
+    view: torch.Tensor = nothing.set_(storage, offset, size, stride)
+    return view
+
+
+def _refuse_other_version(watch: torch.Tensor, version: int, size: torch.Size) -> None:
+    """Raise RuntimeError if the version counter of `watch` has left `version`."""
+    if watch._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(size)}, {watch.dtype}, that a gradient is computed from has"
+            " been modified by an inplace operation since it was saved: it is at version"
+            f" {watch._version}, the gradient needs version {version}. Write `x = x + 1` instead of"
+            " `x += 1`, or change a clone(); torch.autograd.set_detect_anomaly(True) shows which"
+            " operation saved it."
+        )
+
+
+keep_hooks_from_compiler(ActivationStore._hooks)
 for _hook in (ActivationStore.pack, ActivationStore.unpack):
     keep_from_compiler(_hook)

@@ -35,8 +35,7 @@ from typing import Literal
 from onefold import layout
 from onefold.layout import ShardSpec, round_up
 from onefold.memory import GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, STAGING
-from onefold.offload.activations import NEAR
-from onefold.offload.arena import SLAB
+from onefold.offload.activations import NEAR, SLAB
 from onefold.offload.in_backward import WAITING
 from onefold.offload.step import AHEAD, BEHIND
 from onefold.offload.transfers import BEHIND as WRITES
