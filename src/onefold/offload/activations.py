@@ -275,7 +275,7 @@ class ActivationStore(Activations):
         self.device = with_index(device)  # as tensors say it
         self.resident, self.gathered, self.ledger, self.moved = resident, gathered, ledger, moved
         self.smallest, self.ahead = smallest, min(NEAR, budget // 8)
-        self.side = CopyStream(self.device, window=self.ahead, name="activations")
+        self.side = CopyStream(self.device, window=self.ahead)
         self.arena = Arena(budget, host, self.side)
         self.down = self.up = self.refused = 0
         self.dropped: deque[Copy] = deque()
