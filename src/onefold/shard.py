@@ -36,7 +36,7 @@ from onefold.runtime.hooks import (
     install,
     register,
 )
-from onefold.runtime.hops import Hop, Native, Pairwise, Rows, Simulated
+from onefold.runtime.hops import Hop, Native, Pairwise, Rows
 from onefold.runtime.resources import Activations
 from onefold.runtime.state.checks import (
     compare_copies,
@@ -253,7 +253,7 @@ class Capabilities:
             return Native(flat, at, engine)
         if group.native and flat.spec.hops[at].size > 1:
             return Rows(flat, at, engine)
-        return (Simulated if group.stands_for_all else Pairwise)(flat, at, engine)
+        return Pairwise(flat, at, engine)
 
     def steppers(self, engine: Engine) -> Steppers:
         """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py."""

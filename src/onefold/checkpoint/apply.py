@@ -37,7 +37,7 @@ from onefold.runtime.gather_paths import state_context
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import MasterParts
 from onefold.runtime.state.dicts import beside_parameters
-from onefold.runtime.storage import OnDisk, put
+from onefold.runtime.storage import OnDisk
 
 #: Elements read at a time when the destination cannot be read into directly.
 BUFFER = 4 << 20
@@ -196,7 +196,7 @@ class StateReader:
         self._own_interval(flat, [(w.entry, w.item) for w in wanted], buffer, grain)
         for w in wanted:
             here = w.entry.here
-            put(w.into, buffer[slice(*items_of(here.start, here.stop, grain))])
+            w.into.copy_(buffer[slice(*items_of(here.start, here.stop, grain))])
 
     def _held(self, entry: Entry, item: Item, into: torch.Tensor | OnDisk) -> None:
         """Read all elements that this rank holds into `into`."""

@@ -46,7 +46,7 @@ import hashlib
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -563,7 +563,7 @@ class Group:
         number: int,
         *,
         move: str,
-        plain: Mapping[int, int] | None = None,
+        plain: int = 0,
         addresses: Addresses = None,
         sent: Bytes | None = None,
     ) -> Pending:
@@ -571,7 +571,7 @@ class Group:
         reduction, a scatter or a gather of uneven parts.
 
         Tensors are contiguous and one-dimensional; empty ones are skipped on both sides. `plain`:
-        bytes that the part for each peer was encoded from, for the ledger. `addresses`: as in
+        bytes that each message was encoded from, for the ledger. `addresses`: as in
         `scatter_parts`. `sent`: what the ledger enters, if that is not this. See [Note: tags instead
         of order].
         """
@@ -579,12 +579,12 @@ class Group:
             return Pending(self, [], context)
         tensors = [t for _, t in (*sends, *recvs)]
         if sent is None:
-            was, far = plain or {}, [(p, t) for p, t in sends if self._elsewhere[p]]
+            far = [t for p, t in sends if self._elsewhere[p]]
             sent = (
                 sum(t.nbytes for _, t in sends),
-                sum(t.nbytes for _, t in far),
-                sum(was.get(p, 0) for p, _ in sends),
-                sum(was.get(p, 0) for p, _ in far),
+                sum(t.nbytes for t in far),
+                plain * len(sends),
+                plain * len(far),
             )
         gloo, at, after = self.backend == "gloo", self._at, list[Callable[[], object]]()
         if gloo and self.device.type != "cpu":  # gloo moves host memory only: stage through it

@@ -31,7 +31,7 @@ from onefold.runtime.parameters.interval import (
 from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.parameters.values import Elsewhere
 from onefold.runtime.parts import MasterParts
-from onefold.runtime.storage import OnDisk, in_memory, put
+from onefold.runtime.storage import OnDisk, in_memory
 
 #: The optimizers of an engine: the one that `deepspeed.initialize` has made an engine with, or what
 #: a search through all objects of Python has found.
@@ -336,7 +336,7 @@ def _on_disk(param: nn.Parameter, grad: Tensor) -> Entry:
 def _write(call: str, held: Tensor | OnDisk, value: Tensor) -> None:
     mine = _fitting(call, value, held.numel())
     with torch.no_grad(), disable_torch_function():
-        put(held, mine)
+        held.copy_(mine)
 
 
 def _write_state(

@@ -23,6 +23,7 @@ from onefold.memory import (
     STAGING,
     TierError,
     empty,
+    nbytes_of,
 )
 from onefold.offload.nvme import Region, Transfer, refuse_unless_fits, substitute
 from onefold.offload.storage import HostStorage, OffloadStorage, grain_of_kind, state_kind
@@ -64,7 +65,8 @@ class NvmeStorage(OffloadStorage):
         self.written: set[tuple[str, int]] = set()
         self.scale: torch.Tensor | None = None
         self.norms: dict[int, torch.Tensor] = {}
-        self._fetching: tuple[torch.Tensor, Transfer, bool] | None = None
+        # A read ahead: the pool's buffer that it goes to, or None if it goes to the whole itself
+        self._fetching: tuple[torch.Tensor | None, Transfer] | None = None
 
     # -- building ----------------------------------------------------------------------------------
 
@@ -148,15 +150,9 @@ class NvmeStorage(OffloadStorage):
         region = self.regions[kind]
         if start == stop:
             return torch.empty(0, dtype=region.dtype, device="cpu")
-        first = start // SECTOR * SECTOR
-        out = empty(
-            min(region.numel, -(-stop // SECTOR) * SECTOR) - first,
-            region.dtype,
-            torch.device("cpu"),
-            paged=True,
-        )
-        self.transfers.wait(region.read(first, out))
-        self.transfers.entered("read", self.flat.unit_name, out.numel() * out.element_size())
+        first, last = self._sectors(kind, start, stop)
+        out = empty(last - first, region.dtype, torch.device("cpu"), paged=True)
+        self._read(kind, first, out)
         return out[start - first : stop - first]
 
     def write_part(self, kind: str, start: int, values: torch.Tensor) -> None:
@@ -167,12 +163,21 @@ class NvmeStorage(OffloadStorage):
         self.written |= {
             (kind, a) for a, b in self.chunks() if a < stop * grain and start * grain < b
         }
-        first, last = start // SECTOR * SECTOR, min(region.numel, -(-stop // SECTOR) * SECTOR)
+        first, last = self._sectors(kind, start, stop)
         whole, data = self._buffer(last - first, region.dtype)
         if first < start or stop < last:
             self.transfers.wait(region.read(first, data))
         data[start - first : stop - first].copy_(values)
         self._write(kind, first, data, whole)
+
+    def _sectors(self, kind: str, start: int, stop: int) -> tuple[int, int]:
+        """Return the whole sectors in which elements [start, stop) lie."""
+        last = min(self.regions[kind].numel, -(-stop // SECTOR) * SECTOR)
+        return start // SECTOR * SECTOR, last
+
+    def _read(self, kind: str, start: int, into: torch.Tensor) -> None:
+        self.transfers.wait(self.regions[kind].read(start, into))
+        self.transfers.entered("read", self.flat.unit_name, nbytes_of(into))
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         return self.transfers.buffer(numel, dtype, self.flat.unit_name)
@@ -201,31 +206,28 @@ class NvmeStorage(OffloadStorage):
         mine = full[slice(*self.flat.owned)]
         self.transfers.risen()
         direct = on_host(mine) and region.fits(mine)
-        data = (
-            mine
-            if direct
-            else self.transfers.pool.take(self.numel, region.dtype, STAGING, self.flat.unit_name)
-        )
-        self._fetching = data, region.read(0, data), direct
+        whole = None
+        if not direct:
+            pool, unit = self.transfers.pool, self.flat.unit_name
+            whole = pool.take(self.numel, region.dtype, STAGING, unit)
+        self._fetching = whole, region.read(0, mine if whole is None else whole)
         self.transfers.entered("read", self.flat.unit_name, region.nbytes)
 
     def put_read(self, mine: torch.Tensor) -> None:
         self.fetch()
         assert self._fetching is not None
-        data, transfer, direct = self._fetching
-        self._fetching = None
+        (whole, transfer), self._fetching = self._fetching, None
         self.transfers.wait(transfer)
-        if not direct:
-            self.transfers.rise(mine, data)
+        if whole is not None:
+            self.transfers.rise(mine, whole)
 
     def forget(self) -> None:
         if self._fetching is not None:
-            data, transfer, direct = self._fetching
-            self._fetching = None
+            (whole, transfer), self._fetching = self._fetching, None
             with contextlib.suppress(TierError):  # the data is no longer needed
                 self.transfers.wait(transfer)
-            if not direct:
-                self.transfers.pool.give(data)
+            if whole is not None:
+                self.transfers.pool.give(whole)
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -240,7 +242,7 @@ class NvmeStorage(OffloadStorage):
         """
         if not self.gradients_on_disk:
             return False
-        region, base = self.region("gradient", self.flat.dtypes.master), self.flat.owned[0]
+        dtype = self.region("gradient", self.flat.dtypes.master).dtype
         if all(e.param.grad is None for e in self.flat.entries):
             self.scale = None
         elif self.scale is not None:
@@ -249,37 +251,27 @@ class NvmeStorage(OffloadStorage):
                 " unscaled already: do that once, after the last backward pass of a step."
             )
         for a, b in self.chunks():
-            here = (base + a, base + b)
-            inside = [(e, overlap((e.slot.start, e.slot.end), here)) for e in wanted]
-            inside = [(e, (x, y)) for e, (x, y) in inside if x < y]
-            if not inside:
+            met = inside(wanted, a, b)
+            if not met:
                 continue
-            whole, data = self._buffer(b - a, region.dtype)
-            if any(e.param.grad is not None for e in self.flat.entries if _meets(e, here)):
-                self.transfers.wait(region.read(a, data))
-                self.transfers.entered(
-                    "read", self.flat.unit_name, data.numel() * data.element_size()
-                )
+            whole, data = self._buffer(b - a, dtype)
+            if any(e.param.grad is not None for e, _, _ in inside(self.flat.entries, a, b)):
+                self._read("gradient", a, data)
             else:
                 data.zero_()
-            for entry, (x, y) in inside:
-                into, new = data[x - base - a : y - base - a], total[x - base : y - base]
-                if entry.param.grad is None:
-                    into.copy_(new)
-                else:
-                    into.add_(new)
+            for entry, x, y in met:
+                into, new = data[x - a : y - a], total[x:y]
+                into.copy_(new) if entry.param.grad is None else into.add_(new)
             self._write("gradient", a, data, whole)
         for entry in wanted:
             self.norms.pop(entry.index, None)
             if entry.param.grad is None:
-                x, y = (entry.slot.start + at for at in entry.accounted())
+                part = total[entry.counted]
                 # Clipping will ask for the norm. Now the gradient is still in memory.
                 if (norm := self.norm_before_it_left(entry, total)) is not None:
                     self.norms[entry.index] = norm
-                elif self._on_cpu and x < y and total.dtype == region.dtype:
-                    self.norms[entry.index] = torch._foreach_norm(
-                        [total[x - base : y - base]], 2.0
-                    )[0]
+                elif self._on_cpu and part.numel() and part.dtype == dtype:
+                    self.norms[entry.index] = torch._foreach_norm([part], 2.0)[0]
                 entry.param.grad = storageless(entry.param, f"the gradient of {entry.slot.name!r}")
         return True
 
@@ -288,10 +280,7 @@ class NvmeStorage(OffloadStorage):
         if not self.gradients_on_disk:
             return super().gradient_norm(entry, p)
         if p != 2 or self.scale is not None or entry.index not in self.norms:
-            first, (a, b) = entry.slot.start - self.flat.owned[0], entry.accounted()
-            part = self.part("gradient", first + a, first + b)
-            if self.scale is not None:
-                part.mul_(self.scale)
+            part = self._scaled(entry.counted)
             norm = (
                 torch._foreach_norm([part], p)[0] if self._on_cpu else self.norm_on_device(part, p)
             )
@@ -301,23 +290,22 @@ class NvmeStorage(OffloadStorage):
         return self.norms[entry.index]
 
     def read_gradient(self, entry: Entry) -> torch.Tensor:
-        first, (a, b) = entry.slot.start - self.flat.owned[0], entry.owned()
-        part = self.part("gradient", first + a, first + b)
+        return self._scaled(entry.here)
+
+    def _scaled(self, where: slice) -> torch.Tensor:
+        part = self.part("gradient", where.start, where.stop)
         return part if self.scale is None else part.mul_(self.scale)
 
     def write_gradient(self, entry: Entry, values: torch.Tensor) -> None:
-        first, (a, _) = entry.slot.start - self.flat.owned[0], entry.owned()
         values = values.to("cpu", self.regions["gradient"].dtype)
-        self.write_part(
-            "gradient", first + a, values if self.scale is None else values / self.scale
-        )
+        values = values if self.scale is None else values / self.scale
+        self.write_part("gradient", entry.here.start, values)
         self.norms.pop(entry.index, None)
 
     def gradients_finite(self) -> bool:
         """Return whether all gradients on NVMe are finite numbers."""
-        used = [e for e in self.flat.entries if e.param.grad is not None]
-        parts = (self.part("gradient", e.here.start, e.here.stop) for e in used)
-        return all(bool(torch.isfinite(part).all()) for part in parts)
+        used = (e for e in self.flat.entries if e.param.grad is not None)
+        return all(bool(torch.isfinite(self.read_gradient(e)).all()) for e in used)
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         """Multiply all gradients on NVMe by `factor` when they are next read."""
@@ -325,9 +313,10 @@ class NvmeStorage(OffloadStorage):
         self.scale = factor.clone() if self.scale is None else self.scale * factor
 
 
-def _meets(entry: Entry, addresses: tuple[int, int]) -> bool:
-    a, b = overlap((entry.slot.start, entry.slot.end), addresses)
-    return a < b
+def inside(entries: list[Entry], a: int, b: int) -> list[tuple[Entry, int, int]]:
+    """Return the entries with some of the owned elements [a, b), and which these are."""
+    found = [(e, *overlap((e.here.start, e.here.stop), (a, b))) for e in entries]
+    return [each for each in found if each[1] < each[2]]
 
 
 #: Where masters and states are stored off the device.

@@ -29,10 +29,9 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 import onefold.quant.moments as moments
-from onefold.layout import overlap
 from onefold.memory import GRADIENTS, TierError, storage_of
 from onefold.offload.nvme import Transfer
-from onefold.offload.nvme_storage import NvmeStorage
+from onefold.offload.nvme_storage import NvmeStorage, inside
 from onefold.offload.storage import grain_of_kind, state_kind
 from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.agree import agree_on_failure
@@ -217,12 +216,7 @@ class _Stepping:
             for entry in ready:
                 self._adopt(storage, entry)
             for a, b in storage.chunks() if ready else ():
-                pieces = []
-                for entry in ready:
-                    x, y = overlap(_owned(entry), (a, b))
-                    if x < y:
-                        pieces.append((entry, x, y))
-                if pieces:
+                if pieces := inside(ready, a, b):
                     yield _Chunk(flat, storage, a, b, pieces)
 
     def _adopt(self, storage: NvmeStorage, entry: Entry) -> None:

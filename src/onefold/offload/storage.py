@@ -41,7 +41,7 @@ One step of an offloaded unit, by the calls that move its bytes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -165,7 +165,12 @@ class OffloadStorage(Storage):
         pairs: list[tuple[torch.Tensor | None, torch.Tensor]],
         complete: list[Entry],
     ) -> torch.Tensor | None:
-        measured = self._to_measure(total, complete)
+        measured: dict[int, torch.Tensor] = {}  # by the index of the entry
+        # 16-bit sums are measured as gradients in the masters' dtype
+        wanted = self.measures_gradients and self.transfers.measures
+        for entry in complete if wanted and total.dtype == self.flat.dtypes.master else ():
+            if (part := total[entry.counted]).numel():
+                measured[entry.index] = part
         if self._added(total, pairs, measured):
             return None
         low = self._brought_down(total, measured)
@@ -177,24 +182,32 @@ class OffloadStorage(Storage):
         self,
         total: torch.Tensor,
         pairs: list[tuple[torch.Tensor | None, torch.Tensor]],
-        measured: list[tuple[int, torch.Tensor]],
+        measured: dict[int, torch.Tensor],
     ) -> bool:
         """Let the device add `total` to the gradients on the host, without the host. Returns False
         if it cannot.
         """
         if self.gradients_on_disk or not self.transfers.down.asynchronous:
             return False
-        there = [(low, part) for low, part in pairs if low is not None and self._may_add(low)]
-        parts = joined(there, total) if there and len(there) == len(pairs) else None
-        if parts is None:
+        dtype, holds = self.flat.dtypes.master, self.transfers.pinned.holds
+        there = [
+            (low, part)
+            for low, part in pairs
+            if low is not None
+            and low.dtype == dtype
+            and low.is_contiguous()
+            and (holds(low) or not low.numel())
+        ]
+        if not there or len(there) < len(pairs):
             return False
-        nbytes = total.numel() * self.flat.dtypes.master.itemsize
+        parts = joined(there, total)
+        nbytes = total.numel() * dtype.itemsize
         self.transfers.entered("up", self.flat.unit_name, nbytes)
         self.transfers.entered("down", self.flat.unit_name, nbytes)
         norms = torch.empty(len(measured), dtype=total.dtype, device=total.device)
 
         def measure() -> None:
-            norms.copy_(torch.stack(torch._foreach_norm([part for _, part in measured], 2.0)))
+            norms.copy_(torch.stack(torch._foreach_norm([*measured.values()], 2.0)))
 
         then = measure if measured else None
         self.transfers.sums.add(parts, total, then, done=self._leaving(total))
@@ -202,29 +215,20 @@ class OffloadStorage(Storage):
             self._note(measured, norms.unbind(), low)
         return True
 
-    def _may_add(self, before: torch.Tensor) -> bool:
-        return (
-            before.dtype == self.flat.dtypes.master
-            and before.is_contiguous()
-            and (self.transfers.pinned.holds(before) or not before.numel())
-        )
-
     def _leaving(self, total: torch.Tensor) -> Callable[[], None]:
         """Count `total` as gradients on their way; returns what counts it no longer."""
         device, nbytes = self.transfers.device, nbytes_of(total)
         device.add(LEAVING, nbytes)
         return partial(device.add, LEAVING, -nbytes)
 
-    def _brought_down(
-        self, total: torch.Tensor, measured: list[tuple[int, torch.Tensor]]
-    ) -> torch.Tensor:
+    def _brought_down(self, total: torch.Tensor, measured: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return a summed gradient in host memory: `total` itself if the device is the CPU, else in
         the masters' dtype.
         """
         if on_host(total):
             self.transfers.entered("down", self.flat.unit_name, nbytes_of(total))
             return total
-        norms = torch._foreach_norm([part for _, part in measured], 2.0) if measured else ()
+        norms = torch._foreach_norm([*measured.values()], 2.0) if measured else ()
         low = self.transfers.pinned.empty(total.numel(), self.flat.dtypes.master)
         self.transfers.entered("down", self.flat.unit_name, nbytes_of(low))
         copy = self.transfers.down.copy if low.dtype == total.dtype else self.transfers.sums.cast
@@ -232,29 +236,13 @@ class OffloadStorage(Storage):
         self._note(measured, norms, low)
         return low
 
-    def _to_measure(
-        self, total: torch.Tensor, entries: list[Entry]
-    ) -> list[tuple[int, torch.Tensor]]:
-        """Return what the device is to measure: (index of an entry, its elements of `total`)."""
-        out: list[tuple[int, torch.Tensor]] = []
-        # 16-bit sums are measured as gradients in the masters' dtype
-        wanted = self.measures_gradients and self.transfers.measures
-        for entry in entries if wanted and total.dtype == self.flat.dtypes.master else ():
-            first = entry.slot.start - self.flat.owned[0]
-            a, b = (first + at for at in entry.accounted())
-            if a < b:
-                out.append((entry.index, total[a:b]))
-        return out
-
     def _note(
-        self,
-        measured: list[tuple[int, torch.Tensor]],
-        norms: Sequence[torch.Tensor],
-        low: torch.Tensor,
+        self, measured: Iterable[int], norms: Iterable[torch.Tensor], low: torch.Tensor
     ) -> None:
         """Keep the `norms` of gradients that are in the memory of `low` now."""
-        for (index, _), norm in zip(measured, norms, strict=True):
-            self._measured[index] = norm, _identity(low)
+        self._measured |= {
+            i: (norm, _identity(low)) for i, norm in zip(measured, norms, strict=True)
+        }
 
     def norm_before_it_left(self, entry: Entry, low: torch.Tensor) -> torch.Tensor | None:
         """Return the 2-norm of the gradient of `entry`, which is in the memory of `low`, if the

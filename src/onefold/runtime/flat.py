@@ -148,9 +148,16 @@ class Entry:
     @cached_property
     def here(self) -> slice:
         """Where the elements that the optimizer of this rank steps are among those that it owns."""
+        return self._among_owned(self.owned())
+
+    @property
+    def counted(self) -> slice:
+        """Where the elements that this rank accounts for are among those that it owns."""
+        return self._among_owned(self.accounted())
+
+    def _among_owned(self, elements: tuple[int, int]) -> slice:
         first = self.slot.start - self.flat.owned[0]
-        a, b = self.owned()
-        return slice(first + a, first + b)
+        return slice(*(first + at for at in elements))
 
     @cached_property
     def elsewhere(self) -> bool:

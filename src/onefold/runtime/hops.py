@@ -12,7 +12,6 @@ One `Hop` for each hop of each flat buffer, chosen once in `shard()`:
 | class          | file          | parts travel                           | and are added                           |
 |----------------|---------------|----------------------------------------|-----------------------------------------|
 | `Pairwise`     | here          | in messages between two ranks (gloo)   | here, in rank order                     |
-| `Simulated`    | here          | nowhere: one rank stands for all       | as above                                |
 | `Rows`         | here          | in one all_to_all_single (NCCL)        | here, in rank order, by one kernel      |
 | `Native`       | here          | in a reduce_scatter of the backend     | by the backend, in an order of its own  |
 | `Encoded`      | quant/hops.py | encoded (qgZ)                          | here, decoded, in rank order            |
@@ -179,7 +178,7 @@ class Hop(ABC):
             context,
             self.flat.index,
             move=context.move,
-            plain={p: plain for p, _ in sends},
+            plain=plain,
             addresses=self.flat.trained,
         )
 
@@ -207,19 +206,24 @@ class Pairwise(Hop):
     If the parts arrive in the dtype of the sums, and the sums may lie anywhere, the first part of
     another rank is received into memory of its own (`Exchange.apart`). The other parts are added to
     it, and it becomes the gradient.
+
+    Where one rank stands for all (torch's "fake" backend), two messages stand for those to all other
+    ranks, and nothing arrives.
     """
 
     adds = "pairwise"
 
     def run(self, taken: list[torch.Tensor], context: CollectiveContext) -> UnderWay:
-        buffer, here = taken[0], self.group.rank
+        buffer, group, here = taken[0], self.group, self.group.rank
         room, apart = self.rooms[buffer.dtype], None
         parts = {here: buffer[self.mine]}
         if room.apart:
             parts[int(here == 0)] = apart = self.pool.fresh(room.apart, self.wire)
             self.memory.add(REDUCTION, nbytes_of(apart), self.unit)
         rows = self.take(room.received, self.wire, taken) if room.rows else buffer[:0]
-        self.place(parts, rows.view(room.rows, room.part))
+        if not group.stands_for_all:
+            others = [p for p in range(group.size) if p not in parts]
+            parts |= dict(zip(others, rows.view(room.rows, room.part), strict=True))
         sent = self.on_the_wire(taken)
         recvs = [(p, part) for p, part in parts.items() if p != here]
         try:
@@ -237,28 +241,13 @@ class Pairwise(Hop):
         self.add([part for _, part in sorted(parts.items())], target)
         return total
 
-    def place(self, parts: dict[int, torch.Tensor], rows: torch.Tensor) -> None:
-        """Receive the parts that have no place yet into `rows`."""
-        others = [p for p in range(self.group.size) if p not in parts]
-        parts |= dict(zip(others, rows, strict=False))
-
     def messages(self, sent: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """Return what is sent: (peer, its part)."""
+        here, mine = self.group.rank, self.mine
+        if self.group.stands_for_all:
+            return [(here, sent[: mine.start]), (here, sent[mine.stop :])]
         pieces = enumerate(sent.view(self.group.size, self.own))
-        return [(p, piece) for p, piece in pieces if p != self.group.rank]
-
-
-class Simulated(Pairwise):
-    """One rank stands for all (torch's "fake" backend). Two messages stand for those to all other
-    ranks, and nothing arrives.
-    """
-
-    def place(self, parts: dict[int, torch.Tensor], rows: torch.Tensor) -> None:
-        pass
-
-    def messages(self, sent: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        here = self.group.rank
-        return [(here, sent[: self.mine.start]), (here, sent[self.mine.stop :])]
+        return [(p, piece) for p, piece in pieces if p != here]
 
 
 class Rows(Hop):

@@ -128,9 +128,12 @@ class Storage(ABC):
         """
         place = self.elements(entry, key, value, x, y)
         if isinstance(place, OnDisk):
-            place.write(0, new)
-        else:
-            put_row(value, _items(entry, key, x, y), new)
+            place.copy_(new)
+            return
+        row = value.detach().reshape(-1)
+        row[_items(entry, key, x, y)].copy_(new)
+        if not value.is_contiguous():  # `row` is a copy
+            value.detach().copy_(row.view(value.shape))
 
     def new_state(
         self, entry: Entry, key: str, dtype: torch.dtype, in_memory: bool
@@ -263,22 +266,6 @@ def in_memory(place: torch.Tensor | OnDisk) -> torch.Tensor:
     return place.read() if isinstance(place, OnDisk) else place
 
 
-def put(place: torch.Tensor | OnDisk, values: torch.Tensor) -> None:
-    """Overwrite all elements of `place`."""
-    if isinstance(place, OnDisk):
-        place.write(0, values)
-    else:
-        place.copy_(values)
-
-
-def put_row(value: torch.Tensor, at: slice, new: torch.Tensor) -> None:
-    """Overwrite elements `at` of `value`, counted in one row, by `new`."""
-    row = value.detach().reshape(-1)
-    row[at].copy_(new)
-    if not value.is_contiguous():  # `row` is a copy
-        value.detach().copy_(row.view(value.shape))
-
-
 def state_shape(entry: Entry, key: str) -> tuple[int, ...]:
     """Return the shape of what this rank holds of the state `key`."""
     shape: tuple[int, ...] = tuple(entry.param.shape)
@@ -337,6 +324,10 @@ class OnDisk:
         """Read elements [start, stop), counted from the first of these, into new host memory."""
         end = self.stop if stop is None else self.start + stop
         return self.storage.part(self.kind, self.start + start, end)
+
+    def copy_(self, values: torch.Tensor) -> None:
+        """Overwrite all elements."""
+        self.write(0, values)
 
     def write(self, start: int, values: torch.Tensor) -> None:
         """Overwrite the elements from `start` on, counted from the first of these."""
