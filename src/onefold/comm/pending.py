@@ -243,9 +243,9 @@ class Pending:
         if self._works:
             works, self._works = self._works, []
             self._group.wait(works, self.context, self.event)
-        for act in self._after:
+        after, self._keep, self._after = self._after, None, ()
+        for act in after:  # a pool takes back only what nothing else holds
             act()
-        self._keep, self._after = None, ()
 
     def then(self, act: Callable[[], object]) -> Pending:
         """Call `act` at the end of `wait`, when the messages have arrived."""
