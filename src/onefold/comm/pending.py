@@ -243,8 +243,9 @@ class Pending:
         if self._works:
             works, self._works = self._works, []
             self._group.wait(works, self.context, self.event)
+            works.clear()
         after, self._keep, self._after = self._after, None, ()
-        for act in after:  # a pool takes back only what nothing else holds
+        for act in after:  # a pool takes a buffer back only if nothing else holds it
             act()
 
     def then(self, act: Callable[[], object]) -> Pending:
