@@ -23,7 +23,6 @@ from onefold.optim import (
     install_step_hooks,
     remove_step_hooks,
 )
-from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe
 from onefold.recipe.rows import NATIVE
 from onefold.runtime.engine import Engine
@@ -107,8 +106,6 @@ def shard(
         ValueError: an argument is invalid; the message says what to change.
     """
     refuse_arguments(module, recipe, units, init, group, mesh, data)
-    if recipe.block:
-        require_torchao(f"moments={recipe.moments!r}")
     if mesh is not None:
         ranks = mesh_of(mesh, data)
     else:

@@ -375,7 +375,7 @@ def codecs() -> Iterator[Row]:
 
 
 def moments() -> Iterator[Row]:
-    for kind in ("bf16", "int8", "fp8", "int4"):
+    for kind in ("bf16", "int8", "int4"):
         for stage in STAGES:
             ci = (kind, stage) in (("bf16", 1), ("int8", 0), ("int8", 3), ("int4", 0))
             yield row("moments", stage, {"moments": kind}, model="wide gpt", ci=ci)

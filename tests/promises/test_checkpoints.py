@@ -4,7 +4,6 @@ formats, and everything else that a run resumes with.
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,7 @@ from on_ranks import on_ranks, slow
 from promises.jobs import STEPS, Job, Mesh, Row, differing, first_ranks, sharded, whole_states
 
 SERVER = "libraries"
-with_torchao = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="moments need torchao"
-)
-FORMATS = ("fp32", "bf16", "int8", "fp8", "int4")
+FORMATS = ("fp32", "bf16", "int8", "int4")
 
 
 def trained(row: Row, folder: Path, group: Any = None, steps: int = 2) -> Job:
@@ -175,7 +171,6 @@ def moments(kind: str, stage: int = 3, **more: Any) -> Row:
     return Row(f"moments in {kind}", stage, {"moments": kind, **more}, model="wide gpt")
 
 
-@with_torchao
 @on_ranks(1)
 @pytest.mark.parametrize("source", FORMATS)
 def test_moments_of_every_format_are_read_into_every_other(source: str, folder: Path) -> None:
@@ -188,7 +183,6 @@ def test_moments_of_every_format_are_read_into_every_other(source: str, folder: 
             assert torch.allclose(found[name].float(), value.float(), 0, bound), (target, name)
 
 
-@with_torchao
 @on_ranks(2)
 def test_who_cannot_hold_packed_moments_is_told(folder: Path) -> None:
     job = trained(moments("int8"), folder, steps=1)

@@ -12,7 +12,6 @@ def test_two_moments_take_the_bytes_of_codes_and_scales() -> None:
         (None, 10_000, 2 * 40_000),
         ("bf16", 10_000, 2 * 20_000),
         ("int8", 10_000, 2 * (10_000 + 4 * 40)),
-        ("fp8", 10_240, 2 * (10_240 + 4 * 40)),
         ("int4", 10_001, 2 * (5_001 + 4 * 79)),
         ("int4", 4_095, 2 * 4 * 4_095),  # too small to be packed
     ):

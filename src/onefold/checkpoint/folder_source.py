@@ -26,7 +26,7 @@ from onefold.checkpoint.tensorfile import DTYPES, TensorFile, combine
 from onefold.checkpoint.values import decode, short
 from onefold.layout.holders import TensorBox
 from onefold.layout.regions import BoxInterval, whole_region
-from onefold.quant.moment_packing import MomentPacking
+from onefold.quant import moment_packing
 from onefold.reading import parse_json, read_bytes
 from onefold.recipe.moments import BLOCK, SIGNED, grain_of, items_of, packed
 from onefold.wording import few
@@ -223,10 +223,10 @@ class FolderSource(Source):
             part = packed(record.item.state)
             assert part is not None, "by it the moment was found"
             i, j = items_of(a, b, part.grain)
+            format = part.format
             read[part.scale] = torch.empty(j - i, dtype=part.dtype, device="cpu")
             self.read_box(record.item, box, i, j, read[part.scale])
-            codec = MomentPacking(part.format, torch.device("cpu"))
-        values = codec.decode(read[False], read[True], b - a, SIGNED[moment.state])
+        values = moment_packing.decode(format, read[False], read[True], b - a, SIGNED[moment.state])
         out.copy_(values[start - a : stop - a])
 
     def _read(

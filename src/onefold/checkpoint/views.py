@@ -28,7 +28,7 @@ import torch
 from onefold.checkpoint.source import Item, Source, Stored, View
 from onefold.checkpoint.tensorfile import numel_of
 from onefold.layout.holders import TensorBox
-from onefold.quant.moment_packing import MomentPacking
+from onefold.quant.moment_packing import decode, encode
 from onefold.recipe.moments import BLOCK, FORMATS, SIGNED, Format, items_of, packed
 from onefold.runtime.engine import Engine
 
@@ -47,7 +47,6 @@ class Recoded(View):
         self._items = dict(source.items())
         # {item asked for: (the unpacked moment's item, its stored format, number of elements)}
         self._made: dict[Item, tuple[Item, Format, int]] = {}
-        self._codecs: dict[str, MomentPacking] = {}
         shapes = {
             item.name: stored.shape
             for item, stored in self._items.items()
@@ -116,20 +115,15 @@ class Recoded(View):
             i, j = items_of(a, b, part.grain)
             parts.append(torch.empty(j - i, dtype=part.dtype, device=_CPU))
             self.source.read(Item("state", plain.name, key), i, j, parts[-1])
-        return self._codec(there).decode(parts[0], parts[1], b - a, SIGNED[plain.state])
+        return decode(there, parts[0], parts[1], b - a, SIGNED[plain.state])
 
     def _packed(
         self, format: Format, signed: bool, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         codes = torch.empty(-(-values.numel() // format.grain), dtype=format.dtype, device=_CPU)
         scales = torch.empty(-(-values.numel() // format.block), dtype=torch.float32, device=_CPU)
-        self._codec(format).encode(values, signed, codes, scales)
+        encode(format, values, signed, codes, scales)
         return codes, scales
-
-    def _codec(self, format: Format) -> MomentPacking:
-        if format.name not in self._codecs:
-            self._codecs[format.name] = MomentPacking(format, _CPU)
-        return self._codecs[format.name]
 
 
 class Local(View):

@@ -197,9 +197,7 @@ class OptimizerParts(HeldParts):
         found = {name: in_memory(self.place(entry, name, x, y)) for name in names}
         if key in found:
             return found[key]
-        how = self.policy(entry)
-        assert how is not None
-        return moments.unpacked(how, found, key, y - x)
+        return moments.unpacked(found, key, y - x)
 
     def kinds(self, entry: Entry, key: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Return {key: dtype} of what is stored for the state `key`."""
@@ -220,7 +218,7 @@ class OptimizerParts(HeldParts):
         }
         piece = moments.Piece(entry, x, values, values, new, {}, False)
         step = torch.zeros((), device="cpu")
-        moments.pack(replace(how, seed=None), piece, key, values, step, again=True)
+        moments.pack(replace(how, seed=None), piece, key, values, step)
         return new
 
     @contextlib.contextmanager
@@ -684,10 +682,6 @@ def _take(
             parts.create(item)
             if wholes is not None:
                 whole = wholes["state"][number][key]
-                if type(whole).__module__.startswith("torchao."):
-                    packed_whole, whole = whole, torch.zeros(whole.shape)
-                    with parts.keeping_errors():  # the other ranks wait for values
-                        whole = packed_whole.dequantize()
             if scattered:
                 from_first(_engine(entry), parts, item, whole)
             elif whole is not None:

@@ -18,16 +18,15 @@ the number of ranks, the stage, the tier or the size of a chunk.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from onefold.quant.bf16_rounding import key_of, to_bf16
-from onefold.quant.moment_packing import MomentPacking
+from onefold.quant.moment_packing import decode, encode
 from onefold.recipe import Recipe
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.flat import Entry, Flat
@@ -36,12 +35,6 @@ from onefold.runtime.stepper import Part, groups_of, step_parts
 #: Elements stepped at a time. On a CPU the unpacked values stay in the cache. Other devices need more
 #: work per call: 2**24 elements take 256 MB of unpacked values and gradients.
 CHUNK = {"cpu": 1 << 18, "other": 1 << 24}
-_TORCHAO = {
-    "Adam8bit": "int8", "AdamW8bit": "int8", "Adam4bit": "int4", "AdamW4bit": "int4", "AdamFp8": "fp8", "AdamWFp8": "fp8",
-}  # fmt: skip
-_codecs: weakref.WeakKeyDictionary[Optimizer, dict[tuple[str, torch.device], MomentPacking]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,6 @@ class MomentPolicy:
 
     format: Format
     seed: int | None
-    codecs: dict[tuple[str, torch.device], MomentPacking] = field(compare=False)
 
     def of(self, entry: Entry) -> Format:
         """Return the format of one parameter's moments."""
@@ -72,21 +64,6 @@ class MomentPolicy:
                 out[name] = part.dtype if part is not None else format.dtype
         return out
 
-    def codec(self, format: Format, device: torch.device) -> MomentPacking:
-        if (format.name, device) not in self.codecs:
-            self.codecs[format.name, device] = MomentPacking(format, device)
-        return self.codecs[format.name, device]
-
-
-def refuse_torchao(optimizer: Optimizer) -> None:
-    """Raise ValueError for a low-bit optimizer of torchao's. Does not import torchao."""
-    for kind in type(optimizer).__mro__:
-        if kind.__module__.partition(".")[0] == "torchao" and kind.__name__ in _TORCHAO:
-            raise ValueError(
-                f"{kind.__name__} of torchao packs its own moments. Use torch.optim.AdamW (or Adam),"
-                f" and give the recipe moments={_TORCHAO[kind.__name__]!r}."
-            )
-
 
 def moment_policy(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPolicy | None:
     """Return how to store the moments of the parameters of `flat`; None: as `optimizer` makes them.
@@ -94,7 +71,12 @@ def moment_policy(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPol
     Raises:
         ValueError: recipe and optimizer contradict each other.
     """
-    refuse_torchao(optimizer)
+    kind = type(optimizer)
+    if kind.__module__.partition(".")[0] == "torchao":
+        raise ValueError(
+            f"{kind.__name__} of torchao packs its own moments. Use torch.optim.AdamW (or Adam), and"
+            " give the recipe moments='int8' or 'int4'."
+        )
     master, chance = flat.dtypes.master, 0 if recipe.stochastic_rounding else None
     name = recipe.moments or ("bf16" if chance is not None and master == torch.bfloat16 else None)
     if (
@@ -111,10 +93,10 @@ def moment_policy(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPol
         )
         raise ValueError(
             f"the recipe says {asked}, which is about the moments of torch.optim.Adam and AdamW;"
-            f" {type(optimizer).__name__} keeps other states. Use one of those, or leave the option"
+            f" {kind.__name__} keeps other states. Use one of those, or leave the option"
             " out."
         )
-    return MomentPolicy(FORMATS[name], chance, _codecs.setdefault(optimizer, {}))
+    return MomentPolicy(FORMATS[name], chance)
 
 
 def moments_of(group: dict[str, Any]) -> list[str]:
@@ -216,7 +198,7 @@ def _part(how: MomentPolicy, piece: Piece) -> Part:
         }
         present = {part.key if (part := packed(key)) is not None else key for key in piece.parts}
         state = scalars | {
-            key: unpacked(how, piece.parts, key, piece.master.numel())
+            key: unpacked(piece.parts, key, piece.master.numel())
             for key in SIGNED
             if key in present
         }
@@ -225,14 +207,12 @@ def _part(how: MomentPolicy, piece: Piece) -> Part:
     return Part(piece.entry.param, piece.master.float(), piece.grad.float(), state, first)
 
 
-def unpacked(
-    how: MomentPolicy, parts: dict[str, torch.Tensor], key: str, numel: int
-) -> torch.Tensor:
+def unpacked(parts: dict[str, torch.Tensor], key: str, numel: int) -> torch.Tensor:
     """Return the moment `key` of `parts` in fp32, [numel]; the part itself if that is fp32."""
     for format in FORMATS.values():
         found = [parts.get(name) for name in format.keys(key)]
         if format.packed and found[0] is not None and found[1] is not None:
-            return how.codec(format, found[0].device).decode(found[0], found[1], numel, SIGNED[key])
+            return decode(format, found[0], found[1], numel, SIGNED[key])
     return parts[key].float()
 
 
@@ -256,17 +236,12 @@ def pack(
     key: str,
     value: torch.Tensor,
     step: torch.Tensor,
-    again: bool = False,
 ) -> None:
-    """Store the fp32 moment `value`, [n], in the parts of `piece`.
-
-    `again`: `value` may have been unpacked before; then it must unpack to the same bits.
-    """
+    """Store the fp32 moment `value`, [n], in the parts of `piece`."""
     format = how.of(piece.entry)
     if format.packed:
         codes, scales = (piece.parts[name] for name in format.keys(key))
-        codec = how.codec(format, value.device)
-        (codec.encode_again if again else codec.encode)(value, SIGNED[key], codes, scales)
+        encode(format, value, SIGNED[key], codes, scales)
     elif piece.parts[key].data_ptr() != value.data_ptr():
         _round(how, piece, key, value, step, piece.parts[key])
 
@@ -384,8 +359,8 @@ def adopted(
     )
     for key in moments_of(group):
         if any(name in there for format in FORMATS.values() for name in format.keys(key)):
-            value, step = unpacked(how, there, key, n), torch.zeros((), device="cpu")
-            pack(replace(how, seed=None), piece, key, value, step, again=True)
+            value, step = unpacked(there, key, n), torch.zeros((), device="cpu")
+            pack(replace(how, seed=None), piece, key, value, step)
     return parts
 
 

@@ -155,8 +155,7 @@ class Recipe:
     nvme_threads: int = _tiers(4, "Concurrent transfers to and from the disk.", number(1, 64, "a number of threads from 1 to 64"), ())
     chunk: int = _tiers(1 << 21, "With states on NVMe: elements stepped at a time.",
         number(16 * of.SECTOR, of.MOST, f"a number of elements, a multiple of {of.SECTOR} from {16 * of.SECTOR} up"), ())
-    moments: of.Moments | None = _tiers(None, "Format in which Adam's moments are stored, on any tier (default: as torch makes them);"
-        " int8, fp8 and int4 need torchao.")
+    moments: of.Moments | None = _tiers(None, "Format in which Adam's moments are stored, on any tier (default: as torch makes them).")
     stochastic_rounding: bool = _tiers(False, "Round moments and masters to bf16 stochastically: unbiased.", commands=_TRAIN)
     step_in_backward: bool = _tiers(False, "Step offloaded units in the backward pass; nothing may look at gradients before the step.")
 

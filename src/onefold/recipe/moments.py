@@ -1,7 +1,7 @@
 """The formats in which Adam's moments may be stored: names, sizes, and how they are packed.
 
     elements of a parameter   |0 ........... 255|256 ......... 511|512 ..... 599|        blocks are counted from its beginning
-    codes, int8 and fp8       |one byte each                                    |
+    codes, int8               |one byte each                                    |
     codes, int4               |one byte for two                                 |
     scales                    |      s0         |       s1        |     s2      |        fp32, one a block (int4: of 128)
 
@@ -10,7 +10,6 @@
 | fp32   | 4n                              | exp_avg                                    |
 | bf16   | 2n                              | exp_avg                                    |
 | int8   | n + 4⌈n/256⌉                    | exp_avg.int8, exp_avg.int8.scale           |
-| fp8    | n + 4⌈n/256⌉                    | exp_avg.fp8, exp_avg.fp8.scale             |
 | int4   | ⌈n/2⌉ + 4⌈n/128⌉                | exp_avg.int4, exp_avg.int4.scale           |
 
 A parameter of fewer than `SMALLEST` elements keeps fp32 moments where others have packed ones
@@ -74,7 +73,6 @@ FORMATS: Mapping[str, Format] = {
     "fp32": Format("fp32", torch.float32),
     "bf16": Format("bf16", torch.bfloat16),
     "int8": Format("int8", torch.uint8, 1, 256),
-    "fp8": Format("fp8", torch.float8_e4m3fn, 1, 256),
     "int4": Format("int4", torch.uint8, 2, 128),
 }
 
