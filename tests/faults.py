@@ -507,6 +507,16 @@ FAULTS = [
     ),
     Fault(
         "stores",
+        "a file that another thread extends is taken for one cut short",
+        "offload/nvme.py",
+        "        if size < used:",
+        "        if size < self.size:",
+        [
+            "tests/stores/test_nvme.py::test_a_file_that_grows_while_it_is_looked_at_is_not_taken_for_one_cut_short"
+        ],
+    ),
+    Fault(
+        "stores",
         "a buffer is given away while a view still reads it",
         "memory.py",
         "        if owners_of(buffer) <= 1:",

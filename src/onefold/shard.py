@@ -53,7 +53,6 @@ from onefold.runtime.units import find_units
 
 if TYPE_CHECKING:
     from onefold.offload.transfers import Transfers
-    from onefold.pretrained.weights import Weights
     from onefold.quant.codecs import Codec
 
 
@@ -113,8 +112,12 @@ def shard(
         ranks = one_axis(numbers, given)
     recipe = with_replicas(recipe, ranks)
     where = _device(module, device, at_once=ranks.size == 1)
-    incoming = _open(weights, module, where, init)
-    names = set(incoming.names) if incoming is not None else set()
+    incoming, names = None, set[str]()
+    if weights is not None:
+        from onefold.pretrained.weights import Weights
+
+        incoming = Weights(weights, module, where, makes_up=init is not None)
+        names = set(incoming.names)
     specs = find_units(module, units if units is not None else recipe.units)
     mark_partial(specs, partial, ranks)
     refuse_max_norm(module, ranks.size == 1)
@@ -124,19 +127,21 @@ def shard(
         undo.callback(all_ranks.close)
         engine = Engine(specs, recipe, all_ranks, where, Capabilities(), ranks)
         undo.callback(_close, engine)
+        # What the ranks must have alike, before anything is laid out
         values = compare_ranks(engine, module, recipe, specs, incoming is not None)
         preflight(engine)
         if incoming is not None:
             incoming.settle(engine)
         compare_copies(engine, names)
         refuse_uneven_groups(engine)
+        # Values, unit by unit
         bound = list(zip(specs, engine.units, strict=True))
         for spec, unit in bound:
             fetch(found.param for found in spec.found)
             materialize(spec, specs, where, init, module, values, names)
             lay_out(engine, unit, names)
         engine.buffers.find(module)
-        engine.buffers.start(engine)
+        engine.buffers.start()
         if values:
             unset = engine.uninitialized
             unset.note((unit, modules_of(spec, specs)) for spec, unit in bound)
@@ -144,6 +149,7 @@ def shard(
             unset.look()
             if unset:
                 guard_uninitialized(engine, module)
+        # Everything is there: what follows passes, steps, and the model's end
         engine.reduce.follow_trainable()
         engine.memory.reset_peak()
         if engine.mesh.several:
@@ -282,16 +288,6 @@ class Capabilities:
         from onefold.offload.transfers import Transfers
 
         return Transfers(*about)
-
-
-def _open(
-    weights: str | os.PathLike[str] | None, module: nn.Module, device: torch.device, init: Any
-) -> Weights | None:
-    if weights is None:
-        return None
-    from onefold.pretrained.weights import Weights
-
-    return Weights(weights, module, device, makes_up=init is not None)
 
 
 def _device(module: nn.Module, device: torch.device | str | None, at_once: bool) -> torch.device:

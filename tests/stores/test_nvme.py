@@ -271,6 +271,22 @@ def test_a_transfer_that_ends_early_is_an_error_and_no_endless_loop(
         assert file.stat().st_size == size
 
 
+def test_a_file_that_grows_while_it_is_looked_at_is_not_taken_for_one_cut_short(
+    store: Nvme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step may make the states of one parameter while those of another are written."""
+    region, seen = store.region("first", 16 * PAGE, torch.uint8), os.fstat
+
+    def grows(file: int) -> os.stat_result:
+        found = seen(file)
+        monkeypatch.setattr(os, "fstat", seen)
+        store.region("second", 16 * PAGE, torch.uint8)
+        return found
+
+    monkeypatch.setattr(os, "fstat", grows)
+    region.write(0, numbered()).wait()
+
+
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_disk_without_direct_transfers_still_serves_and_is_mentioned_once(
     store: Nvme, op: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -56,7 +56,7 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
     seen = [zlib.crc32(repr([u.index for u in order.seen]).encode()) for order in orders]
     launched, updates = group.launched(), updates_of.together(group.updates)
     walked = both(struct.pack("<III", *seen))
-    sizes = (1, len(reduce.unit_of), len(units), len(units))
+    sizes = (1, len(engine.entries), len(units), len(units))
     parts = [
         walked,
         both(zlib.crc32(updates.encode(), zlib.crc32(launched)).to_bytes(4, "little")),

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext, Group, alike, as_bytes, both
-from onefold.layout.holders import Mesh
 from onefold.memory import STAGING, storage_of
 from onefold.recipe import Recipe
 from onefold.runtime.boxes import local_of
@@ -80,8 +79,8 @@ class Buffers:
         due: the next pass over the model begins with a copy of rank 0's buffers.
     """
 
-    def __init__(self, recipe: Recipe, group: Group, mesh: Mesh, specs: Iterable[UnitSpec]) -> None:
-        self._recipe, self._group, self._mesh = recipe, group, mesh
+    def __init__(self, engine: Engine, specs: Iterable[UnitSpec]) -> None:
+        self._engine, self._group, self._mesh = engine, engine.group, engine.mesh
         # By id of the table of a module, of whose parameters not all ranks hold the same
         divided: dict[int, set[Sharing]] = {}
         for found in (f for spec in specs for f in spec.found):
@@ -98,7 +97,7 @@ class Buffers:
     def find(self, module: nn.Module) -> None:
         """Look at the modules of the model. Before passes go the buffers that the recipe names."""
         self._tables = [m._buffers for m in module.modules()]
-        self._sent = sent_before_passes(module, self._recipe)
+        self._sent = sent_before_passes(module, self._engine.recipe)
 
     def _sharing(self, divided: Iterable[Sharing]) -> Sharing:
         """Return who shares buffers of a module, by who holds the same of its parameters."""
@@ -120,10 +119,11 @@ class Buffers:
             by.setdefault(self._sharing_of(table), []).append(table)
         return {sharing: buffers_in(some) for sharing, some in by.items()}
 
-    def before_pass(self, engine: Engine) -> None:
+    def before_pass(self) -> None:
         """Called when a pass over the model begins: send rank 0's buffers, if that is due."""
         if not self.due or self._group.size == 1:
             return
+        engine = self._engine
         for sharing, tensors in self._shared(self._sent).items():
             nbytes = sum(b.nbytes for b in tensors)
             engine.memory.add(STAGING, nbytes, "buffers")
@@ -137,12 +137,12 @@ class Buffers:
         """
         self.due = synchronized
 
-    def start(self, engine: Engine) -> None:
+    def start(self) -> None:
         """Give every rank the values of the first that shares a buffer, or of rank 0 where that one
         has none: its model was on the meta device. Collective.
         """
         group, shared = self._group, self._shared(self._tables)
-        context = state_context(engine, "buffers")
+        context = state_context(self._engine, "buffers")
         own = [b for sharing, found in shared.items() if len(sharing) > 1 for b in found]
         if own and not group.alone:
             without = group.any_of(bytes(map(is_marked, own)), _START)

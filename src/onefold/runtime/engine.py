@@ -117,16 +117,16 @@ class Engine:
         self.units: list[Unit] = bind(specs, self, offloaded, holders)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.entries = [entry for flat in self.flats for entry in flat.entries]
-        self.unit_of: dict[int, Unit] = {}
         for unit in self.units:
             for entry in unit.entries:
-                entry.number = len(self.unit_of)
-                self.unit_of[entry.number] = unit
+                entry.unit = unit
+        for number, entry in enumerate(self.entries):
+            entry.number = number
         self.unsharded: bool = all(flat.unsharded for flat in self.flats)
         self.write_counters = WriteCounters(self.entries, self.progress)
         self.full_params_depth = 0
         self.full_params_write = False
-        self.buffers = Buffers(recipe, self.group, mesh, specs)
+        self.buffers = Buffers(self, specs)
         # What was on the meta device and has no value yet; empty once everything is loaded
         self.uninitialized = Uninitialized(self.group)
         # For onefold.unshard: the hooks on modules, and the finalizer that closes the engine
@@ -189,7 +189,6 @@ class Engine:
         self.flats.clear()
         self.entries.clear()
         self.plain.clear()
-        self.unit_of.clear()
         self.pool.drain()
         for ledger in self.transfers.ledgers.values():
             ledger.probes.clear()
@@ -260,7 +259,7 @@ class Engine:
         """Prepare for an operation with gradients outside a forward pass, which is about to use
         whole parameters of the unit of `entry`. Returns that unit.
         """
-        unit = self.unit_of[entry.number]
+        unit = entry.unit
         self.in_any_pass()
         check_in_place((unit,))
         refresh(self.gather, [unit])

@@ -39,6 +39,7 @@ from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
+    from onefold.runtime.unit import Unit
     from onefold.runtime.boxes import Box
     from onefold.runtime.engine import Engine
     from onefold.runtime.hops import Hop
@@ -68,6 +69,8 @@ class Entry:
     pass sees, `local` what that has on this rank (of a DTensor; else it is `compute` itself),
     `places` are where modules refer to it.
     """
+
+    unit: Unit
 
     def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
         self.slot, self.index, self.names = slot, index, tuple(found.names)

@@ -207,7 +207,7 @@ class Passes:
         `keeps`: the code gets the parameter itself (runtime/parameters/access.py), so it must stay
         whole until the pass ends, also if its own module is called in between.
         """
-        unit = self.engine.unit_of[entry.number]
+        unit = entry.unit
         if self.engine.uninitialized:
             self.engine.uninitialized.refuse("a forward pass uses", entry.names)
         recompute = in_autograd()
@@ -294,7 +294,7 @@ class Passes:
         refresh(self.gather, self.units)
         self.gather.begin_forward(of_model)
         if of_model:
-            engine.buffers.before_pass(engine)
+            engine.buffers.before_pass()
 
     def _end_forward(self, this: OpenPass, aborted: bool) -> None:
         engine, progress, graph = self.engine, self.progress, self._graph

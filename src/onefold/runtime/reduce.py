@@ -107,7 +107,7 @@ class Reducer:
     """Collects, reduces and hands over the gradients of one engine."""
 
     def __init__(self, engine: Engine) -> None:
-        self.units, self.unit_of, self.gather = engine.units, engine.unit_of, engine.gather
+        self.units, self.gather = engine.units, engine.gather
         self.stepper, self.computed = engine.stepper, engine.computed
         self.write_counters, self.backward_event = engine.write_counters, engine.backward_event
         self.group, self.progress, self.memory = engine.group, engine.progress, engine.memory
@@ -142,7 +142,7 @@ class Reducer:
 
     def arrived(self, entry: Entry) -> None:
         """Autograd has put the complete gradient of `entry` on the whole parameter."""
-        unit, flat, progress = self.unit_of[entry.number], entry.flat, self.progress
+        unit, flat, progress = entry.unit, entry.flat, self.progress
         if entry.box is not None:
             with disable_torch_function(), torch.no_grad():
                 entry.box.settle(entry.compute)

@@ -2,7 +2,7 @@
 
 | shard                                   | stepped by                                   | when                         |
 |-----------------------------------------|----------------------------------------------|------------------------------|
-| on the device                           | the user's optimizer itself (`OwnStep`)      | at `optimizer.step()`        |
+| on the device                           | the user's optimizer itself                  | at `optimizer.step()`        |
 | of whole matrices, also on the host     | the user's optimizer, by owners (optim/whole.py) | before the rest of that step |
 | with moments in 8 or 4 bits             | its rule, piece by piece (quant/stepper.py)  | before the rest of that step |
 | on the host                             | the user's optimizer, unit by unit (offload/stepper.py) | before the rest of that step |
@@ -15,7 +15,7 @@ have no `.grad`, while it runs (optim/steps.py).
 [Note: which stepper] Before each step, `Steppers.choose` asks the steppers of the engine in their
 order, for each flat buffer and each parameter group with some of its parameters:
 
-    is this shard yours?   no ─► the next one is asked; `OwnStep`, the last, takes any
+    is this shard yours?   no ─► the next one is asked; if there is none, the optimizer's own step follows
                            yes, and it can take this group's update ─► it steps these parameters
                            yes, but it cannot                       ─► ValueError: why, and what to do
 
@@ -30,7 +30,6 @@ import copy
 import threading
 import weakref
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -59,8 +58,8 @@ class GroupVerdict:
     reason: str = ""
 
 
-class Stepper(ABC):
-    """One way to step shards."""
+class Stepper:
+    """One way to step shards before the optimizer's own step; this one takes none."""
 
     #: Whether `step` is called in every step, also without entries, because the ranks exchange
     #: something in it.
@@ -70,7 +69,6 @@ class Stepper(ABC):
 
     # -- at optimizer.step() -----------------------------------------------------------------------
 
-    @abstractmethod
     def accepts(
         self, optimizer: Optimizer, flat: Flat, verdict: Callable[[], GroupVerdict]
     ) -> bool:
@@ -85,8 +83,8 @@ class Stepper(ABC):
             ValueError: the shard is this stepper's, and it cannot take the optimizer, or such a
                 group.
         """
+        return False
 
-    @abstractmethod
     def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
         """Step `entries`, which it has accepted, before the optimizer's own step. Collective if
         `collective`.
@@ -121,19 +119,6 @@ class Stepper(ABC):
         """End the work in the background."""
 
 
-class OwnStep(Stepper):
-    """The user's optimizer steps this rank's intervals by itself."""
-
-    def accepts(
-        self, optimizer: Optimizer, flat: Flat, verdict: Callable[[], GroupVerdict]
-    ) -> bool:
-        refuse_cut(optimizer, flat, verdict)
-        return True
-
-    def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
-        """Nothing to do: the optimizer's own step follows."""
-
-
 @dataclass(frozen=True)
 class _Choice:
     """What `Steppers.choose` has returned for these entries, in groups with these parameters (ids) and
@@ -153,13 +138,12 @@ class Steppers:
 
     Attributes:
         apart: what steps before the user's optimizer steps the rest by itself.
-        early: the one that steps in the backward pass too. If there is none, one that takes nothing.
+        early: the one that steps in the backward pass too; if there is none, one that takes nothing.
     """
 
     def __init__(self, apart: Iterable[Stepper]) -> None:
-        self.apart, own = tuple(apart), OwnStep()
-        self._in_order = (*self.apart, own)
-        self.early = next((s for s in self.apart if s.in_backward), own)
+        self.apart = tuple(apart)
+        self.early = next((s for s in self.apart if s.in_backward), Stepper())
         # What the last step of an optimizer asked, and the answer
         self._chosen: weakref.WeakKeyDictionary[Optimizer, _Choice] = weakref.WeakKeyDictionary()
 
@@ -187,20 +171,23 @@ class Steppers:
         asked: dict[tuple[Flat, int], list[Entry]] = {}
         for entry in entries:
             asked.setdefault((entry.flat, group_of[id(entry.param)]), []).append(entry)
-        chosen: dict[Stepper, list[Entry]] = {s: [] for s in self._in_order}
+        chosen: dict[Stepper, list[Entry]] = {s: [] for s in self.apart}
         members: dict[int, list[int]] = {}
         for (flat, group), some in asked.items():
             verdict = partial(verdict_of, optimizer, group)
-            stepper = next(s for s in self._in_order if s.accepts(optimizer, flat, verdict))
-            chosen[stepper] += some
+            stepper = next((s for s in self.apart if s.accepts(optimizer, flat, verdict)), None)
+            if stepper is None:  # it steps this rank's intervals by itself
+                refuse_cut(optimizer, flat, verdict)
+            else:
+                chosen[stepper] += some
             members.setdefault(group, []).extend(entry.number for entry in some)
-        apart = {s: chosen[s] for s in self.apart if chosen[s] or s.collective}
+        chosen = {s: some for s, some in chosen.items() if some or s.collective}
         said = {  # in any order: code may make a group of a set of names
             group: f"{len(some)} parameters (checksum {zlib.crc32(repr(sorted(some)).encode()):08x})"
             for group, some in sorted(members.items())
         }
-        self._chosen[optimizer] = _Choice(groups, entries, apart, said)
-        return apart
+        self._chosen[optimizer] = _Choice(groups, entries, chosen, said)
+        return chosen
 
     def members(self, optimizer: Optimizer) -> dict[int, str]:
         """Return what tells which parameters each group had in the last `choose`."""
