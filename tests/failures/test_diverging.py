@@ -317,9 +317,9 @@ OF_MESH = {2: ["rank 2 (dp 1, tp 0)"], "*": ["rank 3 (dp 1, tp 1): not waiting i
 EVENTS = [
     *(Event(over_data, s, "stays away", words=AWAY) for s in (1, 3)),
     *(Event(natively, s, "stays away", words={0: [*AWAY[0], "at the end of step 0"]}) for s in (0, 3)),
-    *(Event(over_data, s, "dies", 3, words={"*": ["rank 1", "unit", f"step {STEP}"]}) for s in (0, 1, 3)),
-    *(Event(natively, s, "dies") for s in (1, 3)),
-    *(Event(over_data, s, "fails", words={0: ["rank 1", "unit", f"step {STEP}"]}) for s in (2, 3)),
+    *(Event(over_data, s, "dies", 3, words={"*": ["rank 1", "unit", f"step {STEP}"]}) for s in (0, 3)),
+    Event(natively, 3, "dies"),
+    Event(over_data, 3, "fails", words={0: ["rank 1", "unit", f"step {STEP}"]}),
     Event(over_data, 3, "dies", 4, options={"shard_group": 2}, words={0: ["rank 1"], "*": ["unit"]}),
     Event(natively, 3, "dies", 4, options={"shard_group": 2}),
     Event(over_data, 3, "stays away", 4, options=CODECS, words={0: ["rank 1"], "*": ["unit", f"step {STEP}"]}),

@@ -266,20 +266,20 @@ def test_two_real_ranks_do_what_the_simulation_says_event_by_event(
 @pytest.mark.skipif(
     not RESETS_PEAK, reason="this system does not let a process forget how much memory it once had"
 )
-def test_a_trillion_parameters_on_a_thousand_ranks_take_no_memory() -> None:
+def test_a_hundred_billion_parameters_on_a_thousand_ranks_take_no_memory() -> None:
     blocks = tuple(
-        UnitShape(f"h.{i}", (Parameter(f"h.{i}.w", (12 * 51_200, 51_200)),)) for i in range(32)
+        UnitShape(f"h.{i}", (Parameter(f"h.{i}.w", (12 * 16_384, 16_384)),)) for i in range(32)
     )
     shape = ModelShape(
-        "1T", (UnitShape("(root)", (Parameter("table", (51_200, 51_200)),)), *blocks)
+        "100B", (UnitShape("(root)", (Parameter("table", (51_200, 16_384)),)), *blocks)
     )
-    assert shape.numel > 1e12
+    assert shape.numel > 1e11
     Path("/proc/self/clear_refs").write_text("5")  # the highest is now what is there
     before, _ = resident_memory()
     check(simulate(shape, onefold.Recipe.zero(3, precision="bf16"), 1024))
     _, highest = resident_memory()
     assert highest - before < 256 << 20, (
-        f"{(highest - before) >> 20} MiB for a rank that would hold {4 * shape.numel >> 40} TiB"
+        f"{(highest - before) >> 20} MiB for a rank that would hold {4 * shape.numel >> 30} GiB"
     )
 
 
