@@ -52,7 +52,7 @@ _FROM = {
 #: Modules that read checkpoints of other libraries, by `recognizes(path)` and `open_source(path)`.
 #: Imported only for a folder that Onefold has not written.
 READERS = (
-    "onefold.deepspeed.checkpoint_reader",
+    "onefold.deepspeed.reader",
     "onefold.pretrained.huggingface",
 )
 # `hf` and `lightning` are not in __all__: they need transformers and Lightning, and

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from onefold.cli.app import app
-from onefold.deepspeed.config import explain
+from onefold.deepspeed.meaning import explain
 
 GIVEN: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -42,7 +42,7 @@ def test_each_key_has_one_outcome() -> None:
         "optimizer.params.eps": "served",
     }
     stage = next(key for key in found.keys if key.path == "zero_optimization.stage")
-    assert stage.why == "decides stage of Recipe.zero"
+    assert stage.value == 3 and "stage=3" in found.remarks[0]
 
 
 @pytest.mark.parametrize(

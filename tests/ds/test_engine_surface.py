@@ -269,7 +269,7 @@ def test_sizes_data_and_attributes_of_an_engine() -> None:
     assert engine.get_batch_info() == (32, 4, 4)
     engine.set_train_micro_batch_size(3)
     assert engine.get_batch_info() == (24, 3, 4)
-    with pytest.raises(ValueError, match="train_batch_size=7 does not divide"):
+    with pytest.raises(ValueError, match="train_batch_size=7, but 3 x 1 x 2"):
         engine.set_train_batch_size(7)
     rank, numbers = dist.get_rank(), [torch.tensor(float(i)) for i in range(8)]
     own = [[rank, rank + 2.0], [rank + 4.0, rank + 6.0]]

@@ -40,7 +40,7 @@ def explain_command(
     """Say what became of each key: served, left open by "auto", without meaning here, unknown, or
     refused. Exit status: 0 it can be trained with, 1 something is refused, 2 it cannot be read.
     """
-    from onefold.deepspeed.config import explain
+    from onefold.deepspeed.meaning import explain
 
     try:
         found = explain(file, ranks)

@@ -16,6 +16,6 @@ def __getattr__(name: str) -> Any:
     """Import `recipe_from` at its first use: a script that calls `serve` does so before all else."""
     if name != "recipe_from":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from onefold.deepspeed.config import recipe_from
+    from onefold.deepspeed.meaning import recipe_from
 
     return recipe_from

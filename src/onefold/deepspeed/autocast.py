@@ -15,12 +15,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-
-from onefold.deepspeed.config.dtypes import Autocast
 
 logger = logging.getLogger("onefold")
 
@@ -30,19 +29,22 @@ SAFE_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 
 
-def mark_for_the_wire(model: nn.Module, autocast: Autocast) -> None:
+def mark_for_the_wire(model: nn.Module, dtype: torch.dtype, modules: Sequence[str] | None) -> None:
     """Let gradients of the safe modules travel in the autocast's dtype. Call it before `shard`.
+
+    Args:
+        modules: full names of their classes; None takes `SAFE_MODULES`.
 
     Raises:
         ValueError: a class of `lower_precision_safe_modules` cannot be imported.
     """
-    safe = SAFE_MODULES if autocast.modules is None else tuple(map(_imported, autocast.modules))
+    safe = SAFE_MODULES if modules is None else tuple(map(_imported, modules))
     for module in model.modules():
         if type(module) not in safe:
             continue
         for parameter in module.parameters(recurse=False):
             marks: dict[str, Any] = parameter.__dict__
-            marks[PARAM_COMM_DTYPE_ATTR_NAME] = marks["_onefold_wire"] = autocast.dtype
+            marks[PARAM_COMM_DTYPE_ATTR_NAME] = marks["_onefold_wire"] = dtype
 
 
 def _imported(name: str) -> type:
@@ -62,13 +64,13 @@ def _imported(name: str) -> type:
 class AutocastPasses:
     """Makes the context of one engine's forward passes."""
 
-    def __init__(self, autocast: Autocast | None) -> None:
-        self.autocast, self._warned = autocast, False
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype, self._warned = dtype, False
 
     def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Return the context of a forward pass on `device`."""
-        if self.autocast is not None:
-            return torch.autocast(device.type, dtype=self.autocast.dtype)
+        if self.dtype is not None:
+            return torch.autocast(device.type, dtype=self.dtype)
         if not torch.is_autocast_enabled(device.type):
             return contextlib.nullcontext()
         if not self._warned:

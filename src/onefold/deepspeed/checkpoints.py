@@ -11,30 +11,29 @@ They are recognized by their file names.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import nn
 
 import onefold
 from onefold.checkpoint import CheckpointError
-from onefold.checkpoint.folder import in_words, latest
+from onefold.checkpoint.folder import latest
 from onefold.checkpoint.loading import source_of
-from onefold.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
-from onefold.deepspeed.checkpoint_reader.folder import named_in
+from onefold.checkpoint.together import Together
+from onefold.deepspeed.reader import DeepSpeedSource, named_in, recognizes
 from onefold.pretrained.adapters import embedding_layers
 
 if TYPE_CHECKING:
     from onefold.deepspeed.engine import DeepSpeedEngine
 
 logger = logging.getLogger("onefold")
-T = TypeVar("T")
 _LATEST = "latest"
 _SCRIPT = "zero_to_fp32.py"
 _SCRIPT_TEXT = '''"""Write the whole model of a checkpoint in this folder in fp32:
@@ -80,7 +79,8 @@ def save(
 ) -> None:
     """Write a checkpoint; see `DeepSpeedEngine.save_checkpoint`."""
     root, tag = Path(save_dir), f"global_step{engine.global_steps}" if tag is None else str(tag)
-    tag = _agreed_tag(engine, tag)
+    together = Together.of(onefold.engine_of(engine.module))
+    tag = _agreed_tag(engine, together.all_gather(tag))
     if not os.fspath(save_dir) or not tag or Path(tag).name != tag:
         raise ValueError(
             f"save_checkpoint was given save_dir={os.fspath(save_dir)!r} and tag={tag!r}: expected"
@@ -109,7 +109,7 @@ def save(
         frozen=frozen or embedding_layers(engine.module),
     )
     if newest:
-        _on_first_rank(engine, lambda: _point_to(root, tag))
+        together.said_by_first(lambda: _point_to(root, tag))
 
 
 def load(
@@ -117,14 +117,16 @@ def load(
     load_dir: str | os.PathLike[str],
     tag: str | None,
     strict: bool,
-    parts: frozenset[str],
+    *,
+    optimizer: bool,
+    scheduler: bool,
+    counts: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load a checkpoint; see `DeepSpeedEngine.load_checkpoint`.
-
-    Args:
-        parts: what is loaded beside the module, of "optimizer", "scheduler" and "counts".
+    """Load a checkpoint, and what of `optimizer`, `scheduler` and `counts` is true; see
+    `DeepSpeedEngine.load_checkpoint`.
     """
-    found = _on_first_rank(engine, lambda: _fitting(_find(Path(load_dir), tag), engine.module))
+    together = Together.of(onefold.engine_of(engine.module))
+    found = together.said_by_first(lambda: _fitting(_find(Path(load_dir), tag), engine.module))
     if found is None:
         if engine.global_rank == 0:
             logger.warning(
@@ -132,10 +134,8 @@ def load(
                 load_dir,
             )
         return None, None
-    optimizer, scaler = (
-        (engine.optimizer, engine.loss_scaler) if "optimizer" in parts else (None, None)
-    )
-    schedule = engine.lr_scheduler if "scheduler" in parts else None
+    scaler = engine.loss_scaler if optimizer else None
+    schedule = engine.lr_scheduler if scheduler else None
     if schedule is not None and not found.has_schedule:
         raise CheckpointError(
             f"{found.folder} holds no state of a learning-rate schedule, and this run has one: give"
@@ -148,27 +148,23 @@ def load(
     onefold.load(
         found.folder,
         model=engine.module,
-        optimizer=optimizer,
+        optimizer=engine.optimizer if optimizer else None,
         scheduler=schedule,
         scaler=scaler,
         strict=strict and found.frozen,
     )
-    if "counts" in parts:
-        engine.resume_at(**found.counts)
+    if counts:
+        vars(engine).update(found.counts)
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     return str(found.folder), found.client_state
 
 
-def _agreed_tag(engine: DeepSpeedEngine, tag: str) -> str:
+def _agreed_tag(engine: DeepSpeedEngine, tags: list[str]) -> str:
     """Return the first rank's tag. What other tags cause, `checkpoint.tag_validation` says.
 
     Raises:
         TagMismatch: the tags differ, and the configuration says "fail"; raised on every rank.
     """
-    group = onefold.engine_of(engine.module).group
-    if group.size == 1:
-        return tag
-    tags: list[str] = [""] * group.size
-    dist.all_gather_object(tags, tag, group=group.control_group)
     if len(set(tags)) > 1:
         given = ", ".join(f"{name!r} on rank {rank}" for rank, name in enumerate(tags[:8]))
         message = (
@@ -177,7 +173,7 @@ def _agreed_tag(engine: DeepSpeedEngine, tag: str) -> str:
         )
         if engine.checkpoint_tag_validation_fail():
             raise TagMismatch(message)
-        if engine.checkpoint_tag_validation_enabled() and group.rank == 0:
+        if engine.checkpoint_tag_validation_enabled() and engine.global_rank == 0:
             logger.warning("%s It is saved as %r.", message, tags[0])
     return tags[0]
 
@@ -200,7 +196,7 @@ def _find(root: Path, tag: str | None) -> Found | None:
             f"{root} has no checkpoint {tag!r}: give the name of a folder in it, or no tag to take"
             " the latest."
         )
-    return _from_deepspeed(folder) if is_deepspeed(folder) else _own(folder)
+    return _from_deepspeed(folder) if recognizes(folder) else _own(folder)
 
 
 def _fitting(found: Found | None, module: nn.Module) -> Found | None:
@@ -250,12 +246,16 @@ def _own(folder: Path) -> Found:
 def _from_deepspeed(folder: Path) -> Found:
     source = DeepSpeedSource(folder)
     try:
-        for what in source.unread:
-            logger.warning("%s: %s is not read.", folder, what)
+        if any(g.get("bias_correction") is False for gs in source.groups() or () for g in gs):
+            logger.warning(
+                "%s: bias_correction=False is not read. torch's Adam always corrects: its steps will"
+                " be of other sizes.",
+                folder,
+            )
         counts = {
-            "global_steps": source.counts.steps,
-            "skipped_steps": source.counts.skipped,
-            "global_samples": source.counts.samples,
+            "global_steps": source.step,
+            "skipped_steps": source.skipped,
+            "global_samples": source.samples,
         }
         return Found(
             folder,
@@ -275,35 +275,8 @@ def _point_to(root: Path, tag: str) -> None:
         try:
             aside.write_text(text)
             if name == _SCRIPT:
-                make_executable(aside)
+                with contextlib.suppress(OSError):  # a network share may refuse it
+                    aside.chmod(aside.stat().st_mode | stat.S_IXUSR)
             os.replace(aside, root / name)
         finally:
             aside.unlink(missing_ok=True)
-
-
-def make_executable(script: str | os.PathLike[str]) -> None:
-    """Let the owner run `script`. A file system that refuses it (a network share) is logged."""
-    try:
-        os.chmod(script, os.stat(script).st_mode | stat.S_IXUSR)
-    except OSError as error:
-        logging.getLogger("DeepSpeed").info("%s is not made executable: %s", script, error)
-
-
-def _on_first_rank(engine: DeepSpeedEngine, function: Callable[[], T]) -> T:
-    """Call `function` on the first rank. Every rank returns its result, or raises its error."""
-    group = onefold.engine_of(engine.module).group
-    value: Any = None
-    if group.rank == 0:
-        try:
-            value = function()
-        except (CheckpointError, OSError) as error:
-            value = CheckpointError(
-                f"{in_words(error)}." if isinstance(error, OSError) else str(error)
-            )
-    if group.size > 1:
-        message = [value]
-        dist.broadcast_object_list(message, src=group.ranks[0], group=group.control_group)
-        value = message[0]
-    if isinstance(value, CheckpointError):
-        raise value
-    return value

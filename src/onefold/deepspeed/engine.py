@@ -5,48 +5,103 @@ sharded module.
     forward  backward step forward  backward step
     no_sync  no_sync   -   sync     sync     clip, optimizer, zero_grad, schedule
 
-`step()` is called after every micro-batch, and steps the optimizer at the boundary only.
-Backward passes before the boundary count as under `onefold.no_sync`: stages 0 and 1 send nothing
-until the boundary; stages 2 and 3 follow their recipe. The engine follows the passes of its module
-(passes.py), so scripts may also call the module itself, and a loss's own `backward()`.
+`step()` is called after every micro-batch, and steps the optimizer at the boundary only. The engine
+follows the passes of its module (passes.py), so scripts may also call the module itself, and a
+loss's own `backward()`.
+
+| gradients are reduced                    | stages 0 and 1                    | stages 2 and 3                    |
+|------------------------------------------|-----------------------------------|-----------------------------------|
+| the engine counts micro-batches          | in the boundary's backward pass   | in every backward pass            |
+| `managed_gradient_accumulation: false`   | in `step()`                       | in every backward pass            |
+| inside `coalesce_grad_reduction()`       | when the block ends               | when the block ends               |
+| inside `no_sync()`                       | in the next pass outside, or step | it raises                         |
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
+from onefold.checkpoint.together import Together
 from onefold.deepspeed import checkpoints
-from onefold.deepspeed.accumulation import Accumulation
 from onefold.deepspeed.autocast import AutocastPasses
-from onefold.deepspeed.config import DeepSpeedConfig
-from onefold.deepspeed.facts import NOT_OF_THE_ENGINE
-from onefold.deepspeed.misuse import EngineMisuse, NoScalarLoss
-from onefold.deepspeed.optimizer_facts import show_scale
-from onefold.deepspeed.passes import Passes
-from onefold.deepspeed.saving import WholeSaves
+from onefold.deepspeed.meaning import DeepSpeedConfig
+from onefold.deepspeed.passes import EngineMisuse, Passes
 from onefold.deepspeed.scaling import LossScaler, scale_gradients
+from onefold.deepspeed.state import show_scale, whole_in, write_whole
+from onefold.device import available, synchronize
+from onefold.recipe import COMPUTE_DTYPES
 from onefold.wording import few
 
 logger = logging.getLogger("onefold")
 
+#: Methods of the engine that return what its settings say.
+_SAID = frozenset((
+    "bfloat16_enabled", "checkpoint_tag_validation_enabled", "checkpoint_tag_validation_fail", "fp16_enabled",
+    "gradient_accumulation_steps", "gradient_clipping", "managed_gradient_accumulation", "optimizer_name",
+    "optimizer_params", "scheduler_name", "scheduler_params", "steps_per_print", "train_batch_size",
+    "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "zero_optimization_stage",
+))  # fmt: skip
+#: Other methods without arguments: {name: what it returns}
+_FACTS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
+    "compute_dtype": lambda e: COMPUTE_DTYPES.get(e.settings.precision or ""),
+    "dynamic_loss_scale": lambda e: e.loss_scaler is not None and e.loss_scaler.dynamic,
+    "get_batch_info": lambda e: (e.train_batch_size(), e.train_micro_batch_size_per_gpu(), e.gradient_accumulation_steps()),
+    "get_global_grad_norm": lambda e: None if e._norm is None else float(e._norm),
+    "get_lr": lambda e: [float(group["lr"]) for group in e._groups()],
+    "get_mom": lambda e: [group.get("momentum", group.get("betas", 0.0)) for group in e._groups()],
+    "gradient_average": lambda e: e.settings.gradient_allreduce_op == "mean",
+    # The fixed one of the configuration; 0 if it is dynamic. The current scale is `cur_scale`
+    "loss_scale": lambda e: 0.0 if e.settings.loss_scaling is None else e.settings.loss_scaling.loss_scale,
+    "torch_autocast_dtype": lambda e: e.settings.autocast,
+    "torch_autocast_enabled": lambda e: e.settings.autocast is not None,
+    "was_step_applied": lambda e: e._step_applied,
+    "zero_gather_16bit_weights_on_model_save": lambda e: e.settings.gather_16bit_weights_on_model_save is not False,
+    "zero_optimization": lambda e: e.settings.zero_enabled,
+    # Nothing to do: backward passes reduce gradients, and release gathered weights
+    "allreduce_gradients": lambda e: None,
+    "empty_partition_cache": lambda e: None,
+}  # fmt: skip
+_ELSEWHERE = "offload_optimizer and offload_param in the configuration decide this"
+_AXES = "give onefold.shard(mesh=...) the axes beside data"
+#: Attributes of DeepSpeed's engine that this engine lacks: {name: why}.
+_NOT_SERVED: Mapping[str, str] = {
+    "train_batch": "it is a pipeline's, see onefold.parallel",
+    "eval_batch": "it is a pipeline's, see onefold.parallel",
+    "offload_states": _ELSEWHERE,
+    "reload_states": _ELSEWHERE,
+    "load_module_state_dict": "use onefold.load_full_state_dict(engine.module, state)",
+    "monitor": "monitors are not part of Onefold; log from your loop",
+    "flops_profiler": "profilers are not part of Onefold; see torch.utils.flop_counter",
+    "mpu": _AXES,
+}
 
-class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
+
+class NoScalarLoss(ValueError, AssertionError):
+    """What was given as a loss is no scalar with a graph."""
+
+
+class DeepSpeedEngine(nn.Module):
     """A sharded module with its optimizer and schedule, driven by DeepSpeed's calls.
 
     Attributes:
         module: the sharded module itself. Attributes that the engine lacks are looked up in it.
         optimizer, lr_scheduler, training_dataloader: the other three of the tuple, or None.
-        config: the configuration as it was given, as one nested dict.
+        config: the configuration as it was given.
         settings: the configuration as it was read.
         loss_scaler: the loss scaler of fp16; None in other precisions.
+        device: where this rank computes; parameters may be stored elsewhere.
         micro_steps: number of `step()` calls.
         global_steps: number of optimizer steps, including skipped ones.
         skipped_steps: number of steps that were skipped because gradients were not finite.
@@ -56,38 +111,44 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
             `zero_grad` does. Code that reads gradients after a step (AdaLoRA) needs this.
     """
 
+    settings: DeepSpeedConfig
+    loss_scaler: LossScaler | None
+    _norm: Tensor | None
+    _step_applied: bool
+
     def __init__(
         self,
         module: nn.Module,
-        config: DeepSpeedConfig,
+        settings: DeepSpeedConfig,
         optimizer: Any = None,
         lr_scheduler: Any = None,
-        training_dataloader: Any = None,
+        collate_fn: Any = None,
     ) -> None:
         super().__init__()
         self.module = module
-        self.settings, self.config = config, config.given
-        self.optimizer, self.lr_scheduler, self.training_dataloader = (
-            optimizer,
-            lr_scheduler,
-            training_dataloader,
-        )
+        self.settings, self.config = settings, settings.given
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.training_dataloader, self.collate_fn = None, collate_fn
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
-        self._accumulation = config.batch.accumulation or 1
-        self.loss_scaler = LossScaler(config.loss_scaling) if config.loss_scaling else None
+        self.loss_scaler = LossScaler(settings.loss_scaling) if settings.loss_scaling else None
         self._is_gradient_accumulation_boundary: bool | None = None
-        self._inside_no_sync = self._coalescing = self._stepping = self._step_applied = False
-        self.keeps_gradients = False
-        self._norm: Tensor | None = None
+        # The block that holds gradients back: "no_sync" or "coalesce_grad_reduction"
+        self._held = ""
+        self._stepping = self._step_applied = self.keeps_gradients = False
+        self._norm = None
         self._seconds: dict[str, float] = {}
-        self.collate_fn: Any = None
         runtime = onefold.engine_of(module)
-        self.global_rank, self.world_size = runtime.rank, runtime.world_size
+        self.global_rank, self.world_size, self.device = (
+            runtime.rank,
+            runtime.world_size,
+            runtime.device,
+        )
+        self.dp_world_size, self.mp_world_size = self.world_size, 1
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if optimizer is not None:
             show_scale(optimizer, self.loss_scaler)
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self._autocast = AutocastPasses(config.autocast)
-        self._passes = Passes(self, self.world_size if config.sums_gradients else 1)
+        self._autocast = AutocastPasses(settings.autocast)
+        self._passes = Passes(self, 1 if self.gradient_average() else self.world_size)
 
     # -- the three calls ---------------------------------------------------------------------------
 
@@ -125,7 +186,7 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
                 " no gradient is reduced: leave GatheredParameters or full_params first."
             )
         _check_loss("backward", loss)
-        loss = loss / self._accumulation if scale_wrt_gas else loss
+        loss = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
         with self._timed("backward"), self._passes.of_engine():
             scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
@@ -165,7 +226,7 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
             FloatingPointError: fp16 gradients overflow at the smallest loss scale.
         """
         self._needs_optimizer("step")
-        if self._inside_no_sync or self._coalescing:
+        if self._held:
             raise EngineMisuse(
                 "It is illegal to call Engine.step() inside no_sync context manager, or inside"
                 " coalesce_grad_reduction: nothing is reduced there. Leave the block first."
@@ -197,11 +258,10 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
-        batch = self.settings.batch
+        micro = self.train_micro_batch_size_per_gpu()
+        managed = self.managed_gradient_accumulation()
         self.global_samples += (
-            batch.train or 0
-            if self.settings.managed_accumulation
-            else (batch.micro or 0) * self.world_size * passes
+            self.train_batch_size() if managed else micro * self.world_size * passes
         )
 
     def _refuse_unused(self) -> None:
@@ -222,11 +282,11 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
         """
         config, limit = self.settings, self.settings.gradient_clipping or math.inf
         self._norm = None
-        if not (config.gradient_clipping or config.compute_grad_norm or config.skip_nonfinite):
+        if not (config.gradient_clipping or config.compute_grad_norm or config.skips_nonfinite):
             return True
         if self.loss_scaler is None:
             self._norm = onefold.clip_grad_norm_(self.module, limit)
-            return not config.skip_nonfinite or math.isfinite(float(self._norm))
+            return not config.skips_nonfinite or math.isfinite(float(self._norm))
         # The norm is taken over all ranks: it is not finite on every rank if any rank overflowed.
         scale = self.loss_scaler.scale
         norm = float(onefold.clip_grad_norm_(self.module, math.inf)) / scale
@@ -248,6 +308,150 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
         """Clear the gradients. `step` or the next forward pass does this; see `keeps_gradients`."""
         self._passes.stepped = False
         self.module.zero_grad(set_to_none)
+
+    # -- when gradients are reduced ----------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch ends with an optimizer step.
+
+        With `managed_gradient_accumulation: false` it is true only while `step` runs.
+        """
+        if not self.managed_gradient_accumulation():
+            return self._stepping
+        if self._is_gradient_accumulation_boundary is not None:
+            return self._is_gradient_accumulation_boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether micro-batches end with an optimizer step, instead of counting them.
+
+        Call it before the micro-batch's backward pass. It holds until the next call.
+
+        Raises:
+            EngineMisuse: with `managed_gradient_accumulation: false`, every `step()` is a boundary.
+        """
+        self._refuse_unmanaged("set_gradient_accumulation_boundary()")
+        self._is_gradient_accumulation_boundary = is_boundary
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether a backward pass that runs now ends with reduced gradients, if the recipe does not
+        reduce in every pass.
+        """
+        return self._held != "coalesce_grad_reduction" and self.is_gradient_accumulation_boundary()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Run passes inside under `onefold.no_sync`, at stages 0 and 1.
+
+        `step()` raises inside, so these micro-batches are not counted.
+
+        Raises:
+            EngineMisuse: the stage divides gradients, or the call is inside another such block.
+        """
+        stage = self.zero_optimization_stage()
+        if stage > 1:
+            raise EngineMisuse(
+                f"no_sync context manager is incompatible with ZeRO stage {stage},"
+                " which divides gradients: use engine.coalesce_grad_reduction(), or"
+                " onefold.no_sync(engine.module)."
+            )
+        with self._holding("no_sync"), onefold.no_sync(self.module):
+            yield
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Reduce the gradients of all backward passes inside once, when the block ends.
+
+        Meanwhile every rank holds its whole gradients. `step()` raises inside. If the block raises,
+        nothing is reduced at its end.
+
+        Raises:
+            EngineMisuse: the call is inside `no_sync` or another such block, or
+                `managed_gradient_accumulation` is false.
+        """
+        self._refuse_unmanaged("coalesce_grad_reduction()")
+        runtime, boundary = onefold.engine_of(self.module), self._is_gradient_accumulation_boundary
+        with self._holding("coalesce_grad_reduction"):
+            runtime.progress.holds_whole = True
+            try:
+                yield
+                self._held, self._is_gradient_accumulation_boundary = "", True
+                runtime.reduce_pending()
+            finally:
+                runtime.progress.holds_whole = False
+                self._is_gradient_accumulation_boundary = boundary
+
+    @contextlib.contextmanager
+    def _holding(self, call: str) -> Iterator[None]:
+        if self._held:
+            raise EngineMisuse(
+                f"no_sync context manager reentry is unsupported: engine.{call}() cannot be nested"
+                f" inside engine.{self._held}(). Leave that first."
+            )
+        self._held = call
+        try:
+            yield
+        finally:
+            self._held = ""
+
+    def _refuse_unmanaged(self, call: str) -> None:
+        if not self.managed_gradient_accumulation():
+            raise EngineMisuse(
+                f"engine.{call} decides when gradients are reduced, and so does"
+                ' "managed_gradient_accumulation": false, where each step() is a boundary: leave'
+                " one of them out."
+            )
+
+    # -- batch sizes and data ----------------------------------------------------------------------
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches in a step; the micro-batch size stays.
+
+        Raises:
+            ValueError: `train_batch_size` is not a multiple of micro-batch size x ranks.
+        """
+        self.settings.set_batch(train_batch_size, self.train_micro_batch_size_per_gpu(), None)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch size; the number of micro-batches in a step stays."""
+        self.settings.set_batch(None, micro_batch_size, self.gradient_accumulation_steps())
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """Make a loader of this rank's share of the data, shuffled if `route` is "train".
+        `loader.sampler.set_epoch` changes the order.
+
+        Args:
+            batch_size: None takes the micro-batch size.
+            collate_fn: None takes the one that `initialize` was given.
+            num_local_io_workers: number of processes that read; None reads in this process.
+            pin_memory: whether batches are in pinned memory, if there is an accelerator.
+        """
+        from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+        drop_last = self.settings.dataloader_drop_last
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            data_sampler = DistributedSampler(
+                dataset, self.world_size, self.global_rank, route == "train", drop_last=drop_last
+            )
+        return DataLoader(
+            dataset,
+            self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
+            sampler=data_sampler,
+            collate_fn=self.collate_fn if collate_fn is None else collate_fn,
+            drop_last=drop_last,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and available(),
+        )
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -316,28 +520,85 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
                 "custom_load_fn: no whole state dict exists here to give it; leave it out, and load"
                 " by names."
             )
-        wanted = {
-            "optimizer": load_optimizer_states,
-            "scheduler": load_lr_scheduler_states,
-            "counts": True,
-        }
-        parts = frozenset(part for part, yes in wanted.items() if yes and not load_module_only)
-        return checkpoints.load(self, load_dir, tag, load_module_strict, parts)
-
-    def resume_at(
-        self, global_steps: int = 0, skipped_steps: int = 0, global_samples: int = 0
-    ) -> None:
-        """Set the counts of steps and samples from which the engine continues."""
-        self.global_steps, self.skipped_steps, self.global_samples = (
-            global_steps,
-            skipped_steps,
-            global_samples,
+        all_of_it = not load_module_only
+        return checkpoints.load(
+            self,
+            load_dir,
+            tag,
+            load_module_strict,
+            optimizer=all_of_it and load_optimizer_states,
+            scheduler=all_of_it and load_lr_scheduler_states,
+            counts=all_of_it,
         )
-        self.micro_steps = global_steps * self._accumulation
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model, with parameters in the compute dtype, at any stage. Every rank
+        must call it.
+
+        A name that ends in `.safetensors` is written in that format, any other with `torch.save`.
+        An error never leaves an incomplete file of that name.
+
+        Returns:
+            True, on every rank, once the file is complete.
+
+        Raises:
+            RuntimeError: rank 0 could not write it (raised on every rank).
+        """
+        path, error = Path(save_dir) / save_filename, None
+        whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters)
+        if self.global_rank == 0:
+            try:
+                write_whole(whole, path)
+            except Exception as failure:
+                error = f"rank 0 could not write {path}: {type(failure).__name__}: {failure}."
+        error = Together.of(onefold.engine_of(self.module)).from_first(error)
+        if error is not None:
+            raise RuntimeError(error)
+        return True
+
+    #: The former name
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor]:
+        """Return the whole model on rank 0's host, with parameters in the compute dtype. Every rank
+        must call it.
+
+        Other ranks get an empty dict: with None, `save_pretrained` would call `state_dict()`.
+        Without frozen parameters it has those that peft writes beside adapters.
+        """
+        whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters, True)
+        return whole if self.global_rank == 0 else {}
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """Return the whole model in fp32 on rank 0, and an empty dict elsewhere. Every rank must
+        call it. See `onefold.full_state_dict`.
+        """
+        whole = onefold.full_state_dict(self.module)
+        if exclude_frozen_parameters:
+            for name, p in self.module.named_parameters(remove_duplicate=False):
+                if not p.requires_grad:
+                    whole.pop(name, None)
+        return whole
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: Any, tag: str, rank: int = 0) -> str:
+        """Return the folder of a checkpoint's optimizer states: one folder holds all of it."""
+        return os.path.join(checkpoints_path, tag)
 
     # -- what else may be asked of it ----------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
+        if name in _SAID:
+            value = getattr(self.settings, name)
+            return lambda: value
+        if (fact := _FACTS.get(name)) is not None:
+            return lambda *_, **__: fact(self)
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -346,12 +607,22 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            if (why := NOT_OF_THE_ENGINE.get(name)) is not None:
+            if (why := _NOT_SERVED.get(name)) is not None:
                 raise AttributeError(f"engine.{name} is not served here: {why}.") from None
             raise AttributeError(
                 f"neither the engine nor its {type(self.module).__name__} has an attribute"
                 f" {name!r}."
             ) from None
+
+    @property
+    def cur_scale(self) -> float:
+        """The current loss scale; 1.0 outside fp16."""
+        return self.loss_scaler.scale if self.loss_scaler else 1.0
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of all ranks; None without torch.distributed."""
+        return dist.group.WORLD if dist.is_initialized() else None
 
     def compile(self, backend: Any = None, compile_kwargs: Any = None, **others: Any) -> None:
         """Compile the module's forward pass with `torch.compile`."""
@@ -367,8 +638,11 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every parameter group, until a schedule sets its own."""
-        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+        for group in self._groups():
             group["lr"] = lr
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     def _needs_optimizer(self, call: str) -> None:
         if self.optimizer is None:
@@ -377,6 +651,36 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
                 ' the configuration, as in "optimizer": {"type": "AdamW", "params": {"lr":'
                 " 1e-4}}."
             )
+
+    # -- progress ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        if not self.settings.wall_clock_breakdown:
+            yield
+            return
+        synchronize(self.device)
+        begin = time.perf_counter()
+        yield
+        synchronize(self.device)
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+    def _report(self) -> None:
+        """Print a progress line every `steps_per_print` steps.
+
+        If only `wall_clock_breakdown` is set, print one at every step.
+        """
+        every = self.steps_per_print() or (1 if self.wall_clock_breakdown() else 0)
+        if not every or self.global_steps % every:
+            return
+        if self.global_rank == 0:
+            rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
+            times = "".join(
+                f", {phase} {1e3 * s / every:.1f} ms" for phase, s in self._seconds.items()
+            )
+            counts = f"step {self.global_steps}, skipped {self.skipped_steps}"
+            print(f"{counts}, lr [{rates}], loss scale {self.cur_scale:g}{times}", flush=True)
+        self._seconds.clear()
 
 
 def _check_loss(call: str, loss: Any) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from onefold.deepspeed import divided
-from onefold.deepspeed.config import read_deepspeed
 from onefold.deepspeed.gathered import mark_parameters
+from onefold.deepspeed.meaning import DeepSpeedConfig
 from onefold.deepspeed.parameter_facts import alone, check_writes
 from onefold.deepspeed.rendezvous import leave, rendezvous
 from onefold.deepspeed.setup import join
@@ -74,10 +74,10 @@ class Init:
     ) -> None:
         self.enabled = enabled
         given = config_dict_or_path if config_dict_or_path is not None else config
-        self.dtype, self._zero = dtype, None
+        self.dtype, self._checks = dtype, False
         if given is not None:
-            read = read_deepspeed(given)
-            self._zero = read.given.get("zero_optimization")
+            read = DeepSpeedConfig(given, only_recipe=True)
+            self._checks = read.enable_sanity_checks
             if dtype is None:
                 self.dtype = COMPUTE_DTYPES[read.precision] if read.precision else torch.float32
         self._made: dict[int, nn.Parameter] = {}
@@ -86,7 +86,7 @@ class Init:
         self._stuck = 0
         self._register: Any = None
         if enabled:
-            join(None, 29500)
+            join(None)
             if module is not None:
                 for param in module.parameters():
                     self._note(param)
@@ -170,7 +170,8 @@ class Init:
                     self._note(param, isinstance(module, ParametrizationList))
         made = [param for param in self._made.values() if entry_of(param) is None]
         mark_parameters(made)
-        check_writes(made, self._zero)
+        if self._checks:
+            check_writes(made)
         if not alone():
             rendezvous(lambda: "the model has been made", made)
         for param in made:

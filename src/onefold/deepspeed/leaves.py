@@ -6,18 +6,13 @@ a rank uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from onefold.deepspeed.logs import logger
-
-#: The classes that DeepSpeed marks if the configuration names none.
-_DEFAULT_CLASSES = tuple(
-    f"transformers.models.{family}.modeling_{family}.{kind}SparseMoeBlock"
-    for family, kind in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
-)  # fmt: skip
+from onefold.deepspeed.schema import LeafModules
 
 
 def set_z3_leaf_module(module: nn.Module, flag: bool = True) -> None:
@@ -110,7 +105,7 @@ def set_z3_leaf_modules_by_name(
     Raises:
         ValueError: a name is missing, and `raise_if_not_found`.
     """
-    found, missing = _named(model, module_names, lambda name, text: name == text, flag)
+    found, missing = _named(model, module_names, str.__eq__, flag)
     if missing and raise_if_not_found:
         raise _none_such(missing)
     return found, missing
@@ -134,28 +129,13 @@ def set_z3_leaf_modules_by_suffix(
     return found, missing
 
 
-def mark_configured(model: nn.Module, zero: Mapping[str, Any]) -> list[nn.Module]:
+def mark_configured(model: nn.Module, section: LeafModules) -> list[nn.Module]:
     """Mark the leaf modules that `zero_optimization.leaf_module` names, and return all of the
     model's. What fits no module is named in a warning.
-
-    Raises:
-        ValueError: the section is no object of lists of names.
     """
-    section = zero.get("leaf_module") or {}
-    if not isinstance(section, Mapping):
-        raise ValueError(
-            f"zero_optimization.leaf_module={section!r}: expected an object, as in"
-            ' {"classes": ["MyBlock"], "names": [], "name_suffixes": []}.'
-        )
-    lists = {
-        key: [value] if isinstance(value, str) else list(value) for key, value in section.items()
-    }
-    _of_class(model, lists.get("classes", _DEFAULT_CLASSES), True)
-    for key, mark in (
-        ("names", set_z3_leaf_modules_by_name),
-        ("name_suffixes", set_z3_leaf_modules_by_suffix),
-    ):
-        _, missing = mark(model, lists.get(key, ()), True, False)
+    _of_class(model, section.classes, True)
+    for key, fits in (("names", str.__eq__), ("name_suffixes", str.endswith)):
+        _, missing = _named(model, getattr(section, key), fits, True)
         if missing:
             logger.warning("zero_optimization.leaf_module.%s fits no module: %s", key, missing)
     return get_z3_leaf_modules(model)

@@ -28,8 +28,14 @@ from onefold.optim.muon import MuonWithAdamW
 
 logger = logging.getLogger("onefold")
 
-_MUON: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
-_ADAM: Mapping[str, Any] = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
+_MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
+_ADAM: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
+#: What "params" may say. `ns_method` has no effect: both are the same iteration but for rounding.
+PARAMS = (
+    *(_MUON | _ADAM),
+    *("muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "foreach", "fp32_optimizer_states"),
+    *("ns_method", "per_head_muon"),
+)
 #: Parts of names of matrices that AdamW steps.
 _NOT_HIDDEN = ("embed", "lm_head")
 

@@ -1,4 +1,15 @@
-"""The names of DeepSpeed's own optimizers, served by torch's optimizers and Onefold's Lion.
+"""DeepSpeed's optimizers by name, and its classes of wrapped optimizers, for `isinstance`.
+
+An engine's optimizer is torch's own, of any class, or Onefold's Lion. It counts as:
+
+| class                                                        | which                                          |
+|--------------------------------------------------------------|------------------------------------------------|
+| `DeepSpeedOptimizer`                                         | the optimizer of every engine                  |
+| `ZeROOptimizer`                                              | the optimizer of every engine at stages 1 to 3 |
+| `FusedAdam`, `DeepSpeedCPUAdam`, `DeepSpeedCPUAdagrad`       | what the class has made, and what a            |
+|                                                              | configuration names and DeepSpeed makes by it  |
+| `DeepSpeedZeroOptimizer`, `DeepSpeedZeroOptimizer_Stage3`,   | none: scripts that ask go on to DeepSpeed's    |
+| `FP16_Optimizer`, `FP16_UnfusedOptimizer`, `BF16_Optimizer`  | flat groups, and there are none here           |
 
 accelerate passes the parameter groups of the optimizer that the user made, with all their options.
 Options that the class here does not have are dropped.
@@ -9,53 +20,77 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from onefold.deepspeed.lion import Lion
 
-#: The optimizers that count as instances, by the name of the class.
-_known: dict[str, weakref.WeakSet[Any]] = {}
+if TYPE_CHECKING:
+    from onefold.deepspeed.engine import DeepSpeedEngine
+
+_KINDS = "_deepspeed_kinds"
 
 
-class _Makes(type):
-    """A class whose call makes one of torch's optimizers. It, and those of a configuration that
-    DeepSpeed would make with this class, count as instances.
-    """
-
-    def __init__(cls, name: str, bases: Any, members: dict[str, Any]) -> None:
-        super().__init__(name, bases, members)
-        cls.__signature__ = inspect.signature(members["make"].__func__)
-
-    def __call__(cls, *args: Any, **options: Any) -> Any:
-        made = cls.make(*args, **options)  # type: ignore[attr-defined]
-        note(cls.__name__, made)
-        return made
-
+class _Kind(type):
     def __instancecheck__(cls, instance: Any) -> bool:
-        return any(known is instance for known in _known.get(cls.__name__, ()))
+        return cls.__name__ in getattr(instance, _KINDS, ())
 
 
-def note(name: str, optimizer: Any) -> None:
-    """Let the optimizer count as an instance of the class of that name."""
-    _known.setdefault(name, weakref.WeakSet()).add(optimizer)
+class DeepSpeedOptimizer(metaclass=_Kind):
+    """See this module's table."""
 
 
-def note_configured(optimizer: Any, on_host: bool) -> None:
-    """Note an optimizer that a configuration has named, if it is one of DeepSpeed's classes.
+class ZeROOptimizer(metaclass=_Kind):
+    """See this module's table."""
 
-    Args:
-        on_host: whether its states are stored on the host.
-    """
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        note("DeepSpeedCPUAdam" if on_host else "FusedAdam", optimizer)
-    elif on_host and isinstance(optimizer, torch.optim.Adagrad):
-        note("DeepSpeedCPUAdagrad", optimizer)
+
+class DeepSpeedZeroOptimizer(metaclass=_Kind):
+    """See this module's table."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(metaclass=_Kind):
+    """See this module's table."""
+
+
+class FP16_Optimizer(metaclass=_Kind):
+    """See this module's table."""
+
+
+class FP16_UnfusedOptimizer(metaclass=_Kind):
+    """See this module's table."""
+
+
+class BF16_Optimizer(metaclass=_Kind):
+    """See this module's table."""
+
+
+def count(optimizer: Any, *kinds: str) -> Any:
+    """Let the optimizer count as an instance of these classes besides."""
+    optimizer.__dict__.setdefault(_KINDS, set()).update(kinds)
+    return optimizer
+
+
+def count_as(engine: DeepSpeedEngine, configured: bool) -> None:
+    """Let the engine's optimizer count as its classes. `configured`: the configuration names it."""
+    optimizer, settings = engine.optimizer, engine.settings
+    optimizer.optimizer = weakref.proxy(optimizer)
+    count(optimizer, "DeepSpeedOptimizer", "ZeROOptimizer")
+    if not settings.zero_enabled:  # a former engine may have had it
+        getattr(optimizer, _KINDS).discard("ZeROOptimizer")
+    on_host = "offload_optimizer" in settings.recipe_arguments
+    if configured and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        count(optimizer, "DeepSpeedCPUAdam" if on_host else "FusedAdam")
+    elif configured and on_host and isinstance(optimizer, torch.optim.Adagrad):
+        count(optimizer, "DeepSpeedCPUAdagrad")
+
+
+def _made(name: str, kind: Any, params: Iterable[Any], **options: Any) -> Any:
+    """Make an optimizer of a class of torch. `options` of another optimizer are dropped from groups."""
+    return count(kind(_groups(params, inspect.signature(kind).parameters), **options), name)
 
 
 def _groups(params: Iterable[Any], options: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the parameter groups without the options that are not in `options`."""
     listed = list(params)
     if listed and not isinstance(listed[0], dict):
         listed = [{"params": listed}]
@@ -63,31 +98,19 @@ def _groups(params: Iterable[Any], options: Iterable[str]) -> list[dict[str, Any
     return [{name: v for name, v in group.items() if name in known} for group in listed]
 
 
-def _adam(
-    params: Iterable[Any],
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    amsgrad: bool,
-    decoupled: bool,
-) -> torch.optim.Optimizer:
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    options: dict[str, Any] = {
-        "lr": lr,
-        "betas": tuple(betas),
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "amsgrad": amsgrad,
-    }
-    return kind(_groups(params, inspect.signature(kind).parameters), **options)
+def _adam(decoupled: bool, bias_correction: bool) -> type[torch.optim.Optimizer]:
+    if not bias_correction:
+        raise NotImplementedError(
+            "bias_correction=False: torch's Adam always corrects; leave it out."
+        )
+    return torch.optim.AdamW if decoupled else torch.optim.Adam
 
 
-class DeepSpeedCPUAdam(metaclass=_Makes):
+class DeepSpeedCPUAdam(metaclass=_Kind):
     """`torch.optim.AdamW`, or `Adam` if `adamw_mode` is false, by DeepSpeed's name."""
 
-    @staticmethod
-    def make(
+    def __new__(
+        cls,
         model_params: Iterable[Any],
         lr: float = 1e-3,
         bias_correction: bool = True,
@@ -97,21 +120,24 @@ class DeepSpeedCPUAdam(metaclass=_Makes):
         amsgrad: bool = False,
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
-    ) -> torch.optim.Optimizer:
-        """Return a `torch.optim.AdamW`, or an `Adam` if `adamw_mode` is false.
+    ) -> Any:
+        return _made(
+            "DeepSpeedCPUAdam",
+            _adam(adamw_mode, bias_correction),
+            model_params,
+            lr=lr,
+            betas=tuple(betas),
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+        )
 
-        Raises:
-            NotImplementedError: `bias_correction` is false.
-        """
-        _needs_correction(bias_correction)
-        return _adam(model_params, lr, betas, eps, weight_decay, amsgrad, adamw_mode)
 
-
-class FusedAdam(metaclass=_Makes):
+class FusedAdam(metaclass=_Kind):
     """`torch.optim.AdamW`, or `Adam` if `adam_w_mode` is false, by DeepSpeed's name."""
 
-    @staticmethod
-    def make(
+    def __new__(
+        cls,
         params: Iterable[Any],
         lr: float = 1e-3,
         bias_correction: bool = True,
@@ -121,45 +147,35 @@ class FusedAdam(metaclass=_Makes):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         set_grad_none: bool = True,
-    ) -> torch.optim.Optimizer:
-        """Return a `torch.optim.AdamW`, or an `Adam` if `adam_w_mode` is false.
-
-        Raises:
-            NotImplementedError: `bias_correction` is false.
-        """
-        _needs_correction(bias_correction)
-        return _adam(params, lr, betas, eps, weight_decay, amsgrad, adam_w_mode)
-
-
-def _needs_correction(wanted: bool) -> None:
-    if not wanted:
-        raise NotImplementedError(
-            "bias_correction=False: torch's Adam always corrects; leave it out."
+    ) -> Any:
+        return _made(
+            "FusedAdam",
+            _adam(adam_w_mode, bias_correction),
+            params,
+            lr=lr,
+            betas=tuple(betas),
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
         )
 
 
-class DeepSpeedCPUAdagrad(metaclass=_Makes):
+class DeepSpeedCPUAdagrad(metaclass=_Kind):
     """`torch.optim.Adagrad`, by DeepSpeed's name."""
 
-    @staticmethod
-    def make(
+    def __new__(
+        cls,
         model_params: Iterable[Any],
         lr: float = 1e-2,
         eps: float = 1e-10,
         weight_decay: float = 0,
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
-    ) -> torch.optim.Optimizer:
-        """Return a `torch.optim.Adagrad`.
-
-        Raises:
-            NotImplementedError: `amsgrad` is true.
-        """
+    ) -> Any:
         if amsgrad:
             raise NotImplementedError("amsgrad=True: Adagrad has no such form; leave it out.")
-        kind = torch.optim.Adagrad
-        options: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        return kind(_groups(model_params, inspect.signature(kind).parameters), **options)
+        options = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        return _made("DeepSpeedCPUAdagrad", torch.optim.Adagrad, model_params, **options)
 
 
 class DeepSpeedCPULion(Lion):

@@ -102,9 +102,9 @@ def give_facts(
         own.setdefault("ds_active_sub_modules", set())
 
 
-def check_writes(params: Iterable[nn.Parameter], zero: Any) -> None:
-    """Note of the parameters what a configuration's `zero_optimization` says of sanity checks."""
-    for param in params if (zero or {}).get("enable_sanity_checks") else ():
+def check_writes(params: Iterable[nn.Parameter]) -> None:
+    """Note of the parameters that a configuration enables sanity checks."""
+    for param in params:
         param.__dict__[CHECKED] = True
 
 

@@ -26,11 +26,17 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.deepspeed.misuse import EngineMisuse
 from onefold.runtime.differentiate import will_accumulate
 
 if TYPE_CHECKING:
     from onefold.deepspeed.engine import DeepSpeedEngine
+
+
+class EngineMisuse(RuntimeError, AssertionError):
+    """A call of an engine that cannot be followed in its present state. DeepSpeed asserts in some
+    places and raises RuntimeError in others, by version. Scripts that catch either are served. Some
+    compare the words: a message has those of DeepSpeed where it says the same.
+    """
 
 
 class _Divided:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.deepspeed.config import LossScaling
+from onefold.deepspeed.schema import FP16
 from onefold.optim.clip import by_device, in_memory
 
 
@@ -33,11 +33,11 @@ class LossScaler:
     #: An overflow at the smallest scale is an error.
     raise_error_at_min_scale = True
 
-    def __init__(self, spec: LossScaling) -> None:
+    def __init__(self, spec: FP16) -> None:
         self.spec = spec
-        self.dynamic = spec.static == 0
+        self.dynamic = spec.loss_scale == 0
         self.follower: Callable[[float], None] | None = None
-        self._scale = 2.0**spec.initial_power if self.dynamic else spec.static
+        self._scale = 2.0**spec.initial_scale_power if self.dynamic else spec.loss_scale
         self.cur_iter = 0
         self.last_overflow_iter = -1
         self.cur_hysteresis = spec.hysteresis
@@ -56,11 +56,11 @@ class LossScaler:
 
     @property
     def scale_window(self) -> int:
-        return self.spec.window
+        return self.spec.loss_scale_window
 
     @property
     def min_scale(self) -> float:
-        return self.spec.minimum
+        return self.spec.min_loss_scale
 
     min_loss_scale = min_scale
 
@@ -93,20 +93,20 @@ class LossScaler:
         if overflow:
             if self.cur_hysteresis > 1:
                 self.cur_hysteresis -= 1
-            elif self.scale <= self.spec.minimum:
+            elif self.scale <= self.spec.min_loss_scale:
                 raise FloatingPointError(
                     "gradients are not finite although the loss scale is at its minimum,"
-                    f" {self.spec.minimum:g}: lower the learning rate, clip gradients, or compute"
+                    f" {self.spec.min_loss_scale:g}: lower the learning rate, clip gradients, or compute"
                     " in bf16."
                 )
             else:
-                self.scale = max(self.scale / 2, self.spec.minimum)
+                self.scale = max(self.scale / 2, self.spec.min_loss_scale)
             self.last_overflow_iter = self.cur_iter
         else:
             if self.spec.consecutive_hysteresis:
                 self.cur_hysteresis = self.spec.hysteresis
             stable = self.cur_iter - self.last_overflow_iter - 1
-            if stable > 0 and stable % self.spec.window == 0:
+            if stable > 0 and stable % self.spec.loss_scale_window == 0:
                 self.cur_hysteresis = self.spec.hysteresis
                 self.scale *= 2
         self.cur_iter += 1

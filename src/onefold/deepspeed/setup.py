@@ -4,15 +4,26 @@
     engine
 
 An optimizer made before this call stays valid: sharding keeps the Parameter objects and changes
-what they hold.
+what they hold. transformers, accelerate, TRL and Lightning fill the configuration in themselves,
+partly late. So some of what looks incomplete is served:
+
+| the caller gives                              | here                                                         |
+|-----------------------------------------------|--------------------------------------------------------------|
+| "auto" for what does not decide the training  | counts as not set, where the name `deepspeed` is served      |
+| no optimizer, or one whose params are "auto"  | an engine that only computes, such as for a reference model  |
+| a dict that the caller goes on using          | the caller's dict stays unchanged                            |
+| a model that another engine already has       | the new engine takes it over                                 |
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,24 +32,48 @@ from torch import nn
 
 import onefold
 from onefold.deepspeed import muon
+from onefold.deepspeed.access import note_optimizer
 from onefold.deepspeed.autocast import mark_for_the_wire
-from onefold.deepspeed.config import DeepSpeedConfig, read_deepspeed, refuse_auto
-from onefold.deepspeed.config.classes import optimizer_class
+from onefold.deepspeed.communication import init_distributed, needs_group
 from onefold.deepspeed.engine import DeepSpeedEngine
-from onefold.deepspeed.schedules import build_schedule
-from onefold.device import available, backend_name, default_device, of_local_rank, set_default
-from onefold.recipe import Recipe
+from onefold.deepspeed.leaves import mark_configured
+from onefold.deepspeed.meaning import BATCH, DeepSpeedConfig, refuse_auto, world_size_of
+from onefold.deepspeed.named import make_schedule, optimizer_class
+from onefold.deepspeed.optimizers import count_as
+from onefold.deepspeed.parameter_facts import check_writes, take_facts
+from onefold.deepspeed.parameter_offload import ParameterOffload, mark
+from onefold.deepspeed.reading import DeepSpeedConfigError, is_unset, load
+from onefold.deepspeed.serving import serving
+from onefold.deepspeed.state import show_leaves, whole_in
+from onefold.device import available, default_device, of_local_rank, set_default
+from onefold.hosts import stream_under_the_name
+from onefold.layout import LOW
+from onefold.recipe import COMPUTE_DTYPES, Recipe
+from onefold.runtime.flat import declare
 from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.unshard import unshard
 
 logger = logging.getLogger("onefold")
-OptimizerLike = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
+#: Beginnings of the paths whose "auto" is refused where the name is served.
+_DECIDING = ("optimizer.", "scheduler.", "train_", "zero_optimization.stage")
 
 
+@contextlib.contextmanager
+def _as_config_errors() -> Iterator[None]:
+    """Raise every `ValueError` inside as a `DeepSpeedConfigError`, with the same message."""
+    try:
+        yield
+    except DeepSpeedConfigError:
+        raise
+    except ValueError as error:
+        raise DeepSpeedConfigError(*error.args) from error
+
+
+@_as_config_errors()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
-    optimizer: OptimizerLike | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
@@ -69,7 +104,7 @@ def initialize(
         distributed_port: port of rank 0, if the launcher set none.
         dist_init_required: whether to join the process group that the launcher's environment
             describes, if none exists. None joins if the environment describes one, True raises if
-            it does not, and False never joins.
+            it does not, and False needs one that exists.
         collate_fn: as in torch's DataLoader.
         config: a dict, or the path of a JSON file.
         config_params: another name of `config`.
@@ -80,9 +115,8 @@ def initialize(
         engine, optimizer, data loader, schedule; what was not asked for is None.
 
     Raises:
-        ValueError: the configuration or the arguments contradict themselves (see `read_deepspeed`);
-            the configuration says "auto" for a value that decides what is trained; a model in
-            training mode has no optimizer.
+        DeepSpeedConfigError: the configuration or the arguments contradict themselves, or leave
+            open what is trained. It is a `ValueError` and an `AssertionError`.
         NotImplementedError: the configuration asks for something that Onefold does not do.
         TierError: state is to be stored on NVMe, but a folder does not exist or its disk is too
             full; raised on every rank.
@@ -93,80 +127,169 @@ def initialize(
         )
     if mpu is not None or mesh_param is not None:
         raise NotImplementedError(
-            "mpu and mesh_param: other parallel axes than data are not built yet; leave them out."
+            "mpu and mesh_param: give onefold.shard(mesh=...) the axes beside data."
         )
     join(dist_init_required, distributed_port)
-    world_size = world_size_of(group)
-    read = read_deepspeed(chosen_config(args, config, config_params), world_size)
-    refuse_auto(read.undecided(optimizer is not None, lr_scheduler is not None))
-    chosen = list(model_parameters) if model_parameters is not None else None
-    return assemble(
-        model,
-        read,
-        optimizer=optimizer,
-        model_parameters=chosen,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        collate_fn=collate_fn,
-        group=group,
-        units=units,
+    chosen = None if model_parameters is None else list(model_parameters)
+    given = _configuration(args, config, config_params, optimizer, chosen)
+    settings = DeepSpeedConfig(given, ranks=world_size_of(group))
+    settled = ("optimizer.",) * (optimizer is not None) + ("scheduler.",) * (
+        lr_scheduler is not None
     )
-
-
-def assemble(
-    model: nn.Module,
-    read: DeepSpeedConfig,
-    *,
-    optimizer: OptimizerLike | None,
-    model_parameters: list[Any] | None,
-    training_data: Any,
-    lr_scheduler: Any,
-    collate_fn: Callable[..., Any] | None,
-    group: Any = None,
-    units: Sequence[str | type] | None = None,
-    must_train: bool = True,
-    again: bool = False,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Make the four-tuple of `initialize` from a configuration that was read.
-
-    Args:
-        must_train: refuse a model in training mode that has no optimizer.
-        again: take the model over if it belongs to another engine already.
-    """
-    if read.batch.train is None:
-        raise ValueError(
-            "the configuration has no batch size: set train_micro_batch_size_per_gpu, or"
-            " train_batch_size."
-        )
-    _check_parameters(model, optimizer, model_parameters)
+    left = settings.undecided(*settled)
+    refuse_auto([path for path in left if path.startswith(_DECIDING)] if serving() else left)
+    _check_parameters(model, optimizer, chosen)
     _check_schedule(optimizer, lr_scheduler)
-    if must_train:
-        _check_optimizer(model, read, optimizer, lr_scheduler)
-    recipe = Recipe.zero(**_recipe_arguments(read, optimizer))
-    if again and is_sharded(model) and engine_of(model).recipe != recipe:
-        unshard(model)
-    if not (again and is_sharded(model)):
-        if read.autocast is not None:
-            mark_for_the_wire(model, read.autocast)
-        onefold.shard(model, recipe, group=group, units=units, device=_device())
-    read.buffer_dtypes.cast(model)
-    trained = (
-        model_parameters
-        if model_parameters is not None
-        else [p for p in model.parameters() if p.requires_grad]
-    )
-    torch_optimizer = _optimizer(model, read, optimizer, trained)
-    _refuse_fp16_states(recipe, torch_optimizer)
-    schedule = _schedule(read, lr_scheduler, torch_optimizer)
-    engine = DeepSpeedEngine(model, read, torch_optimizer, schedule)
-    engine.collate_fn, rank = collate_fn, engine.global_rank
+    recipe = _recipe(settings, optimizer)
+    _shard(model, recipe, settings, group, units)
+    trained = chosen or [p for p in model.parameters() if p.requires_grad]
+    made = _optimizer(model, settings, optimizer, trained)
+    _refuse_fp16_states(recipe, made)
+    schedule = lr_scheduler if made is not None else None
+    if callable(schedule):
+        schedule = schedule(made)
+    elif schedule is None and settings.scheduler is not None and made is not None:
+        schedule = make_schedule(settings.scheduler, made)
+    engine = DeepSpeedEngine(model, settings, made, schedule, collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
-    if rank == 0 and read.notes:
-        logger.warning(
-            "DeepSpeed configuration:\n%s", "\n".join(f"  - {note}" for note in read.notes)
+    if engine.global_rank == 0 and settings.notes:
+        notes = "\n".join(f"  - {note}" for note in settings.notes)
+        logger.warning("DeepSpeed configuration:\n%s", notes)
+    _meet_hosts(engine, configured=optimizer is None)
+    return engine, made, engine.training_dataloader, schedule
+
+
+def _configuration(
+    args: Any, config: Any, config_params: Any, optimizer: Any, chosen: list[Any] | None
+) -> dict[str, Any]:
+    """Return the one configuration that was given, without what a model needs that is only
+    evaluated.
+    """
+    sources = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    said = {name: value for name, value in sources.items() if value is not None}
+    if len(said) != 1:
+        raise ValueError(
+            f"initialize was given {len(said) or 'no'} configurations{', by ' * bool(said)}"
+            f"{' and '.join(said)}: pass config=, a dict or the path of a JSON file."
         )
-    return engine, torch_optimizer, engine.training_dataloader, schedule
+    given = load(*said.values())
+    params = (given.get("optimizer") or {}).get("params") or {}
+    if optimizer is None and not chosen and "auto" in params.values():
+        # A model that is only evaluated, given the configuration of one that is trained
+        given = {k: v for k, v in given.items() if k not in ("optimizer", "scheduler")}
+    if optimizer is None and "optimizer" not in given:
+        given = {k: v for k, v in given.items() if not (k in BATCH and is_unset(v))}
+        if not any(key in given for key in BATCH[:2]):
+            given["train_micro_batch_size_per_gpu"] = 1
+    return given
+
+
+def _shard(
+    model: nn.Module, recipe: Recipe, settings: DeepSpeedConfig, group: Any, units: Any
+) -> None:
+    if is_sharded(model) and engine_of(model).recipe != recipe:
+        unshard(model)
+    if not is_sharded(model):
+        if settings.precision is not None:
+            # `param.dtype` shows the precision of the file, as after DeepSpeed's cast of the
+            # module. Master weights begin with the values as they are.
+            for param in model.parameters():
+                if param.dtype in LOW:
+                    declare(param, COMPUTE_DTYPES[settings.precision])
+        if settings.autocast is not None:
+            safe = settings.torch_autocast.lower_precision_safe_modules
+            mark_for_the_wire(model, settings.autocast, safe)
+        onefold.shard(model, recipe, group=group, units=units, device=_device())
+    settings.cast_buffers(model)
+
+
+def _meet_hosts(engine: DeepSpeedEngine, configured: bool) -> None:
+    """Do what transformers, accelerate, peft, TRL and Lightning expect of an engine."""
+    model, optimizer, settings = engine.module, engine.optimizer, engine.settings
+    engine.keeps_gradients = True  # callbacks of Trainer read gradients after the step
+    if optimizer is not None:
+        note_optimizer(engine_of(model), optimizer)
+        count_as(engine, configured)
+    if settings.zero_optimization_stage < 3:
+        _give_whole_state_dicts(engine)
+        take_facts(model.parameters())  # a former engine at stage 3 may have given them
+    else:
+        mark(model)
+        if settings.enable_sanity_checks:
+            check_writes(model.parameters())
+        leaves = mark_configured(model, settings.leaf_module)
+        if optimizer is not None:
+            optimizer.parameter_offload = offload = ParameterOffload(model)
+            optimizer.empty_partition_cache = offload.empty_partition_cache
+            show_leaves(optimizer, leaves)
+    if engine.global_rank:
+        _leave_writing_to_first(engine)
+    _spare_lightning(model)
+    stream_under_the_name()
+
+
+def _spare_lightning(model: nn.Module) -> None:
+    """Keep Lightning's DeepSpeedStrategy from gathering state that it does not use.
+
+    At each checkpoint it asks for the states of model and optimizer and discards them, because the
+    engine writes them. It gets empty dicts instead.
+    """
+    strategy: Any = getattr(getattr(model, "_trainer", None), "strategy", None)
+    if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(strategy).__mro__):
+        strategy.lightning_module_state_dict = dict
+        strategy.optimizer_state = lambda optimizer: {}
+
+
+def _give_whole_state_dicts(engine: DeepSpeedEngine) -> None:
+    """Make `module.state_dict()` return the whole model on rank 0, and an empty dict on the others.
+
+    Below stage 3, callers expect the whole model there. Every rank must call it.
+    """
+    ref, dtype = weakref.ref(engine.module), engine.compute_dtype()
+    plain = type(engine.module).state_dict
+
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        module = ref()
+        assert module is not None
+        if args or kwargs or engine_of(module).full_params_depth:
+            return plain(module, *args, **kwargs)
+        return whole_in(module, dtype, False)
+
+    engine.module.state_dict = state_dict  # type: ignore[method-assign]
+
+
+def _leave_writing_to_first(engine: DeepSpeedEngine) -> None:
+    """Keep `save_pretrained` of transformers and peft from writing on ranks other than 0.
+
+    Scripts call it on every rank with a state dict that is whole on rank 0 and empty elsewhere.
+    Without this, the empty dict's file would replace the one that rank 0 has written.
+    """
+    module = engine.module
+    plain = getattr(type(module), "save_pretrained", None)
+    if plain is None:
+        return
+    ref, asks = weakref.ref(module), engine.zero_optimization_stage() < 3
+
+    def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        model, state = ref(), kwargs.get("state_dict")
+        assert model is not None
+        if state is None and asks:
+            # save_pretrained calls model.state_dict(), which is collective: this rank must call it
+            # as often as rank 0 does, and discards the files.
+            with tempfile.TemporaryDirectory() as aside:
+                return plain(model, aside, *args, **{**kwargs, "push_to_hub": False})
+        return (
+            None
+            if state is not None and not state
+            else plain(model, save_directory, *args, **kwargs)
+        )
+
+    module.save_pretrained = save_pretrained  # type: ignore[assignment]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -189,47 +312,21 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def chosen_config(args: Any, config: Any, config_params: Any) -> Any:
-    given = {
-        "config": config,
-        "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-    }
-    named = {name: value for name, value in given.items() if value is not None}
-    if not named:
-        raise ValueError(
-            "initialize was given no configuration: pass config=, a dict or the path of a JSON"
-            " file."
-        )
-    if len(named) > 1:
-        raise ValueError(
-            f"the configuration was given more than once, by {' and '.join(named)}: keep one."
-        )
-    return next(iter(named.values()))
-
-
-def join(required: bool | None, port: int) -> None:
+def join(required: bool | None, port: int = 29500) -> None:
     """Join the process group that the launcher's environment variables describe.
 
     torchrun, Slurm wrappers and others set these variables.
     """
-    if not dist.is_available() or dist.is_initialized() or required is False:
+    if required is False:
+        needs_group()
+    if not dist.is_available() or dist.is_initialized():
         return
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        if required:
-            raise ValueError(
-                "dist_init_required=True, but RANK and WORLD_SIZE are not set: start with torchrun."
-            )
-        return
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(port))
-    dist.init_process_group(backend_name(default_device()))
-
-
-def world_size_of(group: Any) -> int:
-    if not (dist.is_available() and dist.is_initialized()):
-        return 1
-    return dist.get_world_size(group.get_group() if hasattr(group, "get_group") else group)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        init_distributed(distributed_port=port)
+    elif required:
+        raise ValueError(
+            "dist_init_required=True, but RANK and WORLD_SIZE are not set: start with torchrun."
+        )
 
 
 def _device() -> torch.device | None:
@@ -262,40 +359,15 @@ def _check_parameters(model: nn.Module, optimizer: Any, chosen: list[Any] | None
                 )
 
 
-def _check_optimizer(
-    model: nn.Module, read: DeepSpeedConfig, given: Any, lr_scheduler: Any
-) -> None:
-    """Raise ValueError if a model in training mode, or a schedule, has no optimizer.
-
-    A model that is only evaluated needs none.
+def _recipe(settings: DeepSpeedConfig, given: Any) -> Recipe:
+    """Return the recipe, now that the optimizer is known: Adam over master weights in 16 bits keeps
+    its moments in fp32, unless the file says otherwise.
     """
-    if given is not None or read.optimizer is not None:
-        return
-    if read.scheduler is not None or lr_scheduler is not None:
-        raise ValueError(
-            "the configuration names a scheduler but there is no optimizer: name one too, or pass"
-            " optimizer=."
-        )
-    if model.training and any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            'there is no optimizer: the configuration has no "optimizer", and initialize was given'
-            ' none. Write one, as in {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, or'
-            " pass optimizer=. For evaluation alone call model.eval() before initialize."
-        )
-
-
-def _recipe_arguments(read: DeepSpeedConfig, given: OptimizerLike | None) -> dict[str, Any]:
-    """Return the arguments of `Recipe.zero`, now that the optimizer is known: Adam over master
-    weights in 16 bits keeps its moments in fp32, unless the file says otherwise.
-    """
-    arguments = read.recipe_arguments
-    if (
-        isinstance(given, (torch.optim.Adam, torch.optim.AdamW))
-        and "master_dtype" in arguments
-        and not read.short_states
-    ):
-        return {**arguments, "moments": "fp32"}
-    return arguments
+    arguments = dict(settings.recipe_arguments)
+    adam = isinstance(given, (torch.optim.Adam, torch.optim.AdamW))
+    if adam and "master_dtype" in arguments and not settings.bf16.bf16_optimizer_states:
+        arguments["moments"] = "fp32"
+    return Recipe.zero(**arguments)
 
 
 def _refuse_fp16_states(recipe: Recipe, optimizer: torch.optim.Optimizer | None) -> None:
@@ -323,7 +395,7 @@ def _check_schedule(optimizer: Any, lr_scheduler: Any) -> None:
 
 
 def _optimizer(
-    model: nn.Module, read: DeepSpeedConfig, given: OptimizerLike | None, parameters: list[Any]
+    model: nn.Module, settings: DeepSpeedConfig, given: Any, parameters: list[Any]
 ) -> torch.optim.Optimizer | None:
     if isinstance(given, torch.optim.Optimizer):
         return given
@@ -334,29 +406,24 @@ def _optimizer(
                 " of parameters."
             )
         return given(parameters)
-    if read.optimizer is None:
+    if settings.optimizer is None:
         return None
     if not parameters:
         raise ValueError(
-            f"the configuration names the optimizer {read.optimizer.given!r}, but no parameter of"
+            f"the configuration names the optimizer {settings.optimizer.given!r}, but no parameter of"
             ' the model requires a gradient: leave "optimizer" out to evaluate alone, or unfreeze'
             " some."
         )
-    if read.optimizer.name == "Muon":
-        if onefold.engine_of(model).recipe.optimizer.tier.on_disk:
+    if settings.optimizer.name == "Muon":
+        if engine_of(model).recipe.optimizer.tier.on_disk:
             raise ValueError(
                 'optimizer.type="Muon" with states on NVMe: Muon steps whole matrices, and states on'
                 ' a disk are stepped chunk by chunk. Use offload_optimizer {"device": "cpu"}, or'
                 " another optimizer."
             )
-        return muon.make(model, parameters, read.optimizer.params)
-    return optimizer_class(read.optimizer.name)(parameters, **read.optimizer.params)
-
-
-def _schedule(read: DeepSpeedConfig, given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
-    if given is not None:
-        return given(optimizer) if callable(given) else given
-    if read.scheduler is None:
-        return None
-    assert optimizer is not None  # see _check_optimizer
-    return build_schedule(read.scheduler, optimizer)
+        return muon.make(model, parameters, settings.optimizer.params)
+    made: Any = optimizer_class(settings.optimizer.name)
+    try:
+        return made(parameters, **settings.optimizer.params)
+    except TypeError as error:
+        raise ValueError(f"optimizer.params: {error}.") from error

@@ -152,10 +152,10 @@ _BUILDERS = (
 
 SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
-        "DeepSpeedConfig": "configuration:DeepSpeedConfig",
-        "DeepSpeedConfigError": "errors:DeepSpeedConfigError",
+        "DeepSpeedConfig": "meaning:DeepSpeedConfig",
+        "DeepSpeedConfigError": "reading:DeepSpeedConfigError",
         "DeepSpeedEngine": _ENGINE,
-        "DeepSpeedOptimizer": "training:DeepSpeedOptimizer",
+        "DeepSpeedOptimizer": "optimizers:DeepSpeedOptimizer",
         "OnDevice": "accelerator:OnDevice",
         "__git_branch__": "table:BRANCH",
         "__git_hash__": "table:BRANCH",
@@ -166,7 +166,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "add_config_arguments": "setup:add_config_arguments",
         "get_accelerator": "accelerator:get_accelerator",
         "init_distributed": "communication:init_distributed",
-        "initialize": "training:initialize",
+        "initialize": "setup:initialize",
         "log_dist": "logs:log_dist",
         "logger": "logs:logger",
     },
@@ -222,10 +222,10 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.base_optimizer": {
-        "DeepSpeedOptimizer": "training:DeepSpeedOptimizer",
-        "ZeROOptimizer": "training:ZeROOptimizer",
+        "DeepSpeedOptimizer": "optimizers:DeepSpeedOptimizer",
+        "ZeROOptimizer": "optimizers:ZeROOptimizer",
     },
-    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "optimizer_kinds:BF16_Optimizer"},
+    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "optimizers:BF16_Optimizer"},
     "deepspeed.runtime.config": {
         name: f"configuration:{name}"
         for name in (
@@ -242,15 +242,15 @@ SERVED: Mapping[str, Mapping[str, str]] = {
             "MUSGD_OPTIMIZER",
         )
     }
-    | {"DeepSpeedConfigError": "errors:DeepSpeedConfigError"},
+    | {"DeepSpeedConfigError": "reading:DeepSpeedConfigError"},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": _ENGINE},
-    "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": "optimizer_kinds:FP16_Optimizer"},
+    "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": "optimizers:FP16_Optimizer"},
     "deepspeed.runtime.fp16.unfused_optimizer": {
-        "FP16_UnfusedOptimizer": "optimizer_kinds:FP16_UnfusedOptimizer"
+        "FP16_UnfusedOptimizer": "optimizers:FP16_UnfusedOptimizer"
     },
     "deepspeed.runtime.lr_schedules": {
         **{
-            name: f"lr_schedules:{name}"
+            name: f"schedules:{name}"
             for name in (
                 "LR_RANGE_TEST",
                 "ONE_CYCLE",
@@ -263,7 +263,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
                 *_SCHEDULE_KEYS,
             )
         },
-        **{name: f"lr_schedules:{name}" for name in _SCHEDULES},
+        **{name: f"schedules:{name}" for name in _SCHEDULES},
     },
     "deepspeed.runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": "configuration:MIN_SWAPPABLE_BYTES"},
     "deepspeed.runtime.torch_autocast": {
@@ -280,15 +280,15 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "see_memory_usage": "logs:see_memory_usage",
     },
     "deepspeed.runtime.zero": _ZERO,
-    "deepspeed.runtime.zero.config": {name: f"zero_config:{name}" for name in _ZERO_CONFIGS},
+    "deepspeed.runtime.zero.config": {name: f"schema:{name}" for name in _ZERO_CONFIGS},
     "deepspeed.runtime.zero.offload_config": {
-        name: f"zero_config:{name}" for name in ("OffloadDeviceEnum", *_ZERO_CONFIGS[1:])
+        name: f"schema:{name}" for name in ("OffloadDeviceEnum", *_ZERO_CONFIGS[1:])
     },
     "deepspeed.runtime.zero.stage3": {
-        "DeepSpeedZeroOptimizer_Stage3": "optimizer_kinds:DeepSpeedZeroOptimizer_Stage3",
+        "DeepSpeedZeroOptimizer_Stage3": "optimizers:DeepSpeedZeroOptimizer_Stage3",
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
-        "DeepSpeedZeroOptimizer": "optimizer_kinds:DeepSpeedZeroOptimizer",
+        "DeepSpeedZeroOptimizer": "optimizers:DeepSpeedZeroOptimizer",
     },
     "deepspeed.runtime.zero.utils": {"ZeRORuntimeException": "errors:ZeRORuntimeException"},
     "deepspeed.runtime.zero.partition_parameters": {

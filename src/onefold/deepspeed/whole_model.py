@@ -29,10 +29,9 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.source import Item, Source
-from onefold.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
-from onefold.deepspeed.checkpoint_reader.folder import named_in
+from onefold.deepspeed.reader import DeepSpeedSource, named_in, recognizes
 from onefold.deepspeed.parameter_facts import DEPTH, alone
-from onefold.deepspeed.saving import write_tensors
+from onefold.deepspeed.state import write_whole
 from onefold.recipe.options import bytes_of
 from onefold.runtime.hooks import is_sharded
 
@@ -154,7 +153,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             counted = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
             file = target.name if single else f"{stem}{counted}{suffix}"
             state = {n: v for t in shard for n, v in t.named(source)}
-            write_tensors(state, folder / file, safe)
+            write_whole(state, folder / file)
             where |= {name: file for tensor in shard for name in tensor.names}
     if len(shards) > 1:
         total = sum(tensor.nbytes for shard in shards for tensor in shard)
@@ -170,9 +169,9 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
     file with the client state and the counts of steps, and an empty module.
     """
     folder = Path(checkpoint_dir)
-    if is_deepspeed(folder):
+    if recognizes(folder):
         with contextlib.closing(DeepSpeedSource(folder)) as source:
-            return str(source.files.models[0])
+            return str(source.files["model"][0])
     with _opened(folder, None) as source:
         said = _said_by_engine(source)
     if said is None:
@@ -189,9 +188,9 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
     in-memory file with the stage, without states.
     """
     folder = Path(checkpoint_dir)
-    if is_deepspeed(folder):
+    if recognizes(folder):
         with contextlib.closing(DeepSpeedSource(folder)) as source:
-            return [str(file) for file in source.files.shards]
+            return [str(file) for file in source.files["optim"]]
     with _opened(folder, None) as source:
         stage = source.saved_by.get("stage")
     return [_pickled({"optimizer_state_dict": {"zero_stage": stage}})]
