@@ -31,11 +31,24 @@ _MODULE = "trl.generation.vllm_generation"
 BUCKET: int | str = "1GB"
 
 
-def computing_in(recipe: Recipe, dtype: torch.dtype) -> Recipe:
-    """Return the recipe with parameters that are gathered and compute in `dtype`, as with
-    `Recipe.zero(..., precision=)`. Gradients are sent in `dtype`, unless the recipe names a wire.
+def in_precision(recipe: Recipe, dtype: torch.dtype | None, asked: str) -> Recipe:
+    """Return the recipe with the precision that a host asks for: parameters are gathered and compute
+    in `dtype`, as with `Recipe.zero(..., precision=)`. None asks for none.
+
+    Args:
+        asked: what the user has written, for messages.
+
+    Raises:
+        ValueError: the recipe names another precision.
     """
-    names = {of: name for name, of in COMPUTE_DTYPES.items()}
+    own, names = recipe.compute_dtype, {of: name for name, of in COMPUTE_DTYPES.items()}
+    if dtype is None or own == dtype:
+        return recipe
+    if own is not None:
+        raise ValueError(
+            f"{asked} computes in {names[dtype]}, and the recipe in"
+            f" {str(own).removeprefix('torch.')}: leave one of them out."
+        )
     return recipe.replace(precision=names[dtype])
 
 

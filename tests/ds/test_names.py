@@ -21,7 +21,7 @@ from on_ranks import on_ranks, slow
 
 #: Modules that scripts import from; `dir` of each lists what is served there.
 MODULES = [
-    "deepspeed", "deepspeed.accelerator", "deepspeed.checkpoint.constants", "deepspeed.checkpointing", "deepspeed.comm",
+    "deepspeed", "deepspeed.accelerator", "deepspeed.checkpoint.utils", "deepspeed.checkpointing", "deepspeed.comm",
     "deepspeed.moe.utils", "deepspeed.ops.adam", "deepspeed.ops.lion", "deepspeed.ops.op_builder", "deepspeed.runtime.config",
     "deepspeed.runtime.engine", "deepspeed.runtime.lr_schedules", "deepspeed.runtime.utils", "deepspeed.runtime.zero.config",
     "deepspeed.runtime.zero.partition_parameters", "deepspeed.utils", "deepspeed.utils.zero_to_fp32", "deepspeed.zero",
@@ -79,12 +79,12 @@ def test_what_is_not_served_says_who_serves_and_why() -> None:
     for name, words in (
         ("no_such_name", "there is no deepspeed.no_such_name here: the name deepspeed is"),
         ("init_inference", "deepspeed.init_inference is not served here: generate under"),
-        ("pipe", "deepspeed.pipe is not served here: other parallel axes"),
+        ("pipe", "deepspeed.pipe is not served here: other axes than data"),
     ):
         with pytest.raises(AttributeError, match=words):
             getattr(ds, name)
     for statement, words in (
-        ("from deepspeed.moe.layer import MoE", "deepspeed.moe.layer is not served here: other parallel"),
+        ("from deepspeed.moe.layer import MoE", "deepspeed.moe.layer is not served here: other axes"),
         ("from deepspeed import PipelineModule", "deepspeed.PipelineModule is not served here"),
         ("import deepspeed.runtime.no_such_file", "there is no deepspeed.runtime.no_such_file here: the name"),
     ):  # fmt: skip
@@ -102,7 +102,7 @@ def test_transformers_and_accelerate_find_it_and_its_version() -> None:
 
     assert accelerator.DeepSpeedEngineWrapper and compare_versions("deepspeed", ">=", "0.18.2")
     # From 0.18.2 on accelerate imports sequence parallelism where a run asks for it
-    with pytest.raises(ModuleNotFoundError, match="other parallel axes"):
+    with pytest.raises(ModuleNotFoundError, match="other axes than data"):
         from deepspeed.runtime.sequence_parallel.ulysses_sp import (  # type: ignore[import-not-found]
             UlyssesSPAttentionHF,  # noqa: F401
         )

@@ -60,31 +60,23 @@ def kept(folder: Path, name: str, strategy: Any) -> tuple[list[float], Path]:
 @slow
 @on_ranks(2)
 def test_checkpoints_go_on_at_other_stages_and_by_ddp(folder: Path) -> None:
-    """A folder of shards, one file, and DDP's own file."""
+    """A folder of shards, and DDP's own file."""
     from others.lit import Tuned, fitted, loader, trainer
 
-    saves = {"folder": {"stage": 3}, "file": {"stage": 3, "checkpoint": "file"}, "ddp": "ddp"}
+    saves = {"folder": {"stage": 3}, "ddp": "ddp"}
     losses, places = zip(*(kept(folder, *save) for save in saves.items()), strict=True)
-    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 8
+    assert losses[0] == losses[1] and len(losses[0]) == 8
     assert (places[0] / "epoch=0.ckpt" / "rank-00001.safetensors").exists()
     assert (places[0] / "last.ckpt").resolve().name == "epoch=1.ckpt"
-    mine, theirs = (torch.load(p / "epoch=0.ckpt", weights_only=True) for p in places[1:])
-    assert mine.keys() == theirs.keys()
-    assert mine["state_dict"].keys() == theirs["state_dict"].keys()
-    torch.testing.assert_close(mine["optimizer_states"], theirs["optimizer_states"])
     tested = []
-    for place, strategy in zip(
-        places, ({"stage": 1}, {"stage": 3}, {"stage": 2, "checkpoint": "file"}), strict=True
-    ):
+    for place, strategy in zip(places, ({"stage": 1}, {"stage": 2}), strict=True):
         again = fitted(folder, strategy, place / "epoch=0.ckpt", max_epochs=2)
         assert again.losses == losses[0][4:] and again.trainer.global_step == 8
         # Evaluated by the weights of a checkpoint, on a module that was made without memory
         fresh, path = Tuned(meta=True), str(place / "weights.ckpt")
         trainer({"stage": 3}, folder).test(fresh, loader(4), ckpt_path=path, verbose=False)
         tested.append(fresh.evaluated)
-    assert tested[0] == tested[1] == tested[2]
-    by_ddp = fitted(folder, "ddp", places[1] / "epoch=0.ckpt", max_epochs=2)
-    assert by_ddp.losses == losses[0][4:]
+    assert tested[0] == tested[1]
 
 
 @slow
@@ -195,10 +187,10 @@ def test_what_cannot_be_is_refused_in_words(folder: Path) -> None:
         tuned.trainer.save_checkpoint(place)
 
     for words, call in {
-        "no recipe.*stage=3": lambda: made(),
+        "recipe=None.*stage=3": lambda: made(),
         r"Strategy\(stage=3\)": lambda: made(3),
         "besides": lambda: made(onefold.Recipe.zero(2), stage=3),
-        "'one'": lambda: made(stage=3, checkpoint="one"),
+        "checkpoint": lambda: made(stage=3, checkpoint="file"),
         "'spawn'": lambda: made(stage=3, start_method="spawn"),
         "StochasticWeight": lambda: fitted(folder, three, callbacks=[swa]),
         "AsyncCheckpointIO": lambda: fitted(folder, three, plugins=[AsyncCheckpointIO()]),

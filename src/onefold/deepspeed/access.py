@@ -33,6 +33,21 @@ from onefold.runtime.parameters.values import Elsewhere
 from onefold.runtime.parts import MasterParts
 from onefold.runtime.storage import OnDisk, in_memory
 
+__all__ = [
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+]
 #: The optimizers of an engine: the one that `deepspeed.initialize` has made an engine with, or what
 #: a search through all objects of Python has found.
 _known: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()

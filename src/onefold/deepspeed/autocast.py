@@ -21,6 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
+__all__ = [
+    "PARAM_COMM_DTYPE_ATTR_NAME",
+    "get_comm_dtype",
+    "get_default_autocast_lower_precision_modules",
+    "has_comm_dtype",
+]
 logger = logging.getLogger("onefold")
 
 #: The classes whose gradients travel in the autocast's dtype, if the file names none.

@@ -44,7 +44,7 @@ OUTPUT is a folder, or a file that ends in .bin or .safetensors; --help says wha
 """
 
 try:
-    from onefold.deepspeed.whole_model import main
+    from onefold.deepspeed.zero_to_fp32 import main
 except ImportError:
     raise SystemExit("This checkpoint was saved by Onefold: install onefold, and run it again.")
 
@@ -253,7 +253,7 @@ def _from_deepspeed(folder: Path) -> Found:
                 folder,
             )
         counts = {
-            "global_steps": source.step,
+            "global_steps": source.steps,
             "skipped_steps": source.skipped,
             "global_samples": source.samples,
         }

@@ -46,6 +46,7 @@ from onefold.wording import few
 
 logger = logging.getLogger("onefold")
 
+__all__ = ["DeepSpeedEngine"]
 #: Methods of the engine that return what its settings say.
 _SAID = frozenset((
     "bfloat16_enabled", "checkpoint_tag_validation_enabled", "checkpoint_tag_validation_fail", "fp16_enabled",

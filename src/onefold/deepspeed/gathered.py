@@ -41,6 +41,12 @@ from onefold.runtime.parameters.interval import disable_torch_function, entry_of
 from onefold.runtime.parameters.parameter import ShardedParameter, bare, face
 from onefold.runtime.parts import whole_masters
 
+__all__ = [
+    "GatheredParameters",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
 _WRITTEN = "_onefold_written_inside"
 _CALLED = "_onefold_gathered_by_a_call"
 
@@ -209,27 +215,6 @@ def all_gather(
             context.__enter__()
 
 
-class MultipleAllGatherHandles:
-    """Waits for several handles. `all_gather_coalesced` returns one that waits for nothing, because
-    the parameters are whole already.
-    """
-
-    def __init__(self, handles: Iterable[Any] = ()) -> None:
-        self.handles = list(handles)
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        for handle in self.handles:
-            handle.wait(handle_dependency=handle_dependency)
-
-
-def all_gather_coalesced(
-    param: nn.Parameter, params: Sequence[nn.Parameter], **options: Any
-) -> MultipleAllGatherHandles:
-    """Make the parameters whole until `partition`. Collective."""
-    all_gather(param, params)
-    return MultipleAllGatherHandles()
-
-
 def partition(
     param: nn.Parameter,
     param_list: Sequence[nn.Parameter] | None = None,
@@ -245,8 +230,7 @@ def partition(
 
 def mark_parameters(params: Iterable[nn.Parameter]) -> None:
     """Give the parameters the attributes and methods of parameter_facts.py."""
-    calls = (all_gather, all_gather_coalesced, partition)
-    give_facts(params, {call.__name__: call for call in calls})
+    give_facts(params, {call.__name__: call for call in (all_gather, partition)})
 
 
 def _listed(params: Any) -> Iterable[Any]:

@@ -19,6 +19,7 @@ from onefold.deepspeed.setup import join
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.runtime.parameters.interval import entry_of
 
+__all__ = ["Init", "zero_wrapper_for_fp_tensor_constructor"]
 #: Bytes of parameters that a rank may hold whole while a model is made. A parameter above the limit
 #: is the only whole one.
 LIMIT = 64 << 20

@@ -11,8 +11,19 @@ from typing import Any
 
 from torch import nn
 
-from onefold.deepspeed.logs import logger
 from onefold.deepspeed.schema import LeafModules
+from onefold.deepspeed.small import logger
+
+__all__ = [
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+]
 
 
 def set_z3_leaf_module(module: nn.Module, flag: bool = True) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from onefold.deepspeed.schema import FP16, DeepSpeedZeroConfig
 from onefold.recipe import Recipe
 from onefold.recipe.options import SECTOR
 
+__all__ = ["DeepSpeedConfig"]
 #: Each of these three follows from the other two.
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 #: Beginnings of the paths that decide the recipe. The rest of a file concerns `initialize` only.
@@ -331,6 +332,16 @@ class DeepSpeedConfig:
             if self.precision != name:
                 yield f"{name}.{name}_", f"{name}.enabled is not true"
 
+    def recipe(self, **changes: Any) -> Recipe:
+        """Return the recipe of these arguments, and of `changes`."""
+        arguments = self.recipe_arguments | changes
+        try:
+            return Recipe.zero(**arguments)
+        except ValueError as error:
+            raise DeepSpeedConfigError(
+                f"the configuration stands for {_written(arguments)}, and {error}"
+            ) from None
+
     # -- dtypes ------------------------------------------------------------------------------------
 
     def _autocast(self) -> torch.dtype | None:
@@ -442,6 +453,10 @@ def batch_sizes(
     return whole, micro, accumulation
 
 
+def _written(arguments: Mapping[str, Any]) -> str:
+    return f"Recipe.zero({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+
+
 def _set(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
@@ -497,9 +512,7 @@ def recipe_from(config: Any, world_size: int | None = None) -> Recipe:
     }
     named = ", ".join(name for name, value in beside.items() if value)
     more = f"not part of a recipe: {named}; use onefold.initialize, or apply them in your loop"
-    return Recipe.zero(**read.recipe_arguments).replace(
-        remarks=(*read.notes, *([more] if named else ()))
-    )
+    return read.recipe().replace(remarks=(*read.notes, *([more] if named else ())))
 
 
 @dataclass(frozen=True)
@@ -521,5 +534,4 @@ def explain(config: Any, world_size: int | None = None) -> Explanation:
     except (ValueError, NotImplementedError) as error:
         alone = all(o.outcome != "refused" for o in found.outcomes)
         return Explanation(found.outcomes, str(error) if alone else None)
-    said = ", ".join(f"{name}={value!r}" for name, value in meant.recipe_arguments.items())
-    return Explanation(meant.outcomes, None, (f"Recipe.zero({said})", *meant.remarks))
+    return Explanation(meant.outcomes, None, (_written(meant.recipe_arguments), *meant.remarks))

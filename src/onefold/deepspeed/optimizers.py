@@ -29,6 +29,20 @@ from onefold.deepspeed.lion import Lion
 if TYPE_CHECKING:
     from onefold.deepspeed.engine import DeepSpeedEngine
 
+__all__ = [
+    "BF16_Optimizer",
+    "DeepSpeedCPUAdagrad",
+    "DeepSpeedCPUAdam",
+    "DeepSpeedCPULion",
+    "DeepSpeedOptimizer",
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
+    "FP16_Optimizer",
+    "FP16_UnfusedOptimizer",
+    "FusedAdam",
+    "FusedLion",
+    "ZeROOptimizer",
+]
 _KINDS = "_deepspeed_kinds"
 
 

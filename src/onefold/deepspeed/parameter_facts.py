@@ -8,13 +8,8 @@
 | ds_tensor                              | this rank's elements, one-dimensional; writes to it are kept. Of a     |
 |                                        | parameter on NVMe it has a shape only                                  |
 | ds_persist                             | whether this rank keeps the whole parameter between passes             |
-| ds_process_group,                      | the ranks that divide it                                               |
-| ds_zero_param_process_group            |                                                                        |
-| ds_secondary_tensor                    | None: hpZ's second copy belongs to a unit, not to a parameter          |
 | ds_active_sub_modules                  | a set for callers; always empty here                                   |
-| ds_summary()                           | some of these in a dict                                                |
-| all_gather(), all_gather_coalesced(),  | `GatheredParameters` as calls: enter it, and leave it                  |
-| partition()                            |                                                                        |
+| all_gather(), partition()              | `GatheredParameters` as calls: enter it, and leave it                  |
 
 Parameters that were not made under `zero.Init`, and belong to no engine of stage 3, have none of
 these attributes. On one rank nothing is divided. The status is NOT_AVAILABLE outside of passes and
@@ -39,6 +34,7 @@ from onefold.runtime.parameters.access import Whole
 from onefold.runtime.parameters.interval import disable_torch_function, entry_of
 from onefold.runtime.parameters.values import elsewhere
 
+__all__ = ["ZeroParamStatus"]
 #: How many contexts have gathered a parameter (gathered.py).
 DEPTH = "_onefold_gathered"
 #: This rank's elements, while a context has gathered the parameter.
@@ -159,33 +155,11 @@ def _persists(param: nn.Parameter) -> bool:
     return not isinstance(param, divided.DividedParameter)
 
 
-def _group(param: nn.Parameter) -> Any:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
-def _summary(param: nn.Parameter) -> dict[str, Any]:
-    return {
-        "id": param.__dict__["ds_id"],
-        "status": status_of(param).name,
-        "numel": param.numel(),
-        "ds_numel": param.__dict__["ds_numel"],
-        "shape": tuple(param.shape),
-        "ds_shape": tuple(param.__dict__["ds_shape"]),
-        "requires_grad": param.requires_grad,
-        "persist": _persists(param),
-        "ds_tensor.shape": tuple(local_part(param).shape),
-    }
-
-
 # -- on the class of tensors -------------------------------------------------------------------------
 
 _FACTS: dict[str, Callable[[nn.Parameter], Any]] = {
     "ds_tensor": local_part,
     "ds_persist": _persists,
-    "ds_process_group": _group,
-    "ds_zero_param_process_group": _group,
-    "ds_secondary_tensor": lambda param: None,
-    "ds_summary": lambda param: functools.partial(_summary, param),
 }
 
 

@@ -301,7 +301,7 @@ class DeepSpeedSource(Source):
     Attributes:
         folder: the tag folder.
         stage: 1, 2 or 3. ranks: data-parallel ranks.
-        step, skipped, samples: optimizer steps, those skipped for an overflow among them, and
+        steps, skipped, samples: optimizer steps, those skipped for an overflow among them, and
             samples of all ranks.
         scheduler: the state of the learning-rate schedule, or None.
         scaler: the attributes of the loss scaler (`cur_scale`, `cur_iter`, ...), or None. A dynamic
@@ -340,7 +340,8 @@ class DeepSpeedSource(Source):
                 " files *_optim_states.pt: some were not copied, or others were left by an earlier"
                 " run that used the same tag."
             )
-        self.step, self.skipped = int(model["global_steps"]), int(model["skipped_steps"])
+        self.step = self.steps = int(model["global_steps"])
+        self.skipped = int(model["skipped_steps"])
         self.samples = int(model.get("global_samples") or 0)
         # Copied, because a memory-mapped tensor changes or disappears with its file.
         self.scheduler: Mapping[str, Any] | None = copy.deepcopy(model.get("lr_scheduler"))

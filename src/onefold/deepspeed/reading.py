@@ -30,6 +30,7 @@ from pydantic.fields import FieldInfo
 from onefold.deepspeed.schema import ALIKE, Inert, Later, Named, Root, Section
 from onefold.reading import parse_json
 
+__all__ = ["DeepSpeedConfigError"]
 #: Keys that too many sections have to say where a misplaced one belongs.
 _ANYWHERE = ("type", "params", "enabled", "device", "dtype", "names", "classes")
 

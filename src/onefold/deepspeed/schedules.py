@@ -328,6 +328,12 @@ LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 #: The params of all schedules
 KEYS = {key for kind in SCHEDULES.values() for key in inspect.signature(kind).parameters}
+__all__ = [
+    *("LR_RANGE_TEST", "ONE_CYCLE", "VALID_LR_SCHEDULES", "WARMUP_COSINE_LR", "WARMUP_DECAY_LR"),
+    *("WARMUP_LINEAR_RATE", "WARMUP_LOG_RATE", "WARMUP_LR"),
+    *(key.upper() for key in KEYS),
+    *SCHEDULES,
+]
 
 
 def __getattr__(name: str) -> str:

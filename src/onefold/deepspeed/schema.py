@@ -26,6 +26,13 @@ from pydantic import (
     model_validator,
 )
 
+__all__ = [
+    "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "OffloadDeviceEnum",
+]
+
 
 @dataclass(frozen=True)
 class Inert:

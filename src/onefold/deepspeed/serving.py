@@ -1,10 +1,11 @@
 """`serve`: make `import deepspeed` find Onefold's modules, in this process only.
 
-    import deepspeed.zero  ->  sys.meta_path[0], a `Finder`  ->  a `ServedModule` with the table's names
+    import deepspeed.zero  ->  sys.meta_path[0], a `Finder`  ->  a `ServedModule` with the names of its files
     importlib.metadata.version("deepspeed")  ->  the same `Finder`  ->  "0.19.8+onefold"
 
 transformers and accelerate look for DeepSpeed once, when they are imported. `serve` must be called
-before that. It installs no files, and other processes are unaffected.
+before that. It installs no files, and other processes are unaffected. Nothing is imported before it
+is used.
 """
 
 from __future__ import annotations
@@ -15,69 +16,161 @@ import importlib.machinery
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from onefold.deepspeed.table import (
-    SERVED,
-    VERSION,
-    is_served,
-    modules,
-    refusal,
-)
-
 NAME = "deepspeed"
+#: The release whose configuration and calls are served.
+VERSION = "0.19.8+onefold"
 _HERE = "onefold.deepspeed"
 #: Packages that look for DeepSpeed when they are imported.
 _BEFORE = ("transformers", "accelerate")
+_ZERO = "init gathered parameter_facts"
+
+#: {module: the files of this package whose public names (`__all__`) it shows, or other modules}.
+#: Parents of these modules exist without a row of their own.
+SERVED: Mapping[str, str] = {
+    "deepspeed": "version engine setup meaning reading optimizers comm small",
+    "deepspeed.accelerator": "small",
+    "deepspeed.accelerator.real_accelerator": "small",
+    "deepspeed.checkpoint.utils": "small",
+    "deepspeed.checkpointing": "checkpointing",
+    "deepspeed.comm": "comm torch.distributed",
+    "deepspeed.comm.comm": "comm torch.distributed",
+    "deepspeed.launcher.runner": "small",
+    "deepspeed.moe.utils": "small",
+    "deepspeed.ops": "builders",
+    "deepspeed.ops.adagrad": "optimizers",
+    "deepspeed.ops.adagrad.cpu_adagrad": "optimizers",
+    "deepspeed.ops.adam": "optimizers",
+    "deepspeed.ops.adam.cpu_adam": "optimizers",
+    "deepspeed.ops.adam.fused_adam": "optimizers",
+    "deepspeed.ops.aio": "builders",
+    "deepspeed.ops.lion": "optimizers",
+    "deepspeed.ops.lion.cpu_lion": "optimizers",
+    "deepspeed.ops.lion.fused_lion": "optimizers",
+    "deepspeed.ops.op_builder": "builders",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "checkpointing",
+    "deepspeed.runtime.base_optimizer": "optimizers",
+    "deepspeed.runtime.bf16_optimizer": "optimizers",
+    "deepspeed.runtime.config": "meaning reading",
+    "deepspeed.runtime.dataloader": "small",
+    "deepspeed.runtime.engine": "engine",
+    "deepspeed.runtime.fp16.fused_optimizer": "optimizers",
+    "deepspeed.runtime.fp16.unfused_optimizer": "optimizers",
+    "deepspeed.runtime.lr_schedules": "schedules",
+    "deepspeed.runtime.torch_autocast": "autocast",
+    "deepspeed.runtime.utils": "small",
+    "deepspeed.runtime.zero": _ZERO,
+    "deepspeed.runtime.zero.config": "schema",
+    "deepspeed.runtime.zero.offload_config": "schema",
+    "deepspeed.runtime.zero.partition_parameters": f"{_ZERO} small",
+    "deepspeed.runtime.zero.stage3": "optimizers",
+    "deepspeed.runtime.zero.stage_1_and_2": "optimizers",
+    "deepspeed.runtime.zero.utils": "small",
+    "deepspeed.utils": "access leaves small",
+    "deepspeed.utils.init_on_device": "small",
+    "deepspeed.utils.logging": "small",
+    "deepspeed.utils.nvtx": "small",
+    "deepspeed.utils.tensor_fragment": "access",
+    "deepspeed.utils.z3_leaf_module": "leaves",
+    "deepspeed.utils.zero_to_fp32": "zero_to_fp32",
+    "deepspeed.zero": _ZERO,
+}
+
+#: {why: known names that are refused, and every name below them, without "deepspeed."}
+REFUSED: Mapping[str, str] = {
+    "other axes than data are those of a mesh, as in onefold.shard(model, recipe, mesh=...)": (
+        "PipelineModule checkpointing.get_cuda_rng_tracker checkpointing.model_parallel_cuda_manual_seed"
+        " moe.MoE moe.experts moe.layer moe.mappings moe.sharded_moe moe.utils.has_moe_layers pipe"
+        " runtime.pipe runtime.sequence_parallel sequence tp_model_init utils.groups"
+    ),
+    "generate under onefold.full_params(model) or onefold.keep_gathered(model)": (
+        "DeepSpeedHybridEngine InferenceEngine inference init_inference module_inject runtime.hybrid_engine"
+    ),
+    "monitors and profilers are not part of Onefold; log from your loop": "monitor profiling",
+    "write the schedule into the configuration": (
+        "add_tuning_arguments runtime.lr_schedules.add_tuning_arguments"
+    ),
+    "tuning by trial runs is not built; onefold.plan compares stages": "autotuning",
+    'print(onefold.plan(model, gpus=8, gpu="h100-80")) tells what each stage holds': (
+        "runtime.zero.stage3.estimate_zero3_model_states_mem_needs"
+        " runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_cold"
+        " runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live"
+        " runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs"
+        " runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_cold"
+        " runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live"
+    ),
+    "a checkpoint is one folder, which onefold.load reads on any number of ranks as it is": (
+        "checkpoint.DeepSpeedCheckpoint checkpoint.ds_to_universal elasticity"
+    ),
+    "compression, curricula and data routing are not part of Onefold": (
+        "compression runtime.data_pipeline"
+    ),
+    "use peft's adapters; Recipe.zero(frozen=...) stores frozen weights encoded": "linear",
+    "Onefold has no compiled operators; the optimizers on the host are torch's own": (
+        "ops.aio.aio_handle ops.lamb ops.sparse_attention ops.transformer"
+    ),
+    "it is inside DeepSpeed's engine; Onefold's has no such part": (
+        "runtime.fp16.loss_scaler runtime.fp16.onebit"
+    ),
+    "Recipe.zero(3, shard_group=...) divides inside groups": "runtime.zero.MiCS_Init zero.MiCS_Init",
+    "onefold.tiling.tile_linears(model, '256MB') puts tiles in the place of large linear layers": (
+        "runtime.zero.TiledLinear runtime.zero.tiling zero.TiledLinear"
+    ),
+}
+
+
+def modules() -> frozenset[str]:
+    """Return all modules that can be imported: those of the table, and their parents."""
+    parts = (name.split(".") for name in SERVED)
+    return frozenset(".".join(p[: n + 1]) for p in parts for n in range(len(p)))
+
+
+def _files(module: str) -> Iterator[tuple[ModuleType, list[str]]]:
+    """Yield the files that a served module shows, each with its public names."""
+    for file in SERVED.get(module, "").split():
+        found = importlib.import_module(file if "." in file else f"{_HERE}.{file}")
+        public = [name for name in dir(found) if not name.startswith("_")]
+        yield found, getattr(found, "__all__", public)
 
 
 class ServedModule(ModuleType):
     """One module under `deepspeed`.
 
-    Each name is looked up in the table at its first use, and then stored on the module. Attributes
+    Each name is looked up in the files at its first use, and then stored on the module. Attributes
     that other code sets are kept.
     """
 
     def __getattr__(self, name: str) -> Any:
         full = f"{self.__name__}.{name}"
         if name == "__all__":  # `from deepspeed.utils import *`
-            return [known for known in SERVED.get(self.__name__, {}) if not known.startswith("_")]
-        if (where := SERVED.get(self.__name__, {}).get(name)) is not None:
-            module, _, attribute = where.partition(":")
-            inside = module if "." in module or module == "torch" else f"{_HERE}.{module}"
-            found = getattr(importlib.import_module(inside), attribute)
-            self.__dict__[name] = found
-            return found
+            return [known for _, names in _files(self.__name__) for known in names]
         if full in modules():
             return importlib.import_module(full)
+        for file, names in _files(self.__name__):
+            if name in names:
+                found = self.__dict__[name] = getattr(file, name)
+                return found
         if name.startswith("__") and name.endswith("__"):  # names that Python itself looks up
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         raise AttributeError(_no(full))
 
     def __dir__(self) -> list[str]:
         below = {m.rpartition(".")[2] for m in modules() if m.rpartition(".")[0] == self.__name__}
-        return sorted({*super().__dir__(), *SERVED.get(self.__name__, {}), *below})
+        return sorted({*super().__dir__(), *self.__all__, *below})
 
 
 def _no(full: str) -> str:
     """Return the error message for a name that is not served."""
-    why = refusal(full)
+    for why, names in REFUSED.items():
+        if any(f"{full}.".startswith(f"{NAME}.{known}.") for known in names.split()):
+            return f"{full} is not served here: {why}."
     return (
-        f"{full} is not served here: {why}."
-        if why is not None
-        else f"there is no {full} here: the name deepspeed is served by Onefold, which does not"
+        f"there is no {full} here: the name deepspeed is served by Onefold, which does not"
         " have this one. docs/coming-from.md lists what is served."
     )
-
-
-class _Loader(importlib.abc.Loader):
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return ServedModule(spec.name, f"`{spec.name}`, served by Onefold.")
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -92,7 +185,7 @@ class _Distribution(importlib.metadata.Distribution):
         raise FileNotFoundError(f"{path}: {NAME} is served by Onefold and has no files.")
 
 
-class Finder(importlib.metadata.DistributionFinder):
+class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     """Finds `deepspeed` and the modules below it, and no others."""
 
     def find_spec(
@@ -104,9 +197,13 @@ class Finder(importlib.metadata.DistributionFinder):
             # The error has no `name=`: with one, `from deepspeed import x` would swallow it and
             # show its own message instead.
             raise ModuleNotFoundError(_no(fullname))
-        return importlib.machinery.ModuleSpec(
-            fullname, _Loader(), origin="onefold", is_package=True
-        )
+        return importlib.machinery.ModuleSpec(fullname, self, origin="onefold", is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return ServedModule(spec.name, f"`{spec.name}`, served by Onefold.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
@@ -151,6 +248,3 @@ def serve(say: bool = True) -> None:
     if say and os.environ.get("RANK", "0") == "0":
         line = f"onefold serves the name deepspeed in this process (as version {VERSION})"
         print(line, file=sys.stderr, flush=True)
-
-
-__all__ = ["Finder", "ServedModule", "is_served", "serve", "serving"]

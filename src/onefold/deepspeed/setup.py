@@ -34,7 +34,7 @@ import onefold
 from onefold.deepspeed import muon
 from onefold.deepspeed.access import note_optimizer
 from onefold.deepspeed.autocast import mark_for_the_wire
-from onefold.deepspeed.communication import init_distributed, needs_group
+from onefold.deepspeed.comm import init_distributed, needs_group
 from onefold.deepspeed.engine import DeepSpeedEngine
 from onefold.deepspeed.leaves import mark_configured
 from onefold.deepspeed.meaning import BATCH, DeepSpeedConfig, refuse_auto, world_size_of
@@ -54,6 +54,7 @@ from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.unshard import unshard
 
 logger = logging.getLogger("onefold")
+__all__ = ["add_config_arguments", "initialize"]
 #: Beginnings of the paths whose "auto" is refused where the name is served.
 _DECIDING = ("optimizer.", "scheduler.", "train_", "zero_optimization.stage")
 
@@ -132,12 +133,13 @@ def initialize(
     join(dist_init_required, distributed_port)
     chosen = None if model_parameters is None else list(model_parameters)
     given = _configuration(args, config, config_params, optimizer, chosen)
-    settings = DeepSpeedConfig(given, ranks=world_size_of(group))
+    settings = DeepSpeedConfig(given, ranks=world_size_of(group), only_recipe=True)
     settled = ("optimizer.",) * (optimizer is not None) + ("scheduler.",) * (
         lr_scheduler is not None
     )
     left = settings.undecided(*settled)
     refuse_auto([path for path in left if path.startswith(_DECIDING)] if serving() else left)
+    settings._configure_train_batch_size()
     _check_parameters(model, optimizer, chosen)
     _check_schedule(optimizer, lr_scheduler)
     recipe = _recipe(settings, optimizer)
@@ -363,11 +365,10 @@ def _recipe(settings: DeepSpeedConfig, given: Any) -> Recipe:
     """Return the recipe, now that the optimizer is known: Adam over master weights in 16 bits keeps
     its moments in fp32, unless the file says otherwise.
     """
-    arguments = dict(settings.recipe_arguments)
     adam = isinstance(given, (torch.optim.Adam, torch.optim.AdamW))
-    if adam and "master_dtype" in arguments and not settings.bf16.bf16_optimizer_states:
-        arguments["moments"] = "fp32"
-    return Recipe.zero(**arguments)
+    short = settings.bf16.bf16_optimizer_states
+    fp32 = adam and "master_dtype" in settings.recipe_arguments and not short
+    return settings.recipe(**({"moments": "fp32"} if fp32 else {}))
 
 
 def _refuse_fp16_states(recipe: Recipe, optimizer: torch.optim.Optimizer | None) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 
-from onefold.hosts import computing_in
+from onefold import hosts
 from onefold.reading import parse_json
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe
 
@@ -121,17 +121,7 @@ def in_precision(recipe: Recipe, asked: str) -> Recipe:
             "fp16 skips steps whose gradients overflow, and the recipe steps behind the backward"
             " pass, before that is known: set bf16=True, or leave step_in_backward out."
         )
-    if asked == "no":
-        return recipe
-    wanted = COMPUTE_DTYPES[asked]
-    if own == wanted:
-        return recipe
-    if own is not None:
-        raise ValueError(
-            f"the training arguments say {asked}=True, and the recipe computes in"
-            f" {str(own).removeprefix('torch.')}: leave one of them out."
-        )
-    return computing_in(recipe, wanted)
+    return hosts.in_precision(recipe, COMPUTE_DTYPES.get(asked), f"{asked}=True")
 
 
 def scales_loss(recipe: Recipe) -> bool:

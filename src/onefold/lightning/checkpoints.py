@@ -1,15 +1,8 @@
-"""Save and load a Trainer's checkpoint, as a folder of shards or as one file.
+"""Save and load a Trainer's checkpoint: a folder of `onefold.save`, with `lightning.pt`, which has
+what Lightning's file has besides weights and optimizer states: loops, callbacks, schedules,
+hyperparameters. It resumes at any stage and on any number of ranks.
 
-| `checkpoint=` | what `save_checkpoint(path)` makes               | who writes          | opens with                           |
-|---------------|--------------------------------------------------|---------------------|--------------------------------------|
-| "folder"      | a folder of `onefold.save`, with `lightning.pt`  | every rank its part | `ckpt_path=`, `onefold.load`         |
-| "file"        | Lightning's own file, with the whole state       | rank 0              | `ckpt_path=`, `load_from_checkpoint` |
-
-Both forms resume at any stage and on any number of ranks. A strategy loads either, whichever of
-them it writes, so it also loads a file that Lightning wrote under DDP.
-
-`lightning.pt` has what Lightning's file has besides weights and optimizer states: loops, callbacks,
-schedules, hyperparameters.
+A strategy also loads a file that Lightning wrote under DDP.
 """
 
 from __future__ import annotations
@@ -58,7 +51,7 @@ def save_folder(
     if "://" in path:
         raise ValueError(
             f"{path!r}: every rank writes its part of a checkpoint folder into a file system that"
-            ' all of them see. Give a path, or Strategy(checkpoint="file").'
+            " all of them see: give a path."
         )
     rest = dict(checkpoint)
     weights = rest.pop("state_dict", None)
@@ -66,8 +59,8 @@ def save_folder(
     if not isinstance(weights, InFolder) or weights or any(states or ()):
         raise ValueError(
             "checkpoint['state_dict'] or checkpoint['optimizer_states'] was changed by"
-            ' on_save_checkpoint(). With checkpoint="folder" each rank writes its part and nobody'
-            ' has them whole: leave them as they are, or give Strategy(checkpoint="file").'
+            " on_save_checkpoint(). Each rank writes its part and nobody has them whole: leave them"
+            " as they are; onefold.full_state_dict(module) makes one dict."
         )
     if states is not None:
         rest[STATES] = []  # says that the shards include optimizer states

@@ -13,19 +13,38 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 import onefold
-from onefold.lightning import checkpoints, refusals
-from onefold.lightning.precision import converts, in_precision
+from onefold.hosts import in_precision
+from onefold.lightning import checkpoints
 from onefold.recipe import Recipe
-from onefold.runtime.hooks import is_sharded
+from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.runtime.state.start import has_meta
+
+
+def _step(name: str, context: str) -> Any:
+    """Return the method that runs a step of the module under a context of the precision plugin."""
+
+    def run(self: Strategy, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.precision_plugin, context)():
+            return self._run(name, args, kwargs)
+
+    return run
 
 
 class Strategy(DDPStrategy):
@@ -37,8 +56,6 @@ class Strategy(DDPStrategy):
     Args:
         recipe: how to shard, such as `onefold.Recipe.zero(stage=3)`; None if `stage` is given.
         stage: 0 to 3.
-        checkpoint: what `save_checkpoint` and ModelCheckpoint write. "folder": each rank writes its
-            part. "file": rank 0 writes one file, as under DDP. Both resume on any number of ranks.
         init: initializes one module in place. It is used for modules on the meta device that have
             no `reset_parameters()`.
         cluster_environment: as in Lightning's DDPStrategy.
@@ -63,7 +80,6 @@ class Strategy(DDPStrategy):
         recipe: Recipe | None = None,
         *,
         stage: int | None = None,
-        checkpoint: str = "folder",
         init: Callable[[nn.Module], object] | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -75,9 +91,20 @@ class Strategy(DDPStrategy):
         start_method: str = "popen",
         **options: Any,
     ) -> None:
-        self._given = refusals.recipe_given(recipe, stage, options)
-        refusals.check_form(checkpoint)
-        refusals.check_start(start_method)
+        if recipe is None and stage is not None:
+            recipe, stage, options = Recipe.zero(stage, **options), None, {}
+        if not isinstance(recipe, Recipe) or stage is not None or options:
+            raise ValueError(
+                f"Strategy was given recipe={recipe!r} and {stage=}: expected Strategy(stage=3), with"
+                " options of the recipe besides, or Strategy(onefold.Recipe.zero(stage=3, ...))"
+                " alone; put all of it into the recipe."
+            )
+        if start_method != "popen":
+            raise ValueError(
+                f"start_method={start_method!r}: Lightning brings back one rank's weights from"
+                " processes that it forks or spawns, and each rank has a part. Use \"popen\" (the"
+                " default), torchrun or Slurm."
+            )
         waits = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             accelerator=accelerator,
@@ -88,7 +115,7 @@ class Strategy(DDPStrategy):
             process_group_backend=process_group_backend,
             **waits,
         )
-        self.recipe, self.form = self._given, checkpoint
+        self.recipe = self._given = recipe
         self._init = init
         # DDPStrategy's redirection sets flags of a DDP wrapper. Here there is no wrapper.
         self._forward_redirection = _ForwardRedirection()
@@ -96,9 +123,19 @@ class Strategy(DDPStrategy):
     # -- before the first batch --------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        trainer = self._module().trainer
-        refusals.check_trainer(trainer, self.form, self._checkpoint_io)
-        self.recipe = in_precision(self._given, self.precision_plugin)
+        for callback in self._module().trainer.callbacks:
+            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                raise ValueError(
+                    f"{type(callback).__name__} copies the whole module on every rank and mixes it"
+                    " with this rank's parts. Average with onefold.ema.EMA in a callback of yours,"
+                    " as docs/lightning.md shows: it is sharded as the model is."
+                )
+        if isinstance(self._checkpoint_io, AsyncCheckpointIO):
+            raise ValueError(
+                "AsyncCheckpointIO writes what one rank holds, and each rank writes its part of a"
+                " checkpoint: leave the plugin out."
+            )
+        self.recipe = self._in_precision()
         super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
@@ -114,12 +151,18 @@ class Strategy(DDPStrategy):
     def _shard(self, fitting: bool) -> None:
         """Shard the module, unless it is sharded already. Collective."""
         module = self._module()
-        refusals.check_model(module, self.recipe)
         if is_sharded(module):
+            if engine_of(module).recipe != self.recipe:
+                raise ValueError(
+                    "this module is sharded by another recipe already. Give Trainer the strategy"
+                    " that it was sharded by, or a fresh module and ckpt_path= of a checkpoint,"
+                    " which loads at any stage."
+                )
             return
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
-        if converts(self.precision_plugin):
+        if not isinstance(self.precision_plugin, HalfPrecision):
+            # Under "bf16-true" the recipe makes the copies that compute; masters stay as they are
             self.precision_plugin.convert_module(module)
         self.model_to_device()
         onefold.shard(module, self.recipe, init=self._init, device=self.root_device)
@@ -137,21 +180,10 @@ class Strategy(DDPStrategy):
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._run("training_step", args, kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._run("validation_step", args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._run("test_step", args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._run("predict_step", args, kwargs)
+    training_step = _step("training_step", "train_step_context")
+    validation_step = _step("validation_step", "val_step_context")
+    test_step = _step("test_step", "test_step_context")
+    predict_step = _step("predict_step", "predict_step_context")
 
     def _run(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._module()
@@ -204,37 +236,29 @@ class Strategy(DDPStrategy):
         return True  # the checkpoint is loaded into the shards
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict. Collective.
-
-        A sharded module's is whole on rank 0 and empty elsewhere, or an `InFolder` if the
-        checkpoint is a folder.
-        """
+        """Return an `InFolder`, which stands for the module's state dict."""
         if not is_sharded(self._module()):
             return super().lightning_module_state_dict()
-        if self.form == "folder":
-            return checkpoints.InFolder()
-        return onefold.full_state_dict(self._module())
+        return checkpoints.InFolder()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state dict, or an `InFolder` if the checkpoint is a folder."""
-        if self.form == "folder" and is_sharded(self._module()):
-            return checkpoints.InFolder()
-        return super().optimizer_state(optimizer)
+        if not is_sharded(self._module()):
+            return super().optimizer_state(optimizer)
+        return checkpoints.InFolder()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        if self.form == "file" or not is_sharded(self._module()):
+        if not is_sharded(self._module()):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise ValueError(
-                f"storage_options={storage_options!r} are for Lightning's own file: give"
-                ' Strategy(checkpoint="file"), or leave them out.'
+                f"storage_options={storage_options!r} are for Lightning's own file, and each rank"
+                " writes its part of a folder: leave them out."
             )
         path = str(self.broadcast(filepath))
-        optimizers = refusals.bare_optimizers(self.optimizers)
-        checkpoints.save_folder(path, checkpoint, self._module(), optimizers)
+        checkpoints.save_folder(path, checkpoint, self._module(), self._bare())
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         path = str(self.broadcast(checkpoint_path))
@@ -242,10 +266,9 @@ class Strategy(DDPStrategy):
             return super().load_checkpoint(path, weights_only)
         module, file = self._module(), checkpoints.rest_of(path)
         rest = self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
-        optimizers = refusals.bare_optimizers(self.optimizers)
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         return checkpoints.load_folder(
-            path, rest, module, optimizers if fitting else [], module.strict_loading
+            path, rest, module, self._bare() if fitting else [], module.strict_loading
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -257,7 +280,7 @@ class Strategy(DDPStrategy):
         if isinstance(checkpoint["state_dict"], checkpoints.InFolder):
             return
         states = checkpoint[checkpoints.STATES]
-        for optimizer, state in zip(refusals.bare_optimizers(self.optimizers), states, strict=True):
+        for optimizer, state in zip(self._bare(), states, strict=True):
             optimizer.load_state_dict(state)
 
     # -- the end -----------------------------------------------------------------------------------
@@ -274,6 +297,49 @@ class Strategy(DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
+    def _in_precision(self) -> Recipe:
+        """Return the recipe with the precision that the Trainer asks for.
+
+        | precision                | parameters compute in              | under          | the optimizer steps |
+        |--------------------------|------------------------------------|----------------|---------------------|
+        | "32-true" (default)      | the recipe's precision             |                | fp32                |
+        | "bf16-mixed", "16-mixed" | their own dtype, as under DDP      | torch.autocast | fp32                |
+        | "bf16-true"              | bf16: the recipe's precision       |                | fp32 masters        |
+        | "64-true"                | fp64                               |                | fp64                |
+
+        Raises:
+            ValueError: the recipe names another precision, or this one is not supported here.
+        """
+        plugin, recipe, own = self.precision_plugin, self._given, self._given.compute_dtype
+        asked, kind = f"Trainer(precision={plugin.precision!r})", type(plugin)
+        if kind is Precision:
+            return recipe
+        if kind is HalfPrecision and plugin.precision == "bf16-true":
+            return in_precision(recipe, torch.bfloat16, asked)
+        if kind is DoublePrecision or kind is MixedPrecision:
+            if own is None or (kind is MixedPrecision and own == torch.float32):
+                return recipe
+            how = "runs torch.autocast over fp32 parameters" if kind is MixedPrecision else "computes in fp64"
+            raise ValueError(
+                f"{asked} {how}, and the recipe computes in {str(own).removeprefix('torch.')}: leave"
+                " one of them out."
+            )
+        if kind is HalfPrecision:
+            raise ValueError(
+                f"{asked} has no loss scaling, so that small gradients vanish: use"
+                ' precision="16-mixed", or "bf16-true".'
+            )
+        raise ValueError(
+            f"onefold.lightning.Strategy does not know the precision plugin {kind.__name__}: use"
+            ' precision="32-true", "bf16-mixed", "16-mixed", "bf16-true" or "64-true". Weights in 8'
+            ' and 4 bits are the recipe\'s: Strategy(stage=3, frozen="nf4").'
+        )
+
+    def _bare(self) -> list[Any]:
+        """Return torch's optimizers without Lightning's wrappers."""
+        every = self.optimizers
+        return [o.optimizer if isinstance(o, LightningOptimizer) else o for o in every]
+
     def _module(self) -> Any:
         module = self.lightning_module
         assert module is not None
@@ -287,13 +353,10 @@ class Strategy(DDPStrategy):
         add("onefold", description=what.format(3), stage=3)
         for stage in (1, 2, 3):
             add(f"onefold_stage_{stage}", description=what.format(stage), stage=stage)
-        for stage in (2, 3):
-            add(
-                f"onefold_stage_{stage}_offload",
-                description=f"{what.format(stage)}, the optimizer on the host",
-                stage=stage,
-                offload_optimizer="cpu",
-            )
+            if stage > 1:
+                more = {"stage": stage, "offload_optimizer": "cpu"}
+                said = f"{what.format(stage)}, the optimizer on the host"
+                add(f"onefold_stage_{stage}_offload", description=said, **more)
 
 
 def register() -> None:

@@ -171,7 +171,6 @@ def materialize_adapters(module: nn.Module, device: torch.device) -> None:
             loaded yet.
     """
     configs: dict[str, Any] = getattr(module, "peft_config", None) or {}
-    _materialize_prompts(getattr(module, "prompt_encoder", {}), configs, device)
     layers: list[Any] = [m for m in module.modules() if hasattr(m, "reset_lora_parameters")]
     lora = {name: config for name, config in configs.items() if config.peft_type == "LORA"}
     for layer, (name, config) in itertools.product(layers, lora.items()):
@@ -201,22 +200,6 @@ def materialize_adapters(module: nn.Module, device: torch.device) -> None:
                 if hasattr(part[name], "reset_parameters"):
                     part[name].reset_parameters()
         layer.reset_lora_parameters(name, how)
-
-
-def _materialize_prompts(encoders: Any, configs: dict[str, Any], device: torch.device) -> None:
-    """Allocate and initialize prompts. Prompts that start as embeddings of the base model's tokens
-    are left on the meta device.
-    """
-    for name, encoder in encoders.items():
-        config = configs[name]
-        drawn = getattr(config, "prompt_tuning_init", "RANDOM") == "RANDOM"
-        known = config.peft_type in ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING") and drawn
-        if known and any(p.is_meta for p in encoder.parameters()):
-            encoder.to_empty(device=device)
-            for part in encoder.modules():
-                reset: Any = getattr(part, "reset_parameters", None)
-                if reset is not None:
-                    reset()
 
 
 def _refuse_unset(module: nn.Module) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from onefold.deepspeed.logs import log_dist
+from onefold.deepspeed.small import log_dist
 
+__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
 _configured = [False]
 
 
-def configure_checkpointing(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) -> None:
+def configure(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) -> None:
     """Record that checkpointing was configured, and warn about options that have no effect.
 
     Raises:
@@ -20,8 +21,7 @@ def configure_checkpointing(mpu_: Any = None, deepspeed_config: Any = None, **op
     """
     if mpu_ is not None:
         raise NotImplementedError(
-            "checkpointing.configure(mpu_=...): other parallel axes than data are not built yet;"
-            " leave it out."
+            "checkpointing.configure(mpu_=...): give onefold.shard(mesh=...) the axes beside data."
         )
     if asked := [name for name, value in options.items() if value]:
         log_dist(
@@ -33,14 +33,17 @@ def configure_checkpointing(mpu_: Any = None, deepspeed_config: Any = None, **op
     _configured[0] = True
 
 
-def checkpointing_is_configured() -> bool:
+def is_configured() -> bool:
     return _configured[0]
 
 
-def reset_checkpointing() -> None:
+def reset() -> None:
     """Do nothing: no buffers are kept between steps."""
 
 
 def checkpoint(function: Any, *args: Any) -> Any:
     """Call the function under torch's non-reentrant `torch.utils.checkpoint.checkpoint`."""
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+
+non_reentrant_checkpoint = checkpoint

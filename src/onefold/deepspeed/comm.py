@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +11,12 @@ import torch.distributed as dist
 
 from onefold.device import backend_name, default_device
 
-#: A file of `NAME=value` lines that launchers of several nodes read.
-ENVIRONMENT_FILE = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+__all__ = [
+    *("configure", "get_all_ranks_from_group", "get_local_rank", "get_rank", "get_world_group"),
+    *("get_world_size", "inference_all_reduce", "init_distributed", "log_summary"),
+]
+get_all_ranks_from_group = dist.get_process_group_ranks
+inference_all_reduce = dist.all_reduce
 
 
 def init_distributed(
@@ -91,10 +94,9 @@ def log_summary(*arguments: Any, **options: Any) -> None:
         )
 
 
-def get_local_rank() -> int:
-    return local_rank()
-
-
-def local_rank(environment: Mapping[str, str] = os.environ) -> int:
+def local_rank() -> int:
     """Return this rank's number on its machine, from the launcher's `LOCAL_RANK`."""
-    return int(environment.get("LOCAL_RANK", 0))
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+get_local_rank = local_rank

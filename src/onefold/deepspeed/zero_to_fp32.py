@@ -29,12 +29,19 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.source import Item, Source
-from onefold.deepspeed.reader import DeepSpeedSource, named_in, recognizes
 from onefold.deepspeed.parameter_facts import DEPTH, alone
+from onefold.deepspeed.reader import DeepSpeedSource, named_in, recognizes
 from onefold.deepspeed.state import write_whole
 from onefold.recipe.options import bytes_of
 from onefold.runtime.hooks import is_sharded
 
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_optim_files",
+    "load_state_dict_from_zero_checkpoint",
+]
 _LATEST = "latest"
 #: An output with one of these suffixes is a file; any other is a folder.
 _FILES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
