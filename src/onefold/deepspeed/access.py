@@ -123,12 +123,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return this rank's elements of the master weights, in fp32; None if the parameter is frozen."""
-    return local_fp32(param) if param.requires_grad else None
-
-
-def local_fp32(param: nn.Parameter) -> Tensor:
-    """Return this rank's elements of a parameter, frozen or not, in fp32; shape [their number]."""
-    return in_memory(_masters(param)).float()
+    return in_memory(_masters(param)).float() if param.requires_grad else None
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -145,29 +140,19 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set the gradient from a whole tensor, which must be the same on every rank."""
-    spec = spec_of(param)
-    _check("safe_set_full_grad", param, value)
+    mine = _piece("safe_set_full_grad", param, value)
+    if isinstance(param.grad, Elsewhere):
+        if mine.numel():
+            safe_set_local_grad(param, mine)
+        return
     with disable_torch_function():
         held = param.dtype
-    grad = param.grad
-    if spec is not None and isinstance(grad, Elsewhere):
-        if spec.start < spec.stop:
-            _set_gradient(param, grad, spec.piece(value))
-    else:
-        param.grad = value.to(held, copy=True)  # later changes of `value` must not reach it
+    param.grad = value.to(held, copy=True)  # later changes of `value` must not reach it
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Write the master weights from a whole tensor, which must be the same on every rank."""
-    _check("safe_set_full_fp32_param", param, value)
-    entry, spec = entry_of(param), spec_of(param)
-    if entry is None or spec is None or entry.flat.storage.in_place:
-        with disable_torch_function():
-            held, device = param.dtype, param.device
-        with torch.no_grad():
-            param.data = value.to(device, held, copy=True)
-        return
-    _write_masters("safe_set_full_fp32_param", param, entry, spec.piece(value))
+    safe_set_local_fp32_param(param, _piece("safe_set_full_fp32_param", param, value))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -177,14 +162,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         ValueError: this rank owns elements of the parameter, but the optimizer has no such state
             yet.
     """
-    _check("safe_set_full_optimizer_state", param, value)
-    held, spec = _state_of(param, optim_state_key), spec_of(param)
-    if spec is not None and spec.start == spec.stop:
-        return
-    if held is None:
-        raise _no_state("safe_set_full_optimizer_state", optim_state_key)
-    mine = value.reshape(-1) if spec is None else spec.piece(value)
-    _write_state("safe_set_full_optimizer_state", param, optim_state_key, held, mine)
+    mine = _piece("safe_set_full_optimizer_state", param, value)
+    safe_set_local_optimizer_state(param, mine, optim_state_key)
 
 
 def safe_update_full_grad_vectorized(
@@ -212,15 +191,12 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
             "safe_set_local_grad: the parameter has no gradient: call it between backward and step."
         )
     if isinstance(grad, Elsewhere):
-        _set_gradient(param, grad, value)
-        return
-    spec = spec_of(grad)
-    with disable_torch_function():
-        own = grad.detach().as_subclass(Tensor)
-        plain = _fitting("safe_set_local_grad", value, own.numel()).to(own.device, own.dtype)
-        plain = plain.reshape(own.shape) if spec is None else plain
-    with torch.no_grad():
-        grad.copy_(plain if spec is None else dress(plain, spec))
+        entry = _on_disk(param, grad)
+        start, stop = entry.owned()
+        mine = _fitting("safe_set_local_grad", value, stop - start)
+        entry.flat.storage.write_gradient(entry, mine)
+    else:
+        _copy_into("safe_set_local_grad", grad, value)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -229,16 +205,11 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     Raises:
         ValueError: `value` has another number of elements.
     """
-    entry, spec = entry_of(param), spec_of(param)
+    entry = entry_of(param)
     if entry is not None and not entry.flat.storage.in_place:
         _write_masters("safe_set_local_fp32_param", param, entry, value)
         return
-    with disable_torch_function():
-        own = param.detach().as_subclass(Tensor)
-        plain = _fitting("safe_set_local_fp32_param", value, own.numel()).to(own.device, own.dtype)
-        plain = plain.reshape(own.shape) if spec is None else plain
-    with torch.no_grad():
-        param.copy_(plain if spec is None else dress(plain, spec))
+    _copy_into("safe_set_local_fp32_param", param, value)
 
 
 def safe_set_local_optimizer_state(
@@ -254,8 +225,15 @@ def safe_set_local_optimizer_state(
     if held is None and spec is not None and spec.start == spec.stop:
         return
     if held is None:
-        raise _no_state("safe_set_local_optimizer_state", optim_state_key)
-    _write_state("safe_set_local_optimizer_state", param, optim_state_key, held, value)
+        raise ValueError(
+            f"there is no state {optim_state_key!r} of this parameter; states come into being with"
+            " the first step."
+        )
+    plain = _plain_state(param, optim_state_key) if spec is None else None
+    if plain is not None:  # not by `held`, which is a copy of a state that is not contiguous
+        _copy_into("safe_set_local_optimizer_state", plain, value)
+    else:
+        _write("safe_set_local_optimizer_state", held, value)
 
 
 # -- this rank's elements --------------------------------------------------------------------------
@@ -272,9 +250,8 @@ def _masters(param: nn.Parameter) -> Tensor | OnDisk:
 
 def _state_of(param: nn.Parameter, key: str) -> Tensor | OnDisk | None:
     """Return this rank's elements of the optimizer's state of that name; None if there is none."""
-    entry = entry_of(param)
-    engine = entry.engine() if entry is not None else None
-    if entry is None or engine is None:
+    entry, engine = owner_of(param)
+    if entry is None:
         plain = _plain_state(param, key)
         return None if plain is None else plain.detach().reshape(-1)
     with disable_torch_function():
@@ -299,9 +276,8 @@ def _has_none_of(param: nn.Parameter) -> bool:
 
 
 def _has_stepped(param: nn.Parameter, key: str) -> bool:
-    entry = entry_of(param)
-    engine = entry.engine() if entry is not None else None
-    if entry is None or engine is None:
+    entry, engine = owner_of(param)
+    if entry is None:
         return False
     with disable_torch_function():
         return any(
@@ -328,13 +304,6 @@ def _gradient(param: nn.Parameter, grad: Tensor) -> Tensor:
     return _on_disk(param, grad).flat.storage.read_gradient(_on_disk(param, grad))
 
 
-def _set_gradient(param: nn.Parameter, grad: Tensor, value: Tensor) -> None:
-    entry = _on_disk(param, grad)
-    start, stop = entry.owned()
-    mine = _fitting("safe_set_local_grad", value, stop - start)
-    entry.flat.storage.write_gradient(entry, mine)
-
-
 def _on_disk(param: nn.Parameter, grad: Tensor) -> Entry:
     """Return the entry of a parameter whose gradient is on NVMe.
 
@@ -352,18 +321,6 @@ def _write(call: str, held: Tensor | OnDisk, value: Tensor) -> None:
     mine = _fitting(call, value, held.numel())
     with torch.no_grad(), disable_torch_function():
         held.copy_(mine)
-
-
-def _write_state(
-    call: str, param: nn.Parameter, key: str, held: Tensor | OnDisk, value: Tensor
-) -> None:
-    plain = _plain_state(param, key) if spec_of(param) is None else None
-    if plain is None:
-        _write(call, held, value)
-        return
-    with torch.no_grad():
-        # Not by `held`, which is a copy of a state that is not contiguous
-        plain.copy_(_fitting(call, value, plain.numel()).view(plain.shape))
 
 
 def _write_masters(call: str, param: nn.Parameter, entry: Entry, value: Tensor) -> None:
@@ -395,16 +352,23 @@ def _fitting(call: str, value: Tensor, numel: int) -> Tensor:
     return plain
 
 
-def _no_state(call: str, key: str) -> ValueError:
-    return ValueError(
-        f"{call}: there is no state {key!r} of this parameter; states come into being with the"
-        " first step."
-    )
-
-
-def _check(call: str, param: nn.Parameter, value: Tensor) -> None:
+def _piece(call: str, param: nn.Parameter, value: Tensor) -> Tensor:
+    """Return this rank's elements of a whole tensor."""
     if value.shape != param.shape:
         raise ValueError(
             f"{call} was given shape {tuple(value.shape)}, expected {tuple(param.shape)}, the"
             " whole parameter's."
         )
+    spec = spec_of(param)
+    return value.reshape(-1) if spec is None else spec.piece(value)
+
+
+def _copy_into(call: str, held: Tensor, value: Tensor) -> None:
+    """Copy this rank's elements into a parameter, a gradient or a state that is in memory."""
+    spec = spec_of(held)
+    with disable_torch_function():
+        own = held.detach().as_subclass(Tensor)
+        plain = _fitting(call, value, own.numel()).to(own.device, own.dtype)
+        plain = plain.reshape(own.shape) if spec is None else plain
+    with torch.no_grad():
+        held.copy_(plain if spec is None else dress(plain, spec))

@@ -24,6 +24,10 @@ class LossScaler:
     Attributes:
         scale: what the loss is multiplied with; `cur_scale` and `loss_scale` are other names.
         dynamic: False if the configuration fixes the scale.
+        scale_window: finite steps between two growths.
+        min_scale: the smallest scale; `min_loss_scale` is another name.
+        delayed_shift: overflows that lower the scale once.
+        consecutive_hysteresis: whether a finite step refills the hysteresis.
         follower: called with the scale after each change; None calls nothing.
         cur_iter, last_overflow_iter, cur_hysteresis: the state, under DeepSpeed's names.
     """
@@ -34,8 +38,11 @@ class LossScaler:
     raise_error_at_min_scale = True
 
     def __init__(self, spec: FP16) -> None:
-        self.spec = spec
-        self.dynamic = spec.loss_scale == 0
+        self.dynamic = self.dynamic_loss_scale = spec.loss_scale == 0
+        self.scale_window = spec.loss_scale_window
+        self.min_scale = self.min_loss_scale = spec.min_loss_scale
+        self.delayed_shift = spec.hysteresis
+        self.consecutive_hysteresis = spec.consecutive_hysteresis
         self.follower: Callable[[float], None] | None = None
         self._scale = 2.0**spec.initial_scale_power if self.dynamic else spec.loss_scale
         self.cur_iter = 0
@@ -54,29 +61,6 @@ class LossScaler:
 
     cur_scale = loss_scale = scale
 
-    @property
-    def scale_window(self) -> int:
-        return self.spec.loss_scale_window
-
-    @property
-    def min_scale(self) -> float:
-        return self.spec.min_loss_scale
-
-    min_loss_scale = min_scale
-
-    @property
-    def delayed_shift(self) -> int:
-        """Overflows that lower the scale once."""
-        return self.spec.hysteresis
-
-    @property
-    def consecutive_hysteresis(self) -> bool:
-        return self.spec.consecutive_hysteresis
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self.dynamic
-
     def is_needed(self) -> bool:
         """Whether a loss has to be scaled: not if the scale is fixed at 1."""
         return self.dynamic or self.scale != 1
@@ -93,21 +77,21 @@ class LossScaler:
         if overflow:
             if self.cur_hysteresis > 1:
                 self.cur_hysteresis -= 1
-            elif self.scale <= self.spec.min_loss_scale:
+            elif self.scale <= self.min_scale:
                 raise FloatingPointError(
                     "gradients are not finite although the loss scale is at its minimum,"
-                    f" {self.spec.min_loss_scale:g}: lower the learning rate, clip gradients, or compute"
+                    f" {self.min_scale:g}: lower the learning rate, clip gradients, or compute"
                     " in bf16."
                 )
             else:
-                self.scale = max(self.scale / 2, self.spec.min_loss_scale)
+                self.scale = max(self.scale / 2, self.min_scale)
             self.last_overflow_iter = self.cur_iter
         else:
-            if self.spec.consecutive_hysteresis:
-                self.cur_hysteresis = self.spec.hysteresis
+            if self.consecutive_hysteresis:
+                self.cur_hysteresis = self.delayed_shift
             stable = self.cur_iter - self.last_overflow_iter - 1
-            if stable > 0 and stable % self.spec.loss_scale_window == 0:
-                self.cur_hysteresis = self.spec.hysteresis
+            if stable > 0 and stable % self.scale_window == 0:
+                self.cur_hysteresis = self.delayed_shift
                 self.scale *= 2
         self.cur_iter += 1
 

@@ -90,6 +90,12 @@ def _parallelized(
             f"pp_size={config.pp_size}: transformers' pipelines do not train. Leave pp_size out, or"
             " shard the stages of your own pipeline with onefold.shard()."
         )
+    if config.ep_size > 1 and config.tp_size == 1:
+        raise ValueError(
+            f"ep_size={config.ep_size} without tp_size: give both, or load the model by transformers,"
+            " divide its experts, and call onefold.shard(model, recipe, mesh=..., data=...) before"
+            " the Trainer is made."
+        )
     if config.tp_size == 1:
         return _on_data_axes(folder, kind, dtype, config, options)
 
@@ -111,10 +117,9 @@ def _parallelized(
 def _on_data_axes(
     folder: Path, kind: Any, dtype: Any, config: Any, options: dict[str, Any]
 ) -> nn.Module:
-    """Return a model on the meta device with its meshes, and its experts divided by transformers'
-    plan. transformers makes no mesh of such sizes without its FSDP.
+    """Return a model on the meta device with its meshes. transformers makes no mesh of such sizes
+    without its FSDP.
     """
-    from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.utils import initialize_distributed_mesh
 
     model: Any = on_meta(folder, kind, dtype, **options)
@@ -126,15 +131,6 @@ def _on_data_axes(
         # Trainer then neither moves nor wraps the model
         model._is_distributed_loading_by_transformers = True
         model._tp_size, model._fsdp_size = 1, config.fsdp_size
-    if meshes is not None and config.ep_size > 1:
-        _, plan, _ = model._resolve_parallel_plans(config)
-        apply_expert_parallelism(
-            model,
-            meshes.get_mesh("ep"),
-            meshes.get_mesh("tp"),
-            plan,
-            ep_implementation=config.ep_implementation,
-        )
     setattr(model, _WEIGHTS, str(folder))
     trained: nn.Module = model
     return trained

@@ -54,6 +54,17 @@ else:
     _Host = object
 
 
+def _own_loader(name: str) -> Any:
+    """Return the method that makes Trainer's own loader, where ranks may have whole samples."""
+
+    @functools.wraps(getattr(transformers.Trainer, name))
+    def loader(self: TrainerMixin, *args: Any, **kwargs: Any) -> Any:
+        refuse_whole_samples(self.model, name)
+        return getattr(super(TrainerMixin, self), name)(*args, **kwargs)
+
+    return loader
+
+
 #: Packages with Trainer classes. The mixin must be listed before such a class.
 _HOSTS = ("transformers.", "trl.")
 
@@ -152,17 +163,9 @@ class TrainerMixin(_Host):
         self.accelerator.onefold_model = weakref.ref(model)
         self.model_wrapped = self.accelerator.prepare_model(model)
 
-    def get_train_dataloader(self) -> Any:
-        refuse_whole_samples(self.model, "get_train_dataloader")
-        return super().get_train_dataloader()
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        refuse_whole_samples(self.model, "get_eval_dataloader")
-        return super().get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        refuse_whole_samples(self.model, "get_test_dataloader")
-        return super().get_test_dataloader(test_dataset)
+    get_train_dataloader = _own_loader("get_train_dataloader")
+    get_eval_dataloader = _own_loader("get_eval_dataloader")
+    get_test_dataloader = _own_loader("get_test_dataloader")
 
     def _inner_training_loop(
         self,

@@ -102,7 +102,7 @@ class Strategy(DDPStrategy):
         if start_method != "popen":
             raise ValueError(
                 f"start_method={start_method!r}: Lightning brings back one rank's weights from"
-                " processes that it forks or spawns, and each rank has a part. Use \"popen\" (the"
+                ' processes that it forks or spawns, and each rank has a part. Use "popen" (the'
                 " default), torchrun or Slurm."
             )
         waits = {} if timeout is None else {"timeout": timeout}
@@ -319,7 +319,11 @@ class Strategy(DDPStrategy):
         if kind is DoublePrecision or kind is MixedPrecision:
             if own is None or (kind is MixedPrecision and own == torch.float32):
                 return recipe
-            how = "runs torch.autocast over fp32 parameters" if kind is MixedPrecision else "computes in fp64"
+            how = (
+                "runs torch.autocast over fp32 parameters"
+                if kind is MixedPrecision
+                else "computes in fp64"
+            )
             raise ValueError(
                 f"{asked} {how}, and the recipe computes in {str(own).removeprefix('torch.')}: leave"
                 " one of them out."
