@@ -12,8 +12,15 @@ import torch.distributed as dist
 from onefold.device import backend_name, default_device
 
 __all__ = [
-    *("configure", "get_all_ranks_from_group", "get_local_rank", "get_rank", "get_world_group"),
-    *("get_world_size", "inference_all_reduce", "init_distributed", "log_summary"),
+    "configure",
+    "get_all_ranks_from_group",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "inference_all_reduce",
+    "init_distributed",
+    "log_summary",
 ]
 get_all_ranks_from_group = dist.get_process_group_ranks
 inference_all_reduce = dist.all_reduce

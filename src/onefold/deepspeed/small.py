@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import is_initialized
 from torch.utils._pytree import tree_map
 
 from onefold.deepspeed.comm import get_rank, local_rank
@@ -26,9 +27,20 @@ from onefold.device import (
 from onefold.memory import free_host_memory, total_host_memory
 
 __all__ = [
-    *("DEEPSPEED_ENVIRONMENT_NAME", "OnDevice", "RepeatingLoader", "ZeRORuntimeException"),
-    *("_orig_torch_arange", "clone_tensors_for_torch_save", "get_accelerator", "instrument_w_nvtx"),
-    *("is_initialized", "is_moe_param", "log_dist", "logger", "move_to_device", "see_memory_usage"),
+    "DEEPSPEED_ENVIRONMENT_NAME",
+    "OnDevice",
+    "RepeatingLoader",
+    "ZeRORuntimeException",
+    "_orig_torch_arange",
+    "clone_tensors_for_torch_save",
+    "get_accelerator",
+    "instrument_w_nvtx",
+    "is_initialized",
+    "is_moe_param",
+    "log_dist",
+    "logger",
+    "move_to_device",
+    "see_memory_usage",
     "split_params_into_different_moe_groups_for_optimizer",
 ]
 F = TypeVar("F", bound=Callable[..., Any])

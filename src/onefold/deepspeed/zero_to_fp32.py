@@ -16,8 +16,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +65,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
             parameters were frozen.
     """
     with _opened(checkpoint_dir, tag) as source:
-        out: dict[str, torch.Tensor] = {}
-        for tensor in _tensors(source, exclude_frozen_parameters):
-            value = tensor.read(source)
-            out |= dict.fromkeys(tensor.names, value)
-        return out
+        return _state(source, _tensors(source, exclude_frozen_parameters))
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -147,24 +142,26 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     if max_shard_size is not None and not single:
         limit = bytes_of("max_shard_size", max_shard_size)
     with _opened(checkpoint_dir, tag) as source:
-        shards: list[list[_Tensor]] = [[]]
-        for tensor in _tensors(source, exclude_frozen_parameters):
-            if shards[-1] and sum(t.nbytes for t in shards[-1]) + tensor.nbytes > limit:
-                shards.append([])
-            shards[-1].append(tensor)
+        tensors = _tensors(source, exclude_frozen_parameters)
+        nbytes = {item: 4 * math.prod(source.stored(item).shape) for item in tensors}
+        files: list[dict[Item, list[str]]] = [{}]
+        for item, names in tensors.items():
+            if files[-1] and sum(nbytes[i] for i in files[-1]) + nbytes[item] > limit:
+                files.append({})
+            files[-1][item] = names
         stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
         folder = target.parent if single else target
         folder.mkdir(parents=True, exist_ok=True)
         where: dict[str, str] = {}
-        for number, shard in enumerate(shards, 1):
-            counted = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        for number, held in enumerate(files, 1):
+            counted = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
             file = target.name if single else f"{stem}{counted}{suffix}"
-            state = {n: v for t in shard for n, v in t.named(source)}
+            state = _state(source, held)
             write_whole(state, folder / file)
-            where |= {name: file for tensor in shard for name in tensor.names}
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for shard in shards for tensor in shard)
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+            where |= dict.fromkeys(state, file)
+            del state  # before the next file's values are read
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": where}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / f"{stem}{suffix}.index.json").write_text(text, encoding="utf-8")
 
@@ -223,33 +220,6 @@ def main(arguments: list[str] | None = None) -> None:
         parser.exit(1, f"zero_to_fp32.py: {error}\n")
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """A parameter or buffer of a checkpoint.
-
-    Attributes:
-        names: all its names; more than one if it is tied.
-    """
-
-    item: Item
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * 4
-
-    def read(self, source: Source) -> torch.Tensor:
-        whole = torch.empty(math.prod(self.shape), dtype=torch.float32, device="cpu")
-        source.read(self.item, 0, whole.numel(), whole)
-        return whole.view(self.shape)
-
-    def named(self, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
-        value = self.read(source)
-        for name in self.names:
-            yield name, value
-
-
 def _folder(folder: str | os.PathLike[str], tag: str | None) -> Path:
     path = Path(folder)
     if tag is None and (path / _LATEST).is_file():
@@ -263,15 +233,27 @@ def _opened(folder: str | os.PathLike[str], tag: str | None) -> Iterator[Source]
         yield source
 
 
-def _tensors(source: Source, without_frozen: bool) -> list[_Tensor]:
+def _tensors(source: Source, without_frozen: bool) -> dict[Item, list[str]]:
+    """Return the parameters and buffers of a checkpoint with all their names."""
     source.refuse_own()
     frozen = _frozen_in(source) if without_frozen else frozenset()
     other = source.other_names()
-    return [
-        _Tensor(item, (item.name, *other.get(item.name, ())), stored.shape)
-        for item, stored in source.items().items()
+    return {
+        item: [item.name, *other.get(item.name, ())]
+        for item in source.items()
         if item.kind == "buffer" or (item.kind == "parameter" and item.name not in frozen)
-    ]
+    }
+
+
+def _state(source: Source, tensors: Mapping[Item, list[str]]) -> dict[str, torch.Tensor]:
+    """Read tensors in fp32. Tied names share one."""
+    out: dict[str, torch.Tensor] = {}
+    for item, names in tensors.items():
+        shape = source.stored(item).shape
+        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+        source.read(item, 0, whole.numel(), whole.view(-1))
+        out |= dict.fromkeys(names, whole)
+    return out
 
 
 def _frozen_in(source: Source) -> frozenset[str]:
