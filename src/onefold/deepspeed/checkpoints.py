@@ -16,7 +16,6 @@ import logging
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +25,18 @@ import onefold
 from onefold.checkpoint import CheckpointError
 from onefold.checkpoint.folder import latest
 from onefold.checkpoint.loading import source_of
+from onefold.checkpoint.source import Source
 from onefold.checkpoint.together import Together
-from onefold.deepspeed.reader import DeepSpeedSource, named_in, recognizes
+from onefold.deepspeed.reader import DeepSpeedSource, named_in
 from onefold.pretrained.adapters import embedding_layers
+from onefold.wording import few
 
 if TYPE_CHECKING:
     from onefold.deepspeed.engine import DeepSpeedEngine
 
 logger = logging.getLogger("onefold")
 _LATEST = "latest"
+_COUNTS = ("global_steps", "skipped_steps", "global_samples")
 _SCRIPT = "zero_to_fp32.py"
 _SCRIPT_TEXT = '''"""Write the whole model of a checkpoint in this folder in fp32:
 
@@ -56,19 +58,6 @@ class TagMismatch(CheckpointError, AssertionError):
     """Ranks gave `save_checkpoint` different tags."""
 
 
-@dataclass
-class Found:
-    """A checkpoint to load: the run's counts of steps and samples, and what else it holds."""
-
-    folder: Path
-    counts: dict[str, int]
-    has_schedule: bool
-    has_scaler: bool
-    client_state: dict[str, Any]
-    frozen: bool = True  # whether frozen parameters were saved
-    frozen_names: list[str] | None = None  # their names, saved or not; None if it does not say
-
-
 def save(
     engine: DeepSpeedEngine,
     save_dir: str | os.PathLike[str],
@@ -87,10 +76,7 @@ def save(
             " a folder, and a name for one in it."
         )
     own = {
-        "counts": {
-            name: getattr(engine, name)
-            for name in ("global_steps", "skipped_steps", "global_samples")
-        },
+        "counts": {name: getattr(engine, name) for name in _COUNTS},
         "has_schedule": engine.lr_scheduler is not None,
         "has_scaler": engine.loss_scaler is not None,
         "frozen": frozen,
@@ -126,7 +112,7 @@ def load(
     `DeepSpeedEngine.load_checkpoint`.
     """
     together = Together.of(onefold.engine_of(engine.module))
-    found = together.said_by_first(lambda: _fitting(_find(Path(load_dir), tag), engine.module))
+    found = together.said_by_first(lambda: _find(Path(load_dir), tag, engine.module))
     if found is None:
         if engine.global_rank == 0:
             logger.warning(
@@ -134,29 +120,27 @@ def load(
                 load_dir,
             )
         return None, None
-    scaler = engine.loss_scaler if optimizer else None
+    folder, own, client_state = found
     schedule = engine.lr_scheduler if scheduler else None
-    if schedule is not None and not found.has_schedule:
+    if schedule is not None and not own["has_schedule"]:
         raise CheckpointError(
-            f"{found.folder} holds no state of a learning-rate schedule, and this run has one: give"
+            f"{folder} holds no state of a learning-rate schedule, and this run has one: give"
             " load_lr_scheduler_states=False to start the schedule anew."
         )
-    if not (found.has_scaler and scaler is not None and scaler.dynamic):
-        # The checkpoint is of a run in another precision, or this run computes without a scaler,
-        # or the configuration fixes the scale.
-        scaler = None
+    scaler = engine.loss_scaler if optimizer and own["has_scaler"] else None
     onefold.load(
-        found.folder,
+        folder,
         model=engine.module,
         optimizer=engine.optimizer if optimizer else None,
         scheduler=schedule,
-        scaler=scaler,
-        strict=strict and found.frozen,
+        # None too if the configuration fixes the scale
+        scaler=scaler if scaler is not None and scaler.dynamic else None,
+        strict=strict and own["frozen"],
     )
     if counts:
-        vars(engine).update(found.counts)
+        vars(engine).update(own["counts"])
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-    return str(found.folder), found.client_state
+    return str(folder), client_state
 
 
 def _agreed_tag(engine: DeepSpeedEngine, tags: list[str]) -> str:
@@ -178,9 +162,12 @@ def _agreed_tag(engine: DeepSpeedEngine, tags: list[str]) -> str:
     return tags[0]
 
 
-def _find(root: Path, tag: str | None) -> Found | None:
+def _find(
+    root: Path, tag: str | None, module: nn.Module
+) -> tuple[Path, dict[str, Any], dict[str, Any]] | None:
     """Find the checkpoint in `root`: by the tag, else by the file `latest`, else Onefold's
-    checkpoint of the greatest step.
+    checkpoint of the greatest step. Returns its folder, what `save` says of it, and the client
+    state.
     """
     if tag is None:
         try:
@@ -196,25 +183,53 @@ def _find(root: Path, tag: str | None) -> Found | None:
             f"{root} has no checkpoint {tag!r}: give the name of a folder in it, or no tag to take"
             " the latest."
         )
-    return _from_deepspeed(folder) if recognizes(folder) else _own(folder)
+    with contextlib.closing(source_of(folder)) as source:
+        if isinstance(source, DeepSpeedSource):
+            return folder, _of_deepspeed(source), source.extra
+        said = said_by_engine(source)
+        if said is None:
+            raise CheckpointError(
+                f"{folder} was not saved by an engine of onefold.initialize: load it with"
+                " onefold.load(path, model=engine.module, optimizer=engine.optimizer)."
+            )
+        if not said["engine"]["frozen"]:
+            _check_names(source, folder, module)
+        return folder, said["engine"], said["client_state"]
 
 
-def _fitting(found: Found | None, module: nn.Module) -> Found | None:
-    """Check a checkpoint without frozen parameters against the model, and return it.
+def said_by_engine(source: Source) -> dict[str, Any] | None:
+    """Return {"engine": what `save` says of a checkpoint, "client_state"}; None for a checkpoint of
+    onefold.save from another loop.
+    """
+    extra = source.value("extra")
+    own = isinstance(extra, dict) and extra.keys() == {"engine", "client_state"}
+    return extra if own else None
 
-    Such a checkpoint is loaded non-strictly, so a checkpoint of another model must be found here.
+
+def _of_deepspeed(source: DeepSpeedSource) -> dict[str, Any]:
+    if any(g.get("bias_correction") is False for gs in source.groups() or () for g in gs):
+        logger.warning(
+            "%s: bias_correction=False is not read. torch's Adam always corrects: its steps will"
+            " be of other sizes.",
+            source.folder,
+        )
+    return {
+        "counts": dict(zip(_COUNTS, (source.steps, source.skipped, source.samples), strict=True)),
+        "has_schedule": source.scheduler is not None,
+        "has_scaler": "cur_iter" in (source.scaler or {}),
+        "frozen": True,
+    }
+
+
+def _check_names(source: Source, folder: Path, module: nn.Module) -> None:
+    """Check a checkpoint without frozen parameters against the model. It is loaded non-strictly, so
+    a checkpoint of another model must be found here.
 
     Raises:
         CheckpointError: it lacks parameters that are trained here, or has others that the model
             lacks.
     """
-    if found is None or found.frozen:
-        return found
-    source = source_of(found.folder)
-    try:
-        held = {item.name for item in source.items() if item.kind == "parameter"}
-    finally:
-        source.close()
+    held = {item.name for item in source.items() if item.kind == "parameter"}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     alone = [name for name, p in module.named_parameters() if p.requires_grad]
     lacking = sorted(
@@ -226,46 +241,9 @@ def _fitting(found: Found | None, module: nn.Module) -> Found | None:
         names = lacking or unexpected
         what = "lacks, and are trained here" if lacking else "has, and this model has not"
         raise CheckpointError(
-            f"{found.folder} was saved with exclude_frozen_parameters=True, of another model:"
-            f" {len(names)} parameters that it {what} ({', '.join(names[:5])})."
+            f"{folder} was saved with exclude_frozen_parameters=True, of another model:"
+            f" {len(names)} parameters that it {what} ({few(names)})."
         )
-    return found
-
-
-def _own(folder: Path) -> Found:
-    extra = onefold.load(folder).extra
-    # A checkpoint of onefold.save from another loop has another `extra`
-    if not isinstance(extra, dict) or extra.keys() != {"engine", "client_state"}:
-        raise CheckpointError(
-            f"{folder} was not saved by an engine of onefold.initialize: load it with"
-            " onefold.load(path, model=engine.module, optimizer=engine.optimizer)."
-        )
-    return Found(folder, client_state=extra["client_state"], **extra["engine"])
-
-
-def _from_deepspeed(folder: Path) -> Found:
-    source = DeepSpeedSource(folder)
-    try:
-        if any(g.get("bias_correction") is False for gs in source.groups() or () for g in gs):
-            logger.warning(
-                "%s: bias_correction=False is not read. torch's Adam always corrects: its steps will"
-                " be of other sizes.",
-                folder,
-            )
-        counts = {
-            "global_steps": source.steps,
-            "skipped_steps": source.skipped,
-            "global_samples": source.samples,
-        }
-        return Found(
-            folder,
-            counts,
-            source.scheduler is not None,
-            "cur_iter" in (source.scaler or {}),
-            source.extra,
-        )
-    finally:
-        source.close()
 
 
 def _point_to(root: Path, tag: str) -> None:

@@ -25,9 +25,9 @@ from torch import nn
 
 import onefold
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.source import Item, Source
+from onefold.deepspeed.checkpoints import said_by_engine
 from onefold.deepspeed.parameter_facts import DEPTH, alone
 from onefold.deepspeed.reader import DeepSpeedSource, named_in, recognizes
 from onefold.deepspeed.state import write_whole
@@ -177,7 +177,7 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
         with contextlib.closing(DeepSpeedSource(folder)) as source:
             return str(source.files["model"][0])
     with _opened(folder, None) as source:
-        said = _said_by_engine(source)
+        said = said_by_engine(source)
     if said is None:
         raise CheckpointError(
             f"{folder} was not saved by an engine of deepspeed.initialize: it has no client state."
@@ -264,7 +264,7 @@ def _frozen_in(source: Source) -> frozenset[str]:
     """
     if isinstance(source, DeepSpeedSource):
         return source.frozen_names
-    if (said := _said_by_engine(source)) and said["engine"].get("frozen_names") is not None:
+    if (said := said_by_engine(source)) and said["engine"].get("frozen_names") is not None:
         return frozenset(said["engine"]["frozen_names"])
     groups = source.groups()
     if groups is None:
@@ -280,13 +280,6 @@ def _frozen_in(source: Source) -> frozenset[str]:
         for item in source.items()
         if item.kind == "parameter" and item.name not in trained
     )
-
-
-def _said_by_engine(source: Source) -> dict[str, Any] | None:
-    """Return the `extra` of an engine's checkpoint (see checkpoints.py); None for any other."""
-    extra = source.value("extra") if isinstance(source, FolderSource) else None
-    own = isinstance(extra, dict) and extra.keys() == {"engine", "client_state"}
-    return extra if own else None
 
 
 def _pickled(value: Any) -> io.BytesIO:
