@@ -15,7 +15,6 @@ from torch import nn
 from onefold.comm import Group
 from onefold.comm.communicators import members, mesh_of, note_exit, one_axis
 from onefold.device import default_device, with_index
-from onefold.layout import Tiers
 from onefold.offload.nvme_storage import preflight
 from onefold.optim import (
     across_stages,
@@ -228,15 +227,15 @@ class Capabilities:
     when a recipe first needs them.
     """
 
-    def storage(self, flat: Flat, tiers: Tiers | None, encoded: bool, engine: Engine) -> Storage:
-        if encoded:
+    def storage(self, flat: Flat, engine: Engine) -> Storage:
+        if flat.spec.stored:
             from onefold.quant.encoded_storage import EncodedStorage
 
             return EncodedStorage(flat, engine)
-        if tiers is not None:
+        if (tiers := flat.spec.tiers) is not None:
             from onefold.offload.nvme_storage import STORAGES
 
-            return STORAGES[tiers.optimizer](flat, tiers, engine)
+            return STORAGES[tiers.optimizer](flat, engine)
         return DeviceStorage(flat)
 
     def gather(self, flat: Flat, engine: Engine) -> Gather:
@@ -284,10 +283,10 @@ class Capabilities:
 
         return CODECS[name]
 
-    def transfers(self, *about: Any) -> Transfers:
+    def transfers(self, engine: Engine) -> Transfers:
         from onefold.offload.transfers import Transfers
 
-        return Transfers(*about)
+        return Transfers(engine)
 
 
 def _device(module: nn.Module, device: torch.device | str | None, at_once: bool) -> torch.device:

@@ -4,6 +4,9 @@ way.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
 import onefold
@@ -15,7 +18,14 @@ DEVICE = "virtual:0"
 
 
 def transfers() -> Transfers:
-    return Transfers(onefold.Recipe.zero(1), 0, torch.device(DEVICE), MemoryLedger())
+    engine: Any = SimpleNamespace(
+        recipe=onefold.Recipe.zero(1),
+        rank=0,
+        world_size=1,
+        device=torch.device(DEVICE),
+        memory=MemoryLedger(),
+    )
+    return Transfers(engine)
 
 
 @virtual.alone

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.device import on_host
-from onefold.layout import Tiers, overlap
+from onefold.layout import overlap
 from onefold.memory import (
     GRADIENTS,
     MASTERS,
@@ -57,10 +57,8 @@ class NvmeStorage(OffloadStorage):
     in_place = False
     on_disk = True
 
-    def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
-        self.gradients_on_disk = tiers.gradients.on_disk
-        super().__init__(flat, tiers, engine)
-        self.reads_ahead = tiers.parameters.on_disk
+    def __init__(self, flat: Flat, engine: Engine) -> None:
+        super().__init__(flat, engine)
         self.regions: dict[str, Region] = {}
         self.written: set[tuple[str, int]] = set()
         self.scale: torch.Tensor | None = None

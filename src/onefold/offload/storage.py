@@ -48,7 +48,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.device import host_empty, on_host
-from onefold.layout import Tiers
 from onefold.memory import LEAVING, nbytes_of, storage_of
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
@@ -79,18 +78,19 @@ class OffloadStorage(Storage):
         tiers: of parameters, gradients and states.
         rest: this rank's interval in the compute dtype, [owned], on the device or the host; None if
             it is on NVMe.
-        shown: the tensor whose views are the optimizer's parameters, [owned]: the host masters, or
-            a storageless tensor.
     """
 
     offloaded = True
     gradient_tier = Tier.HOST
 
-    def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
+    def __init__(self, flat: Flat, engine: Engine) -> None:
         super().__init__(flat)
-        self.tiers, self.transfers, self.device = tiers, engine.transfers, engine.device
+        assert flat.spec.tiers is not None
+        self.tiers = tiers = flat.spec.tiers
+        self.transfers, self.device = engine.transfers, engine.device
+        self.gradients_on_disk = tiers.gradients.on_disk
+        self.reads_ahead = tiers.parameters.on_disk
         self.rest: torch.Tensor | None = None
-        self.shown: torch.Tensor
         self.measures_gradients = self.gradients_on_disk or self.transfers.down.asynchronous
         # 2-norms by the index of the entry, and which values in host memory they are of
         self._measured: dict[int, tuple[torch.Tensor, tuple[int, int]]] = {}
@@ -99,7 +99,7 @@ class OffloadStorage(Storage):
 
     def build(self, device: torch.device) -> torch.Tensor:
         d, whole, tier = self.flat.dtypes, self.flat.full, self.tiers.parameters
-        self.shown = (
+        master = (
             torch.empty(self.numel, dtype=d.master, device="cpu")
             if self.on_disk
             else host_empty(self.numel, d.master, self.device)
@@ -112,8 +112,8 @@ class OffloadStorage(Storage):
             )
         elif tier is Tier.HOST:
             shared = d.compute == d.master and not self.on_disk
-            self.rest = self.shown if shared else host_empty(self.numel, d.compute, self.device)
-        return self.shown
+            self.rest = master if shared else host_empty(self.numel, d.compute, self.device)
+        return master
 
     # -- masters -----------------------------------------------------------------------------------
 
@@ -305,23 +305,20 @@ def joined(
 class HostStorage(OffloadStorage):
     """Masters in (pinned) host memory. The user's optimizer steps them there."""
 
-    def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
-        super().__init__(flat, tiers, engine)
+    def __init__(self, flat: Flat, engine: Engine) -> None:
+        super().__init__(flat, engine)
         self._versions = -1  # sum of the masters' version counters when `rest` was last updated
-
-    def load(self) -> torch.Tensor:
-        return self.shown
 
     def store(self, values: torch.Tensor) -> None:
         # No copy up reads the masters now: callers have waited (`Engine.about_to_write`)
-        if storage_of(values) != storage_of(self.shown):
-            self.shown.copy_(values)
+        if storage_of(values) != storage_of(self.flat.master):
+            self.flat.master.copy_(values)
         self.renew()
 
     def renew(self) -> None:
         self._versions = self._written()
         if self.numel:
-            self.stepped(0, self.numel, self.shown)
+            self.stepped(0, self.numel, self.flat.master)
 
     def put(self, full: torch.Tensor) -> None:
         if self._versions != self._written():

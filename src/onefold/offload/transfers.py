@@ -21,10 +21,11 @@ from onefold.device import (
     using_threads,
 )
 from onefold.memory import LEAVING, STAGING, MemoryLedger, Pool, TierError
-from onefold.recipe import Recipe, Tier
+from onefold.recipe import Tier
 
 if TYPE_CHECKING:
     from onefold.offload.nvme import Nvme, Region, Transfer
+    from onefold.runtime.engine import Engine
 
 #: The number of writes of one rank that may be under way. A further one waits for the first.
 BEHIND = 3
@@ -49,16 +50,10 @@ class Transfers:
         broken: why nothing may go on, if the disk failed in the middle of a step; else None.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        rank: int,
-        device: torch.device,
-        memory: MemoryLedger,
-        world_size: int = 1,
-    ) -> None:
-        self._world_size = world_size
-        self.recipe, self.rank, self.device = recipe, rank, memory
+    def __init__(self, engine: Engine) -> None:
+        device, memory = engine.device, engine.memory
+        self.recipe, self.rank, self.device = engine.recipe, engine.rank, memory
+        self._world_size = engine.world_size
         self.ledgers = {tier: MemoryLedger() for tier in Tier} | {Tier.DEVICE: memory}
         self.host = self.ledgers[Tier.HOST]
         self.disk = self.ledgers[Tier.NVME]
@@ -76,7 +71,7 @@ class Transfers:
             paged=True,
             pinned=device if self.up.asynchronous else None,
         )
-        self.chunk = recipe.chunk
+        self.chunk = self.recipe.chunk
         self.measures = False
         self.threads: int | None = None
         self.broken: str | None = None

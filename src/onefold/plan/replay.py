@@ -320,6 +320,7 @@ class Replay:
         for under_way in (self.under_way, self.on_next_hop):
             while under_way:
                 self._land(under_way.pop(0))
+        self.pool.drain()  # nothing more is sent
         # Sums that were sent on are copied first if the masters have another dtype
         self.ledger.add(GRADIENTS, self.copied)
         self.ledger.add(GRADIENTS, -self.summed)

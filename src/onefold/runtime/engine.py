@@ -105,7 +105,7 @@ class Engine:
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
         offloaded = offloaded_units([s.trained for s in specs], recipe, self.world_size)
-        self.transfers = capabilities.transfers(recipe, self.rank, device, memory, self.world_size)
+        self.transfers = capabilities.transfers(self)
         self.pool = Pool(device, memory, paged=bool(offloaded) and recipe.on_disk)
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.progress = Progress(recipe, self.group)

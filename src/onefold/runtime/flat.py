@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onefold.comm import Group
-from onefold.layout import LOW, Dtypes, ShardSpec, Slot, Tiers, overlap
+from onefold.layout import Dtypes, ShardSpec, Slot, Tiers, overlap
 from onefold.layout.holders import Holders, TensorBox
 from onefold.memory import storage_of
 from onefold.recipe.moments import grain_of, items_of, packed
@@ -39,10 +39,10 @@ from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
-    from onefold.runtime.unit import Unit
     from onefold.runtime.boxes import Box
     from onefold.runtime.engine import Engine
     from onefold.runtime.hops import Hop
+    from onefold.runtime.unit import Unit
 
 
 # -- a parameter -----------------------------------------------------------------------------------
@@ -226,7 +226,6 @@ class Flat:
         recipe, made = engine.recipe, engine.capabilities
         dtypes, ranks = kind.dtypes, kind.holders
         group = engine.group.part(ranks.groups)
-        self.frozen_low = dtypes.master in LOW and dtypes.master != recipe.optimizer.dtype
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
         #: Which ranks hold it, among all of the mesh, and those of this rank's box
         self.ranks = ranks
@@ -264,7 +263,7 @@ class Flat:
         self.early_scale = ranks.scale_of_mean if self.scales_late else ranks.scale
         if recipe.reduce_op == "sum":
             self.early_scale *= ranks.data
-        self.storage: Storage = made.storage(self, tiers, kind.encoded, engine)
+        self.storage: Storage = made.storage(self, engine)
         self.gather: Gather = made.gather(self, engine)
         self.hops: tuple[Hop, ...] = tuple(
             made.hop(self, at, engine) for at in range(len(spec.hops))
@@ -390,11 +389,6 @@ class Flat:
         if it owns all of them, and they are all there is.
         """
         return part.view(entry.slot.shape) if self.whole_master and not self.in_boxes else part
-
-    @property
-    def reduce_move(self) -> str:
-        """The name of its reductions in the ledger and in messages."""
-        return "all-reduce" if self.whole_master else "reduce-scatter"
 
     @property
     def owners_group(self) -> Group:

@@ -94,8 +94,8 @@ class Gatherer:
             return
         goes_on = not aborted and self.group.broken is None
         last = self._kept_last if goes_on else ()
-        for unit in self.forward.rest() if not aborted else ():
-            self.join(unit)
+        if not aborted:
+            self.join_rest(self.forward)
         self.forward.walk = []
         keep = self._keeps_for_backward and not aborted
         kept, self.keeping = self.keeping, self.kept if self.holding else ()
@@ -190,9 +190,9 @@ class Gatherer:
             order.come_to(unit, launched=False)
         order.seen = seen
 
-    def join_rest_of_backward(self) -> None:
-        """At the end of a backward pass, join the gathers that other ranks may have launched."""
-        for unit in self.backward.rest():
+    def join_rest(self, order: Order) -> None:
+        """At the end of a pass, join the gathers that other ranks may have launched."""
+        for unit in order.rest():
             self.join(unit)
 
     def end_backward(self) -> None:

@@ -406,7 +406,7 @@ class Passes:
             used: set[int] = set()
             if not progress.differentiating:
                 reduce.collect()
-                self.gather.join_rest_of_backward()
+                self.gather.join_rest(self.gather.backward)
                 used = reduce.used
                 if used and not progress.deferring:
                     self._reduce_rest(learn=True)

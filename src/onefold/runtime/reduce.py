@@ -158,7 +158,16 @@ class Reducer:
         if not unit.gradients or unit.aside_bytes > ASIDE:
             with disable_torch_function(), torch.no_grad():
                 self._store(unit)
-                self._complete(unit)
+                if unit.gradients:
+                    return
+                if not unit.launched:
+                    unit.ready = True
+                    self.order.seen.append(unit)
+                    self.computed(unit.name, "backward", self.since)
+                    self.since = time.perf_counter()
+                    if not progress.deferring:
+                        self._advance()
+                self.gather.maybe_release(unit)
 
     def _store(self, unit: Unit) -> None:
         """Move the gradients that wait on whole parameters into the unit's buffers, scaled for the
@@ -227,19 +236,6 @@ class Reducer:
         for unit in self.units:
             if unit.aside:
                 self._store(unit)
-
-    def _complete(self, unit: Unit) -> None:
-        """Mark the unit ready if all its gradients have come."""
-        if unit.gradients:
-            return
-        if not unit.launched:
-            unit.ready = True
-            self.order.seen.append(unit)
-            self.computed(unit.name, "backward", self.since)
-            self.since = time.perf_counter()
-            if not self.progress.deferring:
-                self._advance()
-        self.gather.maybe_release(unit)
 
     def passed_over(self, units: list[Unit]) -> None:
         """Let units that the backward pass went past without using them take part with zeros now:
@@ -314,7 +310,8 @@ class Reducer:
 
     def _start(self, r: Reduction, buffer: torch.Tensor) -> None:
         """Start the hop of `r`, with `buffer`."""
-        context = self.progress.context(r.flat.reduce_move, r.unit.name)
+        move = "all-reduce" if r.flat.whole_master else "reduce-scatter"
+        context = self.progress.context(move, r.unit.name)
         r.under_way = r.hop.start(buffer, context)
         next(r.under_way)
 
@@ -413,6 +410,7 @@ class Reducer:
         used_anywhere, self.held = used_anywhere | self.held, set()
         while self.on_next_hop:
             self._land(self.on_next_hop.pop(0))
+        self.pool.drain()  # nothing more is sent, and copies of sums need room
         while self.summed:  # one by one, so that each is freed once it is handed over
             r = self.summed.pop(0)
             if r.gathering is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from onefold.layout import LOW
 from onefold.memory import storage_of
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of, items_of, packed
@@ -72,11 +73,11 @@ class Storage(ABC):
 
     # -- masters -----------------------------------------------------------------------------------
 
-    @abstractmethod
     def load(self) -> torch.Tensor:
         """Return all masters, [owned], for reading: themselves, or a copy if they are not
         `in_place`.
         """
+        return self.flat.master
 
     def landing(self, device: torch.device) -> torch.Tensor:
         """Return a tensor [owned] on `device` to put new masters into before `store`: the masters
@@ -225,17 +226,15 @@ class DeviceStorage(Storage):
             return flat.full[slice(*flat.owned)]
         return torch.empty(self.numel, dtype=flat.dtypes.master, device=device)
 
-    def load(self) -> torch.Tensor:
-        return self.flat.master
-
     def store(self, values: torch.Tensor) -> None:
         assert values is self.flat.master  # `landing` has given them
 
     def refuse_training(self, entry: Entry) -> None:
-        if self.flat.frozen_low:
+        spec, dtype = self.flat.spec, self.flat.dtypes.master
+        if dtype in LOW and dtype != spec.recipe.optimizer.dtype:
             raise ValueError(
                 f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it is stored"
-                f" in {self.flat.dtypes.master} without fp32 master weights, and cannot be trained"
+                f" in {dtype} without fp32 master weights, and cannot be trained"
                 " now. Set it free between onefold.unshard(model) and a new shard(). Or leave"
                 " requires_grad=True while calling shard() and freeze it afterwards, or use"
                 " precision='fp32'."
