@@ -630,7 +630,7 @@ FAULTS = [
     Fault(
         "exits",
         "the engine keeps its model alive",
-        "shard.py",
+        "sharding.py",
         "        register(module, engine)\n",
         "        register(module, engine)\n        engine.model = module  # type: ignore[attr-defined]\n",
         ["tests/failures/test_exit.py"],

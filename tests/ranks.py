@@ -40,7 +40,7 @@ from typing import Any
 #: again in the rank.
 PRELOADED = [
     "pytest", "torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo",
-    "torch.nn.parallel", "torch.distributed.pipelining", "torch.utils.checkpoint", "onefold.shard", "onefold.checkpoint",
+    "torch.nn.parallel", "torch.distributed.pipelining", "torch.utils.checkpoint", "onefold.sharding", "onefold.checkpoint",
     "onefold.offload", "onefold.offload.activations", "onefold.offload.in_backward", "onefold.offload.stepper", "onefold.plan",
     "zoo", "ranks",
 ]  # fmt: skip

@@ -91,7 +91,7 @@ NOT_WAITS = {
     "pretrained/hf_names.py": {"rules.order": "orders names"},
     "runtime/engine.py": {"self.settle": _WRITER},
     "runtime/gather.py": {"self.join": "takes part in a gather"},
-    "shard.py": {"incoming.settle": "gives parameters their values"},
+    "sharding.py": {"incoming.settle": "gives parameters their values"},
 }  # fmt: skip
 
 

@@ -11,8 +11,6 @@ optim.step(); optim.zero_grad()
 nothing of the package; `_FROM` says which module has each name.
 """
 
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,11 +20,11 @@ if TYPE_CHECKING:
     from onefold.optim import GradScaler
     from onefold.recipe import Placement, Recipe, Row, Tier
     from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
+    from onefold.runtime.hooks import engine_of
     from onefold.runtime.state.dicts import full_state_dict, load_full_state_dict
     from onefold.runtime.state.start import full_params, keep_gathered
     from onefold.runtime.uninitialized import UninitializedError
-    from onefold.shard import clip_grad_norm_, engine_of, no_sync, shard
-    from onefold.unshard import unshard
+    from onefold.sharding import clip_grad_norm_, no_sync, shard, unshard
 
 __version__ = "0.1.0"
 #: {module of this package: names in it that the package exports}.
@@ -39,8 +37,8 @@ _FROM = {
     "runtime.uninitialized": ("UninitializedError",),
     "runtime.state.dicts": ("full_state_dict", "load_full_state_dict"),
     "runtime.state.start": ("full_params", "keep_gathered"),
-    "shard": ("clip_grad_norm_", "engine_of", "no_sync", "shard"),
-    "unshard": ("unshard",),
+    "runtime.hooks": ("engine_of",),
+    "sharding": ("clip_grad_norm_", "no_sync", "shard", "unshard"),
     "checkpoint": ("Checkpointer", "CheckpointError", "load", "save", "save_async"),
     "pretrained.adapters": ("load_adapters", "save_adapters"),
     "checkpoint.dcp": ("dcp_state_dict",),
@@ -127,16 +125,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """Keeps the functions `shard` and `unshard` under these names: an import of the modules with
-    the same names would replace them.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = name in ("shard", "unshard") and isinstance(value, ModuleType)
-        super().__setattr__(name, getattr(value, name) if own else value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -124,8 +124,7 @@ LAZY = """
 import json, sys
 import onefold
 torch_came_with_it = "torch" in sys.modules
-from onefold.shard import engine_of  # the module has the name of its function
-import onefold.shard
+from onefold.runtime.hooks import engine_of
 print(json.dumps([torch_came_with_it, callable(onefold.shard), onefold.shard.__name__, sorted(set(onefold.__all__) - set(dir(onefold))),
                   [n for n in onefold.__all__ if not hasattr(onefold, n)], onefold.engine_of is engine_of]))
 """

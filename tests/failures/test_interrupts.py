@@ -347,7 +347,7 @@ def test_memory_that_runs_out_in_full_params_or_unshard_leaves_the_model_sharded
     for module, name, enter in (
         (start, "whole_masters", onefold.full_params),
         (start, "rewrite_masters", lambda m: onefold.full_params(m, write=True)),
-        (importlib.import_module("onefold.unshard"), "whole_masters", unsharded),
+        (importlib.import_module("onefold.sharding"), "whole_masters", unsharded),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, name, fails(getattr(module, name), 2))

@@ -51,7 +51,7 @@ from onefold.layout import LOW
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.flat import declare
 from onefold.runtime.hooks import engine_of, is_sharded
-from onefold.unshard import unshard
+from onefold.sharding import unshard
 
 logger = logging.getLogger("onefold")
 __all__ = ["add_config_arguments", "initialize"]

@@ -39,8 +39,8 @@ from onefold.doctor.check_steps import (
 from onefold.doctor.checks import Findings, Here, LeftOut
 from onefold.observe.trace import Recording, covered, record
 from onefold.recipe import Recipe
+from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.shard import engine_of
 
 
 def memory_at_rest(here: Here, findings: Findings) -> str:

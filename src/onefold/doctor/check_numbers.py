@@ -18,7 +18,7 @@ from torch import nn
 import onefold
 from onefold.doctor.checks import Findings, Here, LeftOut
 from onefold.recipe import Recipe
-from onefold.shard import engine_of
+from onefold.runtime.hooks import engine_of
 
 #: Numbers that each rank makes on the host, at most: those of all ranks, for every rank.
 MADE = 1 << 25

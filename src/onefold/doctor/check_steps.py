@@ -25,7 +25,7 @@ from onefold.doctor.check_numbers import same_bits
 from onefold.doctor.checks import Findings, Here, LeftOut
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.options import Precision
-from onefold.shard import engine_of
+from onefold.runtime.hooks import engine_of
 
 VOCABULARY, WIDTH, HIDDEN, BLOCKS = 97, 44, 90, 4
 BATCH, TOKENS = 2, 16

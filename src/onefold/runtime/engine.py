@@ -57,7 +57,7 @@ from onefold.runtime.unit import Unit, bind
 from onefold.runtime.units import UnitSpec, offloaded_units
 
 if TYPE_CHECKING:
-    from onefold.shard import Capabilities
+    from onefold.sharding import Capabilities
 
 
 class Engine:

@@ -151,14 +151,15 @@ class Entry:
     @cached_property
     def here(self) -> slice:
         """Where the elements that the optimizer of this rank steps are among those that it owns."""
-        return self._among_owned(self.owned())
+        return self.among_owned(self.owned())
 
     @property
     def counted(self) -> slice:
         """Where the elements that this rank accounts for are among those that it owns."""
-        return self._among_owned(self.accounted())
+        return self.among_owned(self.accounted())
 
-    def _among_owned(self, elements: tuple[int, int]) -> slice:
+    def among_owned(self, elements: tuple[int, int]) -> slice:
+        """Where elements, counted from the first, are among those that this rank owns."""
         first = self.slot.start - self.flat.owned[0]
         return slice(*(first + at for at in elements))
 

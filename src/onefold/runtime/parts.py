@@ -201,8 +201,7 @@ class MasterParts(HeldParts):
             self.finish()
             self._flat = flat
             self._values = flat.storage.load() if flat.storage.encoded else None
-        first = entry.slot.start - flat.owned[0]
-        return None if self._values is None else self._values[first + x : first + y]
+        return None if self._values is None else self._values[entry.among_owned((x, y))]
 
 
 # -- moves between ranks ---------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class PassFollower(Protocol):
 # What an engine is given from outside the core: `shard()` knows which capability a recipe needs,
 # and hands its maker to the engine.
 #
-# | question                                              | answered by        | maker (shard.py)           |
+# | question                                              | answered by        | maker (sharding.py)        |
 # |-------------------------------------------------------|--------------------|----------------------------|
 # | where is a shard stored                               | `Storage`          | `Capabilities.storage`     |
 # | how does the whole come together                      | `Gather`           | `Capabilities.gather`      |

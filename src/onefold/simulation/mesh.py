@@ -284,7 +284,7 @@ def _step(
     dtype: torch.dtype,
 ) -> Callable[[], None]:
     """Return a function that runs the passes of one optimizer step."""
-    from onefold.shard import no_sync
+    from onefold.sharding import no_sync
 
     if degrees.pp > 1:
         return _scheduled(module, stage, degrees, root, micro_batches, shape, dtype)

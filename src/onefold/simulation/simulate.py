@@ -284,7 +284,8 @@ def engine_on(twin: nn.Module, recipe: Recipe, **given: Any) -> Iterator[Any]:
     `given` are further arguments of `shard`.
     """
     from onefold.optim import remove_step_hooks
-    from onefold.shard import engine_of, shard
+    from onefold.runtime.hooks import engine_of
+    from onefold.sharding import shard
 
     engine = engine_of(shard(twin, recipe, device="cpu", **given))
     try:
@@ -299,7 +300,7 @@ def _passes(
     twin: nn.Module, batch: Any, answers: Any, loss: Any, micro_batches: int
 ) -> Callable[[], None]:
     """Return a function that runs the passes of one optimizer step."""
-    from onefold.shard import no_sync
+    from onefold.sharding import no_sync
 
     def passes() -> None:
         for k in range(micro_batches):
