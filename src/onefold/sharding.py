@@ -40,7 +40,7 @@ from onefold.runtime.hops import Hop, Native, Pairwise, Rows
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
 from onefold.runtime.parts import whole_masters
-from onefold.runtime.resources import Activations
+from onefold.runtime.progress import Activations
 from onefold.runtime.state.checks import (
     compare_copies,
     compare_ranks,
@@ -319,7 +319,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 class Capabilities:
-    """The makers of an engine's parts, see runtime/resources.py. Parts outside the core are imported
+    """The makers of an engine's parts, see runtime/progress.py. Parts outside the core are imported
     when a recipe first needs them.
     """
 

@@ -10,7 +10,7 @@ a loss's `backward()`.
 | `torch.autograd.grad(loss, ...)`           | returned as they are                                     |
 
 All of it is decided once a backward pass, at its beginning. The core tells when that is
-(runtime/resources.py). On one process parameters may be plain, and the core hooks nothing: then
+(runtime/progress.py). On one process parameters may be plain, and the core hooks nothing: then
 hooks on the parameters tell.
 """
 
@@ -83,7 +83,7 @@ class Passes:
                 progress.follower = None
         self._engine = lambda: None
 
-    # -- what the core asks (runtime/resources.py) ---------------------------------------------------
+    # -- what the core asks (runtime/progress.py) ---------------------------------------------------
 
     @property
     def synchronizes(self) -> bool:

@@ -44,13 +44,13 @@ from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
 from onefold.runtime.parameters.values import WriteCounters, given_out
 from onefold.runtime.parts import whole_masters
 from onefold.runtime.passes import Passes
-from onefold.runtime.reduce import Reducer
-from onefold.runtime.refresh import refresh
-from onefold.runtime.resources import (
+from onefold.runtime.progress import (
     Activations,
     Progress,
     Span,
 )
+from onefold.runtime.reduce import Reducer
+from onefold.runtime.refresh import refresh
 from onefold.runtime.stepper import Steppers
 from onefold.runtime.uninitialized import Uninitialized
 from onefold.runtime.unit import Unit, bind

@@ -29,7 +29,7 @@ from onefold.runtime.parameters.schema import operator_of, words
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
-    from onefold.runtime.resources import Progress
+    from onefold.runtime.progress import Progress
 
 
 # -- without memory --------------------------------------------------------------------------------

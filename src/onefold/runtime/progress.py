@@ -1,4 +1,4 @@
-"""What the parts of one engine share: the state of the run, and what `shard()` has chosen."""
+"""Which step and which pass; who follows the passes; and what `shard()` chooses for an engine."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ class Activations:
 
 # -- which step, which pass ------------------------------------------------------------------------
 #
-# The state of a run (which step, which pass), and the resources that the parts of an engine share.
-#
-# The engine sets the state. The gatherer and the reducer read it, and report failures.
+# The engine and its passes set it. The gatherer and the reducer read it, and report failures.
 
 
 class Progress:
@@ -100,7 +98,7 @@ class Progress:
         step_count: synchronized backward passes so far.
         synced: no `no_sync` is open. holds_whole: gradients stay whole in passes without `sync`,
             whatever the recipe says. pending: gradients wait for a later reduction.
-        follower: code outside the core that follows the passes (runtime/resources.py). factor: what
+        follower: code outside the core that follows the passes (runtime/progress.py). factor: what
             the gradients of the backward pass under way are multiplied with, besides `weight`.
         graded: the forward pass under way, or the last one, began with gradients enabled.
         backward_open: a backward pass has begun.
