@@ -1,8 +1,8 @@
 """Things that are really broken, for the tests of `onefold doctor --check`: by name, what to patch
 before a check runs.
 
-Also a rank of a check by itself, `python -m broken_doctor ...` in place of
-`onefold.doctor.checks`, with what BROKEN names broken: "CHECK=NAME,CHECK=NAME".
+`python -m broken_doctor ...` is a rank in place of `onefold.doctor.checks`, with what BROKEN names
+broken: a name, or "CHECK=NAME,CHECK=NAME".
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -193,7 +194,6 @@ def raises(*_: Any) -> str:
 BREAKINGS: dict[str, Callable[[], None]] = {
     "all-gather": _wrong_element("all_gather_single all_gather_into_tensor"),
     "reduce-scatter": _wrong_element("reduce_scatter_single reduce_scatter_tensor"),
-    "one bit of a sum": sums(one_bit),
     "one bit of a sum at stage 3": sums(one_bit_at_stage_3),
     "sums a hundredth too large": sums(a_hundredth_more),
     "a gather is not waited for": a_gather_is_not_waited_for,
@@ -207,15 +207,26 @@ ENDS: dict[str, Callable[..., str]] = {"dies": dies, "stands still": stands_stil
 
 
 def main() -> None:
-    """A rank with what BROKEN names."""
+    """A rank with what BROKEN names: one of `BREAKINGS`, or checks and their `ENDS`. LIMIT: seconds
+    of a check that stands still.
+    """
     from onefold.doctor import checks
 
-    broken = dict(part.split("=") for part in os.environ["BROKEN"].split(","))
+    broken = os.environ["BROKEN"]
+    if broken in BREAKINGS:
+        BREAKINGS[broken]()
+    ends = dict(part.split("=") for part in broken.split(",") if "=" in part)
     real = checks.Check.function
     checks.Check.function = property(
-        lambda self: ENDS[broken[self.name]] if self.name in broken else real.fget(self)
+        lambda self: ENDS[ends[self.name]] if self.name in ends else real.fget(self)
     )
-    checks.main(sys.argv[1], *(int(argument) for argument in sys.argv[2:6]))
+    checks.CHECKS = tuple(
+        replace(check, limit=float(os.environ["LIMIT"]))
+        if ends.get(check.name) == "stands still"
+        else check
+        for check in checks.CHECKS
+    )
+    checks.main(*sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -59,21 +59,21 @@ def test_what_is_refused_says_why(
     key = next(key for key in explain(more).keys if key.path == path)
     assert key.outcome == "refused" and said in key.why
     done = run(tmp_path, more)
-    assert done.exit_code == 1 and "refused:" in done.output and said in done.output
-    assert done.output.count(said) == 1
+    assert done.exit_code == 1 and "refused" in done.output and said in done.output
 
 
 def test_a_contradiction_of_the_whole_file_is_told(tmp_path: Path) -> None:
     given = {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}
     assert run(tmp_path, given).exit_code == 0
     done = run(tmp_path, given, "--ranks", "2")
-    assert done.exit_code == 1 and "the file as a whole is refused" in done.output
+    assert done.exit_code == 1 and "refusal " in done.output
 
 
 def test_the_command_prints_classes_and_json(tmp_path: Path) -> None:
     done = run(tmp_path, GIVEN)
     assert done.exit_code == 0
-    assert done.output.startswith("served:\n  gradient_clipping = 1.0\n")
-    assert "without meaning here:\n" in done.output and "left open:\n" in done.output
+    rows = [line.split()[:3] for line in done.output.splitlines()]
+    assert ["gradient_clipping", "1", "served"] in rows, done.output
+    assert ["train_batch_size", "auto", "auto"] in rows
     out = json.loads(run(tmp_path, GIVEN, "--json").output)
     assert out["event"] == "config" and out["refusal"] is None and len(out["keys"]) == 8

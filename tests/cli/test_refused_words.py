@@ -60,7 +60,7 @@ ROWS = [
     ("checkpoint diff a b --atol inf", "--atol inf: " + NUMBER),
     ("config explain ''", "an argument " + EMPTY),
     ("doctor --disk ''", "--disk " + EMPTY),
-    ("doctor --quick", "--quick says how to measure: add --calibrate"),
+    ("doctor --quick", "--quick say how to measure: add --calibrate"),
     ("doctor --output nowhere.json", "there is no calibration at nowhere.json"),
     ("doctor --calibrate --ranks two", "--ranks two: expected numbers of ranks"),
     ("doctor --calibrate --ranks 1,1000000", "1000000 ranks take"),

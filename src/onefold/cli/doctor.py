@@ -5,21 +5,27 @@
 from __future__ import annotations
 
 import json
-import signal
-from functools import partial
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from onefold.cli.options import option, refuse, stopped
-from onefold.processes.signals import interruptible
+from onefold.cli.show import answered, show
 
-if TYPE_CHECKING:
-    from onefold.machine.calibration import Calibration
+#: Prefixes of the environment variables that a check's report lists.
+TOLD = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "TRITON_")
 
 
 # fmt: off
+@answered
 def doctor_command(
     calibrate: Annotated[
         bool, option("Measure rates of compute, memory, moves and disk, and training steps: some minutes.", None, "--calibrate")
@@ -42,7 +48,7 @@ def doctor_command(
     quick: Annotated[
         bool, option("With --calibrate: a rough picture in a fraction of the time.", None, "--quick")
     ] = False,
-) -> None:
+) -> int:
     # fmt: on
     """Show what this machine has for training: processors, memory, GPUs, backends, the ranks that
     would start.
@@ -51,131 +57,120 @@ def doctor_command(
     figures. With --check see whether Onefold is right here: alone it starts ranks of its own, under
     torchrun it takes part with the launcher's. Exit status 1 if a check failed.
     """
-    from onefold.cli.doctor_check import run_checks
+    from onefold.doctor.facts import facts
     from onefold.doctor.ranks import MeasurementError, Stopped
-    from onefold.machine.calibration import CalibrationError
-    from onefold.wording import TrainError
+    from onefold.train.config import resolve
+    from onefold.train.launch import ranks_to_start
 
+    if check and (calibrate or output or disk or quick):
+        raise ValueError("--check and --calibrate: one at a time, each with its own options.")
+    if not check and not calibrate and (ranks or disk or quick):
+        raise ValueError("--ranks, --disk and --quick say how to measure: add --calibrate.")
+    if file is not None and not (check and as_json and file.absolute().parent.is_dir()):
+        raise ValueError(
+            f"{file}: --check --json FILE writes a file, and only that; or its folder is not there."
+        )
+    found = facts(device, *ranks_to_start(resolve({"device": device})))
     try:
-        _refuse(check, calibrate, as_json, file, output, ranks, disk, quick)
         if check:
-            with interruptible():
-                status = run_checks(_facts, as_json, file, device, ranks)
-            raise typer.Exit(status)
-        with interruptible():
-            _doctor(calibrate, as_json, output, device, ranks, disk, quick)
-    except (Stopped, KeyboardInterrupt) as stop:
-        number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
-        stopped(number, "checked" if check else "measured", as_json)
-    except (CalibrationError, TrainError) as error:
-        refuse(error, as_json)
+            return _check(found, ranks, as_json, file)
+        return _calibration(found, calibrate, as_json, output, ranks, disk, quick)
+    except Stopped as stop:
+        stopped(stop.number, "measured", as_json)
     except MeasurementError as error:
         refuse(error, as_json, code=1)
 
 
-def _doctor(
+def _check(found: dict[str, Any], ranks: str | None, as_json: bool, file: Path | None) -> int:
+    """Run the checks and show the results. Under a launcher, rank 0 shows them and the other ranks
+    return 0.
+    """
+    from onefold.doctor.checks import CHECKS, WRONG, Outcome, begin, check_here, run_checks
+    from onefold.processes.host import joins
+
+    begun, device, gpus = time.monotonic(), found["device"], len(found["gpus"])
+    launched = joins(os.environ)
+    if ranks is not None and (launched or not ranks.isdigit() or ranks == "0"):
+        what = "the launcher has said how many" if launched else "expected one number with --check"
+        raise ValueError(f"--ranks {ranks}: {what}.")
+    count, rows = int(ranks) if ranks else None, list[Outcome]()
+    if device == "cuda" and (count or 0) > gpus > 1:
+        raise ValueError(f"--ranks {ranks}: each rank takes a GPU, and {gpus} are here.")
+
+    def put(row: Outcome) -> None:
+        rows.append(row)
+        if sys.stderr.isatty():
+            print(f"{row.name}: {row.status}", file=sys.stderr)
+
+    if launched:
+        shared = device != "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus
+        # In the working folder, which several nodes usually share
+        with tempfile.TemporaryDirectory(prefix=".onefold-check-", dir=".") as own:
+            here = begin(own, device, "gloo" if shared else "nccl")
+            here = replace(here, folder=here.gather(os.path.abspath(own))[0])
+            run_checks(here, CHECKS, put)
+            here.gather(None)
+        if here.rank:
+            return 0
+    else:
+        for row in check_here(device, gpus, count):
+            put(row)
+    wrong = any(row.status == WRONG for row in rows)
+    told = Counter(row.status for row in rows)
+    report = {
+        "ok": not wrong,
+        "command": " ".join(sys.argv[1:]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - begun, 1),
+        "machine": found,
+        "environment": {n: value for n, value in os.environ.items() if n.startswith(TOLD)},
+        "checks": [asdict(row) for row in rows],
+        "result": ", ".join(f"{count} {status}" for status, count in told.items()),
+    }
+    if file is not None:
+        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    show(as_json and file is None, "check", report)
+    return int(wrong)
+
+
+def _calibration(
+    found: dict[str, Any],
     calibrate: bool,
     as_json: bool,
     output: Path | None,
-    device: str,
     ranks: str | None,
     disk: Path | None,
     quick: bool,
-) -> None:
-    from onefold.machine.calibration import default_path
+) -> int:
+    """Measure if asked, and show the machine and its calibration."""
+    from onefold.machine.calibration import Calibration, CalibrationError, default_path
 
-    found = _facts(device)
-    path = output or default_path()
-    calibration: Calibration | None
+    path, known, note = output or default_path(), None, ""
     if calibrate:
-        from onefold.cli.doctor_progress import Progress
+        from rich.console import Console
+
         from onefold.doctor.calibrate import measure_machine
 
-        progress = partial(Progress, silent=as_json)
-        measured = measure_machine(
-            found, ranks, disk or Path.cwd(), path, progress, quick=quick
-        )
-        calibration, note = measured, measured.stale()
+        with Console(stderr=True, quiet=as_json).status("measuring") as status:
+            say, at = status.update, disk or Path.cwd()
+            known = measure_machine(found, ranks, at, path, say, quick=quick)
     else:
-        calibration, note = _saved(path, asked=output is not None)
+        try:
+            known = Calibration.load(path)
+        except CalibrationError as error:
+            if output is not None:  # the user named it
+                raise
+            note = str(error)
+    note = note or (known.stale() if known else "")
+    told = {"machine": found, "file": str(path), "note": note}
     if as_json:
-        values = calibration.to_json() if calibration else None
-        said = {"machine": found, "calibration": values, "file": str(path), "note": note}
-        print(json.dumps(said, indent=1))
-        return
-    from rich.console import Console
+        show(True, "doctor", {**told, "calibration": known.to_json() if known else None})
+        return 0
+    show(False, "doctor", told)
+    if known:
+        from rich.console import Console
 
-    from onefold.cli.doctor_tables import show_calibration, show_facts
+        from onefold.cli.doctor_tables import show_calibration
 
-    console = Console(highlight=False)
-    show_facts(console, found)
-    if calibration:
-        show_calibration(console, calibration)
-    if calibrate:
-        console.print(f"saved to {path}", markup=False, soft_wrap=True)
-    if note:
-        console.print(f"\n{note}", markup=False, soft_wrap=True)
-
-
-def _facts(device: str) -> dict[str, Any]:
-    """Return what this machine has.
-
-    Raises:
-        TrainError: cuda was asked for and torch finds no GPU.
-    """
-    from onefold.doctor.facts import facts
-    from onefold.train.config import resolve
-    from onefold.train.launch import ranks_to_start
-
-    return facts(device, *ranks_to_start(resolve({"device": device})))
-
-
-def _refuse(
-    check: bool,
-    calibrate: bool,
-    as_json: bool,
-    file: Path | None,
-    output: Path | None,
-    ranks: str | None,
-    disk: Path | None,
-    quick: bool,
-) -> None:
-    """Raise CalibrationError for options that cannot be combined."""
-    from onefold.machine.calibration import CalibrationError
-
-    if file is not None and not (check and as_json):
-        raise CalibrationError(f"{file}: a file is written by --check --json FILE only.")
-    options = {"--calibrate": calibrate, "--output": output, "--disk": disk, "--quick": quick}
-    unfit = [name for name, given in options.items() if given]
-    if check and unfit:
-        raise CalibrationError(
-            f"--check and {' and '.join(unfit)}: one at a time. The result of a check goes to"
-            " --json FILE."
-        )
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise CalibrationError(
-            f"--json {file}: this is a folder, or its folder is not there; name a file."
-        )
-    how = {"--ranks": ranks, "--disk": disk, "--quick": quick}
-    only = [name for name, given in how.items() if given]
-    if only and not (calibrate or check):
-        raise CalibrationError(
-            f"{' and '.join(only)} say{'s' if len(only) == 1 else ''} how to measure: add"
-            " --calibrate."
-        )
-
-
-def _saved(path: Path, asked: bool) -> tuple[Calibration | None, str]:
-    """Load the calibration. Returns it, or None, and a note about it.
-    `asked`: the user named the file, so an unusable one raises CalibrationError.
-    """
-    from onefold.machine.calibration import Calibration, CalibrationError
-
-    try:
-        found = Calibration.load(path)
-    except CalibrationError as error:
-        if asked:
-            raise
-        text = str(error)
-        return None, text[:1].upper() + text[1:]
-    return found, found.stale()
+        show_calibration(Console(highlight=False), known)
+    return 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,24 +14,6 @@ from onefold.plan.efficiency import shares_of
 from onefold.wording import readable
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
-def show_facts(console: Console, facts: dict[str, Any]) -> None:
-    """Print what the machine has."""
-    cpu, memory, ranks = facts["cpu"], facts["memory"], facts["ranks"]
-    table = _table("This machine", ["", ""])
-    for name, text in (
-        ("system", f"{facts['system']}, Python {facts['python']}"),
-        ("packages", ", ".join(f"{name} {number}" for name, number in facts["packages"].items())),
-        ("processor", f"{cpu['name']}: {cpu['physical_cores']} physical cores, {cpu['usable']} CPUs usable, {cpu['simd']}"),
-        ("memory", f"{readable(memory['total'])}, {readable(memory['free'])} free"),
-        ("GPUs", _gpus(facts)),
-        ("backends", ", ".join(facts["backends"]) or "none: this torch was built without torch.distributed"),
-        ("onefold train starts", f"{ranks} rank{'s' if ranks > 1 else ''} on {facts['backend']} ({facts['ranks_why']})"),
-        *((disk["use"], f"{disk['folder']}: {readable(disk['free'])} free") for disk in facts["disks"]),
-    ):  # fmt: skip
-        table.add_row(name, escape(text))
-    console.print(table)
 
 
 def show_calibration(console: Console, found: Calibration) -> None:
@@ -48,22 +28,6 @@ def show_calibration(console: Console, found: Calibration) -> None:
         console.print(_moves(found))
     for line in _lines(found):
         console.print(escape(line))
-
-
-def show_checks(console: Console, report: dict[str, Any]) -> None:
-    """Print the results of `onefold doctor --check`, one row per check."""
-    table = _table("Checks", ["", "", "seconds", "found"])
-    count: Counter[str] = Counter()
-    for row in report["checks"]:
-        status, seconds, advice = row["status"], row["seconds"], escape(row["advice"])
-        count[status] += 1
-        style = {"ok": "green", "wrong": "bold red"}.get(status, "yellow")
-        said = escape(row["said"]) + (f"\n[bold]{advice}[/bold]" if advice else "")
-        took = f"{seconds:.1f}" if seconds else "–"
-        table.add_row(row["name"], f"[{style}]{status}[/{style}]", took, said)
-    console.print(table)
-    told = [f"{count[status]} {status}" for status in ("ok", "wrong", "left out") if count[status]]
-    console.print(f"{', '.join(told)}, in {report['seconds']:.0f} s")
 
 
 def _compute(found: Calibration) -> Table:
@@ -135,17 +99,6 @@ def _lines(found: Calibration) -> Iterable[str]:
             f"disk at {found.disk.folder}: {_rate(found.disk.write)} written,"
             f" {_rate(found.disk.read)} {how}"
         )
-
-
-def _gpus(facts: dict[str, Any]) -> str:
-    if not facts["gpus"]:
-        cuda = facts["cuda"]
-        built = f"torch is built for CUDA {cuda}" if cuda else "this torch is CPU-only"
-        return f"none that torch can use ({built})"
-    return "; ".join(
-        f"{g['name']} ({g['capability']}): {readable(g['total'])}, {readable(g['free'])} free"
-        for g in facts["gpus"]
-    )
 
 
 def _table(title: str, columns: list[str]) -> Table:

@@ -37,7 +37,11 @@ def show(as_json: bool, event: str, found: Mapping[str, Any]) -> None:
     width = None if sys.stdout.isatty() else 1000
     out = Console(highlight=False, soft_wrap=True, width=width)
     for title, rows in found.items():
-        if not isinstance(rows, list) or not isinstance((*rows, "none")[0], Mapping):
+        if isinstance(rows, Mapping):
+            rows = [{"what": name, "is": _text(name, value)} for name, value in rows.items()]
+        if rows in (None, "", []):
+            continue
+        if not isinstance(rows, list) or not isinstance(rows[0], Mapping):
             out.print(f"[bold]{escape(title)}[/bold] {escape(_text(title, rows))}")
             continue
         columns = dict.fromkeys(name for row in rows for name in row)
@@ -52,12 +56,12 @@ def show(as_json: bool, event: str, found: Mapping[str, Any]) -> None:
 def _text(name: str, value: Any) -> str:
     if value is None:
         return "–"
-    if name == "bytes":
+    if name in ("bytes", "total", "free"):
         return readable(value)
     if isinstance(value, Mapping):
         return ", ".join(f"{k} {_text(k, v)}" for k, v in value.items() if v not in (None, False))
     if isinstance(value, list | tuple):
-        return few(map(str, value), MOST) or "none"
+        return few((_text(name, one) for one in value), MOST) or "none"
     if isinstance(value, float):
         return f"{value:.6g}"
     return (

@@ -8,7 +8,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from math import log2
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 
 from onefold.doctor.benchmark_blocks import MIB, Sizes
 from onefold.doctor.disk import measure_disk
-from onefold.doctor.measure import says
 from onefold.doctor.ranks import measure_with_ranks
 from onefold.machine.calibration import KIND, VERSION, Calibration, CalibrationError
 from onefold.machine.identity import this_machine
@@ -33,7 +31,7 @@ def measure_machine(
     ranks: str | None,
     disk: Path,
     path: Path,
-    progress: Callable[[int, list[int]], AbstractContextManager[Callable[[str], None]]],
+    say: Callable[[str], None],
     *,
     quick: bool,
 ) -> Calibration:
@@ -43,8 +41,7 @@ def measure_machine(
         found: the result of `facts.facts`.
         ranks: numbers of ranks as the user gave them, "1,2,4"; None chooses.
         disk: the folder whose disk is measured.
-        progress: given how many measurements there are, and the numbers of ranks. Inside, what it
-            yields is called with the name of each measurement when it begins.
+        say: called with the name of each measurement when it begins.
 
     Raises:
         CalibrationError: an argument is impossible here.
@@ -61,16 +58,15 @@ def measure_machine(
         _free_for_a_rank(found, counts[-1])
     )
     begin, busy = time.monotonic(), _others()
-    with progress(says(counts, sizes, steps=True) + 2, counts) as say:
-        say("disk")
-        try:
-            disk_rates = measure_disk(disk, sizes.disk_bytes)
-        except ValueError as error:
-            raise CalibrationError(str(error)) from None
-        say("starting ranks")
-        figures = measure_with_ranks(
-            sizes, threads_of(counts, found["cpu"]["physical_cores"]), found["device"], say
-        )
+    say("disk")
+    try:
+        disk_rates = measure_disk(disk, sizes.disk_bytes)
+    except ValueError as error:
+        raise CalibrationError(str(error)) from None
+    say("starting ranks")
+    figures = measure_with_ranks(
+        sizes, threads_of(counts, found["cpu"]["physical_cores"]), found["device"], say
+    )
     gpu = found["gpus"][0] if found["device"] == "cuda" else None
     calibration = Calibration.from_json({
         "kind": KIND,

@@ -12,7 +12,7 @@ ranks   0 ▐matrices blocks ... steps▌▐matrices ... moves overlap steps▌�
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -96,11 +96,6 @@ def measure(
     for group in groups.values():
         group.close()
     return tuple(middle(rounds) for rounds in found.values()), link
-
-
-def says(counts: Iterable[int], sizes: Sizes, steps: bool) -> int:
-    """Return how many times `measure` will call `say`."""
-    return sizes.rounds * sum(5 + steps + (len(MOVES) + 1 if count > 1 else 0) for count in counts)
 
 
 def _measure_together(

@@ -1,39 +1,34 @@
-"""Start, watch and end the doctor's ranks, and run a calibration with ranks. No process and no file
-is left, whatever happens.
+"""Start ranks on this machine with torchrun's agent, in the process of the command, and run a
+calibration with ranks. No process and no file is left, whatever happens.
 
-Each rank of a calibration is `python -m onefold.doctor.ranks FOLDER RANK`. The ranks rendezvous
-through a file in FOLDER. Rank 0 prints on its standard output what is measured next, one line each,
-and writes the figures into FOLDER.
+Each rank of a calibration is `python -m onefold.doctor.ranks FOLDER`. Rank 0 prints on its standard
+output what is measured next, one line each, and writes the figures into FOLDER.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
+import re
 import signal
-import subprocess
 import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from onefold.processes.host import child_environment
-from onefold.processes.signals import end_with_parent, noted_signals, quiet_third_parties
+from onefold.processes.signals import end_with_parent, quiet_third_parties
+from onefold.wording import few
 
 if TYPE_CHECKING:
     from onefold.doctor.benchmark_blocks import Sizes
 
 JOB, RESULT = "job.json", "result.json"
-#: Seconds between two looks at the ranks.
-INTERVAL = 0.05
-#: Seconds that ranks wait for each other at the start, while each imports torch.
-RENDEZVOUS = 120.0
 
 
 class MeasurementError(RuntimeError):
@@ -48,63 +43,77 @@ class Stopped(Exception):
         self.number = number
 
 
-@dataclass
-class Children:
-    """Ranks as child processes. Each has its own session, so a Ctrl-C reaches this process only.
+def launch(ranks: int, folder: Path, *arguments: str, say: Callable[[str], object] = bool) -> str:
+    """Run Python with `arguments` as so many ranks until they end. Returns what became of those that
+    failed, or "".
 
-    Attributes:
-        folder: for the files of their output.
+    Args:
+        folder: for what the ranks print. say: called with each line that rank 0 prints.
+
+    Raises:
+        Stopped: a signal arrived; every rank is ended.
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    folder: Path
-    running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    logs = DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL)
+    repeatable = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
+    config = LaunchConfig(
+        1,
+        1,
+        ranks,
+        logs,
+        "doctor",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    environment = child_environment(repeatable, ranks, folder, compiling=False, alone=True)
+    logging.disable(logging.CRITICAL)  # the agent's own words
+    over = threading.Event()
+    reader = threading.Thread(target=_pass_on, args=(folder, say, over), daemon=True)
+    reader.start()
+    try:
+        with patch.dict(os.environ, environment):
+            elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        ended = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        lost = {rank: code for rank, code in ended.items() if code == -signal.SIGKILL}
+        return few(_last_words(folder, rank, code) for rank, code in (lost or ended).items())
+    except SignalException as stop:
+        raise Stopped(stop.sigval) from None
+    finally:
+        over.set()
+        reader.join()
+        logging.disable(logging.NOTSET)
+    return ""
 
-    def start_one(
-        self, rank: int, module: str, arguments: Sequence[object], environment: Mapping[str, str]
-    ) -> None:
-        """Start `python -m module ARGUMENTS` as that rank."""
-        with self.output(rank).open("wb") as out, self._errors(rank).open("wb") as errors:
-            self.running[rank] = subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, arguments)], env=environment,
-                stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True,
-            )  # fmt: skip
 
-    def output(self, rank: int) -> Path:
-        """Return the file with the rank's standard output."""
-        return self.folder / f"rank-{rank}.out"
+def _pass_on(folder: Path, say: Callable[[str], object], over: threading.Event) -> None:
+    """Call `say` with the lines that rank 0 prints."""
+    passed = 0
+    while not over.wait(0.1):
+        for file in folder.glob("**/0/stdout.log"):
+            lines = file.read_text(errors="replace").split("\n")[:-1]
+            for line in lines[passed:]:
+                say(line)
+            passed = len(lines)
 
-    def said(self, rank: int) -> str:
-        """Return the text of the rank's standard error."""
-        return self._errors(rank).read_text(encoding="utf-8", errors="replace")
 
-    def statuses(self) -> dict[int, int]:
-        """Return {rank: exit status} of the ranks that have ended."""
-        found = {rank: child.poll() for rank, child in self.running.items()}
-        return {rank: status for rank, status in found.items() if status is not None}
-
-    def how(self, rank: int, killed: str = "") -> str:
-        """Say how a rank ended, with the last line that it printed.
-        `killed`: text to add if SIGKILL ended it.
-        """
-        status, lines = self.statuses()[rank], self.said(rank).strip().splitlines()
-        how = f"ended with status {status}"
-        if status < 0:
-            how = f"was ended by {signal.Signals(-status).name}"
-        how += killed if -status == signal.SIGKILL else ""
-        return f"{how}: {lines[-1] if lines else 'it said nothing'}"
-
-    def end(self) -> None:
-        """Kill all children and wait for them."""
-        for child in self.running.values():
-            if child.poll() is None:
-                with contextlib.suppress(OSError):
-                    os.killpg(child.pid, signal.SIGKILL)
-        for child in self.running.values():
-            child.wait()
-        self.running = {}
-
-    def _errors(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank}.err"
+def _last_words(folder: Path, rank: int, status: int) -> str:
+    """Say how a rank ended, or where it stood still."""
+    files = sorted(folder.glob(f"**/{rank}/stderr.log"))
+    said = files[0].read_text(errors="replace").strip() if files else ""
+    frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', said.rpartition("call first)")[2])
+    if "Timeout (" in said and frames:
+        file, line, function = frames[0]
+        return f"rank {rank} stood still in {function} ({Path(file).name}:{line})"
+    how = f"ended with status {status}"
+    if status < 0:
+        how = f"was ended by {signal.Signals(-status).name}"
+        how += " (memory may have run out)" if -status == signal.SIGKILL else ""
+    return f"rank {rank} {how}: {said.splitlines()[-1] if said else 'it said nothing'}"
 
 
 def measure_with_ranks(
@@ -121,106 +130,37 @@ def measure_with_ranks(
         MeasurementError: a rank failed.
         Stopped: SIGINT, SIGTERM or SIGHUP arrived.
     """
-    world = max(threads)
-    with (
-        noted_signals() as arrived,
-        tempfile.TemporaryDirectory(prefix="onefold-doctor-", ignore_cleanup_errors=True) as name,
-    ):
-        folder = Path(name)
-        job = {
-            "parent": os.getpid(),
-            "world": world,
-            "device": device,
-            "threads": {str(c): t for c, t in threads.items()},
-            "sizes": asdict(sizes),
-        }
-        (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
-        environment = child_environment(os.environ, world, folder, compiling=False, alone=True)
-        ranks = Children(folder)
-        try:
-            for rank in range(world):
-                ranks.start_one(rank, "onefold.doctor.ranks", (folder, rank), environment)
-            _watch(ranks, arrived, say)
-            if arrived:
-                raise Stopped(arrived[0])
-            result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-            return result
-        finally:
-            ranks.end()
+    with tempfile.TemporaryDirectory(prefix="onefold-doctor-", ignore_cleanup_errors=True) as name:
+        job = {"device": device, "threads": dict(threads), "sizes": asdict(sizes)}
+        Path(name, JOB).write_text(json.dumps(job), encoding="utf-8")
+        failed = launch(max(threads), Path(name), "-m", __name__, name, say=say)
+        if failed:
+            hint = " Use fewer --ranks, or --quick." if "SIGKILL" in failed else ""
+            raise MeasurementError(f"the measurement failed: {failed}.{hint}")
+        result: dict[str, Any] = json.loads(Path(name, RESULT).read_text(encoding="utf-8"))
+        return result
 
 
-def _watch(ranks: Children, arrived: list[int], say: Callable[[str], None]) -> None:
-    """Wait until all ranks are done or a signal arrives, and pass rank 0's lines to `say`.
-    Raises MeasurementError if a rank failed.
-    """
-    with ranks.output(0).open(encoding="utf-8", errors="replace") as progress:
-        while not arrived:
-            statuses = ranks.statuses()
-            for line in progress:
-                say(line.strip())
-            failed = next((rank for rank, status in sorted(statuses.items()) if status), None)
-            if failed is not None:
-                hint = ""
-                if -statuses[failed] == signal.SIGKILL:
-                    hint = " Memory may have run out: use fewer --ranks, or --quick."
-                raise MeasurementError(
-                    f"rank {failed} of the measurement {ranks.how(failed)}.{hint}"
-                )
-            if len(statuses) == len(ranks.running):
-                return
-            time.sleep(INTERVAL)
-
-
-# -- a rank --------------------------------------------------------------------------------------
-
-
-def main(folder: Path, rank: int) -> None:
-    """Measure with the other ranks, and end this process at once, without waiting for its group."""
-    try:
-        job = json.loads((folder / JOB).read_text(encoding="utf-8"))
-        end_with_parent(job["parent"])
-        quiet_third_parties()
-        _measure(folder, rank, job)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
-
-
-def _measure(folder: Path, rank: int, job: dict[str, Any]) -> None:
-    import torch
-    import torch.distributed as dist
-
+def main(folder: Path) -> None:
+    """Measure as one rank."""
     from onefold.doctor.benchmark_blocks import Sizes
     from onefold.doctor.measure import measure
     from onefold.doctor.reference_steps import take_steps
     from onefold.machine.measured import decode
+    from onefold.processes.ranks import join, leave
 
-    world = int(job["world"])
-    device = torch.device("cuda", rank) if job["device"] == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world > 1:
-        store = dist.FileStore(str(folder / "rendezvous"), world)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=RENDEZVOUS)
-        )
+    job = json.loads((folder / JOB).read_text(encoding="utf-8"))
+    ranks = join(job["device"], 0.0)
     threads = {int(count): int(number) for count, number in job["threads"].items()}
-    at, link = measure(
-        decode(Sizes, job["sizes"]),
-        threads,
-        device,
-        lambda text: print(text, flush=True),
-        take_steps,
-    )
-    if rank == 0:
+    sizes = decode(Sizes, job["sizes"])
+    at, link = measure(sizes, threads, ranks.device, lambda t: print(t, flush=True), take_steps)
+    if ranks.is_first:
         result = {"at": [asdict(a) for a in at], "host_link": asdict(link) if link else None}
         (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    end_with_parent()
+    quiet_third_parties()
+    main(Path(sys.argv[1]))

@@ -132,9 +132,9 @@ class Ranks:
             ) from None
 
 
-def join(device: str, timeout: float) -> Ranks:
+def join(device: str, timeout: float, backend: str | None = None) -> Ranks:
     """Initialize torch.distributed from the launcher's environment variables. `timeout`: seconds
-    after which a collective on the host fails (at least 1800).
+    after which a collective on the host fails (at least 1800). `backend`: None for the device's own.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -142,7 +142,7 @@ def join(device: str, timeout: float) -> Ranks:
     kind = default_device().type if device == "auto" else device
     where = of_local_rank(kind, local_rank) if kind != "cpu" else torch.device("cpu")
     set_default(where)
-    backend = backend_name(where)
+    backend = backend or backend_name(where)
     store, _, _ = next(dist.rendezvous("env://", rank, world_size))
     if world_size > 1:
         store = dist.PrefixStore("onefold", store)

@@ -1,0 +1,275 @@
+"""The checks that train a small model: stages against each other and against DDP, groups, offloaded
+state, checkpoints, bytes at rest, no waiting, overlap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import onefold
+from onefold.device import has_streams, memory_figures, synchronize
+from onefold.doctor.checks import Here, LeftOut
+from onefold.doctor.model import (
+    ROUNDING,
+    VOCABULARY,
+    adamw,
+    assert_equal,
+    assert_near,
+    assert_same,
+    one_step,
+    small,
+    train,
+    train_with_ddp,
+)
+from onefold.observe.trace import record
+from onefold.recipe import Recipe
+from onefold.runtime.parameters.interval import disable_torch_function
+from onefold.sharding import engine_of
+
+MIB = 1 << 20
+#: The least share of communication on an accelerator that must be hidden.
+LEAST = 0.1
+
+
+def stages(here: Here) -> str:
+    """Compare stages 0 to 3 to the bit, and with DDP within rounding, in fp32 and bf16.
+
+    Gradients of several micro-batches are added up either before they are reduced (at the boundary)
+    or after (reduced every micro-batch). The two orders give different bits, so each is compared by
+    itself. With NCCL, native sums are compared within rounding.
+    """
+    for precision in ROUNDING:
+        # Flat over hosts the default would be native sums
+        asked: dict[str, Any] = {"precision": precision, "reduce": "ordered"}
+        whole = train(here, Recipe.zero(0, reduce_at="boundary", **asked))
+        again = train(here, Recipe.zero(0, reduce_at="boundary", **asked))
+        assert_same(f"{precision}: stage 0 and itself (this device's own kernels)", again, whole)
+        for stage in (1, 2, 3):
+            found = train(here, Recipe.zero(stage, reduce_at="boundary", **asked))
+            assert_same(f"{precision}: stage {stage} and stage 0", found, whole)
+        often = [train(here, Recipe.zero(stage, **asked)) for stage in (2, 3)]
+        assert_same(f"{precision}: stage 3 and stage 2, reduced every micro-batch", *often)
+        ddp = train_with_ddp(here, precision)
+        assert_near(here, f"{precision}: stage 0 and DDP", whole, ddp, precision)
+        assert_near(here, f"{precision}: stage 2 and DDP", often[0], ddp, precision)
+        if here.backend == "nccl":
+            native = train(here, Recipe.zero(3, **{**asked, "reduce": "native"}))
+            assert_near(here, f"{precision}: native sums and DDP", native, ddp, precision)
+    return "stages 0 to 3 agree to the bit in fp32 and bf16, and with DDP within rounding"
+
+
+def two_levels(here: Here) -> str:
+    """Compare recipes over groups with each other and with DDP, and count bytes between groups."""
+    inner = here.per_node if here.per_node < here.world else here.world // 2
+    if here.world < 4 or here.world % inner or inner < 2:
+        raise LeftOut(
+            f"the launcher says of one node, and {here.world} ranks make no two groups of two: use"
+            " 4 ranks, or two nodes"
+        )
+    first = train(here, Recipe.zero(3, group=inner), 1)
+    for name, recipe in {
+        "stage 2": Recipe.zero(2, group=inner),
+        "stage 1": Recipe.zero(1, group=inner),
+        "a second copy (hpZ)": Recipe.zero(3, group=inner, second_copy=True),
+        "HSDP": Recipe.zero(3, shard_group=inner),
+    }.items():
+        assert_same(f"in groups of {inner}, {name} and stage 3", train(here, recipe, 1), first)
+    assert_near(here, f"groups of {inner} and DDP", first, train_with_ddp(here, "fp32", 1), "fp32")
+    sent = {}
+    for size in (inner, here.world):
+        model = onefold.shard(small(here), Recipe.zero(3, group=size))
+        one_step(here, model, adamw(model), 0)
+        sent[size] = engine_of(model).traffic.sent()
+    # A flat move sends a part to each of N − 1 ranks; groups send it to one rank per other group.
+    due = sent[here.world].nbytes * (here.world // inner - 1) // (here.world - 1)
+    between = sent[inner].between
+    assert between == due, f"{between:,} bytes went between groups, the formula says {due:,}"
+    return f"recipes over groups of {inner} agree to the bit, with {between:,} bytes between them"
+
+
+def offload(here: Here) -> str:
+    """Compare recipes with state on the host, with each other to the bit and with the device."""
+    for precision in ROUNDING:
+        asked: dict[str, Any] = {"precision": precision}
+        plain = train(here, Recipe.zero(3, **asked))
+        kept = train(here, Recipe.zero(3, offload_activations="cpu", **asked))
+        assert_same(f"{precision}: activations on the host and on the device", kept, plain)
+        first = train(here, Recipe.zero(2, offload_optimizer="cpu", **asked))
+        for more in ({}, {"offload_param": "cpu"}):
+            found = train(here, Recipe.zero(3, offload_optimizer="cpu", **more, **asked))
+            assert_same(f"{precision}: optimizer on the host, {more} and stage 2", found, first)
+        what = f"{precision}: optimizer on the host and on the device"
+        if here.device.type == "cpu":
+            assert_same(what, first, plain)
+        else:
+            assert_near(here, what, first, plain, precision)
+    return "optimizer, parameters and activations on the host train as on the device"
+
+
+def compiled_blocks(here: Here) -> str:
+    """Compare blocks that inductor compiles with eager ones, within rounding."""
+    if here.device.type == "cpu":
+        raise LeftOut("this needs a GPU: compiling for a CPU asks for a C++ compiler")
+    recipe = Recipe.zero(3, precision="bf16")
+    compiled = train(here, recipe, compiled=True)
+    assert_near(here, "compiled and eager blocks", compiled, train(here, recipe), "bf16")
+    return "compiled blocks train as eager ones, within rounding"
+
+
+def save_and_reload(here: Here) -> str:
+    """Save with `save_async`, go on training, and load at another stage. The loaded state must be
+    that of the moment of the call.
+    """
+    path, seen = Path(here.folder) / "checkpoint", Path(here.folder) / "seen"
+    if here.rank == 0:
+        seen.touch()
+    here.gather(None)
+    if not all(here.gather(seen.exists())):
+        raise LeftOut(
+            f"not every node sees {here.folder}: start it in a folder that all of them share"
+        )
+    model = onefold.shard(small(here), Recipe.zero(2))
+    optimizer = adamw(model)
+    for step in range(2):
+        one_step(here, model, optimizer, step)
+    at_the_call = onefold.full_state_dict(model)
+    saving = onefold.save_async(path, model=model, optimizer=optimizer)
+    went_on = [one_step(here, model, optimizer, step) for step in (2, 3)]
+    saving.wait()
+
+    loaded = onefold.shard(small(here), Recipe.zero(3))
+    again = adamw(loaded)
+    onefold.load(path, model=loaded, optimizer=again)
+    assert_equal("what was loaded", onefold.full_state_dict(loaded), at_the_call)
+    resumed = [one_step(here, loaded, again, step) for step in (2, 3)]
+    assert_equal("two steps after the load, losses and norms", resumed, went_on)
+    states = onefold.full_state_dict(loaded), onefold.full_state_dict(model)
+    assert_equal("two steps after the load, weights", *states)
+    here.gather(None)
+    if here.rank == 0:
+        shutil.rmtree(path, ignore_errors=True)
+    return "saved behind two steps, loaded at another stage: the same bits"
+
+
+def memory_at_rest(here: Here) -> str:
+    """Compare the bytes of tensors between steps with the formula, within 1 MiB.
+
+        fp32    stage 0: P + 2P    stages 1, 2: P + 2P/N          stage 3: P/N + 2P/N
+        bf16    stage 0: P/2 + 3P  stages 1, 2: P/2 + (P + 2P)/N  stage 3: (P + 2P)/N
+
+    with P bytes of parameters in fp32, padding included, and two moments.
+    """
+    before: int | None = None
+    # The first round is not compared: libraries make workspaces for a process's first products
+    for stage, precision in [(0, "bf16"), *((s, p) for s in range(4) for p in ROUNDING)]:
+        asked: dict[str, Any] = {"precision": precision}
+        model = onefold.shard(small(here, width=256, blocks=6), Recipe.zero(stage, **asked))
+        optimizer = adamw(model)
+        for step in range(2):
+            one_step(here, model, optimizer, step)
+        p = 4 * sum(unit.numel for unit in engine_of(model).units)
+        share = 1 if stage == 0 else 1 / here.world
+        due = 2 * p * share + (p if precision == "fp32" and stage < 3 else p * share)
+        due += p / 2 if precision == "bf16" and stage < 3 else 0
+        if before is not None:
+            held = _held(here) - before
+            said = (
+                f"{precision}, stage {stage}: {held:,} bytes are held, the formula says {due:,.0f}"
+            )
+            assert abs(held - due) < MIB, said
+        del model, optimizer
+        before = _held(here) if before is None else before
+    return "stages 0 to 3 in fp32 and bf16 hold what the formula says, within 1 MiB"
+
+
+def _held(here: Here) -> int:
+    """Return the allocator's bytes; on a CPU, the bytes of every tensor that Python can reach."""
+    gc.collect()
+    figures = memory_figures(here.device)
+    if figures is not None:
+        synchronize(here.device)
+        return figures.allocated
+    storages: dict[int, int] = {}
+    with torch._C.DisableTorchFunctionSubclass(), disable_torch_function():
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
+                with contextlib.suppress(Exception):  # a tensor without storage
+                    storage = thing.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def no_synchronization(here: Here) -> str:
+    """Run steps in a mode in which CUDA raises if the host would wait for the device."""
+    if here.device.type != "cuda":
+        raise LeftOut("torch tells of waits of the host on CUDA and ROCm only")
+    if here.backend == "gloo" and here.world > 1:
+        raise LeftOut("ranks that share a GPU move through gloo, and the host's memory")
+    for stage in range(4):
+        for precision in ROUNDING:
+            asked: dict[str, Any] = {"precision": precision}
+            model = onefold.shard(small(here), Recipe.zero(stage, **asked))
+            optimizer = adamw(model)
+            for step in range(3):
+                _step_of(here, model, optimizer, step)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                _step_of(here, model, optimizer, 3)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    return "steps at stages 0 to 3, clipping included, make the host wait for nothing"
+
+
+def _step_of(here: Here, model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Run a step whose ids come from the device, without reading its loss."""
+    shape = (8, 512) if has_streams(here.device) else (2, 16)
+    model(torch.full(shape, number % VOCABULARY, device=here.device)).backward()
+    onefold.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def overlap(here: Here) -> str:
+    """See that gathers are launched ahead. On an accelerator, compare the waits with those without
+    overlap; on a CPU seconds depend on the load of the machine, and decide nothing.
+    """
+    width, blocks = (2048, 8) if has_streams(here.device) else (128, 6)
+    exposed = []
+    for overlapping in (True, False):
+        recipe = Recipe.zero(3, precision="bf16", overlap=overlapping)
+        model = onefold.shard(small(here, width, blocks), recipe)
+        optimizer, traffic = adamw(model), engine_of(model).traffic
+        for step in range(2):
+            _step_of(here, model, optimizer, step)
+        synchronize(here.device)
+        before = traffic.exposed
+        with record(model, optimizer) as seen:
+            for step in range(3):
+                _step_of(here, model, optimizer, step)
+            synchronize(here.device)
+        exposed.append(traffic.exposed - before)
+        gathers = [m for m in seen.moves if m.move == "all-gather"]
+        # Early: another unit computed when it was launched, and ended before it was waited for. The
+        # outermost unit ends after every wait, so it never counts as that other unit
+        early = sum(
+            any(w.unit != m.unit and m.launched < w.end <= m.landed - m.exposed for w in seen.work)
+            for m in gathers
+        )
+        if overlapping:
+            assert early, (
+                f"none of {len(gathers)} gathers was launched ahead: nothing is prefetched"
+            )
+            ahead = f"{early} of {len(gathers)} gathers were launched ahead"
+    hidden = 1 - exposed[0] / exposed[1] if exposed[1] else 0.0
+    if not has_streams(here.device):
+        return f"{ahead}; a CPU has no streams, so seconds decide nothing here"
+    assert hidden >= LEAST, (
+        f"{hidden:.0%} of the waits are hidden behind computing: under {LEAST:.0%}"
+    )
+    return f"{ahead}; {hidden:.0%} of the waits for other ranks are hidden behind computing"
