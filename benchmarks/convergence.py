@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import datetime
 import os
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -34,8 +36,8 @@ from benchmarks.harness import Refused, Row, Run
 from benchmarks.pages import Cell, shown
 from benchmarks.whole import Spent
 from onefold.comm import MOVES
-from onefold.data.order import DataOrder
-from onefold.data.samples import Data, eval_batches, held_out_batch, load_data
+from onefold.data.samples import Data, eval_batches, load_data
+from onefold.data.tokens import tokens_of
 from onefold.models.build import load_model, load_on_first_rank
 from onefold.optim.muon import MuonWithAdamW
 from onefold.processes.ranks import Ranks
@@ -225,9 +227,10 @@ def held_out_loss(model: nn.Module, data: Data, case: Case, ranks: Ranks) -> flo
     model.eval()
     with torch.no_grad():
         for indices, real in eval_batches(
-            len(data.held_out), case.held_out, ranks.rank, ranks.world_size, case.eval_batch
+            data.size(held_out=True), case.held_out, ranks.rank, ranks.world_size, case.eval_batch
         ):
-            batch, count = held_out_batch(data.held_out, indices, real)
+            chosen = data.order(1, case.seed).read(indices, held_out=True)
+            batch, count = data.samples.held_out(chosen, real)
             total += float(model(**batch, use_cache=False).loss) * count
             counted += count
     model.train()
@@ -265,7 +268,13 @@ def train(case: Case, side: Side, ranks: Ranks, patience: float) -> dict[str, An
     Spent().watch_torch(5)  # Newton-Schulz in fp32
     loaded = load_on_first_rank(case.model, case.tokenizer, case.seed, case.seq, ranks)
     assert loaded.tokenizer is not None
-    data = load_data(case.data, loaded.tokenizer, case.seq, case.seed, HELD_OUT_SHARE)
+    words = loaded.tokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = tokens_of(case.data, None, words, Path(folder), ranks, lambda line: None)
+        ranks.gather(None)
+    data = load_data(
+        case.data, tokens, words.eos_token_id or 0, case.seq, case.seed, HELD_OUT_SHARE
+    )
     model = adapted(loaded.module, case.lora, case.seed) if case.lora else loaded.module
     if side.nudge:
         nudged(model, side.nudge, case.seed)
@@ -287,7 +296,7 @@ def train(case: Case, side: Side, ranks: Ranks, patience: float) -> dict[str, An
         optimizer = torch.optim.AdamW(groups, lr=case.lr, fused=True)
     factor = lr_factor("cosine", case.steps, round(WARMUP * case.steps), LAST_LR)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    order = DataOrder(len(data.train), case.micro_batch * case.ranks, case.seed + side.seed)
+    order = data.order(case.micro_batch * case.ranks, case.seed + side.seed)
     mine = range(case.ranks) if side.alone else [ranks.rank]
     traffic = None if side.alone else onefold.engine_of(model).traffic
 
@@ -301,7 +310,7 @@ def train(case: Case, side: Side, ranks: Ranks, patience: float) -> dict[str, An
         begun, total, before = time.perf_counter(), 0.0, between()
         for rank in mine:
             (indices,) = order.micro_batches(step, rank, case.ranks, case.micro_batch)
-            loss = model(**data.train.batch(indices), use_cache=False).loss / len(mine)
+            loss = model(**data.samples.batch(indices), use_cache=False).loss / len(mine)
             loss.backward()
             total += loss.item()
         if case.clip:

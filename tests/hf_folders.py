@@ -71,9 +71,7 @@ def saved(root: Path, name: str) -> Path:
 
 def job(folder: Path, **more: Any) -> Any:
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    return resolve(
-        {"output": "unused", **JOB, "model": str(folder), "data": str(folder / "text.txt"), **more}
-    )
+    return resolve({**JOB, "model": str(folder), "data": str(folder / "text.txt"), **more})
 
 
 #: A model of 25 million parameters: 96 MiB in fp32, on 2 ranks a shard of 48.

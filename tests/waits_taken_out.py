@@ -74,7 +74,7 @@ FUNCTIONS = {"copying", "wait_before_write", "reached"}
 CONTEXTS = {"use_stream", "_Using", "guard", "device_index", "on_copy_stream", "on_stream"}
 #: Packages whose waits are not those of a training step on a device.
 OUTSIDE = {
-    "cli", "data/token_cache.py", "deepspeed", "doctor", "hf", "hosts.py", "inspection", "lightning", "machine", "models", "observe",
+    "cli", "data/tokens.py", "deepspeed", "doctor", "hf", "hosts.py", "inspection", "lightning", "machine", "models", "observe",
     "plan", "processes", "simulation", "tracing", "train",
 }  # fmt: skip
 _DISK = "for a disk"

@@ -12,14 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from onefold.data.samples import IGNORE, Samples, load_data
+from onefold.data.samples import IGNORE, Data, load_data
 from onefold.data.text import ByteTokenizer, encode_with_spans, render_chat
+from onefold.data.tokens import tokens_of
 from onefold.wording import TrainError
+from started_runs import alone
 
 
 def lines(path: Path, rows: list[Any]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def loaded(data: str | Path, root: Path, seq: int, fraction: float = 0.2) -> Data:
+    words = ByteTokenizer()
+    tokens = tokens_of(str(data), None, words, root / ".tokens", alone(), lambda line: None)
+    return load_data(str(data), tokens, 256, seq, 0, fraction)
 
 
 def test_documents_are_packed_with_an_end_between_and_held_out_samples_are_apart(
@@ -28,46 +36,46 @@ def test_documents_are_packed_with_an_end_between_and_held_out_samples_are_apart
     (tmp_path / "a.txt").write_text("abcde" * 20)
     (tmp_path / "b.md").write_text("xyz" * 30)
     (tmp_path / "c.bin").write_bytes(b"\0" * 1000)
-    data = load_data(str(tmp_path), ByteTokenizer(), seq=10, seed=0, eval_fraction=0.2)
-    assert (len(data.train), len(data.held_out)) == (15, 4)
-    whole = [part.batch(np.arange(len(part)))["input_ids"] for part in (data.train, data.held_out)]
-    rows = torch.cat(whole)
+    data = loaded(tmp_path, tmp_path.parent, seq=10)
+    assert (data.size(), data.size(held_out=True)) == (15, 4)
+    order = data.order(15, 0)
+    trained, held = order.at(0), order.read(np.arange(4), held_out=True)
+    rows = data.samples.batch(np.concatenate([trained, held]))["input_ids"]
+    assert sorted([*trained, *held]) == list(range(19))
     assert (rows == 256).sum() == 1 and not (rows == 0).any()
-    batch = data.train.batch(np.array([3, 1]))
+    batch = data.samples.batch(np.array([3, 1]))
     assert batch["input_ids"].shape == (2, 10) and torch.equal(batch["input_ids"], batch["labels"])
-    assert data.train.counts(np.array([3, 1])) == 18
-    again = load_data(str(tmp_path), ByteTokenizer(), seq=10, seed=0, eval_fraction=0.2)
-    assert torch.equal(again.held_out.batch(np.arange(4))["input_ids"], whole[1])
+    assert data.samples.counted(np.array([3, 1])) == 18
+    again = loaded(tmp_path, tmp_path.parent, seq=10)
+    assert np.array_equal(again.order(15, 0).read(np.arange(4), held_out=True), held)
 
 
 def test_json_lines_with_text_are_packed(tmp_path: Path) -> None:
-    data = load_data(
-        lines(tmp_path / "d.jsonl", [{"text": "a" * 50}, {"text": "b" * 50}]),
-        ByteTokenizer(),
-        10,
-        0,
-        0.1,
-    )
-    assert len(data.train) + len(data.held_out) == 10
+    file = lines(tmp_path / "d.jsonl", [{"text": "a" * 50}, {"text": "b" * 50}])
+    data = loaded(file, tmp_path, 10, 0.1)
+    assert data.size() + data.size(held_out=True) == 10
 
 
 def test_only_what_the_assistant_says_is_learned_from(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi é"}, {"role": "assistant", "content": "Yes"}]
     file = lines(tmp_path / "d.jsonl", [{"messages": chat}] * 4 + [{"messages": chat[:1]}])
-    data = load_data(file, ByteTokenizer(), seq=64, seed=0, eval_fraction=0.25)
-    assert (len(data.train), len(data.held_out)) == (3, 1)
+    data = loaded(file, tmp_path, 64, 0.25)
+    assert (data.size(), data.size(held_out=True)) == (3, 1)
     assert data.notes == ["1 of 5 conversations left out: no word of an assistant within 64 tokens"]
-    batch = data.train.batch(np.array([0]))
+    batch = data.samples.batch(np.array([0]))
     learned = batch["input_ids"][batch["labels"] != IGNORE]
     assert bytes(learned.tolist()).decode() == "Yes\n"
-    assert data.train.counts(np.array([0, 1])) == 8
+    assert data.samples.counted(np.array([0, 1])) == 8
 
 
-def test_batches_are_padded_to_their_longest_and_padding_does_not_count() -> None:
-    rows = [np.arange(n, dtype=np.int32) for n in (3, 5)]
-    batch = Samples(rows, rows, padding=9).batch(np.array([0, 1]))
-    assert batch["input_ids"].tolist() == [[0, 1, 2, 9, 9], [0, 1, 2, 3, 4]]
-    assert batch["labels"].tolist() == [[0, 1, 2, IGNORE, IGNORE], [0, 1, 2, 3, 4]]
+def test_batches_are_padded_to_their_longest_and_padding_does_not_count(tmp_path: Path) -> None:
+    chats = [[{"role": "assistant", "content": "x" * n}] for n in (1, 3)]
+    file = lines(tmp_path / "d.jsonl", [{"messages": chat} for chat in chats])
+    batch = loaded(file, tmp_path, 64).samples.batch(np.array([0, 1]))
+    assert batch["input_ids"].shape == (2, len("assistant: xxx\n"))
+    assert batch["input_ids"][0, -2:].tolist() == [256, 256]
+    assert batch["labels"][0, -2:].tolist() == [IGNORE, IGNORE]
+    assert (batch["labels"] != IGNORE).sum(dim=1).tolist() == [2, 4]
 
 
 class Template:
@@ -125,11 +133,11 @@ def test_a_bad_line_is_named(tmp_path: Path, content: str, message: str) -> None
     file = tmp_path / "d.jsonl"
     file.write_text(content)
     with pytest.raises(TrainError) as error:
-        load_data(str(file), ByteTokenizer(), 16, 0, 0.1)
+        loaded(file, tmp_path, 16)
     assert message in str(error.value)
 
 
 def test_absent_data_and_folders_without_text_are_named(tmp_path: Path) -> None:
     for name in (str(tmp_path), str(tmp_path / "none.txt")):
         with pytest.raises(TrainError, match=name):
-            load_data(name, ByteTokenizer(), 16, 0, 0.1)
+            loaded(name, tmp_path, 16)

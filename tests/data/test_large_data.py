@@ -26,11 +26,11 @@ from hf_folders import (
     resident,
     saved,
 )
-from onefold.data import sources, token_cache
-from onefold.data.samples import IGNORE, Data, Samples, load_data
-from onefold.data.sources import is_small, rows_of
+from onefold.data import sources, tokens
+from onefold.data.samples import IGNORE, Data, load_data
+from onefold.data.sources import rows_of
 from onefold.data.text import ByteTokenizer
-from onefold.data.token_cache import tokens_of
+from onefold.data.tokens import tokens_of
 from onefold.train.config import resolve
 from onefold.train.early import check_early
 from onefold.train.loop import Row, train
@@ -57,8 +57,8 @@ def lines(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def everything(samples: Samples) -> list[dict[str, list[Any]]]:
-    found = [samples.batch(np.array([at])) for at in range(len(samples))]
+def everything(data: Data) -> list[dict[str, list[Any]]]:
+    found = [data.samples.batch(np.array([at])) for at in range(sum(data.samples.counts))]
     return [{name: t.tolist() for name, t in batch.items()} for batch in found]
 
 
@@ -66,25 +66,18 @@ def cached(
     data: str, root: Path, field: str | None = None, pack: str = "rows", seq: int = 16
 ) -> Data:
     words = ByteTokenizer()
-    tokens = tokens_of(data, field, words, root / "tokens", alone(), lambda line: None)
-    return load_data(data, words, seq, 3, 0.2, tokens=tokens, pack=pack)
+    found = tokens_of(data, field, words, root / "tokens", alone(), lambda line: None)
+    return load_data(data, found, 256, seq, 3, 0.2, pack)
 
 
 @pytest.mark.parametrize("pack", ["rows", "documents"])
 @pytest.mark.parametrize("key", ["text", "messages"])
-def test_samples_from_the_disk_are_those_from_memory(key: str, pack: str, tmp_path: Path) -> None:
-    pack = "rows" if key == "messages" else pack
+def test_as_many_tokens_are_counted_as_batches_have(key: str, pack: str, tmp_path: Path) -> None:
     data = lines(tmp_path / "d.jsonl", [{key: row} for row in (TEXTS if key == "text" else CHATS)])
-    expected = load_data(data, ByteTokenizer(), 32, 3, 0.2, pack=pack)
-    found = cached(data, tmp_path, pack=pack, seq=32)
-    assert everything(found.train) == everything(expected.train)
-    assert everything(found.held_out) == everything(expected.held_out)
-    assert found.notes == expected.notes
-    assert found.order(4, 0).state_dict() == expected.order(4, 0).state_dict()
-    some = np.arange(len(found.train))
-    assert found.train.counts(some) == expected.train.counts(some)
-    assert found.train.counts(some) == sum(
-        int((found.train.batch(np.array([at]))["labels"][:, 1:] != IGNORE).sum()) for at in some
+    samples = cached(data, tmp_path, pack=pack, seq=32).samples
+    some = np.arange(sum(samples.counts))
+    assert samples.counted(some) == sum(
+        int((samples.batch(np.array([at]))["labels"][:, 1:] != IGNORE).sum()) for at in some
     )
 
 
@@ -92,16 +85,16 @@ def test_tokens_are_made_once_for_the_same_content_and_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: Counter[str] = Counter()
-    encoded = token_cache.encoded
+    encoded = tokens.encoded
 
     def counting(tokenizer: Any, texts: list[str]) -> Any:
         made["texts"] += len(texts)
         return encoded(tokenizer, texts)
 
-    monkeypatch.setattr(token_cache, "encoded", counting)
+    monkeypatch.setattr(tokens, "encoded", counting)
     data = lines(tmp_path / "d.jsonl", [{"text": t, "other": t + "!"} for t in TEXTS])
-    first = everything(cached(data, tmp_path).train)
-    assert everything(cached(data, tmp_path, seq=16).train) == first and made["texts"] == 60
+    first = everything(cached(data, tmp_path))
+    assert everything(cached(data, tmp_path, seq=16)) == first and made["texts"] == 60
     shutil.copy2(data, tmp_path / "copy.jsonl")
     cached(str(tmp_path / "copy.jsonl"), tmp_path)  # another name
     assert made["texts"] == 60
@@ -135,11 +128,10 @@ def test_a_large_text_in_pieces_loses_no_byte(
         assert len(pieces) > 10 and [last for _, _, last in pieces].count(True) == 1
         assert pieces[-1][2]
         assert "".join(piece for _, piece, _ in pieces) == (tmp_path / name).read_text("utf-8")
-        assert not is_small(str(tmp_path / name))
-        row = cached(str(tmp_path / name), tmp_path).train.tokens
-        whole = np.asarray(row).reshape(-1)
+        (made,) = cached(str(tmp_path / name), tmp_path).samples.parts
+        whole = np.asarray(made.tokens)
         content = (tmp_path / name).read_bytes()
-        assert bytes(whole[: len(content) // 16 * 16].astype(np.uint8)) == content[: len(whole)]
+        assert bytes(whole[:-1].astype(np.uint8)) == content and whole[-1] == 256
 
 
 # -- mixing ----------------------------------------------------------------------------------------
@@ -148,33 +140,17 @@ def test_a_large_text_in_pieces_loses_no_byte(
 def test_parts_with_weights_give_their_shares_of_every_epoch(tmp_path: Path) -> None:
     one = lines(tmp_path / "a.jsonl", [{"text": "a" * 15}] * 300)
     two = lines(tmp_path / "b.jsonl", [{"text": "b" * 15}] * 100)
-    data = cached(f"{one}:0.3,{two}:0.7", tmp_path)
-    assert data.epoch == len(data.train) == 320
-    order = data.order(20, seed=5)
-    letters = [
-        chr(int(data.train.batch(np.array([at]))["input_ids"][0, 0]))
-        for step in range(16)
-        for at in order.at(step)
-    ]
-    assert Counter(letters) == {"a": 96, "b": 224}
-    # A part that is read often is read evenly; one of which some is read, anew in each epoch
-    epochs = [
-        np.concatenate([order.at(16 * epoch + step) for step in range(16)]) for epoch in (0, 1)
-    ]
-    parts = data.mix
-    for share, known in zip(parts, ("a", "b"), strict=True):
-        seen = [
-            Counter(e[(e >= share.first) & (e < share.first + share.count)].tolist())
-            for e in epochs
-        ]
-        assert seen[0] != seen[1], known
-        assert max(seen[0].values()) - min(seen[0].values()) <= 1
-    assert order.at(3).tolist() == data.order(20, seed=5).at(3).tolist()
-    assert order.at(3).tolist() != data.order(20, seed=6).at(3).tolist()
+    data = cached(f"{one}:0.25,{two}:0.75", tmp_path)
+    assert data.size() == 320
+    order = data.order(64, seed=5)
+    chosen = np.concatenate([order.at(step) for step in range(16)])
+    letters = data.samples.batch(chosen)["input_ids"][:, 0].tolist()
+    assert Counter(map(chr, letters)) == {"a": 256, "b": 768}
+    assert order.at(3).tolist() == data.order(64, seed=5).at(3).tolist()
+    assert order.at(3).tolist() != data.order(64, seed=6).at(3).tolist()
     without = cached(f"{one},{two}", tmp_path)
-    assert without.mix == () and sorted(
-        np.concatenate([without.order(20, 5).at(step) for step in range(16)]).tolist()
-    ) == list(range(320))
+    read = without.order(20, 5).read(np.arange(320))
+    assert len(np.unique(read)) == 320
     with pytest.raises(TrainError, match="made on other data"):
         data.order(20, 5).load_state_dict(without.order(20, 5).state_dict())
 
@@ -184,13 +160,8 @@ def test_parts_with_weights_give_their_shares_of_every_epoch(tmp_path: Path) -> 
 
 def test_documents_of_a_row_begin_at_position_0_and_are_not_foretold(tmp_path: Path) -> None:
     data = lines(tmp_path / "d.jsonl", [{"text": text} for text in ("abc", "de", "fghijklmno")])
-    words = ByteTokenizer()
-    samples = load_data(data, words, 6, 0, 0.01, pack="documents").train
-    held = load_data(data, words, 6, 0, 0.01, pack="documents").held_out
-    batch = {
-        name: torch.cat([part.batch(np.arange(len(part)))[name] for part in (samples, held)])
-        for name in ("input_ids", "labels", "position_ids")
-    }
+    samples = cached(data, tmp_path, pack="documents", seq=6).samples
+    batch = samples.batch(np.arange(sum(samples.counts)))
     rows = {
         bytes(min(t, 255) for t in ids): at for at, ids in enumerate(batch["input_ids"].tolist())
     }
@@ -219,7 +190,7 @@ def test_packed_documents_are_read_as_if_each_were_alone(
     texts = ["abcdefg", "hij", "klmnopqrst" * 2, "u", "vwxyz"]
     data = lines(tmp_path / "d.jsonl", [{"text": text} for text in texts])
     total = sum(len(text) + 1 for text in texts)
-    samples = load_data(data, ByteTokenizer(), total, 0, 0.1, pack="documents").train
+    samples = cached(data, tmp_path, pack="documents", seq=total).samples
     batch = samples.batch(np.array([0]))
     with torch.no_grad():
         packed = model(**{k: v for k, v in batch.items() if k != "labels"}).logits[0]
@@ -241,7 +212,7 @@ def test_packed_documents_are_read_as_if_each_were_alone(
             texts, map(len, texts), np.cumsum([0, *[len(t) + 1 for t in texts]]), strict=False
         )
     ]
-    assert loss == pytest.approx(float(sum(each)) / samples.counts(np.array([0])), rel=1e-5)
+    assert loss == pytest.approx(float(sum(each)) / samples.counted(np.array([0])), rel=1e-5)
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -289,18 +260,14 @@ def peak_of_reading(root: Path) -> dict[str, float]:
         data = str(root / (name if name != "warm" else "small.txt"))
         reset_peak()
         before = peak_resident()
-        tokens = tokens_of(data, None, words, root / f"tokens-{name}", ranks, lambda line: None)
+        made = tokens_of(data, None, words, root / f"tokens-{name}", ranks, lambda line: None)
         found[name] = (peak_resident() - before) / MIB
         before = resident()
-        made = load_data(data, words, 4096, 0, 0.01, tokens=tokens)
+        samples = load_data(data, made, 256, 4096, 0, 0.01)
         for step in range(20):
-            made.train.batch(made.order(4, 0).at(step))
+            samples.samples.batch(samples.order(4, 0).at(step))
         found[name] = max(found[name], (resident() - before) / MIB)
-        del tokens, made
-    reset_peak()
-    before = peak_resident()
-    sources.read_documents(data)
-    found["whole"] = (peak_resident() - before) / MIB
+        del made, samples
     return found
 
 
@@ -314,10 +281,9 @@ def test_large_data_takes_the_memory_of_small_data(tmp_path: Path) -> None:
         for _ in range(48):
             text.write(block)
             rows.write(row * (MIB // len(row)))
-    assert not is_small(str(tmp_path / "large.txt"))
     for found in run_ranks(2, peak_of_reading, tmp_path):
         most = found["small.txt"] + 24
-        assert max(found["large.txt"], found["large.jsonl"]) < most < found["whole"], found
+        assert max(found["large.txt"], found["large.jsonl"]) < most < 48, found
 
 
 @pytest.mark.parametrize(
@@ -327,7 +293,6 @@ def test_large_data_takes_the_memory_of_small_data(tmp_path: Path) -> None:
         ({"text_field": "n"}, "line 1: `n` must be a string or a list"),
         ({"data": "topics,d.jsonl:1"}, "topics has no weight, and others have"),
         ({"data": "topics,c.jsonl"}, "topics holds text and c.jsonl conversations; use one kind"),
-        ({"data": "org/name"}, "no such dataset in the cache of `datasets`"),
         ({"data": "topics,gone.jsonl"}, "--data gone.jsonl: expected topics"),
     ],
 )  # fmt: skip

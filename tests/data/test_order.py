@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.data import order as shuffle
-from onefold.data.order import HELD_OUT, DataOrder, split
+from onefold.data.order import BLOCK, HELD_OUT, DataOrder, Part, Permutation, parts_of
 from onefold.data.samples import eval_batches
 from onefold.train.early import accumulation_steps
 from onefold.wording import TrainError
@@ -27,7 +26,7 @@ def test_ranks_and_micro_batches_only_cut_the_global_batch(
     size: tuple[int, int, int, int, int],
 ) -> None:
     samples, micro, world, accumulation, step = size
-    order = DataOrder(samples, micro * world * accumulation, seed=7)
+    order = DataOrder([Part(0, samples)], micro * world * accumulation, seed=7)
     parts = [order.micro_batches(step, rank, world, micro) for rank in range(world)]
     assert {len(part) for part in parts} == {accumulation}
     together = np.concatenate(
@@ -36,67 +35,69 @@ def test_ranks_and_micro_batches_only_cut_the_global_batch(
     assert together.tolist() == order.at(step).tolist()
     assert (
         together.tolist()
-        == DataOrder(samples, micro * world * accumulation, seed=7).at(step).tolist()
+        == DataOrder([Part(0, samples)], micro * world * accumulation, seed=7).at(step).tolist()
     )
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 5))
 def test_every_epoch_reads_every_sample_once(samples: int, batch: int, seed: int) -> None:
-    order = DataOrder(samples, batch, seed)
+    order = DataOrder([Part(0, samples)], batch, seed)
     read = np.concatenate([order.at(step) for step in range(3 * samples)])
     for epoch in range(len(read) // samples):
         assert sorted(read[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
 @given(st.integers(1, 3000), st.integers(0, 1 << 30))
-def test_a_computed_permutation_has_every_number_once(count: int, seed: int) -> None:
-    some = shuffle.Computed(count, np.random.default_rng(seed).integers(0, 1 << 64, 6, np.uint64))
+def test_a_permutation_has_every_number_once(count: int, seed: int) -> None:
+    some = Permutation.drawn(count, seed)
     whole = some[np.arange(count)]
     assert np.array_equal(np.sort(whole), np.arange(count))
     assert np.array_equal(some[np.arange(count)[::-1]], whole[::-1])
 
 
-@pytest.mark.parametrize("weights", [(None, None), (0.2, 0.8)])
-def test_large_data_is_split_and_ordered_as_small_data_is(
-    weights: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("weights", [(None, None), (0.25, 0.75)])
+def test_what_is_held_out_is_never_read_and_parts_have_their_shares(
+    weights: tuple[float | None, ...],
 ) -> None:
-    counts, seed = (700, 300), 4
-    for large in (1 << 20, 100):  # drawn, computed
-        monkeypatch.setattr(shuffle, "LARGE", large)
-        training, held_out, mix = split(counts, weights, 0.1, seed)
-        trained = training[np.arange(len(training))]
-        assert len(trained) == 900 and len(held_out) == 100
-        assert not set(trained.tolist()) & set(held_out.tolist())
-        # With shares: 20 of the 70 that the first part holds out, and all 30 of the other
-        assert len(np.unique(held_out)) == (50 if mix else 100)
-        order = DataOrder(len(training), 30, seed, mix=mix)
-        epochs = [
-            np.concatenate([order.at(30 * epoch + step) for step in range(30)]) for epoch in (0, 1)
-        ]
-        assert not np.array_equal(*epochs)
+    parts = parts_of([700, 300], weights, 0.1, seed=4)
+    order = DataOrder(parts, 30, seed=4)
+    held = order.read(np.arange(order.samples), held_out=True)
+    assert order.samples == 900 and len(np.unique(held)) == 100
+    assert np.array_equal(
+        np.unique(DataOrder(parts, 7, seed=5).read(np.arange(900), True)), np.unique(held)
+    )
+    epochs = [order.read(np.arange(900) + 900 * epoch) for epoch in (0, 1)]
+    assert not np.array_equal(*epochs) and not np.isin(epochs, held).any()
+    if None in weights:
         for epoch in epochs:
-            if mix:
-                first = (trained[epoch] < 700).sum()
-                assert first == 180 and np.bincount(epoch[epoch >= mix[1].first]).max() == 3
-            else:
-                assert np.array_equal(np.sort(epoch), np.arange(900))
+            assert len(np.unique(epoch)) == 900
+        return
+    for first in (0, BLOCK, 7 * BLOCK):
+        block = order.read(np.arange(first, first + BLOCK))
+        assert (block < 700).sum() == BLOCK // 4, "every block has the shares"
+        assert abs((block[:64] < 700).sum() - 16) <= 1, "and nearly so its beginning"
+    small = order.read(np.arange(3 * BLOCK))
+    small = small[small >= 700]
+    for epoch in range(len(small) // 270):
+        assert len(np.unique(small[270 * epoch : 270 * (epoch + 1)])) == 270, "read evenly"
 
 
 @pytest.mark.slow
 def test_a_billion_samples_are_ordered_in_little_memory() -> None:
     tracemalloc.start()
-    training, held_out, mix = split([9 * 10**8, 10**8], (0.5, 0.5), 0.05, seed=1)
-    order = DataOrder(len(training), 64, seed=1, mix=mix)
-    read = training[np.concatenate([order.at(step) for step in (0, 7, 10**7)])]
+    order = DataOrder(parts_of([9 * 10**8, 10**8], (0.5, 0.5), 0.05, seed=1), 64, seed=1)
+    read = np.concatenate([order.at(step) for step in (0, 7, 10**7)])
+    held = order.read(np.arange(1000), held_out=True)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 64 << 20, peak  # 8 GB as an array
-    assert len(np.unique(read)) == 192 and 60 < (read < 9 * 10**8).sum() < 132
-    assert len(held_out) == 2 * HELD_OUT and not np.isin(read, held_out).any()
+    assert len(np.unique(read)) == 192 and 90 < (read < 9 * 10**8).sum() < 102
+    assert [part.held for part in order.parts] == [HELD_OUT, HELD_OUT]
+    assert len(np.unique(held)) == 1000 and not np.isin(read, held).any()
 
 
 def test_steps_can_be_asked_for_in_any_order() -> None:
-    order = DataOrder(10, 4, seed=1)
+    order = DataOrder([Part(0, 10)], 4, seed=1)
     forwards = [order.at(step).tolist() for step in range(8)]
     assert [order.at(step).tolist() for step in reversed(range(8))] == forwards[::-1]
 

@@ -77,9 +77,9 @@ def written(name: str, content: bytes | str) -> Callable[[Path], None]:
 
 
 DATA = {
-    "binary": (written("d.bin", bytes(range(256)) * 9), "d.bin", "--data d.bin is no text: byte 0 is 0."),
-    "compressed": (written("d.gz", b"\x1f\x8b\x08" + bytes(range(1, 256)) * 9), "d.gz", "--data d.gz is no text in UTF-8: "),
-    "utf-16": (written("d.txt", "words".encode("utf-16")), "d.txt", "--data d.txt is text in UTF-16; expected UTF-8."),
+    "binary": (written("d.bin", bytes(range(256)) * 9), "d.bin", "--data d.bin is no text in UTF-8"),
+    "compressed": (written("d.gz", b"\x1f\x8b\x08" + bytes(range(1, 256)) * 9), "d.gz", "--data d.gz is no text in UTF-8"),
+    "utf-16": (written("d.txt", "words".encode("utf-16")), "d.txt", "--data d.txt is no text in UTF-8"),
     "empty": (written("d.txt", ""), "d.txt", "--data d.txt: there is nothing in it"),
     "too short": (written("d.txt", "words"), "d.txt", "less than one sequence of --seq 16"),
     "absent": (lambda place: None, "d.txt", "--data d.txt: expected topics, a text file, a folder, a .jsonl, .parquet or .arrow"),
@@ -88,7 +88,7 @@ DATA = {
     "no text in JSON lines": (written("d.jsonl", b'{"text": "\xff"}\n'), "d.jsonl", "--data d.jsonl, line 1: byte 10 is no UTF-8"),
     "no lines": (written("d.jsonl", "\n\n"), "d.jsonl", "--data d.jsonl: the file has no lines"),
     "a folder without text": (written("d/a.png", "x"), "d", "--data d: no text file in this folder"),
-    "a folder with a binary": (written("d/a.txt", b"\0"), "d", "--data d/a.txt is no text: byte 0 is 0."),
+    "a folder with a binary": (written("d/a.txt", b"\0"), "d", "--data d/a.txt is no text in UTF-8"),
 }  # fmt: skip
 
 

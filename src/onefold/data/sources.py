@@ -4,7 +4,7 @@ before anything is loaded.
     topics                        Python's reference text
     a folder                      its text files, one document each; if it has none, its Parquet, Arrow and JSON-lines files
     a file of JSON lines          `text` or `messages` of each line, or --text-field
-    a Parquet or Arrow file       the same of each row
+    a Parquet or Arrow file       the same of each row, read by `datasets`
     any other file                one document
     org/name/CONFIG:SPLIT         a dataset of the hub, read by `datasets`; without :SPLIT its split `train`
 
@@ -14,6 +14,8 @@ Several parts are written a.jsonl:0.7,b.parquet:0.3. The numbers are their share
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -24,34 +26,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onefold.data.tables import (
-    HubData,
-    Row,
-    check_hub_data,
-    column_of,
-    dataset_rows,
-    kind_of_value,
-    table_rows,
-)
 from onefold.reading import parse_json
-from onefold.wording import TrainError
+from onefold.wording import TrainError, did_you_mean
 
-#: ("text", [str, ...]) or ("messages", [[{"role": ..., "content": ...}, ...], ...]).
-Documents = tuple[str, list[Any]]
+#: (kind, a document or a piece of one, whether the document ends with it). Kinds are "text" (a
+#: string) and "messages" (a list of {"role": ..., "content": ...}).
+Row = tuple[str, Any, bool]
 #: Endings of the text files that are read in a folder.
 TEXT_ENDINGS = frozenset({".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".log", ".text"})
 LINES, TABLES = (".jsonl", ".ndjson"), (".parquet", ".arrow")
-#: Data of up to this many bytes is read at once. Larger text files are read in pieces.
-SMALL = 16 << 20
-#: Approximate bytes of such a piece.
-PIECE = 1 << 20
-#: Rows of a table that are looked at before a run.
-_ROWS = 1024
-#: Bytes at the beginning of a file that are checked for being text.
-_LOOK = 1 << 16
-#: A file is refused if more than this fraction of these characters is not valid UTF-8.
+#: Bytes up to which a text file is one document; larger ones are read in pieces of about so many bytes.
+SMALL, PIECE = 16 << 20, 1 << 20
+#: Rows of a table, and bytes of a text file, that are looked at before a run.
+_ROWS, _LOOK = 1024, 1 << 16
+#: A file is refused if more than this fraction of its first characters is not valid UTF-8.
 _NO_TEXT = 0.1
 _WEIGHT = re.compile(r"(.+):(\d+(?:\.\d+)?)")
+#: org/name, org/name/CONFIG, org/name:SPLIT, org/name/CONFIG:SPLIT
+_HUB = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/([\w.+-]+))?(?::(\S+))?")
 
 
 @dataclass(frozen=True)
@@ -81,43 +73,14 @@ def parts_of(data: str) -> list[Part]:
     return found
 
 
-def is_small(data: str) -> bool:
-    """Return whether `--data` is read at once: one text or JSON-lines part of a few MiB."""
-    parts = parts_of(data)
-    if len(parts) > 1:
-        return False
-    if data == "topics":
-        return True
-    try:
-        files = files_of(Path(data))
-        size = sum(file.stat().st_size for file in files)
-    except (OSError, TrainError):
-        return _of_hub(data) is None  # the error is raised when it is read
-    return size <= SMALL and not any(file.suffix.lower() in TABLES for file in files)
-
-
-def read_documents(name: str, field: str | None = None) -> Documents:
-    """Read all documents of `--data` at once. Raises TrainError if it is missing or cannot be
-    read.
-    """
-    rows = list(rows_of(name, field, piecewise=False))
-    if not any(row for _, row, _ in rows):
-        raise TrainError(f"--data {name}: there is nothing in it, expected text.")
-    return rows[0][0], [row for _, row, _ in rows]
-
-
 def check_data(data: str, seq: int, field: str | None = None, seconds: float = 1.0) -> None:
     """Raise TrainError if `--data` is missing, unreadable or too little for one sequence. Reads for
-    at most about `seconds`, so it may miss errors further on.
+    at most about `seconds`, and nothing of the hub, so it may miss errors further on.
     """
     kinds: dict[str, str] = {}
     end = time.monotonic() + seconds
     for part in parts_of(data):
-        if part.name == "topics":
-            kinds["text"] = part.name
-            continue
-        if hub := _of_hub(part.name):
-            check_hub_data(part.name, hub)
+        if _hub(part.name) is not None:
             continue
         most, whole = 0, False
         for kind, row, _ in rows_of(part.name, field, only_look=True):
@@ -147,15 +110,12 @@ def refuse_two_kinds(data: str, kinds: Mapping[str, str]) -> None:
         )
 
 
-def rows_of(
-    name: str, field: str | None = None, only_look: bool = False, piecewise: bool = True
-) -> Iterator[Row]:
+def rows_of(name: str, field: str | None = None, only_look: bool = False) -> Iterator[Row]:
     """Yield all documents of one part of `--data`, in order.
 
     Args:
         field: the column or key to read; None for `text` or `messages`, whichever exists.
         only_look: read only the beginning of a text file, and only the first rows of a table.
-        piecewise: yield a text file larger than `SMALL` in pieces.
 
     Raises:
         TrainError: the part is missing, or cannot be read.
@@ -167,16 +127,27 @@ def rows_of(
         return
     path = Path(name)
     try:
+        if (hub := _hub(name)) is not None:
+            split = hub[3] or "train"
+            # Offline: read the cache. Online: stream, which stores nothing on disk, but no slices
+            streaming = not is_offline() and not set("[+") & set(split)
+            yield from _table(name, field, hub[1], hub[2], split=split, streaming=streaming)
+            return
         if not path.is_dir() and not path.is_file():
-            if hub := _of_hub(name):
-                yield from dataset_rows(name, hub, field)
-                return
             raise TrainError(
                 f"--data {path}: expected topics, a text file, a folder, a .jsonl, .parquet or .arrow"
                 " file, or org/name, and there is no such file."
             )
         for file in files_of(path):
-            yield from _file(file, field, only_look, piecewise)
+            ending = file.suffix.lower()
+            if ending in LINES:
+                yield from ((*row, True) for row in _json_lines(file, field))
+            elif ending in TABLES:
+                how = {"data_files": str(file), "split": "train", "streaming": True}
+                found = _table(str(file), field, ending.removeprefix("."), **how)
+                yield from itertools.islice(found, _ROWS if only_look else None)
+            else:
+                yield from _text(file, only_look)
     except OSError as error:
         raise TrainError(
             f"--data {error.filename or path} cannot be read: {error.strerror or error}."
@@ -199,9 +170,6 @@ def key_of(name: str, field: str | None) -> str:
     return said.hexdigest()[:24]
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
 def files_of(folder: Path) -> list[Path]:
     """Return the files that are read: a file itself; in a folder its text files or, if it has none,
     its tables and JSON lines. Raises TrainError if there are none.
@@ -221,28 +189,19 @@ def files_of(folder: Path) -> list[Path]:
     return training or found
 
 
-def _file(path: Path, field: str | None, only_look: bool, piecewise: bool) -> Iterator[Row]:
-    ending = path.suffix.lower()
-    if ending in LINES:
-        for kind, row in _json_lines(path, field):
-            yield kind, row, True
-    elif ending in TABLES:
-        yield from itertools.islice(table_rows(path, field), _ROWS if only_look else None)
-    else:
-        yield from _text(path, only_look, piecewise)
-
-
-def _text(path: Path, only_look: bool, piecewise: bool) -> Iterator[Row]:
+def _text(path: Path, only_look: bool) -> Iterator[Row]:
     """Yield a text file as one document. A large file is yielded in pieces of whole lines."""
     with path.open("rb") as file:
-        head = file.read(_LOOK)
-        _refuse_what_is_no_text(path, head)
-        if only_look or not piecewise or path.stat().st_size <= SMALL:
-            data = head if only_look else head + file.read()
-            yield "text", data.decode("utf-8", errors="replace"), True
-            return
-        rest = head
-        while more := file.read(PIECE):
+        rest = file.read(_LOOK)
+        looked = rest.decode("utf-8", errors="replace")
+        if b"\0" in rest or looked.count("\ufffd") > _NO_TEXT * len(looked):
+            raise TrainError(
+                f"--data {path} is no text in UTF-8. Convert it (iconv -t UTF-8); JSON lines belong in"
+                " a file that ends in .jsonl."
+            )
+        if not only_look and path.stat().st_size <= SMALL:
+            rest += file.read()
+        while not only_look and (more := file.read(PIECE)):
             rest += more
             cut = rest.rfind(b"\n") + 1
             if not cut and len(rest) > 8 * PIECE:  # a very long line: cut between two characters
@@ -256,27 +215,6 @@ def _text(path: Path, only_look: bool, piecewise: bool) -> Iterator[Row]:
         yield "text", rest.decode("utf-8", errors="replace"), True
 
 
-def _refuse_what_is_no_text(path: Path, head: bytes) -> None:
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise TrainError(
-            f"--data {path} is text in UTF-16; expected UTF-8. Convert it: iconv -f UTF-16 -t"
-            " UTF-8."
-        )
-    at = head.find(b"\0")
-    if at >= 0:
-        raise TrainError(
-            f"--data {path} is no text: byte {at} is 0. Expected text in UTF-8, or JSON lines in a"
-            " file that ends in .jsonl."
-        )
-    text = head.decode("utf-8", errors="replace")
-    wrong = text.count("\ufffd")
-    if wrong > _NO_TEXT * len(text):
-        raise TrainError(
-            f"--data {path} is no text in UTF-8: {wrong} of its first {len(text)} characters are"
-            " none. Convert it (iconv)."
-        )
-
-
 def _json_lines(path: Path, field: str | None) -> Iterator[tuple[str, Any]]:
     first = ""
     with path.open("rb") as lines:
@@ -286,12 +224,9 @@ def _json_lines(path: Path, field: str | None) -> Iterator[tuple[str, Any]]:
             where = f"--data {path}, line {number}:"
             row = _json(where, raw)
             if not isinstance(row, dict):
-                raise TrainError(
-                    f"{where} expected a key `{field or 'text'}`{'' if field else ' or `messages`'},"
-                    f" found {type(row).__name__}."
-                )
-            key = column_of(where, "key", list(row), field)
-            kind = kind_of_value(where, key, row[key])
+                raise TrainError(f"{where} expected an object, found {type(row).__name__}.")
+            key = _column(where, "key", list(row), field)
+            kind = _kind(where, key, row[key])
             first = first or kind
             if kind != first:
                 raise TrainError(
@@ -321,17 +256,78 @@ def _json(where: str, raw: bytes) -> Any:
         raise TrainError(f"{where} not JSON ({error.msg}).") from None
 
 
-def _of_hub(name: str) -> HubData | None:
-    """Return the hub's dataset that `name` may be; None for a file, existing or missing."""
+def _table(name: str, field: str | None, *what: Any, **how: Any) -> Iterator[Row]:
+    """Yield the rows of what `datasets.load_dataset(*what, **how)` opens, as documents."""
+    where = f"--data {name}:"
+    if importlib.util.find_spec("datasets") is None:
+        raise TrainError(f"{where} this needs: pip install datasets.")
+    datasets: Any = importlib.import_module("datasets")
+    try:
+        found = datasets.load_dataset(*what, **how)
+        column = _column(where, "column", list(found.column_names or next(iter(found))), field)
+        for number, row in enumerate(found.select_columns([column])):
+            if (value := row[column]) is not None:
+                yield _kind(f"{where} row {number}:", column, value), value, True
+    except TrainError:
+        raise
+    except Exception as error:  # any error of a file, the network, the hub or a loading script
+        raise TrainError(
+            f"{where} `datasets` cannot open it ({' '.join(str(error).split())[:300]}). Expected a"
+            " file, or org/name/CONFIG:SPLIT."
+        ) from error
+
+
+def _column(where: str, what: str, there: list[str], field: str | None) -> str:
+    """Return the key or column to read. Raises TrainError if it does not exist."""
+    if field is not None and field not in there:
+        raise TrainError(
+            f"{where} has no {what} {field!r}, which --text-field names."
+            f" {did_you_mean(field, there) if there else 'It has none.'}"
+        )
+    found = field or next((name for name in ("messages", "text") if name in there), "")
+    if not found:
+        more = " Name one with --text-field." if there else ""
+        raise TrainError(
+            f"{where} expected a {what} `text` or `messages`, found {', '.join(there) or 'none'}.{more}"
+        )
+    return found
+
+
+def _kind(where: str, key: str, value: Any) -> str:
+    """Return the kind of a value, "text" or "messages". Raises TrainError if it is neither."""
+    if isinstance(value, str) and key != "messages":
+        return "text"
+    chat = isinstance(value, list) and all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in value
+    )
+    if chat and value and key != "text":
+        return "messages"
+    kinds = {"text": "a string", "messages": 'a list of {"role": ..., "content": ...}'}
+    raise TrainError(f"{where} `{key}` must be {kinds.get(key, ' or '.join(kinds.values()))}.")
+
+
+def _hub(name: str) -> re.Match[str] | None:
+    """Return the parts of the hub's dataset that `name` may be; None for a file, existing or
+    missing.
+    """
     file = Path(name.partition(":")[0])
     if file.suffix.lower() in (*TEXT_ENDINGS, *LINES, *TABLES) or os.path.exists(name):
         return None
-    return HubData.of(name)
+    return _HUB.fullmatch(name)
 
 
 def needs_hub(data: str) -> bool:
     """Return whether a part of `--data` is a dataset of the hub."""
-    return any(_of_hub(part.name) is not None for part in parts_of(data))
+    return any(_hub(part.name) is not None for part in parts_of(data))
+
+
+def is_offline() -> bool:
+    """Return whether the user has forbidden the hub's library to use the network."""
+    said = {os.environ.get(n, "").upper() for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")}
+    return bool(said & {"1", "ON", "YES", "TRUE"})
 
 
 #: Number of places in a file that are sampled for a digest.

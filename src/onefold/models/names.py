@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onefold.data.sources import probed
-from onefold.data.tables import is_offline
+from onefold.data.sources import is_offline, probed
 from onefold.data.text import smollm2_path
 from onefold.reading import read_json
 from onefold.wording import TrainError, did_you_mean

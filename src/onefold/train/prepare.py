@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +19,7 @@ from torch import nn
 import onefold
 from onefold.data.order import DataOrder
 from onefold.data.samples import Data, load_data
-from onefold.data.sources import is_small, read_documents
-from onefold.data.text import Tokenizer
-from onefold.data.token_cache import Tokens, tokens_of
+from onefold.data.tokens import tokens_of
 from onefold.models.adapters import refuse_unmergeable, with_adapters
 from onefold.models.build import Loaded, checkpoint_activations, compile_blocks, load_on_first_rank
 from onefold.models.names import kind_of
@@ -226,10 +225,6 @@ def prepare(
         config = _with_global_batch(config, point.global_batch, part.count, note)
     refuse_groups(config, ranks.world_size)
     free = ranks.least(ranks.free_memory())
-    note(f"reading {config.data}")
-    small = is_small(config.data)
-    # Unreadable data is reported before the model is loaded
-    documents = read_documents(config.data, config.text_field) if small else None
     note(f"loading {config.model}")
     loaded = load_on_first_rank(
         config.model, config.tokenizer, config.seed, config.seq, ranks, note
@@ -242,10 +237,7 @@ def prepare(
         )
     for said in loaded.notes:
         note(said)
-    tokens = None if small else _tokens(config, loaded.tokenizer, ranks, note)
-    data = load_data(
-        config.data, loaded.tokenizer, config.seq, config.seed, config.eval_fraction, documents, tokens, config.pack
-    )  # fmt: skip
+    data = _data(config, loaded.tokenizer, ranks, note)
     _check_packing(config, loaded, data)
     _check_vocabulary(loaded)
     if config.lora is not None:
@@ -263,7 +255,7 @@ def prepare(
     order = data.order(global_batch, config.seed)
     steps = config.steps or DEFAULT_STEPS
     if config.epochs is not None:
-        steps = max(1, math.ceil(config.epochs * data.epoch / global_batch))
+        steps = max(1, math.ceil(config.epochs * data.size() / global_batch))
 
     steps_of(config.trace, steps)  # raises before anything slow begins
     no_decay = names_without_decay(model)
@@ -396,24 +388,23 @@ def _optimizer(
     return made
 
 
-def _tokens(
-    config: TrainConfig, tokenizer: Tokenizer, ranks: Ranks, note: Callable[[str], None]
-) -> list[Tokens]:
-    """Return the data's tokens from the cache, which the first rank fills. Collective."""
+def _data(config: TrainConfig, tokenizer: Any, ranks: Ranks, note: Callable[[str], None]) -> Data:
+    """Return the data, whose tokens the first rank writes into a folder. Collective."""
     root = config.data_cache or (config.output and os.path.join(config.output, "tokens"))
-    if root is None:
-        raise TrainError(
-            f"--data {config.data} is tokenized into a folder, and none is named: add --data-cache"
-            " FOLDER or --output FOLDER."
-        )
-    return tokens_of(config.data, config.text_field, tokenizer, Path(root), ranks, note)
+    with tempfile.TemporaryDirectory(prefix="onefold-") as aside:
+        told = config.data, config.text_field, tokenizer, Path(root or aside), ranks, note
+        tokens = tokens_of(*told)
+        ranks.gather(None)  # before `aside` goes, all have mapped what is in it
+    return load_data(
+        config.data, tokens, tokenizer.eos_token_id or 0, config.seq, config.seed, config.eval_fraction, config.pack
+    )  # fmt: skip
 
 
 def _check_packing(config: TrainConfig, loaded: Loaded, data: Data) -> None:
     """Raise TrainError if --pack documents cannot work with this data or model."""
     if config.pack != "documents":
         return
-    if data.train.starts is None:
+    if not data.samples.apart:
         raise TrainError(
             f"--pack documents is about rows of text, and --data {config.data} holds conversations,"
             " each a sample of its own: leave it out."

@@ -9,30 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import onefold
-from onefold.data.samples import Batch, eval_batches, held_out_batch
+from onefold.data.samples import Batch, eval_batches
 from onefold.device import has_streams
 from onefold.optim.clip import step_unless
 from onefold.train.prepare import Run
 from onefold.wording import TrainError
 
 
-def forward_backward(
-    run: Run, step: int, each: Callable[[], None] | None = None
-) -> tuple[torch.Tensor, int]:
+def forward_backward(run: Run, step: int) -> tuple[torch.Tensor, int]:
     """Compute one step's gradients and leave them in the model.
     Returns (this rank's part of the loss, in fp32 on the device; tokens of the whole global batch).
-    `each` is called after every micro-batch.
     """
-    samples, place = run.data.train, run.part
+    samples, place = run.data.samples, run.part
     cut = (place.number, place.count, run.choice.micro_batch)
     mine = run.order.micro_batches(step, *cut)
-    counts = [samples.counts(chosen) for chosen in mine]
+    counts = [samples.counted(chosen) for chosen in mine]
     counted: float = sum(counts) * place.count
     if not samples.count_alike:
         counted = run.ranks.sum(sum(counts))[0] / place.copies
@@ -48,8 +44,6 @@ def forward_backward(
             scaled = part * place.count
             (scaled if run.scaler is None else run.scaler.scale(scaled)).backward()
         loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
-        if each is not None:
-            each()
     assert loss_sum is not None
     return loss_sum, tokens * place.count
 
@@ -123,12 +117,13 @@ def held_out_loss(run: Run) -> float:
     Collective; each rank reads its part.
     """
     total = counted = 0.0
-    samples, ranks = run.data.held_out, run.ranks
+    ranks, size = run.ranks, run.data.size(held_out=True)
     cut = (run.part.number, run.part.count, run.choice.micro_batch)
     run.model.eval()
     try:
-        for some in eval_batches(len(samples), run.config.eval_samples, *cut):
-            batch, count = held_out_batch(samples, *some)
+        for positions, real in eval_batches(size, run.config.eval_samples, *cut):
+            chosen = run.order.read(positions, held_out=True)
+            batch, count = run.data.samples.held_out(chosen, real)
             with torch.no_grad():
                 loss = float(loss_of(run.model, batch, ranks.device))
             total += loss * count if count else 0.0
