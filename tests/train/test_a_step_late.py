@@ -145,7 +145,7 @@ def break_at(run: Run, batch: int, fault: str, micro_batch: int = 0, rank: int =
     chosen = run.order.micro_batches(batch, rank, run.ranks.world_size, run.choice.micro_batch)[
         micro_batch
     ]
-    FAULTS[int(mark_of(run.data.train.batch(chosen)["input_ids"]))] = fault
+    FAULTS[int(mark_of(run.data.samples.batch(chosen)["input_ids"]))] = fault
 
 
 class Told:

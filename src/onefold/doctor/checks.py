@@ -188,7 +188,8 @@ def run_checks(here: Here, checks: Sequence[Check], put: Callable[[Outcome], obj
         if here.rank == 0:
             said = first.read_text() if first.exists() else said
             advice = check.advice if status == WRONG else ""
-            put(Outcome(check.name, status, said, advice, time.monotonic() - begun))
+            seconds = round(time.monotonic() - begun, 2)
+            put(Outcome(check.name, status, said, advice, seconds))
 
 
 def _told(error: BaseException) -> str:

@@ -29,7 +29,7 @@ def lost_peer(here: Here) -> str:
         [sys.executable, "-m", __name__, *given],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60.0,
     )  # fmt: skip
-    said = " ".join((done.stdout or done.stderr)[-400:].split())
+    said = " ".join((done.stdout or done.stderr[-400:]).split())[:200]
     expected = -signal.SIGKILL if here.rank == here.world - 1 else 0
     status = done.returncode
     assert status == expected, f"it should have ended with status {expected}, not {status}: {said}"

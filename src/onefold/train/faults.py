@@ -1,24 +1,10 @@
-"""Faults in a step: numbers that are not finite.
-
-    NonFinite.judge      is the step's update applied or skipped?
-    locate               in which unit, on which rank did numbers first go bad?
-
-| --on-nonfinite | what happens                                                                     | the run ends               |
-|----------------|----------------------------------------------------------------------------------|----------------------------|
-| stop           |                                                                                  | at the first bad step      |
-| skip           | the step's samples are skipped, the weights stay                                 | at the `limit`-th in a row |
-
-The update of a non-finite step is never applied.
-
-In fp16 the loss scaler handles gradients that overflow: it skips the step and lowers the scale, up
-to `SCALER_LIMIT` times in a row. A non-finite loss has nothing to do with the scale, and is handled
-as in the table.
+"""Where the numbers of a step first were not finite.
 
 [Note: the step is done once more] Hooks that watch every step would cost a pass over every output,
-and a synchronization with a GPU. So no hooks are set while all is well. When loss or gradients come
-out non-finite, the weights have not been touched yet, and the random generators' states from before
-the step are kept. So `locate` runs the same step again, bit for bit, with hooks on each unit, and
-names the culprit:
+and a synchronization with a GPU. So no hooks are set while all is well. When a run must end because
+loss or gradients came out non-finite, the weights are still those that the step began with, and the
+random generators' states from before it are kept. So `locate` runs the same step again, bit for bit,
+with hooks on each unit, and names the culprit:
 
     forward    the first unit in forward order whose output is bad while its input was not; between units it is the root's code
     backward   the first unit in backward order that passes on a bad gradient but received a good one; failing that, the
@@ -31,189 +17,100 @@ gradients too, so the first unit in forward order would always be the embedding.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
 import onefold
-from onefold.checkpoint.per_rank import capture, restore
+from onefold.checkpoint.per_rank import restore
 from onefold.runtime.differentiate import in_autograd, tensors_in
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.train.prepare import Run
-from onefold.wording import TrainError
-
-#: Overflows in a row that end the run. 40 halvings bring a loss scale of 65536 to almost nothing.
-SCALER_LIMIT = 40
+from onefold.train.step import forward_backward
 
 
-@dataclass
-class NonFinite:
-    """Judges each step. All ranks judge alike, because loss and norm are the same on all.
-    `total` counts the non-finite steps, `in_a_row` those since the last good step.
+def locate(run: Run, step: int, generators: dict[str, Any]) -> str:
+    """Run a step again, and say where its numbers first were not finite. Collective. The run ends
+    afterwards: gradients and random generators are left as they come.
+
+    Args:
+        generators: the random generators' states at the step's beginning.
     """
+    engine, ranks = onefold.engine_of(run.model), run.ranks
+    names = [unit.name for unit in engine.units]
+    weights = _bad_units(engine, gradients=False)
+    received: set[str] = set()
+    turn = count()
+    # (in the backward pass, how many hooks had been called before, rank, where)
+    found: list[tuple[bool, int, int, str]] = []
 
-    run: Run
-    alert: Callable[[str], None]
-    total: int = 0
-    in_a_row: int = 0
-    _scaler_in_a_row: int = 0
+    def note(backward: bool, at: int, what: str) -> None:
+        found.append((backward, at, ranks.rank, f"{what}, on rank {ranks.rank}"))
 
-    def judge(
-        self,
-        step: int,
-        loss: float,
-        norm: float,
-        where: Callable[[], str],
-        scale: float | None = None,
-    ) -> bool:
-        """Decide whether the update of a step (from 0) of this loss and gradient norm is applied.
-        Collective if they are not finite.
+    def passed_on(name: str, gradient: torch.Tensor) -> None:
+        at = next(turn)
+        if not _finite(gradient):
+            culprit = "(root)" if name in received else name
+            note(True, at, f"a gradient in the backward pass of unit {culprit!r}")
 
-        Args:
-            where: returns a sentence that says where the bad numbers came from. Collective.
-            scale: the step's loss scale; None if it is still the scaler's current one.
+    def got(name: str, gradient: torch.Tensor) -> None:
+        if not _finite(gradient):
+            received.add(name)
 
-        Raises:
-            TrainError: the run ends here.
-        """
-        run, config = self.run, self.run.config
-        fine = math.isfinite(norm) or run.recipe.step_in_backward
-        if math.isfinite(loss) and (fine or run.scaler is not None):
-            self._scaler_in_a_row = 0 if fine else self._scaler_in_a_row + 1
-            if self._scaler_in_a_row >= SCALER_LIMIT:
-                scale = run.scaler.get_scale() if scale is None else scale
-                raise TrainError(
-                    f"the gradients overflowed in fp16 for {SCALER_LIMIT} steps in a row, up to"
-                    f" step {step + 1}; the loss scale is {scale:g}. Use --precision bf16 or fp32,"
-                    " or a lower --lr."
-                )
-            if fine:
-                self.in_a_row = 0
-            return True
-        self.total += 1
-        self.in_a_row += 1
-        what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
-        text = f"the {what} at step {step + 1} is {value}; {where()}."
-        if config.on_nonfinite == "stop":
-            raise TrainError(
-                f"{text} Try a lower --lr, a longer --warmup, or --clip; --on-nonfinite skip goes on"
-                " without the step."
-            )
-        if self.in_a_row >= config.nonfinite_limit:
-            raise TrainError(
-                f"{text} That makes {self.in_a_row} such steps in a row (--nonfinite-limit) with"
-                " --on-nonfinite skip. Try a lower --lr, a longer --warmup, or --clip."
-            )
-        self.alert(f"{text} The step is left out.")
-        return False
-
-
-@dataclass(frozen=True, order=True)
-class Location:
-    """Where a number first was not finite. Locations sort by time.
-
-    Attributes:
-        micro_batch: from 0. backward: in the backward pass. turn: how many units' inputs and outputs
-            were checked before.
-        what: "the output", "a gradient in the backward pass", ...
-    """
-
-    micro_batch: int
-    backward: bool
-    turn: int
-    rank: int
-    unit: str
-    what: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.what} of unit {self.unit!r}, on rank {self.rank} in micro-batch"
-            f" {self.micro_batch + 1}"
-        )
-
-
-@dataclass
-class NonFiniteHooks:
-    """Hooks on the units' modules. `found` is the first bad place on this rank."""
-
-    engine: Engine
-    rank: int
-    found: Location | None = None
-    micro_batch: int = 0
-    turn: int = 0
-    _received_bad: set[str] = field(default_factory=set)
-    _handles: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def __enter__(self) -> NonFiniteHooks:
-        for unit in self.engine.units:
-            module = unit.module()
-            if module is not None:
-                before, after = partial(self._before, unit.name), partial(self._after, unit.name)
-                for handle in (
-                    module.register_forward_pre_hook(before, with_kwargs=True),
-                    module.register_forward_hook(after),
-                ):
-                    self._handles.callback(handle.remove)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handles.close()
-
-    def next_micro_batch(self) -> None:
-        self.micro_batch += 1
-        self._received_bad.clear()
-
-    def _bad(self, unit: str, what: str, backward: bool) -> None:
-        if self.found is None:
-            self.found = Location(self.micro_batch, backward, self.turn, self.rank, unit, what)
-
-    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if in_autograd():
-            return  # a recomputation, whose tensors were checked in the forward pass
-        self.turn += 1
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        at = next(turn)
         for t in _numbers((args, kwargs)):
-            if not t.requires_grad:
-                continue  # a mask may hold infinities
-            if not _finite(t):
-                self._bad("(root)", f"the code before {name!r},", backward=False)
-            t.register_hook(partial(self._passed_on, name))
+            if t.requires_grad:  # a mask may hold infinities
+                t.register_hook(partial(passed_on, name))
+                if not _finite(t):
+                    note(False, at, f"the code of unit '(root)' before {name!r}")
 
-    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if in_autograd():
-            return
-        self.turn += 1
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        at = next(turn)
         for t in _numbers(output):
-            if not _finite(t):
-                self._bad(name, "the output", backward=False)
             if t.requires_grad:
-                t.register_hook(partial(self._received, name))
+                t.register_hook(partial(got, name))
+            if not _finite(t):
+                note(False, at, f"the output of unit {name!r}")
 
-    def _received(self, name: str, gradient: torch.Tensor) -> None:
-        if not _finite(gradient):
-            self._received_bad.add(name)
-
-    def _passed_on(self, name: str, gradient: torch.Tensor) -> None:
-        self.turn += 1
-        if not _finite(gradient):
-            culprit = "(root)" if name in self._received_bad else name
-            self._bad(culprit, "a gradient in the backward pass", backward=True)
+    run.optimizer.zero_grad()
+    restore(generators, 0, 1)
+    with contextlib.ExitStack() as stack:
+        for unit in engine.units:
+            if (module := unit.module()) is not None:
+                hook = partial(before, unit.name)
+                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(partial(after, unit.name)).remove)
+        forward_backward(run, step)
+    gathered = ranks.gather((weights, found, _bad_units(engine, gradients=True)))
+    if broken := next((name for ours, _, _ in gathered for name in ours), ""):
+        return f"weights of unit {broken!r} are not finite themselves: an earlier update broke them"
+    if places := [place for _, ours, _ in gathered for place in ours]:
+        return f"the first that was not finite: {min(places)[-1]}"
+    if bad := {name for *_, ours in gathered for name in ours}:
+        last = max(bad, key=names.index)
+        return f"the first that was not finite: the gradient of a parameter of unit {last!r}"
+    return (
+        "run once more, the same step was finite everywhere: this computation is not repeatable, or"
+        " a device or its memory is faulty"
+    )
 
 
 def _numbers(value: Any) -> list[torch.Tensor]:
-    return [t for t in tensors_in(value) if t.is_floating_point()]
+    # The tensors of a recomputation were looked at in the forward pass
+    return [] if in_autograd() else [t for t in tensors_in(value) if t.is_floating_point()]
 
 
 def _finite(t: torch.Tensor) -> bool:
     return bool(torch.isfinite(t.detach()).all())
 
 
-def bad_parameters(engine: Engine, gradients: bool) -> list[str]:
+def _bad_units(engine: Engine, gradients: bool) -> list[str]:
     """Return the units with a non-finite weight or gradient on this rank, in forward order."""
     out = []
     with disable_torch_function(), torch.no_grad():
@@ -222,48 +119,3 @@ def bad_parameters(engine: Engine, gradients: bool) -> list[str]:
             if not all(_finite(t) for t in tensors if t is not None and t.is_floating_point()):
                 out.append(unit.name)
     return out
-
-
-def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: dict[str, Any]) -> str:
-    """Run the step again and say where its numbers first went bad.
-    Collective. Drops the gradients and keeps the weights.
-
-    Args:
-        repeat: computes the step's forward and backward passes, and calls its argument after each
-            micro-batch.
-        before: the random generators' states at the step's beginning. The generators are restored
-            to their current states afterwards.
-    """
-    engine, ranks = onefold.engine_of(run.model), run.ranks
-    after = capture()
-    weights = bad_parameters(engine, gradients=False)
-    run.optimizer.zero_grad()
-    restore(before, 0, 1)
-    with NonFiniteHooks(engine, ranks.rank) as hooks:
-        repeat(hooks.next_micro_batch)
-    gradients = bad_parameters(engine, gradients=True)
-    run.optimizer.zero_grad()
-    restore(after, 0, 1)
-    names = [unit.name for unit in engine.units]
-    places, units, *bad = zip(*ranks.gather((hooks.found, names, weights, gradients)), strict=True)
-    # Units that are bad on any rank, in forward order; those of later stages come on later ranks
-    order = dict.fromkeys(name for names in units for name in names)
-    weights, gradients = (
-        [name for name in order if any(name in names for names in of_ranks)] for of_ranks in bad
-    )
-    if weights:
-        return (
-            f"weights of unit {weights[0]!r} are not finite themselves (of {len(weights)} units in"
-            " all): an earlier update broke them"
-        )
-    if any(places):
-        return f"the first that was not finite: {min(filter(None, places))}"
-    if gradients:
-        return (
-            f"the first that was not finite: the gradient of a parameter of unit {gradients[-1]!r}"
-            " (summed over the ranks)"
-        )
-    return (
-        "run once more, the same step was finite everywhere: this computation is not repeatable, or"
-        " a device or its memory is faulty"
-    )

@@ -14,18 +14,20 @@ launched. Loss, norm and loss scale are copied to the host after the step, and t
 during the next step:
 
     device   forward, backward, clip, update of step s    │ forward, backward of step s + 1      │ clip, update
-    host     launches forward and backward of step s + 1  │ reads step s, judges and reports it  │ launches clip and update
+    host     launches forward and backward of step s + 1  │ reads step s, judges and reports it  │ launches the update
 
-A step with a non-finite loss or norm must not change the weights. Two rules ensure that:
+A step with a non-finite loss or norm must not change the weights: the device itself skips the update
+then (optim/clip.py). A step is read before the next one begins if the run evaluates, saves, records or
+ends after it. Every step is read so on a device without streams, and if the device cannot skip an
+update (offloaded shards, packed moments).
 
-- The device itself skips the update if loss or norm are not finite (optim/clip.py).
-- The host judges step s before it launches the update of step s + 1. After a bad step s, the
-  weights are still those that step s began with. The gradients of step s + 1 are then dropped and
-  computed again.
+| --on-nonfinite | what a step that is not finite does                                      | the run ends               |
+|----------------|--------------------------------------------------------------------------|----------------------------|
+| stop           |                                                                          | at the first bad step      |
+| skip           | its samples are skipped, the weights stay                                | at the `limit`-th in a row |
 
-A step is read before the next one begins if the run evaluates, saves, records or ends after it.
-Every step is read so on a device without streams, and if the device cannot skip an update
-(offloaded shards, packed moments).
+In fp16 the loss scaler handles gradients that overflow: it skips the step and lowers the scale, up
+to `SCALER_LIMIT` times in a row. A non-finite loss has nothing to do with the scale.
 """
 
 from __future__ import annotations
@@ -33,20 +35,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
 import onefold
-from onefold.checkpoint.per_rank import capture, restore
+from onefold.checkpoint.per_rank import capture
 from onefold.device import Reading, memory_figures
 from onefold.observe.memory import resident_memory
 from onefold.observe.meter import Meter
 from onefold.optim.clip import skips_on_device
 from onefold.processes.signals import Stop
-from onefold.train.faults import NonFinite, locate
+from onefold.train.faults import locate
 from onefold.train.keeper import Keeper
 from onefold.train.optimizers import peak_lr, rates
 from onefold.train.prepare import Run
@@ -58,8 +59,11 @@ from onefold.train.step import (
     update,
     update_unless_bad,
 )
+from onefold.wording import TrainError
 
 Row = dict[str, Any]
+#: Overflows in a row that end the run. 40 halvings bring a loss scale of 65536 to almost nothing.
+SCALER_LIMIT = 40
 
 
 def train(
@@ -83,13 +87,9 @@ def train(
         alert: tells the user of something that needs attention.
 
     Raises:
-        TrainError: loss or gradients are not finite, and the run must end (see
-            `onefold.train.faults`).
+        TrainError: loss or gradients are not finite, and the run must end.
     """
-    late = skips_on_device(run.optimizer, onefold.engine_of(run.model))
-    loop = (_StepLate if late else _InTime)(
-        run, stop_requested, report, window or Window(run), keeper, alert
-    )
+    loop = _Loop(run, stop_requested, report, window or Window(run), keeper, alert)
     run.model.train()
     step = run.start
     while step < run.steps and not run.stopped:
@@ -98,21 +98,32 @@ def train(
     return step
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What the ranks exchanged about a step: the summed loss, requests, the least and the greatest of
-    the seconds that a rank computed by itself, and the rank of the greatest.
+@dataclass
+class _Launched:
+    """A step that the host has launched.
+
+    Attributes:
+        generators: the random generators' states before the step. begun: seconds of
+            `time.perf_counter`. own: seconds that this rank computed without waiting.
+        numbers: returns this rank's part of the loss, the gradient norm and, with a scaler on the
+            device, the loss scale after the step. Waits for them, and for nothing launched later.
+        row: the step's figures, as far as they are known.
     """
 
-    loss: float
-    stopping: Stop
-    own: tuple[float, float]
-    slowest: int
+    step: int
+    generators: dict[str, Any]
+    tokens: int
+    begun: float
+    own: float
+    numbers: Callable[[], list[float]]
+    row: Row = field(default_factory=dict)
 
 
 @dataclass
 class _Loop:
-    """Runs one step at a time. The fields are the arguments of `train`."""
+    """Runs one step at a time. The fields are the arguments of `train`. All conditions that lead to a
+    collective are the same on every rank.
+    """
 
     run: Run
     stop_requested: Callable[[], int]
@@ -124,64 +135,141 @@ class _Loop:
     def __post_init__(self) -> None:
         run = self.run
         self.engine = onefold.engine_of(run.model)
+        self.late = skips_on_device(run.optimizer, self.engine)
         flops = run.choice.flops_per_token, run.choice.peak_flops
         self.meter = Meter(run.model, run.optimizer, *flops)
-        self.nonfinite = NonFinite(run, self.alert)
-        self.skipped_before = int(run.earlier.get("skipped", 0))
+        self.waiting: _Launched | None = None  # the step before, if it is not read yet
+        self.skipped = int(run.earlier.get("skipped", 0))
+        self.bad = self.overflows = 0  # in a row
         self._scale: float | None = None
-        self._overflowed = 0
-        self._update_s = 0.0
-
-    @property
-    def skipped(self) -> int:
-        """Steps whose update was skipped, including those of earlier starts."""
-        return self.skipped_before + self._overflowed + self.nonfinite.total
+        self._arrived = 0.0
 
     def step(self, step: int) -> None:
         """Do step number `step` (from 0)."""
-        raise NotImplementedError
-
-    def _begin(self, step: int) -> dict[str, Any]:
-        """Begin a step. Returns the random generators' states before the step."""
-        for group in self.run.optimizer.param_groups:
-            group["lr"] = peak_lr(self.run.config, group) * self.run.factor(step)
+        run = self.run
+        for group in run.optimizer.param_groups:
+            group["lr"] = peak_lr(run.config, group) * run.factor(step)
         generators = capture()
         self.meter.start()
         self.window.begin(step)
-        self._begun, self._waited = time.perf_counter(), self.engine.traffic.exposed
-        return generators
+        begun, waited = time.perf_counter(), self.engine.traffic.exposed
+        loss, tokens = forward_backward(run, step)
+        norm = measure_gradients(run)
+        own = time.perf_counter() - begun - (self.engine.traffic.exposed - waited)
 
-    def _own_seconds(self) -> float:
-        """Seconds that this rank computed without waiting: since the step began, plus the last
-        update.
-        """
-        waited = self.engine.traffic.exposed - self._waited
-        return max(0.0, time.perf_counter() - self._begun - waited + self._update_s)
+        def launched(numbers: Callable[[], list[float]]) -> _Launched:
+            return _Launched(step, generators, tokens, begun, max(0.0, own), numbers)
 
-    def _tell(self, loss: float, own: float, asking: bool = True) -> _Told:
-        """Exchange loss, requests and own seconds with the other ranks. Collective.
-        `asking`: whether ranks may now ask to stop after this step.
+        if self.late:
+            before, self.waiting = self.waiting, None
+            stopping = self._judge(before)
+            update_unless_bad(run, loss, norm)
+            scale = [run.scaler._scale] if run.scaler is not None else []
+            seen = launched(Reading(loss, norm, *scale).numbers)
+            seen.row = self._figures(step, tokens)
+            if before is not None:
+                self.report(before.row)
+            if not self._is_needed(step, stopping):
+                self.waiting = seen
+                self._end(step, stopping, None)
+                return
+            self._judge(seen, asking=False)
+        else:
+            seen = launched(lambda: [float(loss), float(norm)])
+            stopping = self._judge(seen)
+            update(run, apply="left_out" not in seen.row)
+            seen.row |= {**self._figures(step, tokens), **seen.row}
+            if run.scaler is not None:
+                self._note_scale(seen.row, run.scaler.get_scale())
+        whole = "left_out" not in seen.row
+        self.window.end(step, over=bool(stopping), whole=whole)
+        self._end(step, stopping, seen.row)
+
+    def _judge(self, seen: _Launched | None, asking: bool = True) -> Stop:
+        """Read a step's numbers, exchange them with the other ranks, judge them, and complete the
+        step's row. Returns what ranks ask for. Collective.
+
+        Args:
+            seen: None if there is no step to judge. asking: whether ranks may now ask to stop.
+
+        Raises:
+            TrainError: the run ends here.
         """
-        ranks = self.run.ranks
+        ranks, kinds = self.run.ranks, list(Stop)
+        loss, norm, *scale = seen.numbers() if seen is not None else [0.0, 0.0]
         asked = Stop(int(self.stop_requested())) if asking else Stop.NONE
-        kinds = list(Stop)
         total, *said = ranks.sum(loss, *(float(kind in asked) for kind in kinds))
-        stopping = sum(kind for kind, count in zip(kinds, said, strict=True) if count)
+        stopping = Stop(sum(kind for kind, count in zip(kinds, said, strict=True) if count))
+        own = seen.own if seen is not None else 0.0
         # The greatest and its rank in one number: nothing here grows with the number of ranks
         mine = round(own * 1e6) * ranks.world_size + ranks.rank
         slow, least = ranks.sum(mine, -own, how=dist.ReduceOp.MAX)
-        microseconds, slowest = divmod(int(slow), ranks.world_size)
-        # Ranks that divide the layers have the same loss
-        copies = self.run.part.copies
-        return _Told(total / copies, Stop(stopping), (-least, microseconds / 1e6), slowest)
+        if seen is None:
+            return stopping
+        row, loss = seen.row, total / self.run.part.copies  # ranks that divide layers have the same
+        if self.late:
+            now = time.perf_counter()
+            row |= self.meter.rates(now - max(seen.begun, self._arrived), seen.tokens)
+            self._arrived = now
+        row["loss"] = loss if math.isfinite(loss) else None
+        row["grad_norm"] = norm if math.isfinite(norm) else None
+        if ranks.world_size > 1:
+            microseconds, row["slowest"] = divmod(int(slow), ranks.world_size)
+            row["own_ms"] = [-1000 * least, microseconds / 1000]
+        if not self._is_fine(seen, loss, norm):
+            row["left_out"] = True
+            self.skipped += 1
+        row["skipped"] = self.skipped
+        if scale:
+            self._note_scale(row, scale[0])
+        return stopping
 
-    def _where(self, step: int, before: dict[str, Any]) -> str:
-        repeat = partial(forward_backward, self.run, step)
-        return locate(self.run, repeat, before)
+    def _note_scale(self, row: Row, scale: float) -> None:
+        """Put the loss scale into a row. Where it fell, the scaler has skipped the step."""
+        self.skipped += self._scale is not None and scale < self._scale
+        self._scale = scale
+        row |= {"scale": scale, "skipped": self.skipped}
+
+    def _is_fine(self, seen: _Launched, loss: float, norm: float) -> bool:
+        """Whether a step's update counts. All ranks judge alike, because the numbers are the same.
+
+        Raises:
+            TrainError: the run ends here.
+        """
+        run, config, step = self.run, self.run.config, seen.step
+        fine = math.isfinite(norm) or run.recipe.step_in_backward
+        if math.isfinite(loss) and (fine or run.scaler is not None):
+            self.overflows = 0 if fine else self.overflows + 1
+            if self.overflows >= SCALER_LIMIT:
+                raise TrainError(
+                    f"the gradients overflowed in fp16 for {SCALER_LIMIT} steps in a row, up to"
+                    f" step {step + 1}. Use --precision bf16 or fp32, or a lower --lr."
+                )
+            self.bad = 0 if fine else self.bad
+            return True
+        self.bad += 1
+        what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
+        text = f"the {what} at step {step + 1} is {value}"
+        if config.on_nonfinite == "stop" or self.bad >= config.nonfinite_limit:
+            where = locate(run, step, seen.generators)
+            many = f" That makes {self.bad} such steps in a row (--nonfinite-limit)."
+            raise TrainError(
+                f"{text}; {where}.{many if config.on_nonfinite == 'skip' else ''} Try a lower --lr, a"
+                " longer --warmup, or --clip; --on-nonfinite skip goes on without single steps."
+            )
+        self.alert(f"{text}. The step is left out.")
+        return False
+
+    def _is_needed(self, step: int, stopping: Stop) -> bool:
+        """Whether the step must be read before the next one begins. The same on every rank."""
+        last = step + 1 == self.run.steps
+        saves = self.keeper is not None and self.keeper.saves(step + 1, stopping, last)
+        over = bool(stopping) or last or saves
+        return over or self._evaluates(step, stopping) or self.window.is_near(step)
 
     def _evaluates(self, step: int, stopping: Stop) -> bool:
         every, over = self.run.config.eval_every, step + 1 == self.run.steps
-        if not every or stopping or not len(self.run.data.held_out):
+        if not every or stopping or not self.run.data.size(held_out=True):
             return False
         return over or (step + 1) % every == 0
 
@@ -194,23 +282,6 @@ class _Loop:
         row: Row = {**figures, "step": step + 1, **memory(self.run), "held": held}
         return row | rates(self.run.optimizer.param_groups)
 
-    def _complete(
-        self, row: Row, told: _Told, norm: float, scale: float | None, applied: bool
-    ) -> None:
-        """Add to `row` what was read from the device and exchanged between the ranks."""
-        row["loss"] = told.loss if math.isfinite(told.loss) else None
-        row["grad_norm"] = norm if math.isfinite(norm) else None
-        if scale is not None:
-            row["scale"] = scale
-            self._overflowed += self._scale is not None and scale < self._scale
-            self._scale = scale
-        row["skipped"] = self.skipped
-        if not applied:
-            row["left_out"] = True
-        if self.run.ranks.world_size > 1:
-            row["own_ms"] = [1000 * seconds for seconds in told.own]
-            row["slowest"] = told.slowest
-
     def _end(self, step: int, stopping: Stop, row: Row | None) -> None:
         """Evaluate, report and save after a step. `row`: None for a step that is read later."""
         if row is not None:
@@ -222,123 +293,6 @@ class _Loop:
         if self.keeper is not None:
             self.keeper.after(step + 1, stopping, step + 1 == self.run.steps, self.skipped)
         self.run.stopped = stopping
-
-
-class _InTime(_Loop):
-    """Each step is read and judged before its update."""
-
-    def step(self, step: int) -> None:
-        run = self.run
-        generators = self._begin(step)
-        loss, tokens = forward_backward(run, step)
-        read = float(loss)
-        norm = float(measure_gradients(run))
-        told = self._tell(read, self._own_seconds())
-        applied = self.nonfinite.judge(step, told.loss, norm, lambda: self._where(step, generators))
-        begun = time.perf_counter()
-        update(run, apply=applied)
-        self._update_s = time.perf_counter() - begun
-
-        row = self._figures(step, tokens)
-        scale = None if run.scaler is None else run.scaler.get_scale()
-        self._complete(row, told, norm, scale, applied)
-        self.window.end(step, over=bool(told.stopping), whole=applied)
-        self._end(step, told.stopping, row)
-
-
-@dataclass
-class _Launched:
-    """A step that the host has launched on the device.
-
-    Attributes:
-        generators: the random generators' states before the step. begun: seconds of
-            `time.perf_counter`. own: seconds that this rank computed without waiting.
-        reading: this rank's part of the loss, the gradient norm and, with a scaler, the loss scale
-            after the step.
-        row: the step's figures, None until they are taken.
-    """
-
-    step: int
-    generators: dict[str, Any]
-    tokens: int
-    begun: float
-    own: float
-    reading: Reading
-    row: Row | None = None
-
-
-class _StepLate(_Loop):
-    """Each step is read and judged during the next one. See [Note: a step late]."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._launched: _Launched | None = None  # the previous step, if it is not read yet
-        self._arrived = 0.0
-
-    def step(self, step: int) -> None:
-        run = self.run
-        generators = self._begin(step)
-        begun = self._begun
-        loss, tokens = forward_backward(run, step)
-        before, self._launched = self._launched, None
-        read = self._read(before) if before is not None else [0.0]
-        own = self._own_seconds()
-        told = self._tell(read[0], before.own if before is not None else 0.0)
-        if before is not None:
-            applied = self._judge(before, told, read)
-            assert before.row is not None
-            self.report(before.row)
-            # `locate` ran the bad step again and dropped this step's gradients: compute them again
-            if not applied:
-                restore(generators, 0, 1)
-                loss, tokens = forward_backward(run, step)
-        norm = measure_gradients(run)
-        update_began = time.perf_counter()
-        update_unless_bad(run, loss, norm)
-        self._update_s = time.perf_counter() - update_began
-        scale = [run.scaler._scale] if run.scaler is not None else []
-        launched = _Launched(step, generators, tokens, begun, own, Reading(loss, norm, *scale))
-
-        if not self._is_needed(step, told.stopping):
-            launched.row = self._figures(step, tokens)
-            self._launched = launched
-            self._end(step, told.stopping, None)
-            return
-        read = self._read(launched)
-        launched.row = self._figures(step, tokens)
-        told_now = self._tell(read[0], own, asking=False)
-        applied = self._judge(launched, told_now, read)
-        self.window.end(step, over=bool(told.stopping), whole=applied)
-        self._end(step, told.stopping, launched.row)
-
-    def _is_needed(self, step: int, stopping: Stop) -> bool:
-        """Whether the step must be read before the next one begins. The same on every rank."""
-        over = bool(stopping) or step + 1 == self.run.steps
-        last = step + 1 == self.run.steps
-        saves = self.keeper is not None and self.keeper.saves(step + 1, stopping, last)
-        return over or saves or self._evaluates(step, stopping) or self.window.is_near(step)
-
-    def _read(self, launched: _Launched) -> list[float]:
-        """Wait for that step's numbers, and for nothing launched after them."""
-        read = launched.reading.numbers()
-        self._seconds = time.perf_counter() - max(launched.begun, self._arrived)
-        self._arrived = time.perf_counter()
-        return read
-
-    def _judge(self, launched: _Launched, told: _Told, read: list[float]) -> bool:
-        """Judge a step that was read, and complete its row. Returns whether it was applied.
-        Collective if it was not finite.
-        """
-        _, norm, *scale = read
-
-        def where() -> str:
-            return self._where(launched.step, launched.generators)
-
-        applied = self.nonfinite.judge(launched.step, told.loss, norm, where, self._scale)
-        assert launched.row is not None
-        launched.row |= self.meter.rates(self._seconds, launched.tokens)
-        self._complete(launched.row, told, norm, scale[0] if scale else None, applied)
-        return applied
 
 
 def memory(run: Run) -> Row:
