@@ -57,26 +57,12 @@ def _none() -> tuple[()]:
     return ()
 
 
-class ParameterCoordinator:
-    """Stands in for DeepSpeed's trace of gathers. Onefold keeps no trace that could be outdated."""
-
-    _invalid = False
-
-    def is_invalid_trace(self) -> bool:
-        """Whether callers have invalidated it."""
-        return self._invalid
-
-    def _invalidate_trace(self) -> None:
-        self._invalid = True
-
-
 class ParameterOffload:
     """The object that callers find as `optimizer.parameter_offload`. As a context it does what
     callers do around generation: hooks are removed inside.
 
     Attributes:
         forward_hooks, backward_hooks: handles of hooks that TRL removes: one that does nothing.
-        param_coordinator: a `ParameterCoordinator`.
     """
 
     forward_hooks: list[Any]
@@ -84,18 +70,13 @@ class ParameterOffload:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self.param_coordinator = ParameterCoordinator()
         self._register_deepspeed_module(module)
 
     def __enter__(self) -> None:
         self.forward_hooks, self.backward_hooks = [], []
 
     def __exit__(self, *_: Any) -> None:
-        self.param_coordinator._invalidate_trace()
         self._register_deepspeed_module(self.module)
-
-    def get_param_coordinator(self) -> ParameterCoordinator:
-        return self.param_coordinator
 
     def empty_partition_cache(self) -> None:
         """Do nothing: gathered weights are released after each use."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,8 +123,14 @@ def _twin(near: Path | None, outline: Outline) -> nn.Module | None:
         config: Any = transformers.AutoConfig.from_pretrained(str(near), local_files_only=True)
         with torch.device("meta"):
             twin: nn.Module = getattr(transformers, config.architectures[0])(config)
-    except Exception:
-        # transformers is not installed, or does not know the model: names stay unchanged, and
-        # from_pretrained opens them too
+    except Exception as error:
+        # from_pretrained opens a folder with these names too
+        logging.getLogger("onefold").warning(
+            "names stay those of the checkpoint: transformers cannot build the model of %s"
+            " (%s: %s)",
+            near,
+            type(error).__name__,
+            error,
+        )
         return None
     return twin if Outline.of(twin).tensors.keys() == outline.tensors.keys() else None

@@ -8,9 +8,8 @@ A bucket consists of stretches of flat buffers, with the elements in the same or
 therefore sends its part of a stretch as one message to each other rank, and the tensors are views
 of the gathered stretch. A parameter that ranks hold boxes of is a stretch of its own: the holders of
 a box gather it, then DTensor puts the boxes together. A parameter larger than a bucket has its own
-bucket. In a `for` loop, the
-loop variable keeps the last bucket's memory alive while the next one is gathered, so a bucket has
-half of the bytes that the caller allows.
+bucket. In a `for` loop, the loop variable keeps the last bucket's memory alive while the next one is
+gathered, so a bucket has half of the bytes that the caller allows.
 """
 
 from __future__ import annotations
