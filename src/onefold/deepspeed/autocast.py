@@ -13,8 +13,8 @@ dtype, others in their own.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
+import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,9 +54,8 @@ def mark_for_the_wire(model: nn.Module, dtype: torch.dtype, modules: Sequence[st
 
 
 def _imported(name: str) -> type:
-    module, _, attribute = name.rpartition(".")
     try:
-        found: Any = getattr(importlib.import_module(module), attribute)
+        found: Any = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError):
         found = None
     if not isinstance(found, type):

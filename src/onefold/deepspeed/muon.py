@@ -25,6 +25,7 @@ from typing import Any
 from torch import nn
 
 from onefold.optim.muon import MuonWithAdamW
+from onefold.wording import few
 
 logger = logging.getLogger("onefold")
 
@@ -104,9 +105,8 @@ def _tell_others(groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) 
     ]
     if others:
         logger.warning(
-            "Muon: AdamW steps %d parameters of more than two dimensions (%s%s), because Muon steps"
+            "Muon: AdamW steps %d parameters of more than two dimensions (%s), because Muon steps"
             " matrices.",
             len(others),
-            ", ".join(others[:3]),
-            ", ..." if len(others) > 3 else "",
+            few(others, 3),
         )

@@ -31,7 +31,7 @@ _ZERO = "init gathered parameter_facts"
 #: {module: the files of this package whose public names (`__all__`) it shows, or other modules}.
 #: Parents of these modules exist without a row of their own.
 SERVED: Mapping[str, str] = {
-    "deepspeed": "version engine setup meaning reading optimizers comm small",
+    "deepspeed": "small engine setup meaning reading optimizers comm",
     "deepspeed.accelerator": "small",
     "deepspeed.accelerator.real_accelerator": "small",
     "deepspeed.checkpoint.utils": "small",

@@ -36,12 +36,12 @@ from onefold.deepspeed.access import note_optimizer
 from onefold.deepspeed.autocast import mark_for_the_wire
 from onefold.deepspeed.comm import init_distributed, needs_group
 from onefold.deepspeed.engine import DeepSpeedEngine
+from onefold.deepspeed.gathered import ParameterOffload, mark
 from onefold.deepspeed.leaves import mark_configured
 from onefold.deepspeed.meaning import BATCH, DeepSpeedConfig, refuse_auto, world_size_of
 from onefold.deepspeed.named import make_schedule, optimizer_class
 from onefold.deepspeed.optimizers import count_as
 from onefold.deepspeed.parameter_facts import check_writes, take_facts
-from onefold.deepspeed.parameter_offload import ParameterOffload, mark
 from onefold.deepspeed.reading import DeepSpeedConfigError, is_unset, load
 from onefold.deepspeed.serving import serving
 from onefold.deepspeed.state import show_leaves, whole_in

@@ -1,4 +1,6 @@
-"""What else scripts import from `deepspeed`: the accelerator, logs, loaders, functions over tensors."""
+"""What else scripts import from `deepspeed`: the version, the accelerator, logs, loaders, functions over
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from torch.distributed import is_initialized
 from torch.utils._pytree import tree_map
 
 from onefold.deepspeed.comm import get_rank, local_rank
+from onefold.deepspeed.serving import VERSION as __version__
 from onefold.device import (
     MemoryFigures,
     available,
@@ -31,6 +34,12 @@ __all__ = [
     "OnDevice",
     "RepeatingLoader",
     "ZeRORuntimeException",
+    "__git_branch__",
+    "__git_hash__",
+    "__version__",
+    "__version_major__",
+    "__version_minor__",
+    "__version_patch__",
     "_orig_torch_arange",
     "clone_tensors_for_torch_save",
     "get_accelerator",
@@ -43,6 +52,8 @@ __all__ = [
     "see_memory_usage",
     "split_params_into_different_moe_groups_for_optimizer",
 ]
+__git_branch__ = __git_hash__ = "onefold"
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger("DeepSpeed")
 #: A file of `NAME=value` lines that launchers of several nodes read.

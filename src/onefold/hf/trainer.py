@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import onefold
@@ -36,7 +36,6 @@ from onefold.hf.arguments import (
     recipe_of,
     scales_loss,
 )
-from onefold.hf.compiling import compile_blocks
 from onefold.hf.generating import WholeWeights
 from onefold.hf.refusals import (
     refuse_accelerator,
@@ -47,6 +46,7 @@ from onefold.hf.refusals import (
 )
 from onefold.recipe import Recipe
 from onefold.runtime.hooks import is_sharded
+from onefold.tracing.repeat import repeated_blocks
 
 if TYPE_CHECKING:
     _Host: Any = transformers.Trainer
@@ -324,3 +324,25 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
     `TrainerMixin` documents the argument `recipe`, transformers all others.
     """
+
+
+def compile_blocks(model: nn.Module, args: Any) -> None:
+    """Compile the forward of the model's repeated blocks, for `torch_compile=True`; all share one
+    compilation.
+
+    The backend and mode are those of the training arguments. The hooks that gather and release a
+    block stay outside the compiled code.
+
+    Raises:
+        ValueError: the model has no repeated blocks.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise ValueError(
+            f"torch_compile=True compiles the repeated blocks of a model, and this"
+            f" {type(model).__name__} has none: leave it out."
+        )
+    options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+    for block in blocks:
+        forward: Any = torch.compile(block.forward, **{k: v for k, v in options.items() if v})
+        block.forward = forward
