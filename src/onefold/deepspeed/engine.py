@@ -187,7 +187,7 @@ class DeepSpeedEngine(nn.Module):
                 " no gradient is reduced: leave GatheredParameters or full_params first."
             )
         _check_loss("backward", loss)
-        loss = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        loss = loss / self.settings.gradient_accumulation_steps if scale_wrt_gas else loss
         scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
         with self._timed("backward"), self._passes.of_engine():
             scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
@@ -259,10 +259,11 @@ class DeepSpeedEngine(nn.Module):
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
-        micro = self.train_micro_batch_size_per_gpu()
-        managed = self.managed_gradient_accumulation()
+        settings, ranks = self.settings, self.world_size
         self.global_samples += (
-            self.train_batch_size() if managed else micro * self.world_size * passes
+            settings.train_batch_size
+            if settings.managed_gradient_accumulation
+            else settings.train_micro_batch_size_per_gpu * ranks * passes
         )
 
     def _refuse_unused(self) -> None:
@@ -317,11 +318,11 @@ class DeepSpeedEngine(nn.Module):
 
         With `managed_gradient_accumulation: false` it is true only while `step` runs.
         """
-        if not self.managed_gradient_accumulation():
+        if not self.settings.managed_gradient_accumulation:
             return self._stepping
         if self._is_gradient_accumulation_boundary is not None:
             return self._is_gradient_accumulation_boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return (self.micro_steps + 1) % self.settings.gradient_accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether micro-batches end with an optimizer step, instead of counting them.
@@ -671,7 +672,7 @@ class DeepSpeedEngine(nn.Module):
 
         If only `wall_clock_breakdown` is set, print one at every step.
         """
-        every = self.steps_per_print() or (1 if self.wall_clock_breakdown() else 0)
+        every = self.settings.steps_per_print or int(self.settings.wall_clock_breakdown)
         if not every or self.global_steps % every:
             return
         if self.global_rank == 0:

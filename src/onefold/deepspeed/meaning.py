@@ -131,11 +131,8 @@ class DeepSpeedConfig:
         self.checkpoint_tag_validation_enabled = root.checkpoint.tag_validation != "ignore"
         self.checkpoint_tag_validation_fail = root.checkpoint.tag_validation == "fail"
         self.world_size = ranks or (0 if only_recipe else world_size_of(None))
-        self.train_batch_size = root.train_batch_size
-        self.train_micro_batch_size_per_gpu = root.train_micro_batch_size_per_gpu
-        self.gradient_accumulation_steps = root.gradient_accumulation_steps
         if not only_recipe or (
-            ranks and (self.train_batch_size or self.train_micro_batch_size_per_gpu)
+            ranks and (root.train_batch_size or root.train_micro_batch_size_per_gpu)
         ):
             self._configure_train_batch_size()
         steps = root.steps_per_print
@@ -172,7 +169,8 @@ class DeepSpeedConfig:
         root = self.__dict__.get("root")
         for section in () if root is None else (root, root.zero_optimization):
             if name in type(section).model_fields:
-                return getattr(section, name)
+                found = self.__dict__[name] = getattr(section, name)  # an engine asks in every pass
+                return found
         raise AttributeError(
             f"DeepSpeedConfig.{name} is not served here: the values that Onefold reads are listed by"
             " `onefold config explain FILE`, and the file itself is a dict."
