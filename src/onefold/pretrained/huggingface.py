@@ -56,12 +56,7 @@ class HuggingFaceSource(Source):
 
     def _open(self, name: str) -> None:
         path = self.folder
-        if path.is_file():
-            if path.suffix != ".safetensors":
-                raise CheckpointError(
-                    f"{path} is no folder and no .safetensors file: no weights can be read out of"
-                    f" it.{_instead(path)}"
-                )
+        if path.is_file() and path.suffix == ".safetensors":
             self._take(path, None)
             self.folder = path.parent
         elif (path / f"{name}.safetensors").is_file():
@@ -70,7 +65,7 @@ class HuggingFaceSource(Source):
             for file, keys in _index(path / f"{name}.safetensors.index.json").items():
                 self._take(path / file, keys)
         else:
-            raise (NotStreamed if _pickles(path) else CheckpointError)(_no_weights(path, name))
+            raise _no_weights(path, name)
         method = _quantized(self.folder) if name == "model" else None
         if method:
             raise NotStreamed(
@@ -267,52 +262,38 @@ def _index(path: Path) -> dict[str, list[str]]:
     return out
 
 
-def _no_weights(path: Path, name: str) -> str:
-    if not path.exists():
-        return (
-            f"{path} does not exist: expected a folder with {name}.safetensors. Nothing is"
-            " downloaded."
-        )
-    if (path / "manifest.json").is_file():
-        return (
-            f"{path} is a checkpoint of Onefold: load it with onefold.load(path, model=model), or"
-            " onefold.export it first."
-        )
-    if name == "model" and (path / "adapter_config.json").is_file():
-        return (
-            f"{path} holds adapters only: load the base model's folder, and these with"
-            " onefold.load_adapters(model, folder)."
-        )
-    return (
-        f"{path} has neither {name}.safetensors nor {name}.safetensors.index.json.{_instead(path)}"
-    )
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path] if path.is_file() else []
-    return sorted(p for p in path.iterdir() if p.is_file())
-
-
-def _pickles(path: Path) -> list[str]:
+def _no_weights(path: Path, name: str) -> CheckpointError:
+    """Return the error for a place that has no safetensors."""
+    inside = sorted(path.iterdir()) if path.is_dir() else [path]
     endings = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-    return [p.name for p in _files(path) if p.suffix in endings and p.stem != "training_args"]
-
-
-def _instead(path: Path) -> str:
-    files, pickles = _files(path), _pickles(path)
-    if pickles:
-        return (
-            f" Its weights are pickles ({few(pickles)}), which can run code and cannot be read in"
-            " parts, so they are not opened. Convert it once:"
+    pickles = [p.name for p in inside if p.suffix in endings and p.stem != "training_args"]
+    if pickles and path.exists():
+        return NotStreamed(
+            f"the weights at {path} are pickles ({few(pickles)}), which can run code and cannot be"
+            " read in parts, so they are not opened. Convert it once:"
             " AutoModel.from_pretrained(folder).save_pretrained(other_folder)."
         )
-    if any(p.suffix == ".gguf" for p in files):
-        return (
-            " GGUF files hold quantized weights: open it with transformers'"
+    hint = ""
+    if not path.exists():
+        hint = "It does not exist, and nothing is downloaded."
+    elif (path / "manifest.json").is_file():
+        hint = (
+            "It is a checkpoint of Onefold: load it with onefold.load(path, model=model), or"
+            " onefold.export it first."
+        )
+    elif name == "model" and (path / "adapter_config.json").is_file():
+        hint = (
+            "It holds adapters only: load the base model's folder, and these with"
+            " onefold.load_adapters(model, folder)."
+        )
+    elif any(p.suffix == ".gguf" for p in inside):
+        hint = (
+            "GGUF files hold quantized weights: open it with transformers'"
             " from_pretrained(gguf_file=...) and save that."
         )
-    return ""
+    return CheckpointError(
+        f"{path} is no .safetensors file, and no folder with {name}.safetensors or its index. {hint}"
+    )
 
 
 def _quantized(folder: Path) -> str | None:
