@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AliasChoices,
@@ -79,7 +79,6 @@ PROBE = Inert(
 AXES = Later("give onefold.shard(mesh=...) the axes beside data, and leave the key out", 1)
 REMOVED = Later("DeepSpeed 0.19.8 refuses it too, the feature was removed there: leave it out")
 
-T = TypeVar("T")
 _lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]

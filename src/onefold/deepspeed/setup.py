@@ -134,10 +134,8 @@ def initialize(
     chosen = None if model_parameters is None else list(model_parameters)
     given = _configuration(args, config, config_params, optimizer, chosen)
     settings = DeepSpeedConfig(given, ranks=world_size_of(group), only_recipe=True)
-    settled = ("optimizer.",) * (optimizer is not None) + ("scheduler.",) * (
-        lr_scheduler is not None
-    )
-    left = settings.undecided(*settled)
+    beside = {"optimizer.": optimizer, "scheduler.": lr_scheduler}
+    left = settings.undecided(*(part for part, value in beside.items() if value is not None))
     refuse_auto([path for path in left if path.startswith(_DECIDING)] if serving() else left)
     settings._configure_train_batch_size()
     _check_parameters(model, optimizer, chosen)
@@ -176,8 +174,8 @@ def _configuration(
     said = {name: value for name, value in sources.items() if value is not None}
     if len(said) != 1:
         raise ValueError(
-            f"initialize was given {len(said) or 'no'} configurations{', by ' * bool(said)}"
-            f"{' and '.join(said)}: pass config=, a dict or the path of a JSON file."
+            "initialize takes one configuration, as config=, a dict or the path of a JSON file; it"
+            f" was given {' and '.join(said) or 'none'}."
         )
     given = load(*said.values())
     params = (given.get("optimizer") or {}).get("params") or {}
