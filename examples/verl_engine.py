@@ -102,7 +102,7 @@ class EngineConfig(FSDPEngineConfig):
             options["precision"] = None if dtype == torch.float32 else PrecisionType.to_str(dtype)
             options.setdefault("wire", PrecisionType.to_str(wire))
         recipe = Recipe.zero(**options)
-        if recipe.compute_dtype == torch.float16:
+        if recipe.parameters.dtype == torch.float16:
             raise ValueError("the engine of Onefold does not compute in fp16: use bf16 or fp32.")
         return recipe
 
@@ -127,7 +127,7 @@ class Engine(FSDPEngineWithLMHead):  # type: ignore[misc, unused-ignore]
                 " at false."
             )
         recipe = self.engine_config.read()
-        self._autocast_dtype = recipe.compute_dtype or torch.float32
+        self._autocast_dtype = recipe.parameters.dtype or torch.float32
         name = get_device_name()
         device = torch.device(name) if name == "cpu" else torch.device(name, get_device_id())
         return onefold.shard(module, recipe, device=device)

@@ -41,7 +41,7 @@ def in_precision(recipe: Recipe, dtype: torch.dtype | None, asked: str) -> Recip
     Raises:
         ValueError: the recipe names another precision.
     """
-    own, names = recipe.compute_dtype, {of: name for name, of in COMPUTE_DTYPES.items()}
+    own, names = recipe.parameters.dtype, {of: name for name, of in COMPUTE_DTYPES.items()}
     if dtype is None or own == dtype:
         return recipe
     if own is not None:

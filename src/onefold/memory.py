@@ -72,46 +72,39 @@ def failure(what: str, path: Path, error: OSError) -> TierError:
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+def _found(file: Path, pattern: str = r"^(\d+)") -> int | None:
+    """Return the number that a file of the system says; None if it says none."""
+    try:
+        found = re.search(pattern, file.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found is not None else None
+
+
+def _installed() -> int | None:
+    known = hasattr(os, "sysconf")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known else None
+
+
 def free_host_memory() -> int:
     """Return the bytes of memory that can be allocated without swapping: the kernel's figure or the
-    cgroup's, whichever is lower.
+    cgroup's, whichever is lower; half of what there is if neither is known.
     """
-    candidates = []
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-        if found:
-            candidates.append(int(found.group(1)) * 1024)
-    except OSError:
-        pass
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((_CGROUP / "memory.current").read_text())
-            cache = re.search(
-                r"^inactive_file (\d+)", (_CGROUP / "memory.stat").read_text(), re.MULTILINE
-            )
-            candidates.append(int(limit) - used + (int(cache.group(1)) if cache else 0))
-    except (OSError, ValueError):
-        pass
-    if not candidates and hasattr(os, "sysconf"):
-        candidates.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
-    return max(0, min(candidates))
+    available = _found(Path("/proc/meminfo"), r"^MemAvailable:\s+(\d+) kB")
+    found = [available * 1024] if available is not None else []
+    limit, used = (_found(_CGROUP / f"memory.{name}") for name in ("max", "current"))
+    if limit is not None and used is not None:
+        cache = _found(_CGROUP / "memory.stat", r"^inactive_file (\d+)") or 0
+        found.append(max(0, limit - used + cache))
+    return min(found or [(_installed() or 0) // 2])
 
 
 def total_host_memory() -> int:
     """Return the bytes of host memory that this process may use at most: the machine's or the
     cgroup's limit, whichever is lower; 0 if neither is known.
     """
-    found = (
-        [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
-    )
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        found += [] if limit == "max" else [int(limit)]
-    except (OSError, ValueError):
-        pass
-    return min(found, default=0)
+    found = _installed(), _found(_CGROUP / "memory.max")
+    return min((nbytes for nbytes in found if nbytes is not None), default=0)
 
 
 # -- the pool --------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from onefold.recipe.moments import bytes_of_moments
 
 
@@ -21,5 +19,3 @@ def test_two_moments_take_the_bytes_of_codes_and_scales() -> None:
 def test_the_size_of_the_whole_parameter_decides_whether_a_part_is_packed() -> None:
     assert bytes_of_moments(512, "int8", whole=100_000) == 2 * (512 + 8)
     assert bytes_of_moments(512, "int8") == 2 * 4 * 512
-    with pytest.raises(ValueError, match=r"moments='int2': expected one of fp32"):
-        bytes_of_moments(512, "int2")

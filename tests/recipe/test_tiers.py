@@ -41,12 +41,13 @@ def test_a_stage_says_what_is_divided_and_in_which_dtypes(stage: int) -> None:
     assert recipe.stage == stage and tiers(recipe) == (D, D, D) and recipe.notes == ()
     assert recipe == Recipe.zero(stage, precision=None) != Recipe.zero(stage, precision="fp32")
     assert (
-        recipe.compute_dtype is None and recipe.masters_dtype == recipe.sums_dtype == torch.float32
+        recipe.parameters.dtype is None
+        and recipe.optimizer.dtype == recipe.gradients.dtype == torch.float32
     )
     names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     for precision, dtype in names.items():
         cast = Recipe.zero(stage, precision=precision)
-        assert cast.compute_dtype == cast.gradients.wire == dtype
+        assert cast.parameters.dtype == cast.gradients.wire == dtype
         assert cast.gradients.dtype == cast.optimizer.dtype == torch.float32
     assert recipe.reduces_at == ("boundary" if stage < 2 else "micro-batch")
     late = Recipe.zero(stage, reduce_at="boundary").replace(prefetch=0)

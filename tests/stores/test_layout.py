@@ -13,8 +13,18 @@ from hypothesis import strategies as st
 
 from examples import examples
 from onefold.layout import ALIGNMENT, Dtypes, FlatLayout, ShardSpec, Topology, overlap
-from onefold.layout.holders import AxisCut, Mesh, TensorBox, region_of
-from onefold.layout.regions import BoxInterval, common, runs, stretches, tile, whole_region
+from onefold.layout.holders import (
+    AxisCut,
+    BoxInterval,
+    Mesh,
+    TensorBox,
+    common,
+    region_of,
+    runs,
+    stretches,
+    tile,
+    whole_region,
+)
 from onefold.quant.codecs import CODECS
 from onefold.recipe import Recipe
 

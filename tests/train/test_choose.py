@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_said_and_tried_all_the_same() -> None:
 
 def test_a_recipe_by_itself_fits_one_process() -> None:
     recipe = onefold.plan.recipe_for(Language(), seq=16, precision="bf16", prefetch=1)
-    assert recipe.stage == 0 and recipe.compute_dtype is torch.bfloat16 and recipe.prefetch == 1
+    assert recipe.stage == 0 and recipe.parameters.dtype is torch.bfloat16 and recipe.prefetch == 1
     model = onefold.shard(Language(), recipe)
     ids = torch.zeros((1, 16), dtype=torch.long)
     model(input_ids=ids, labels=ids).float().backward()

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from onefold.checkpoint.apply import LOCAL_OPTIONS
 from onefold.checkpoint.dcp_interval import DCPInterval
 from onefold.checkpoint.errors import CheckpointError
-from onefold.optim.faced_states import loaded_elsewhere
+from onefold.optim.faced_states import stepped_elsewhere
 from onefold.optim.states import meet, show_states
 from onefold.optim.verdict import fresh_state
 from onefold.optim.whole import Owned, owned
@@ -289,7 +289,7 @@ class OptimizerState(_State):
                     elsewhere[optimizer].append(entry.param)
             for optimizer, params in elsewhere.items():
                 show_states(optimizer)
-                loaded_elsewhere(optimizer, params)
+                stepped_elsewhere(optimizer, params, loaded=True)
 
     def _stored_for_frozen(self) -> set[str]:
         """Return the names of optimizer states in the checkpoint that `dcp.load` is loading, if

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.layout.holders import TensorBox
-from onefold.layout.regions import BoxInterval, whole_region
+from onefold.layout.holders import BoxInterval, TensorBox, whole_region
 
 
 class _IntervalMemory:

@@ -24,8 +24,7 @@ from onefold.checkpoint.manifest import (
 from onefold.checkpoint.source import Item, Source, Stored, read_common
 from onefold.checkpoint.tensorfile import DTYPES, TensorFile, combine
 from onefold.checkpoint.values import decode, short
-from onefold.layout.holders import TensorBox
-from onefold.layout.regions import BoxInterval, whole_region
+from onefold.layout.holders import BoxInterval, TensorBox, whole_region
 from onefold.quant import moment_packing
 from onefold.reading import parse_json, read_bytes
 from onefold.recipe.moments import BLOCK, SIGNED, grain_of, items_of, packed

@@ -40,8 +40,7 @@ from typing import Any
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.source import KINDS, Item
 from onefold.checkpoint.tensorfile import DTYPES, numel_of
-from onefold.layout.holders import TensorBox
-from onefold.layout.regions import tile, whole_region
+from onefold.layout.holders import TensorBox, tile, whole_region
 from onefold.reading import LARGEST, parse_json, read_bytes
 from onefold.recipe.moments import grain_of
 from onefold.wording import readable

@@ -35,8 +35,7 @@ from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, write_tensors
 from onefold.checkpoint.values import encode
 from onefold.comm import Group
-from onefold.layout.holders import TensorBox
-from onefold.layout.regions import whole_region
+from onefold.layout.holders import TensorBox, whole_region
 from onefold.optim.states import OptimizerParts, kinds_of, meet
 from onefold.recipe.moments import grain_of
 from onefold.runtime.engine import Engine

@@ -24,8 +24,7 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.tensorfile import numel_of
-from onefold.layout.holders import TensorBox
-from onefold.layout.regions import BoxInterval, common, whole_region
+from onefold.layout.holders import BoxInterval, TensorBox, common, whole_region
 
 KINDS = ("parameter", "buffer", "state", "rng", "extra")
 

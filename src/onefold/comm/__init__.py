@@ -12,7 +12,7 @@ optimizers.
 """
 
 from onefold.comm.group import Group, alike, as_bytes, both
-from onefold.comm.ledger import MOVES, OWNERS, STEP_MOVES, Sent, TrafficEvent, TrafficLedger
+from onefold.comm.ledger import MOVES, OWNERS, STEP_MOVES, TrafficEvent, TrafficLedger
 from onefold.comm.pending import Chain, CollectiveContext, Pending, StallError
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "CollectiveContext",
     "Group",
     "Pending",
-    "Sent",
     "StallError",
     "TrafficEvent",
     "TrafficLedger",

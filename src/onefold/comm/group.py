@@ -119,22 +119,18 @@ class Shared:
         places: the place of each in its mesh, in words: "dp 1, tp 0"; none if the mesh has one axis.
         control: gloo's communicator, for messages that the host reads.
         inner: ranks of each group, as the recipe says it; on a mesh, a number of data ranks.
-        per_node: where nodes end.
-        node_of: what counts as the node of each rank, in the ledger.
-        borders: the number of nodes in words, such as "2 nodes"; "" if there is one. If there is only
-            one node, and the recipe names a number of ranks for its groups, the groups stand for
-            nodes.
+        per_node, node_of: where nodes end, and what counts as the node of each rank in the ledger.
+        borders: the number of nodes in words; "" if there is one. If there is one, and the recipe names
+            a number of ranks for its groups, the groups stand for nodes.
         heard: the last step at whose end all ranks agreed.
-        updates: what clipping and optimizers did since the ranks last compared it: each a name, and
-            items in words (runtime/updates.py).
+        updates: what clipping and optimizers did since the ranks last compared it (runtime/updates.py).
         broken: the error that this rank has failed with, or None.
         launched: the checksums of launches on the communicators of gathers and of reductions, of each
             group.
         chains, relay: see [Note: chains go on in order] in comm/pending.py. There is one relay, the
             stream that waits for the first move of a chain, so that all ranks launch the second moves
             in one order.
-        summing: the stream on which parts are added up; None without streams. See [Note: sums
-            beside the computation] in runtime/hops.py.
+        summing: the stream on which parts are added up; None without streams.
         run_ahead: bounds how far the host runs ahead of the device; None where nothing needs it.
     """
 
@@ -173,14 +169,12 @@ class Shared:
         return len(ranks) if per_node is None else inner_of(inner, ranks, per_node)
 
     def find_nodes(self, group: Group) -> None:
-        """Find out which ranks share a node. Collective.
-
-        The launcher's word counts if all ranks have the same. With unequal nodes, some ranks may see
-        a number that divides the world size by chance.
+        """Find out which ranks share a node. The launcher's word counts if all ranks have the same: with
+        unequal nodes, some may see a number that divides the world size by chance. Collective.
 
         Raises:
-            ValueError: on every rank, if ranks were given different meshes, or some of them none; or
-                if ranks compute on one device with a native backend.
+            ValueError: on every rank, if ranks were given different meshes, or compute on one device
+                with a native backend.
         """
         mesh = (
             "no mesh"
@@ -412,17 +406,14 @@ class Group:
 
     @property
     def broken(self) -> StallError | None:
-        """The error that this rank has failed with, or None."""
         return self.shared.broken
 
     @property
     def run_ahead(self) -> RunAhead | None:
-        """Bounds how far the host runs ahead of the device; None where nothing needs it."""
         return self.shared.run_ahead
 
     @property
     def control_group(self) -> Any:
-        """gloo's communicator, for messages that the host reads."""
         return self.shared.control
 
     def communicator(self) -> Any:
@@ -459,13 +450,16 @@ class Group:
 
         Args:
             number: of the flat buffer, or another that tells messages apart.
-            sent: what the ledger enters.
             start: launches it over a communicator.
             tensors: kept alive until it is complete.
             about: goes into the checksum, with `move` and `number`.
             over: 0 for the communicator of gathers, 1 for that of reductions.
         """
-        event = self._record(move, context, tensors[0].dtype if tensors else torch.float32, sent)
+        (nbytes, *others), unit, phase, step = sent, context.unit, context.phase, context.step
+        dtype = str(tensors[0].dtype if tensors else torch.float32).removeprefix("torch.")
+        event = self.ledger.record(
+            TrafficEvent(move, unit, nbytes, self.size, dtype, phase, step, self.name, *others)
+        )
         if self.stands_for_all:
             after = [lambda: self.ledger.waited(event, time.perf_counter())]
             return Pending(self, [], context, event, tensors, after)
@@ -474,18 +468,6 @@ class Group:
         with self._launching(context):
             works = start(self._own[over] if self._own else self.control_group)
         return Pending(self, works, context, event, tensors, after)
-
-    def _record(
-        self, move: str, context: CollectiveContext, dtype: torch.dtype, sent: Bytes
-    ) -> TrafficEvent:
-        """Enter a move in the ledger."""
-        on_the_wire, (nbytes, *others) = str(dtype).removeprefix("torch."), sent
-        unit, phase, step = context.unit, context.phase, context.step
-        return self.ledger.record(
-            TrafficEvent(
-                move, unit, nbytes, self.size, on_the_wire, phase, step, self.name, *others
-            )
-        )
 
     def _note(self, over: int, move: str, number: int, about: Any) -> None:
         """Add a launch to the checksum of a native communicator."""
@@ -637,8 +619,8 @@ class Group:
             received: the parts from all ranks, by position: [ranks, part] with a row for this rank,
                 or [ranks - 1, part] without.
             plain: bytes that each rank's part was encoded from, for the ledger.
-            addresses: what is reduced, the same on all ranks. If ranks disagree on it, they do not
-                take each other's bytes for their own.
+            addresses: what is reduced. If ranks disagree on it, they do not take each other's bytes for
+                their own.
         """
         rows, part = received.shape
         cut = None

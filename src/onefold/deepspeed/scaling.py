@@ -15,7 +15,7 @@ from torch import nn
 
 import onefold
 from onefold.deepspeed.schema import FP16
-from onefold.optim.clip import by_device, in_memory
+from onefold.optim.clip import in_memory
 
 
 class LossScaler:
@@ -117,7 +117,7 @@ def scale_gradients(module: nn.Module, factor: float) -> None:
     """
     with torch.no_grad():
         here, on_disk = in_memory([onefold.engine_of(module)], module.parameters())
-        for gradients in by_device(here):
+        for gradients in here.values():
             torch._foreach_mul_(gradients, factor)
         for storage in on_disk:
             storage.scale_gradients(torch.tensor(factor, device="cpu"))

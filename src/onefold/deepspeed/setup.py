@@ -371,7 +371,7 @@ def _recipe(settings: DeepSpeedConfig, given: Any) -> Recipe:
 
 def _refuse_fp16_states(recipe: Recipe, optimizer: torch.optim.Optimizer | None) -> None:
     """Raise ValueError for an optimizer that would divide by a state that it keeps in fp16."""
-    if optimizer is None or recipe.masters_dtype != torch.float16 or recipe.moments is not None:
+    if optimizer is None or recipe.optimizer.dtype != torch.float16 or recipe.moments is not None:
         return
     if any("eps" in group for group in optimizer.param_groups):
         raise ValueError(

@@ -14,7 +14,7 @@ CUDA, ROCm and XPU share one path, through torch.accelerator, torch.Stream and t
 CPU, and on a device without streams (with one warning), the same calls run synchronously.
 """
 
-from onefold.device.copies import CopyStream, HostSums, Reading, Ticket, chunk_for, within
+from onefold.device.copies import CopyStream, HostSums, Reading, chunk_for, within
 from onefold.device.pinned import HostBuffers, host_empty, host_pages, owners_of
 from onefold.device.streams import (
     MemoryFigures,
@@ -34,10 +34,8 @@ from onefold.device.streams import (
     new_event,
     new_stream,
     of_local_rank,
-    on_host,
     reached,
     rng_state,
-    seconds_between,
     set_default,
     set_rng_state,
     synchronize,
@@ -52,7 +50,6 @@ __all__ = [
     "HostSums",
     "MemoryFigures",
     "Reading",
-    "Ticket",
     "available",
     "backend_name",
     "capturing",
@@ -72,11 +69,9 @@ __all__ = [
     "new_event",
     "new_stream",
     "of_local_rank",
-    "on_host",
     "owners_of",
     "reached",
     "rng_state",
-    "seconds_between",
     "set_default",
     "set_rng_state",
     "synchronize",

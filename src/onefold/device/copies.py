@@ -21,7 +21,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,7 +31,6 @@ from onefold.device.streams import (
     current_stream,
     has_streams,
     new_stream,
-    on_host,
     use_stream,
 )
 
@@ -53,36 +53,28 @@ def within(window: int, held: int, sizes: Iterable[int]) -> bool:
     return held <= window or (window > 0 and held <= 2 * max(sizes, default=0))
 
 
-class Ticket(Protocol):
-    """A copy in flight: an event of the copy stream."""
-
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-
-
+@dataclass(eq=False, slots=True)
 class _Flying:
-    """A copy in flight, the `number`-th of its stream. `here` are its tensors on the device, `host`
-    those on the host. `stream` is the computing stream from which it was started.
+    """A copy in flight, the `number`-th of its stream.
+
+    Attributes:
+        ticket: an event behind it.
+        stream: the computing stream from which it was started.
+        tensors: what it reads and writes. Once the device's memory is let go of, those on the host.
+        done: called then.
     """
 
-    __slots__ = ("done", "here", "host", "nbytes", "number", "stream", "ticket")
-
-    def __init__(
-        self,
-        ticket: Any,
-        ends: tuple[torch.Tensor, ...],
-        stream: Any,
-        done: Callable[[], None] | None,
-        number: int,
-    ) -> None:
-        self.ticket, self.stream, self.done, self.number = ticket, stream, done, number
-        self.here: tuple[torch.Tensor, ...] = tuple(t for t in ends if not on_host(t))
-        self.host: tuple[torch.Tensor, ...] = tuple(t for t in ends if on_host(t))
-        self.nbytes = max(t.numel() * t.element_size() for t in ends)
+    number: int
+    ticket: Any
+    stream: Any
+    tensors: tuple[torch.Tensor, ...]
+    done: Callable[[], None] | None
+    nbytes: int
+    holding: bool = True
 
     def let_go(self) -> None:
         """Release the device's tensors, and call `done`."""
-        self.here = ()
+        self.holding, self.tensors = False, tuple(t for t in self.tensors if t.is_cpu)
         done, self.done = self.done, None
         if done is not None:
             done()
@@ -90,7 +82,7 @@ class _Flying:
 
 class CopyStream:
     """Copies of one device, in order. On a device without streams a copy is done when the call
-    returns, and its ticket is None.
+    returns, and its ticket is None. A ticket is an event of the copy stream.
 
     Attributes:
         asynchronous: whether copies run on a stream of their own.
@@ -111,9 +103,9 @@ class CopyStream:
         self.device, self.window = device, window
         self.asynchronous = has_streams(device)
         self.stream = new_stream(device, urgent)
-        self._holding: deque[_Flying] = deque()  # copies that hold device memory
-        self._landing: deque[_Flying] = deque()  # copies that hold host memory only
-        self._held = self._on_host = self._largest = 0
+        # In the order of their start: those at the front may hold host memory only
+        self._flying: deque[_Flying] = deque()
+        self._largest = 0
         # Copies begun so far, and how many of them `wait` has seen done
         self._begun = self._finished = 0
         # Optimizer steps in the backward pass copy from a thread of their own
@@ -131,7 +123,7 @@ class CopyStream:
             into, source: the same number of elements, any dtypes; at least one of them on the
                 device, the other there or in pinned memory.
 
-        Returns: a Ticket, or None if the copy is done.
+        Returns: a ticket, or None if the copy is done.
         """
         if self.stream is None:
             into.copy_(source)
@@ -150,7 +142,7 @@ class CopyStream:
         self, into: torch.Tensor, source: torch.Tensor, done: Callable[[], None] | None = None
     ) -> Any:
         """Start a copy, and hold both tensors as [Note: nothing is freed under a copy] says. `done`
-        is called when the device's tensor is released. Returns: a Ticket, or None.
+        is called when the device's tensor is released. Returns: a ticket, or None.
         """
         return self.run(lambda: into.copy_(source, non_blocking=True), (into, source), done)
 
@@ -170,17 +162,15 @@ class CopyStream:
             return None
         with self._lock:
             ticket = self._launch(work)
-            flying = _Flying(ticket, tensors, self.current(), done, self._begun)
-            self._largest = max(self._largest, flying.nbytes)
-            self._holding.append(flying)
-            self._held += flying.nbytes
-            self._on_host += flying.nbytes
-            self._let_go(self.window)
-            too_early = self._land()
+            nbytes = max(t.numel() * t.element_size() for t in tensors)
+            self._largest = max(self._largest, nbytes)
+            stream = self.current()
+            self._flying.append(_Flying(self._begun, ticket, stream, tensors, done, nbytes))
+            too_early = self._let_go(self.window)
         if too_early is not None:
             too_early.synchronize()
             with self._lock:
-                self._land()
+                self._let_go(self.window)
         return ticket
 
     def release(self) -> None:
@@ -190,35 +180,27 @@ class CopyStream:
         with self._lock:
             self._let_go(0)
 
-    def _let_go(self, window: int) -> None:
-        """Release device memory of copies that are done, and of the oldest ones beyond the window,
-        for which the computing stream waits.
+    def _let_go(self, window: int) -> Any:
+        """Release the memory of copies that are done, and device memory of the oldest ones beyond the
+        window, for which the computing stream waits. Returns the ticket of the copy that the host has
+        to wait for, because copies in flight hold too much of its memory; None for no wait.
         """
-        while self._holding:
-            sizes = (flying.nbytes for flying in self._holding)
-            if not self._holding[0].ticket.query() and within(window, self._held, sizes):
-                return
-            first = self._holding.popleft()
-            first.stream.wait_event(first.ticket)  # free if the copy is done
-            self._held -= first.nbytes
+        while self._flying and self._flying[0].ticket.query():
+            if (first := self._flying.popleft()).holding:
+                first.let_go()
+        holding = [flying for flying in self._flying if flying.holding]
+        while not within(window, sum(f.nbytes for f in holding), (f.nbytes for f in holding)):
+            first = holding.pop(0)
+            first.stream.wait_event(first.ticket)
             first.let_go()
-            if first.host:
-                self._landing.append(first)
-            else:
-                self._on_host -= first.nbytes
-
-    def _land(self) -> Ticket | None:
-        """Release host memory of copies that are done. Returns the ticket of the copy that the host
-        has to wait for, because copies in flight hold too much of its memory; None for no wait.
-        """
-        while self._landing and self._landing[0].ticket.query():
-            self._on_host -= self._landing.popleft().nbytes
-        beyond = self._on_host - max(HOST_WINDOWS * self.window, HOST_COPIES * self._largest)
-        ticket: Ticket | None = None
-        for flying in self._landing:
+        on_host = [flying for flying in self._flying if flying.holding or flying.tensors]
+        beyond = sum(flying.nbytes for flying in on_host)
+        beyond -= max(HOST_WINDOWS * self.window, HOST_COPIES * self._largest)
+        ticket = None
+        for flying in on_host if beyond > 0 else ():
+            ticket, beyond = flying.ticket, beyond - flying.nbytes
             if beyond <= 0:
                 break
-            ticket, beyond = flying.ticket, beyond - flying.nbytes
         return ticket
 
     def order(self, ticket: Any, stream: Any = None) -> None:
@@ -237,7 +219,7 @@ class CopyStream:
         return use_stream(self.stream)
 
     def mark(self) -> Any:
-        """Return a Ticket for all work queued on the copy stream so far; None without streams."""
+        """Return a ticket for all work queued on the copy stream so far; None without streams."""
         return None if self.stream is None else self.stream.record_event()
 
     def wait(self) -> None:
@@ -253,15 +235,12 @@ class CopyStream:
         ticket.synchronize()
         with self._lock:
             self._finished = max(self._finished, begun)
-            done = [flying for flying in self._holding if flying.number <= begun]
-            for flying in done:
-                self._holding.popleft()
-                self._held -= flying.nbytes
-                self._on_host -= flying.nbytes
-            while self._landing and self._landing[0].number <= begun:
-                self._on_host -= self._landing.popleft().nbytes
+            done = [flying for flying in self._flying if flying.number <= begun]
+            for _ in done:
+                self._flying.popleft()
         for flying in done:
-            flying.let_go()
+            if flying.holding:
+                flying.let_go()
 
 
 class Reading:

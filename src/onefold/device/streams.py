@@ -105,26 +105,15 @@ def with_index(device: torch.device | str) -> torch.device:
     device = torch.device(device)
     if device.index is not None or device.type in _HOSTS:
         return device
-    if (
-        available()
-        and (found := torch.accelerator.current_accelerator()) is not None
-        and found.type == device.type
-    ):
-        return torch.device(device.type, torch.accelerator.current_device_index())
+    if (found := default_device()).type == device.type:
+        return found
     try:
         return torch.empty(0, device=device).device  # such as mps
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        here = (
-            ", ".join(
-                f"{default_device().type}:{i}" for i in range(torch.accelerator.device_count())
-            )
-            if available()
-            else "none"
-        )
         raise ValueError(
             f"device={str(device)!r}: torch finds no such device here"
-            f" ({str(error).splitlines()[0]}; accelerators: {here}). Give a device that is there,"
-            " or 'cpu'."
+            f" ({str(error).splitlines()[0]}; accelerators: {', '.join(device_names()) or 'none'})."
+            " Give a device that is there, or 'cpu'."
         ) from None
 
 
@@ -244,11 +233,6 @@ POLL = 5e-5
 _streamless: dict[str, bool] = {"cpu": True, "meta": True}
 
 
-def on_host(t: torch.Tensor) -> bool:
-    """Whether `t` is in the host's memory. On a CPU every tensor is."""
-    return t.device.type == "cpu"
-
-
 def has_streams(device: torch.device) -> bool:
     """Whether work for `device` is queued on streams while the host goes on. False on a CPU."""
     if device.type not in _streamless:
@@ -277,39 +261,32 @@ def new_stream(device: torch.device, urgent: bool = False) -> Any:
     `urgent`: its kernels go before waiting blocks of those on streams of normal priority. Right for
     short work that a computation will wait for: it would else begin behind a long kernel.
     """
-    if not has_streams(device):
-        return None
-    return torch.Stream(device=device, priority=URGENT) if urgent else torch.Stream(device=device)
+    priority = URGENT if urgent else 0
+    return torch.Stream(device=device, priority=priority) if has_streams(device) else None
 
 
-def use_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
-    """Queue this thread's work for the stream's device on `stream`, inside the context. None
-    changes nothing.
+@contextlib.contextmanager
+def use_stream(stream: Any) -> Iterator[None]:
+    """Queue this thread's work for the stream's device on `stream`, inside the context. None changes
+    nothing.
+
+    In contrast, `with stream:` stores the previous stream in the stream object, so that several threads
+    could not use one at the same time.
     """
-    return contextlib.nullcontext() if stream is None else _Using(stream)
-
-
-class _Using:
-    """Like `with stream:`, but the previous stream is not stored in the stream object, so that
-    several threads can use one at the same time.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        self.before = torch.accelerator.current_stream(self.stream.device)
-        self.guard = torch.accelerator.device_index(self.stream.device.index)
-        self.guard.__enter__()
-        torch.accelerator.set_stream(self.stream)
-
-    def __exit__(self, *raised: object) -> None:
-        torch.accelerator.set_stream(self.before)
-        self.guard.__exit__(*raised)
+    if stream is None:
+        yield
+        return
+    before = torch.accelerator.current_stream(stream.device)
+    with torch.accelerator.device_index(stream.device.index):
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
 
 
 def new_event(device: torch.device, timing: bool = False) -> Any:
-    """Return a new event of `device`, not recorded yet. `timing`: for `seconds_between`."""
+    """Return a new event of `device`, not recorded yet. `timing`: for `elapsed_time`."""
     return torch.Event(device=device, enable_timing=timing)
 
 
@@ -325,13 +302,6 @@ def reached(event: Any, seconds: float) -> bool:
     return True
 
 
-def seconds_between(first: Any, second: Any) -> float:
-    """Return the seconds from one recorded event to another. Both must be made for timing, and
-    done.
-    """
-    return float(first.elapsed_time(second)) / 1000
-
-
 def synchronize(device: torch.device) -> None:
     """Wait on the host until all work queued on the device is done."""
     if has_streams(device):
@@ -340,9 +310,4 @@ def synchronize(device: torch.device) -> None:
 
 def capturing(device: torch.device) -> bool:
     """Whether the current stream is capturing a graph: work queued now runs at each replay."""
-    if not has_streams(device):
-        return False
-    stream = current_stream(device)
-    if hasattr(stream, "is_capturing"):
-        return bool(stream.is_capturing())
-    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
+    return has_streams(device) and bool(current_stream(device).is_capturing())

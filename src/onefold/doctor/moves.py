@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from onefold.comm import MOVES
-from onefold.device import current_stream, has_streams, new_event, seconds_between
+from onefold.device import current_stream, has_streams, new_event
 from onefold.doctor.bench import Bench
 from onefold.machine.measured import Overlap, Points
 from onefold.memory import empty
@@ -134,4 +134,4 @@ def _both(
     pending.wait()
     bench.synchronize()
     end = time.perf_counter()
-    return (begin, end), seconds_between(*marks) if marks else computed
+    return (begin, end), marks[0].elapsed_time(marks[1]) / 1000 if marks else computed

@@ -113,7 +113,7 @@ def in_precision(recipe: Recipe, asked: str) -> Recipe:
     Raises:
         ValueError: the recipe names another precision, or this one is not supported here.
     """
-    own = recipe.compute_dtype
+    own = recipe.parameters.dtype
     if asked == "fp8":
         raise ValueError("fp8 is not supported by onefold.hf: set bf16=True or fp16=True.")
     if torch.float16 in (own, COMPUTE_DTYPES.get(asked)) and recipe.step_in_backward:
@@ -126,7 +126,7 @@ def in_precision(recipe: Recipe, asked: str) -> Recipe:
 
 def scales_loss(recipe: Recipe) -> bool:
     """Whether the recipe needs loss scaling: in fp16, small gradients would become zero."""
-    return recipe.compute_dtype == torch.float16
+    return recipe.parameters.dtype == torch.float16
 
 
 def divides_parameters(recipe: Recipe) -> bool:

@@ -146,7 +146,7 @@ def _dtype(model: nn.Module) -> torch.dtype | str | None:
     declared = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if len(declared) == 1:
         return declared.pop()
-    return None if onefold.engine_of(model).recipe.compute_dtype is None else "master"
+    return None if onefold.engine_of(model).recipe.parameters.dtype is None else "master"
 
 
 def _move_into(made: Path, target: Path) -> None:

@@ -4,7 +4,6 @@ processes and makes no tensors.
 
 from onefold.layout.flat import (
     ALIGNMENT,
-    BLOCK,
     FlatLayout,
     Slot,
     Topology,
@@ -15,7 +14,6 @@ from onefold.layout.spec import (
     LOW,
     Adds,
     Dtypes,
-    Exchange,
     Hop,
     Level,
     ShardSpec,
@@ -26,11 +24,9 @@ from onefold.layout.spec import (
 
 __all__ = [
     "ALIGNMENT",
-    "BLOCK",
     "LOW",
     "Adds",
     "Dtypes",
-    "Exchange",
     "FlatLayout",
     "Hop",
     "Level",

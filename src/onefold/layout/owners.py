@@ -16,7 +16,7 @@ m ≤ n each multiplies X Xᵀ (2 m² n), its square (2 m³), and their sum with
 
 from __future__ import annotations
 
-import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,65 +80,33 @@ SLACK = 1.05
 def assign(
     matrices: Iterable[Matrix], ranks: int, known: Mapping[int, int] | None = None
 ) -> dict[int, int]:
-    """Return the owner of each matrix, by its key.
-
-    A rank that holds most of a matrix becomes its owner, as long as it has no more than `SLACK` of
-    its share to do; else the rank that has the least. The longest updates are given first; or those
-    of matrices that lie on one rank before them, if all are divided about as evenly so. No rank can
-    do less than the longest update takes.
+    """Return the owner of each matrix, by its key: matrices that lie on one rank first, and the
+    longest updates first, each to the rank that holds most of it, as long as that has no more than
+    `SLACK` of its share to do; else to the rank that has the least. No rank can do less than the longest update takes.
 
     Args:
         ranks: their number.
         known: owners that were chosen before, and stay. Their keys may be among `matrices` or not.
     """
-    every, known = list(matrices), known or {}
+    every, out = sorted(matrices, key=lambda m: (-m.work, m.key)), dict(known or {})
     loads = [0] * ranks
-    for matrix in every:
-        if matrix.key in known:
-            loads[known[matrix.key]] += matrix.work
-    new = sorted((m for m in every if m.key not in known), key=lambda m: (-m.work, m.key))
+    for matrix in (m for m in every if m.key in out):
+        loads[out[matrix.key]] += matrix.work
+    # Those on one rank are given first: they are what may travel nowhere
+    new = sorted((m for m in every if m.key not in out), key=lambda m: len(m.pieces) > 1)
     total = sum(matrix.work for matrix in every)
-    share = max(total / ranks, new[0].work if new else 0) * SLACK
-    longest, busiest = _given(new, loads, share)
-    stay, rest = {}, []
+    share = max([total / ranks, *(m.work for m in new)]) * SLACK
     for matrix in new:
-        rank = matrix.pieces[0][0] if len(matrix.pieces) == 1 else None
-        if rank is not None and loads[rank] + matrix.work <= share:
-            stay[matrix.key] = rank
-            loads[rank] += matrix.work
-        else:
-            rest.append(matrix)
-    others, with_them = _given(rest, loads, share)
-    return {**known, **(stay | others if with_them <= max(share, busiest) else longest)}
-
-
-def _given(
-    matrices: Sequence[Matrix], loads: Sequence[int], share: float
-) -> tuple[dict[int, int], int]:
-    """Return (the owners of matrices that are given away in this order, what the busiest has to do).
-
-    Args:
-        loads: what each rank has to do before.
-        share: what a rank should have to do at most.
-    """
-    out: dict[int, int] = {}
-    loads = list(loads)
-    least = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(least)
-    for matrix in matrices:
-        held: dict[int, int] = {}
+        held = Counter[int]()
         for rank, start, stop in matrix.pieces:
-            held[rank] = held.get(rank, 0) + stop - start
+            held[rank] += stop - start
         fitting = [rank for rank in held if loads[rank] + matrix.work <= share]
+        owner = loads.index(min(loads))
         if fitting:
             owner = max(fitting, key=lambda rank: (held[rank], -loads[rank], -rank))
-        else:
-            while least[0][0] != loads[least[0][1]]:  # it has got more since
-                heapq.heapreplace(least, (loads[least[0][1]], least[0][1]))
-            owner = least[0][1]
         out[matrix.key] = owner
         loads[owner] += matrix.work
-    return out, max(loads)
+    return out
 
 
 def rounds(

@@ -92,8 +92,8 @@ class Dtypes:
         compute = dtype if keeps_dtype else recipe.parameters.dtype or dtype
         return cls(
             compute,
-            recipe.masters_dtype if trainable else compute,
-            recipe.sums_dtype,
+            recipe.optimizer.dtype if trainable else compute,
+            recipe.gradients.dtype,
             recipe.gradients.wire or compute,
         )
 

@@ -310,7 +310,7 @@ class Strategy(DDPStrategy):
         Raises:
             ValueError: the recipe names another precision, or this one is not supported here.
         """
-        plugin, recipe, own = self.precision_plugin, self._given, self._given.compute_dtype
+        plugin, recipe, own = self.precision_plugin, self._given, self._given.parameters.dtype
         asked, kind = f"Trainer(precision={plugin.precision!r})", type(plugin)
         if kind is Precision:
             return recipe

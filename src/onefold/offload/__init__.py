@@ -6,5 +6,5 @@
 | Who steps them, and when?                  | `stepper`, `step`, `in_backward`                                     |
 | How do activations go to the host?         | `engine_activations`, `activations`, `saved`                       |
 | Which host memory holds the copies?        | `arena`, `heap`                                                    |
-| What is refused before the run?            | `preflight`                                                        |
+| What is refused before the run?            | `nvme_storage`                                                     |
 """

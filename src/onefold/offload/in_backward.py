@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from onefold.device import Ticket, current_stream, use_stream
+from onefold.device import current_stream, use_stream
 from onefold.offload.step import HALF, drop_stepped_gradients, step_flat
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
@@ -152,7 +152,7 @@ class InBackwardStepper:
                     " leave step_in_backward out."
                 )
 
-    def _step(self, flat: Flat, computing: Any, arrived: Ticket | None) -> None:
+    def _step(self, flat: Flat, computing: Any, arrived: Any) -> None:
         """Step `flat`. Runs in the thread.
 
         Args:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.device import on_host
 from onefold.layout import overlap
 from onefold.memory import (
     GRADIENTS,
@@ -203,7 +202,7 @@ class NvmeStorage(OffloadStorage):
         region = self.regions.get("parameter") or self.regions["master"]
         mine = full[slice(*self.flat.owned)]
         self.transfers.risen()
-        direct = on_host(mine) and region.fits(mine)
+        direct = mine.is_cpu and region.fits(mine)
         whole = None
         if not direct:
             pool, unit = self.transfers.pool, self.flat.unit_name

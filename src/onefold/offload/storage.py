@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.device import host_empty, on_host
+from onefold.device import host_empty
 from onefold.memory import LEAVING, nbytes_of, storage_of
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
@@ -127,12 +127,12 @@ class OffloadStorage(Storage):
         if self.tiers.parameters is Tier.DEVICE:
             self.transfers.entered("up", self.flat.unit_name, nbytes_of(into))
         # Cast on the host: half the bytes go up
-        if self.transfers.up.asynchronous and not on_host(into) and into.dtype != master.dtype:
+        if self.transfers.up.asynchronous and not into.is_cpu and into.dtype != master.dtype:
             low = self.transfers.pinned.empty(master.numel(), into.dtype)
             low.copy_(master)
             master = low
         # Host to host. Earlier copies up may still read `into`.
-        if on_host(into) and self.transfers.up.asynchronous:
+        if into.is_cpu and self.transfers.up.asynchronous:
             self.transfers.up.wait()
             into.copy_(master)
         else:
@@ -225,7 +225,7 @@ class OffloadStorage(Storage):
         """Return a summed gradient in host memory: `total` itself if the device is the CPU, else in
         the masters' dtype.
         """
-        if on_host(total):
+        if total.is_cpu:
             self.transfers.entered("down", self.flat.unit_name, nbytes_of(total))
             return total
         norms = torch._foreach_norm([*measured.values()], 2.0) if measured else ()

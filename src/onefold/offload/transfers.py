@@ -16,7 +16,6 @@ from onefold.device import (
     CopyStream,
     HostBuffers,
     HostSums,
-    Ticket,
     host_threads,
     using_threads,
 )
@@ -76,7 +75,7 @@ class Transfers:
         self.threads: int | None = None
         self.broken: str | None = None
         self._writing: deque[tuple[torch.Tensor, Transfer]] = deque()
-        self._rising: deque[tuple[Ticket | None, torch.Tensor]] = deque()
+        self._rising: deque[tuple[Any, torch.Tensor]] = deque()
         # For steps in the backward pass, which write from a thread of their own
         self._lock = threading.RLock()
         self._store: Any = None

@@ -46,14 +46,14 @@ def clip_grad_norm(
         ValueError: `max_norm` is not a number >= 0, `norm_type` is not a number > 0, or the recipe
             steps in the backward pass. Raised before any communication.
     """
-    limit, p = _number(max_norm), _number(norm_type)
-    if limit is None or not limit >= 0:
-        raise ValueError(
-            f"max_norm={max_norm!r}: expected a number, 0 or more; float('inf') measures without"
-            " clipping."
-        )
-    if p is None or not p > 0:
-        raise ValueError(f"norm_type={norm_type!r}: expected a number above 0, or inf.")
+    for name, given, expected in (
+        ("max_norm", max_norm, "0 or more; float('inf') measures without clipping"),
+        ("norm_type", norm_type, "above 0; float('inf') is one"),
+    ):
+        number = isinstance(given, (numbers.Real, torch.Tensor)) and not isinstance(given, bool)
+        if not number or not float(given) >= 0 or (name == "norm_type" and given == 0):
+            raise ValueError(f"{name}={given!r}: expected a number, {expected}.")
+    limit, p = float(max_norm), float(norm_type)
     if any(engine.recipe.step_in_backward for engine in engines):
         raise ValueError(
             "the recipe says step_in_backward=True, so that offloaded units are stepped before the"
@@ -69,31 +69,30 @@ def clip_grad_norm(
             engine.transfers.measures = p == 2
         if limit == math.inf:  # the factor is 1: no need to read the norm
             return total.to(torch.float32)
-        scale = (limit / (total + 1e-6)).clamp(max=1.0)
+        scale = (limit / (total + 1e-6)).clamp(max=1.0).to(torch.float32)
         grads, on_disk = in_memory(engines, (e.param for one in engines for e in one.entries))
-        scale = scale.to(torch.float32)
-        groups = by_device(grads)
-        for on_one in groups:
-            if on_one[0].device.type != "cpu":
-                torch._foreach_mul_(on_one, scale)
+        host = grads.pop(torch.device("cpu"), [])
+        for here in grads.values():
+            torch._foreach_mul_(here, scale)
         # If gradients are on the host, read the factor: a factor of 1 saves a pass over them. The
         # host's step needs the value anyway. On a device, reading it would make the host wait. A fake
         # tensor has none.
-        host = [on_one for on_one in groups if on_one[0].device.type == "cpu"]
         if (host or on_disk) and (dispatches(type(scale)) or scale.item() != 1.0):
             scale = scale.cpu()
             with engines[0].transfers.host_threads():
-                for on_one in host:
-                    torch._foreach_mul_(on_one, scale)
-            for storage in on_disk:
-                storage.scale_gradients(scale)
+                if host:
+                    torch._foreach_mul_(host, scale)
+                for storage in on_disk:
+                    storage.scale_gradients(scale)
         return total.to(torch.float32)
 
 
 def in_memory(
     engines: Sequence[Engine], params: Iterable[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[Storage]]:
-    """Return the gradients of `params` that are in memory, and the storages of those on NVMe."""
+) -> tuple[dict[torch.device, list[torch.Tensor]], list[Storage]]:
+    """Return the gradients of `params` that are in memory, by device, and the storages of those on
+    NVMe.
+    """
     on_disk = {
         id(e.param): f.storage
         for engine in engines
@@ -101,30 +100,16 @@ def in_memory(
         if f.storage.gradients_on_disk
         for e in f.entries
     }
-    here, storages = [], {}
+    here: dict[torch.device, list[torch.Tensor]] = {}
+    storages: dict[int, Storage] = {}
     for param in params:
-        if param.grad is None:
+        if (grad := param.grad) is None:
             continue
         if (storage := on_disk.get(id(param))) is not None:
             storages[id(storage)] = storage
         else:
-            here.append(param.grad)
+            here.setdefault(grad.device, []).append(grad)
     return here, list(storages.values())
-
-
-def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return `tensors` grouped by device."""
-    groups: dict[torch.device, list[torch.Tensor]] = {}
-    for t in tensors:
-        groups.setdefault(t.device, []).append(t)
-    return list(groups.values())
-
-
-def _number(value: object) -> float | None:
-    """Return a number, or a tensor of one element, as a float; None for anything else."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value)
-    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
 
 
 def _total_norm(engines: Sequence[Engine], group: Group, p: float) -> torch.Tensor:
@@ -135,9 +120,10 @@ def _total_norm(engines: Sequence[Engine], group: Group, p: float) -> torch.Tens
     each: list[torch.Tensor] = []
     here: dict[torch.device, list[int]] = {}  # places of gradients in `each`
     for entry in (entry for engine in engines for entry in engine.entries):
-        grad, flat = entry.param.grad, entry.flat
-        a, b = entry.accounted() if grad is not None else (0, 0)
-        if grad is None or a == b:
+        if (grad := entry.param.grad) is None:
+            continue
+        (a, b), flat = entry.accounted(), entry.flat
+        if a == b:
             continue
         if flat.storage.measures_gradients:  # on NVMe, or off a device with streams
             each.append(flat.storage.gradient_norm(entry, p))
@@ -152,13 +138,10 @@ def _total_norm(engines: Sequence[Engine], group: Group, p: float) -> torch.Tens
         of_device = torch._foreach_norm([each[place] for place in places], p)
         for place, norm in zip(places, of_device, strict=True):
             each[place] = norm
-    if not each:
-        norms = torch.zeros(1, dtype=torch.float64, device=device)
-    elif len({(n.dtype, n.device) for n in each}) == 1:
-        # One cast in place of one for each parameter
-        norms = torch.stack(each).to(device, torch.float64)
-    else:
-        norms = torch.stack([n.to(device, torch.float64) for n in each])
+    each = each or [torch.zeros((), dtype=torch.float64, device=device)]
+    if len({(n.dtype, n.device) for n in each}) > 1:  # else one cast serves all
+        each = [n.to(device, torch.float64) for n in each]
+    norms = torch.stack(each).to(device, torch.float64)
     mine = norms.max() if math.isinf(p) else norms.pow(p).sum()
     values = group.gather_values(
         mine, CollectiveContext("control", "(gradient norm)", step, "optimizer")
@@ -199,13 +182,12 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, module: torch.nn.Module | Sequence[torch.nn.Module], **options: Any) -> None:
-        several = not isinstance(module, torch.nn.Module)
-        modules = [module] if isinstance(module, torch.nn.Module) else list(module)
-        self._engines = [engine_of(each) for each in modules]
-        self._across = across_stages(self._engines) if several else None
+        stages: Any = () if isinstance(module, torch.nn.Module) else module
+        self._engines = [engine_of(each) for each in stages or [module]]
+        self._across = across_stages(self._engines) if stages else None
         super().__init__(self._engines[0].device.type, **options)
         # Only ranks of the last stage scale a loss; the others unscale by the same number
-        if several and self.is_enabled():
+        if stages and self.is_enabled():
             self._lazy_init_scale_growth_tracker(self._engines[0].device)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -213,7 +195,7 @@ class GradScaler(torch.amp.GradScaler):
         an overflow, without a synchronization.
         """
         engine = self._engines[0]
-        known = "_step_supports_amp_scaling" in optimizer.__dict__ or kwargs.get("closure") or args
+        known = "_step_supports_amp_scaling" in optimizer.__dict__ or args or kwargs
         with disable_torch_function():
             alone = all(
                 not each.offloaded_flats and each.recipe.moments is None and not each.unsharded
@@ -246,12 +228,12 @@ class GradScaler(torch.amp.GradScaler):
                 self._engines, (p for group in optimizer.param_groups for p in group["params"])
             )
             found = torch.zeros((), dtype=torch.float32, device=engine.device)
-            for on_one in by_device(grads):
-                here = torch.zeros((), dtype=torch.float32, device=on_one[0].device)
-                on_host = on_one[0].device.type == "cpu"
+            for device, some in grads.items():
+                here = torch.zeros((), dtype=torch.float32, device=device)
+                on_host = device.type == "cpu"
                 with engine.transfers.host_threads() if on_host else nullcontext():
                     torch._amp_foreach_non_finite_check_and_unscale_(
-                        on_one, here, inv_scale.to(here.device)
+                        some, here, inv_scale.to(device)
                     )
                 found += here.to(engine.device)
             for storage in on_disk:

@@ -10,8 +10,8 @@ changes the class of one object, and changes it back afterwards.
 [Note: states elsewhere] All ranks must reach the same collectives, so `optimizer.state` has the
 same keys on each. A rank that owns no element of a parameter has a dict for it as soon as the other
 ranks have stepped it, or a load has given them its states. When the user's code looks, the dict is
-filled: with empty intervals under the keys of another parameter of the group, with the number of
-steps counted since the last look, and with the other parameter's numbers. Nothing but the user's
+filled: with empty intervals under the keys of another parameter (of its group, if there is one), with the
+number of steps counted since the last look, and with the other parameter's numbers. Nothing but the user's
 code reads it: whole states are collected from ranks that own elements.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,11 +50,7 @@ def stored_as(
 ) -> dict[str, torch.dtype]:
     """Return {key: dtype} of what is stored for the state `key`."""
     how = policy_of(optimizer, entry, key)
-    if how is None:
-        return {key: dtype}
-    format = how.of(entry)
-    parts = {name: packed(name) for name in format.keys(key)}
-    return {n: part.dtype if part is not None else format.dtype for n, part in parts.items()}
+    return {key: dtype} if how is None else how.stored(entry, key)
 
 
 _enabled = torch._C._is_torch_function_enabled
@@ -102,27 +98,33 @@ class FacedStates(PlainStates):
 
     def fill(self, optimizer: Optimizer) -> None:
         """See [Note: states elsewhere]. Drops those that the optimizer keeps no state for."""
-        whole, waiting = owned_by(optimizer), self.elsewhere
-        self.elsewhere = {}
-        donors: list[list[Any]] = []
-        for group in optimizer.param_groups if waiting else ():
-            some = (p for p in group["params"] if _has_some(p) and id(p) not in whole)
-            donors.append([p for p in some if dict.get(self, p)][:1])
-        for group, own in zip(optimizer.param_groups, donors, strict=False):
+        waiting, self.elsewhere = self.elsewhere, {}
+        whole = owned_by(optimizer) if waiting else {}
+        groups = optimizer.param_groups if waiting else []
+        donors = [
+            [p for p in group["params"] if id(p) not in whole and self._has_some(p)]
+            for group in groups
+        ]
+        for group, own in zip(groups, donors, strict=True):
+            others = own or next(filter(None, donors), [])
             for param in group["params"]:
                 steps, known = waiting.get(id(param)), dict.get(self, param)
                 if steps is None or known is None:
                     continue
-                donor = own or next(filter(None, donors), [])
-                others = self._without_elements(optimizer, param, *donor) if donor else {}
-                # The keys of another group may be others
-                like = ({} if own else _fresh(optimizer, group, param)) or others
-                if "step" in like:
-                    number = others.get("step", like["step"])
-                    like["step"] = number * 0 + known.get("step", 0) + steps if steps else number
+                like = self._without_elements(optimizer, param, others[0]) if others else {}
+                # Another group may have other keys, and there may be no other parameter
+                keys = {} if own else _fresh(optimizer, group, param)
+                like = {key: like.get(key, value) for key, value in (keys or like).items()}
+                if steps and "step" in like:
+                    like["step"] = like["step"] * 0 + known.get("step", 0) + steps
                 known |= {k: value for k, value in like.items() if k in known or not known}
                 if not known:
                     dict.__delitem__(self, param)
+
+    def _has_some(self, param: Any) -> bool:
+        """Whether it is sharded, and this rank has elements and states of it."""
+        spec = spec_of(param)
+        return spec is not None and spec.start < spec.stop and bool(dict.get(self, param))
 
     def _without_elements(self, optimizer: Optimizer, param: Any, donor: Any) -> dict[str, Any]:
         """Return the state of `donor` as one of `param`, of which this rank has no element."""
@@ -190,20 +192,14 @@ for _name in ("items", "values", "pop", "popitem", "setdefault"):
     setattr(FacedStates, _name, _looked_at(_name, faced=True))
 
 
-def _has_some(param: Any) -> bool:
-    """Whether it is sharded, and this rank has elements of it."""
-    spec = spec_of(param)
-    return spec is not None and spec.start < spec.stop
-
-
 def _fresh(optimizer: Optimizer, group: dict[str, Any], param: Any) -> dict[str, Any]:
     """Return the state that the optimizer gives a parameter at its first step; {} if it cannot be
     known.
     """
     flat = param.__dict__["_onefold_entry"]().flat
-    plain = policy_of(optimizer, flat.entries[0]) is None
+    plain = policy_of(optimizer, flat.entries[0]) is None and not flat.storage.offloaded
     with contextlib.suppress(Exception), torch.no_grad():
-        return fresh_state(optimizer, group, param) if plain and not flat.storage.offloaded else {}
+        return fresh_state(optimizer, group, param) if plain else {}
     return {}
 
 
@@ -217,31 +213,23 @@ def show(optimizer: Optimizer) -> None:
     state.__class__, state.complete = FacedStates, False
 
 
-def stepped_elsewhere(optimizer: Optimizer, params: list[Any]) -> None:
-    """Count a step of `params`, of which this rank has no element, on the other ranks. See [Note:
-    states elsewhere].
+def stepped_elsewhere(optimizer: Optimizer, params: list[Any], loaded: bool = False) -> None:
+    """Count a step of `params`, of which this rank has no element, on the other ranks; or take in that
+    these were given states that were `loaded`, with the numbers of another parameter's. Called after
+    `show`. See [Note: states elsewhere].
     """
     state: Any = optimizer.state
-    if params and type(state) is FacedStates:
-        counts, whole = state.elsewhere, owned_by(optimizer)
-        for param in params:
-            if id(param) in whole:
-                continue  # its owner has its states
-            if dict.get(state, param) is None:
-                dict.__setitem__(state, param, {})
-                counts[id(param)] = 0
-            counts[id(param)] = counts.get(id(param), 0) + 1
-
-
-def loaded_elsewhere(optimizer: Optimizer, params: list[Any]) -> None:
-    """Take in that a load has given the other ranks states of `params`, of which this rank has no
-    element. Their numbers are those of another parameter's state. Called after `show`.
-    """
-    state: Any = optimizer.state
-    if type(state) is FacedStates:
-        for param in params:
+    if not params or type(state) is not FacedStates:
+        return
+    counts, whole = state.elsewhere, owned_by(optimizer)
+    for param in params:
+        if id(param) in whole:
+            continue  # its owner has its states
+        if loaded or dict.get(state, param) is None:
             dict.__setitem__(state, param, {})
-            state.elsewhere[id(param)] = 0
+            counts[id(param)] = 0
+        counts[id(param)] = counts.get(id(param), 0) + (not loaded)
+    if loaded:
         state.fill(optimizer)
 
 
@@ -250,62 +238,46 @@ def hide(optimizer: Optimizer) -> None:
     state: Any = optimizer.state
     if type(state) is FacedStates:
         state.__class__ = PlainStates  # type: ignore[assignment]
-        for spec, known in state.dressed:
-            make_plain(spec, known)
+        _make_plain(state.dressed)
         state.dressed.clear()
 
 
-def make_all_plain(optimizer: Optimizer) -> None:
+def make_plain(optimizer: Optimizer) -> None:
     """Make this rank's elements of every state that a constructor, or a step before shard(), made. Of
     parameters that are stepped whole intervals become whole tensors: collective, if there are any.
     """
-    whole = owned_by(optimizer) if optimizer.state else {}
-    known = [
-        (param, spec_of(param), state)
-        for param, state in dict.items(optimizer.state)
-        if isinstance(state, dict)
-    ]
-    elementwise = frozenset(
-        key
-        for param, spec, state in known
-        for key, value in state.items()
-        if spec is not None and id(param) not in whole
-        if type(value) is torch.Tensor and _is_whole(value, spec)
-    )
-    for param, spec, state in known:
+    whole, plain = owned_by(optimizer) if optimizer.state else {}, []
+    for param, state in dict.items(optimizer.state):
+        if not isinstance(state, dict):
+            continue
         if id(param) not in whole:
-            make_plain(spec, state, elementwise)
+            plain.append((spec_of(param), state))
             continue
         for key, value in state.items():
             if isinstance(value, Interval) and (of := spec_of(value)) is not None:
                 state[key] = of.gather(value.detach(), f"the state {key!r}")
+    _make_plain(plain)
 
 
-def make_plain(
-    spec: IntervalSpec | None, state: dict[str, Any], elementwise: frozenset[str] = frozenset()
-) -> None:
-    """Replace intervals and plain tensors of the parameter's whole shape, in the state of one
-    parameter, by this rank's elements.
+def _make_plain(states: Sequence[tuple[IntervalSpec | None, dict[str, Any]]]) -> None:
+    """Replace intervals, and plain tensors of the parameter's whole shape, by this rank's elements.
 
-    `elementwise`: keys that are element-wise in the states of other parameters. For a 0-dim
-    parameter the shape does not tell an element-wise state from a count of steps.
+    For a 0-dim parameter the shape does not tell an element-wise state from a count of steps. The states
+    of other parameters do.
     """
-    for key, value in state.items():
-        if isinstance(value, Interval):
-            state[key] = value.as_subclass(torch.Tensor)
-        elif (
-            spec is not None
-            and type(value) is torch.Tensor
-            and _is_whole(value, spec, key in elementwise)
-            and packed(key) is None
-        ):
-            state[key] = value.detach().reshape(-1)[spec.start : spec.stop].clone()
-
-
-def _is_whole(value: torch.Tensor, spec: IntervalSpec, also_numbers: bool = False) -> bool:
-    """Return whether a plain state is whole, while this rank holds only a part of the parameter."""
-    return (
-        value.shape == spec.shape
-        and tuple(value.shape) != (spec.stop - spec.start,)
-        and (value.dim() > 0 or also_numbers)
-    )
+    of_elements: set[str] = set()
+    for numbers in (False, True):
+        for spec, state in states:
+            for key, value in state.items():
+                if isinstance(value, Interval):
+                    state[key] = value.as_subclass(torch.Tensor)
+                elif (
+                    spec is not None
+                    and type(value) is torch.Tensor
+                    and value.shape == spec.shape
+                    and tuple(value.shape) != (spec.stop - spec.start,)
+                    and (value.dim() > 0 or (numbers and key in of_elements))
+                    and packed(key) is None
+                ):
+                    of_elements.add(key)
+                    state[key] = value.detach().reshape(-1)[spec.start : spec.stop].clone()

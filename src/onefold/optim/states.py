@@ -29,7 +29,7 @@ import contextlib
 import hashlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,10 +38,10 @@ from torch.optim.optimizer import Optimizer
 import onefold.optim.faced_states as faced_states
 import onefold.quant.moments as moments
 from onefold.optim.whole import Owned, epoch, owned_by, put_elsewhere
-from onefold.recipe.moments import grain_of, packed
+from onefold.quant.moment_packing import encode
+from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.gather_paths import state_context
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import (
     HeldParts,
@@ -155,7 +155,7 @@ class OptimizerParts(HeldParts):
             return
         with self.keeping_errors():
             if self.owned(entry) is None:
-                for key, new in self._stored(entry, item.key, x, values).items():
+                for key, new in self._stored(entry, item.key, values).items():
                     made = self.made[entry][key]
                     entry.flat.storage.overwrite(entry, key, made, x, y, new)
             elif x < y:
@@ -192,21 +192,18 @@ class OptimizerParts(HeldParts):
     def _values(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
         """Return elements [x, y) of the state `key`, unpacked. Then x is at a block boundary."""
         there = self._states(entry)
-        parts = {name: part for name in there if (part := packed(name)) is not None}
-        names = [key] if key in there else [n for n, part in parts.items() if part.key == key]
+        if key in there:
+            return in_memory(self.place(entry, key, x, y))
+        names = [n for n in there if (part := packed(n)) is not None and part.key == key]
         found = {name: in_memory(self.place(entry, name, x, y)) for name in names}
-        if key in found:
-            return found[key]
         return moments.unpacked(found, key, y - x)
 
     def kinds(self, entry: Entry, key: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Return {key: dtype} of what is stored for the state `key`."""
         return faced_states.stored_as(self.optimizer, entry, key, dtype)
 
-    def _stored(
-        self, entry: Entry, key: str, x: int, values: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Return `values`, the elements of the state `key` from x on, as they are stored."""
+    def _stored(self, entry: Entry, key: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return `values`, elements of the state `key` from a block's begin on, as they are stored."""
         how = self.policy(entry, key)
         if how is None or not how.of(entry).packed:
             return {key: values}
@@ -216,9 +213,7 @@ class OptimizerParts(HeldParts):
             name: torch.zeros(-(-numel // grain_of(name)), dtype=kind, device=device)
             for name, kind in self.kinds(entry, key, values.dtype).items()
         }
-        piece = moments.Piece(entry, x, values, values, new, {}, False)
-        step = torch.zeros((), device="cpu")
-        moments.pack(replace(how, seed=None), piece, key, values, step)
+        encode(how.of(entry), values, SIGNED[key], *new.values())
         return new
 
     @contextlib.contextmanager
@@ -229,18 +224,18 @@ class OptimizerParts(HeldParts):
         except Exception as error:
             self.error = self.error or f"{type(error).__name__}: {error}"
 
-    def tell(self, call: str, outline: Outline, value: Any = None) -> list[Any]:
-        """Return every rank's `value`. Collective, if a parameter is divided.
+    def tell(self, call: str, among: Engine | None, value: Any = None) -> list[Any]:
+        """Return every rank's `value`. Collective; `among` is None: this rank's alone.
 
         Raises:
             RuntimeError: on every rank, if one has an error.
         """
         told = [(self.error, value)]
-        if outline.divided:
-            told = tell_all(outline.engines[0], call, told[0])
+        if among is not None:
+            told = tell_all(among, call, told[0])
         for rank, (error, _) in enumerate(told):
             if error is not None:
-                raise RuntimeError(f"{call}: rank {rank} could not bring its states. {error}")
+                raise RuntimeError(f"{call}: rank {rank} could not move its states. {error}")
         return [each for _, each in told]
 
 
@@ -260,11 +255,6 @@ class Param(NamedTuple):
     param: torch.Tensor
     entry: Entry | None
     shape: Shape
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is no box of a global tensor."""
-        return self.entry is None or self.entry.box is None or not self.entry.box.divided
 
 
 class Outline:
@@ -378,7 +368,7 @@ def follow(engine: Engine) -> None:
 
 def _take_over(optimizer: Optimizer) -> None:
     """Collective, if the constructor has made states from sharded parameters that owners step."""
-    faced_states.make_all_plain(optimizer)
+    faced_states.make_plain(optimizer)
     show_states(optimizer)
 
 
@@ -395,16 +385,10 @@ def show_states(optimizer: Optimizer) -> None:
 # every rank   its elements, one state at a time ──► rank 0
 
 
-class _OwnShape(NamedTuple):
-    """Placeholder for a state of an owner's that has a shape of its own: it moves by itself, whole."""
-
-    shape: Shape
-    dtype: torch.dtype
-
-
 #: What a rank reports for one parameter: None if it accounts for none of the elements, {} if it has
-#: no state, else {key: (dtype, None)} for an element-wise state, {key: (None, value)} for others.
-_Said = dict[Any, tuple[torch.dtype | None, Any]] | None
+#: no state, else {key: ((dtype, shape of its own or None), None)} for a state that moves, and
+#: {key: (None, value)} for a number.
+_Said = dict[Any, tuple[tuple[torch.dtype, Shape | None] | None, Any]] | None
 
 
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -416,35 +400,33 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
         if not outline.special:
             return None
         outline.refuse_moment(_SAVE)
+        among = outline.engines[0] if outline.divided else None
         parts, said = OptimizerParts(optimizer), list[_Said]()
         with parts.keeping_errors():
             for each in outline.engines:
                 each.transfers.check()
             said = _described(optimizer, outline, parts)
         state: dict[Any, Any] = {}
-        for number, found in enumerate(zip(*parts.tell(_SAVE, outline, said), strict=True)):
+        for number, found in enumerate(zip(*parts.tell(_SAVE, among, said), strict=True)):
             param, here = outline.params[number], [each for each in found if each is not None]
-            kinds = [{key: dtype for key, (dtype, _) in each.items()} for each in here]
+            kinds = [{key: kind for key, (kind, _) in each.items()} for each in here]
             if any(kind != kinds[0] for kind in kinds):
                 name = "" if param.entry is None else param.entry.name
                 raise ValueError(
                     f"{_SAVE}: the ranks keep different states of parameter {name!r} ({kinds}): an"
                     " optimizer must step on all ranks alike."
                 )
-            for key, (dtype, value) in here[0].items() if here else ():
-                if dtype is not None:
+            for key, (kind, value) in here[0].items() if here else ():
+                if kind is not None:
                     assert param.entry is not None
-                    item = StateItem(param.entry, key, dtype)
+                    item = StateItem(param.entry, key, *kind)
                     value = (
                         to_first(_engine(param.entry), parts, item)
                         if outline.divided
                         else own_whole(parts, item)
                     )
-                elif isinstance(value, _OwnShape):
-                    assert param.entry is not None
-                    value = _own_shape(parts, param.entry, key, value)
                 state.setdefault(number, {})[key] = value
-        parts.tell(_SAVE, outline)
+        parts.tell(_SAVE, among)
         if outline.engines[0].rank == 0 or not outline.divided:
             kept: Mapping[Any, Any] = optimizer.state
             state |= {k: value for k, value in kept.items() if not isinstance(k, torch.Tensor)}
@@ -468,10 +450,9 @@ def _described(optimizer: Optimizer, outline: Outline, parts: OptimizerParts) ->
     """
     states: list[dict[Any, Any]] = [optimizer.state.get(p.param) or {} for p in outline.params]
     shapes = [p.shape if p.entry is None else parts.shape(p.entry) for p in outline.params]
-    sharded = [n for n, param in enumerate(outline.params) if param.entry is not None]
-    kinds = dict(zip(sharded, kinds_of([(shapes[n], states[n]) for n in sharded]), strict=True))
+    kinds = kinds_of(list(zip(shapes, states, strict=True)))
     said: list[_Said] = []
-    for number, (param, state) in enumerate(zip(outline.params, states, strict=True)):
+    for param, state, kind_of in zip(outline.params, states, kinds, strict=True):
         entry = param.entry
         if entry is None:
             said.append({key: (None, value) for key, value in state.items()} or None)
@@ -481,17 +462,17 @@ def _described(optimizer: Optimizer, outline: Outline, parts: OptimizerParts) ->
             said.append(None)
             continue
         found: dict[Any, Any] = {}
-        for key, kind in kinds[number].items():
+        for key, kind in kind_of.items():
             value = state[key]
             if (part := packed(key)) is not None:
-                found.setdefault(part.key, (torch.float32, None))
+                found.setdefault(part.key, ((torch.float32, None), None))
             elif kind == "elements":
                 how, dtype = parts.policy(entry, key), value.dtype
                 if how is not None:
                     dtype = torch.promote_types(dtype, entry.flat.dtypes.master)
-                found[key] = dtype, None
-            elif kind == "other" and parts.owned(entry) is not None and param.whole:
-                found[key] = None, _OwnShape(tuple(value.shape), value.dtype)
+                found[key] = (dtype, None), None
+            elif kind == "other" and parts.owned(entry) is not None and entry.region is None:
+                found[key] = (value.dtype, tuple(value.shape)), None
             elif kind == "other" and outline.divided:
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)}"
@@ -503,27 +484,6 @@ def _described(optimizer: Optimizer, outline: Outline, parts: OptimizerParts) ->
                 found[key] = None, value.detach().cpu().clone() if tensor else value
         said.append(found)
     return said
-
-
-def _own_shape(
-    parts: OptimizerParts, entry: Entry, key: str, said: _OwnShape
-) -> torch.Tensor | None:
-    """Return a state of the owner's on the host of the first rank of the entry's holders; None on
-    other ranks. Collective.
-    """
-    engine, group = _engine(entry), entry.flat.group
-    (source,) = [p for p in range(group.size) if parts.accounted(entry, p)[1]]
-    sends, recvs = [], []
-    if group.rank == source:
-        value = parts.optimizer.state[entry.param][key].detach().to(engine.device)
-        sends = [(0, value.reshape(-1))]
-    elif group.rank == 0:
-        value = torch.empty(said.shape, dtype=said.dtype, device=engine.device)
-        recvs = [(source, value.view(-1))]
-    if source:  # every rank calls it: messages are told apart by their count
-        context = state_context(engine, entry.flat.unit_name)
-        group.exchange(sends, recvs, context, entry.flat.index, move="state").wait()
-    return value.to("cpu", copy=True) if group.rank == 0 else None
 
 
 # -- load_state_dict() -----------------------------------------------------------------------------
@@ -539,12 +499,6 @@ _loaded: weakref.WeakKeyDictionary[Optimizer, Made] = weakref.WeakKeyDictionary(
 
 class _Refused(ValueError):
     """The dict cannot be loaded here."""
-
-
-class _Elements(NamedTuple):
-    """Placeholder for an element-wise tensor, which is moved by itself."""
-
-    dtype: torch.dtype
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -593,7 +547,8 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 def _heads(
     optimizer: Optimizer, outline: Outline, parts: OptimizerParts, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], bytes]:
-    """Return the dict with placeholders for its element-wise tensors, and a digest of it.
+    """Return the dict with dtypes in the place of its element-wise tensors, which move by themselves, and
+    a digest of it.
 
     Raises:
         _Refused: it does not fit the optimizer.
@@ -629,7 +584,7 @@ def _heads(
             if entry is None:
                 continue
             if kind_of[key] == "elements":
-                state[number][key] = _Elements(value.dtype)
+                state[number][key] = value.dtype
                 continue
             owned = parts.owned(entry) is not None and entry.region is None
             cut = outline.divided or (tensor and value.numel() > 1 and entry.flat.storage.on_disk)
@@ -657,7 +612,7 @@ def _take(
     the optimizer after torch's own load.
 
     Args:
-        heads: the dict with placeholders. wholes: the dict with its tensors, which only rank 0 has if
+        heads: the dict with dtypes in their place. wholes: the dict with its tensors, which only rank 0 has if
             they are `scattered`.
     """
     numbers, state = numbers_of(heads), heads["state"]
@@ -671,14 +626,14 @@ def _take(
         held = parts.owned(entry) if entry is not None else None
         mine[number] = {}
         for key, value in state[number].items():
-            if not isinstance(value, _Elements):
+            if not isinstance(value, torch.dtype):
                 if held is None or held.mine:
                     # clone: the caller's dict must not change
                     copied = isinstance(value, torch.Tensor) and entry is not None
                     mine[number][key] = value.clone() if copied else value
                 continue
             assert entry is not None
-            item, whole = StateItem(entry, key, value.dtype), None
+            item, whole = StateItem(entry, key, value), None
             parts.create(item)
             if wholes is not None:
                 whole = wholes["state"][number][key]
@@ -691,12 +646,7 @@ def _take(
         for each in outline.engines:
             if each.on_disk:
                 each.transfers.flush()
-    errors = tell_all(outline.engines[0], _LOAD, parts.error)
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise RuntimeError(
-                f"{_LOAD}: the states could not be put in their places. rank {rank}: {error}"
-            )
+    parts.tell(_LOAD, outline.engines[0])
     _loaded[optimizer] = parts.made
     return {**heads, "state": mine}
 

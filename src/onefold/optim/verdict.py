@@ -59,9 +59,6 @@ _ELEMENTWISE = GroupVerdict(ELEMENTWISE)
 _verdicts: weakref.WeakKeyDictionary[Optimizer, tuple[list[Any], list[GroupVerdict]]] = (
     weakref.WeakKeyDictionary()
 )
-#: {class: {everything that a trial depends on: its verdict}}. A second optimizer of the same kind
-#: in this process needs no trial.
-_tried: weakref.WeakKeyDictionary[type, dict[str, GroupVerdict]] = weakref.WeakKeyDictionary()
 _stacks: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 #: The shapes of the matrices of a trial. Some optimizers treat only large matrices as matrices.
@@ -114,7 +111,8 @@ def verdict_of(optimizer: Optimizer, group: int) -> GroupVerdict:
     now = [switches_of(each) for each in optimizer.param_groups]
     then, known = _verdicts.get(optimizer, ([], []))
     if then != now:
-        found = [_of_group(optimizer, each) for each in optimizer.param_groups]
+        tried: dict[str, GroupVerdict] = {}
+        found = [_of_group(optimizer, each, tried) for each in optimizer.param_groups]
         refused = next((v for v in found if v.update == REFUSED), None)
         found = found if refused is None else [refused] * len(found)
         for number, (old, new) in enumerate(zip(known, found, strict=False)):
@@ -158,16 +156,28 @@ def takes_stacks(optimizer: Optimizer) -> bool:
     return _stacks[type(optimizer)]
 
 
-def _of_group(optimizer: Optimizer, group: dict[str, Any]) -> GroupVerdict:
-    """Return the verdict on the first sort of the group's parameters that is not element-wise."""
+def _of_group(
+    optimizer: Optimizer, group: dict[str, Any], tried: dict[str, GroupVerdict]
+) -> GroupVerdict:
+    """Return the verdict on the first sort of the group's parameters that is not element-wise.
+
+    `tried`: the verdicts on groups of the same options before, by all that a trial depends on.
+    """
     dims = sorted({max(2, len((spec_of(p) or p).shape)) for p in group["params"]})
     # A third dimension (convolutions) may change the kind of update
     shapes = [*_MATRICES, *((*(2,) * (n - 3), 8, 6, 16) for n in dims if n > 2)]
+    # For weight decay only zero or not matters. Its value does not change the kind of update
+    own = {
+        k: v != 0 if k == "weight_decay" else v for k, v in group.items() if k not in _OF_THE_USER
+    }
     for kept, like in _sorts(optimizer, group).items():
         for shape in shapes:
-            found = _cached(optimizer, group, kept, like, shape)
-            if found.update != ELEMENTWISE:
-                return found
+            key = repr((own, kept, shape, like.device))
+            if key not in tried:
+                with _alone(optimizer, like.device):
+                    tried[key] = _try(optimizer, group, like, shape)
+            if tried[key].update != ELEMENTWISE:
+                return tried[key]
     return _ELEMENTWISE
 
 
@@ -194,35 +204,6 @@ def _sort_of(value: Any, texts: tuple[type, ...]) -> str:
     return repr(
         value if isinstance(value, texts) else isinstance(value, (int, float)) and value != 0
     )
-
-
-def _cached(
-    optimizer: Optimizer, group: dict[str, Any], kept: str, like: Any, shape: tuple[int, ...]
-) -> GroupVerdict:
-    """Try the update, unless an optimizer of the same kind was tried before."""
-    kind = type(optimizer)
-    # For weight decay only zero or not matters. Its value does not change the kind of update
-    own = {
-        k: v != 0 if k == "weight_decay" else v for k, v in group.items() if k not in _OF_THE_USER
-    }
-    # The class may have been patched since the last trial
-    inside = [(name, id(value)) for each in kind.__mro__ for name, value in vars(each).items()]
-    depends = (own, own_attributes(optimizer), kept, shape, str(like.device))
-    known = _tried.setdefault(kind, {}) if _is_plain(depends) else {}
-    key = repr((inside, depends))
-    if key not in known:
-        with _alone(optimizer, like.device):
-            known[key] = _try(optimizer, group, like, shape)
-    return known[key]
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether `repr(value)` describes `value` completely."""
-    if isinstance(value, dict):
-        return all(_is_plain(part) for item in value.items() for part in item)
-    if isinstance(value, (tuple, list)):
-        return all(_is_plain(part) for part in value)
-    return value is None or type(value) in (bool, int, float, str)
 
 
 # -- trials ----------------------------------------------------------------------------------------
@@ -273,8 +254,7 @@ def _dependence(
         given = ", ".join(
             f"{key}={value!r}"
             for key, value in group.items()
-            if key not in _OF_THE_USER and _is_plain(value)
-            if optimizer.defaults.get(key) != value
+            if key not in _OF_THE_USER and repr(optimizer.defaults.get(key)) != repr(value)
         )
         given = given and f", with a group's {given},"
         return (
@@ -308,9 +288,7 @@ def _run(
     """Step a parameter. Return it, and every number that the optimizer keeps for it or its group."""
     start, *grads = values
     with _knows_only(optimizer, group, like, start.clone(), _RATE):
-        if callable(
-            train := getattr(optimizer, "train", None)
-        ):  # schedule-free ones have two modes
+        if callable(train := getattr(optimizer, "train", None)):  # schedule-free: of two modes
             train()
         for grad in grads:
             like.grad = grad.clone()
@@ -384,22 +362,17 @@ def _knows_only(
         note(setattr, raw, "tried", raw.tried)
         raw.tried = (*raw.tried, *tried)
         for each in tried:
-            own, groups = (
-                own_attributes(each),
-                each.param_groups if each is not optimizer else [group],
-            )
+            own = own_attributes(each)
+            groups = [group] if each is optimizer else each.param_groups
             note(_restore, each.__dict__, dict(each.__dict__))
-            each.__dict__.update(
-                {k: copy.copy(v) for k, v in own.items() if type(v) in _CONTAINERS}
-            )
-            each.__dict__.update(own_numbers(own))
+            tables = {k: copy.copy(v) for k, v in own.items() if type(v) in _CONTAINERS}
+            each.__dict__.update(tables | own_numbers(own))
             for name in ("grad_scale", "found_inf"):  # a GradScaler's, for the step under way
                 each.__dict__.pop(name, None)
             each.state = defaultdict(dict)
             each.param_groups = [{**some, **own_numbers(some)} for some in groups]
             for some in each.param_groups:
-                mine = each is optimizer or any(p is param for p in some["params"])
-                some["params"] = [param] if mine else []
+                some["params"] = [p for p in some["params"] if p is param]
                 some |= {"lr": rate} if rate is not None and "lr" in some else {}
             each._optimizer_step_pre_hooks = OrderedDict()
             each._optimizer_step_post_hooks = OrderedDict()

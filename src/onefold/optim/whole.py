@@ -299,12 +299,13 @@ class WholeStep(Stepper):
         self._agree_on_failure(optimizer, error)
 
     def _agree(self, optimizer: Optimizer, ready: Sequence[Owned]) -> bool:
-        """Return whether the whole masters that ranks have are up to date on all of them.
+        """Return whether the resident wholes that are made of the masters are up to date on all ranks:
+        nobody has written to any masters since they were gathered.
 
         Raises:
             RuntimeError: on every rank, if the ranks have gradients of different parameters.
         """
-        current = all(self._is_current(each.entry) for each in ready)
+        current = not any(_has_whole(each.entry.flat) and each.entry.flat.stale for each in ready)
         if self.engine.group.alone:
             return current
         what = type(optimizer).__name__, [each.entry.number for each in ready]
@@ -319,31 +320,20 @@ class WholeStep(Stepper):
             )
         return not found[-1]
 
-    def _is_current(self, entry: Entry) -> bool:
-        """Whether the resident whole of `entry`, if its flat buffer has one that is made of the
-        masters, has their values: nobody has written to any since they were gathered.
-        """
-        return not (_has_whole(entry.flat) and entry.flat.stale)
-
     def _agree_on_failure(self, optimizer: Optimizer, error: Exception | None) -> None:
-        group, name = self.engine.group, type(optimizer).__name__
-        mine = (1 << group.rank if error is not None else 0).to_bytes(-(-group.size // 8), "little")
-        found = int.from_bytes(group.any_of(mine, _context(self.engine)), "little")
-        failed = sorted(rank for p, rank in enumerate(group.ranks) if found >> p & 1)
-        if not failed:
+        group, name, context = self.engine.group, type(optimizer).__name__, _context(self.engine)
+        if group.any_of(bytes([error is not None]), context) == b"\0":
             return
         self.engine.transfers.broken = (
             f"{name}'s step failed half way, so that some matrices are of two steps. Start again"
             " from the last checkpoint."
         )
-        if error is not None:
-            raise RuntimeError(
-                f"{name}.step() failed on this rank ({type(error).__name__}: {error})."
-            ) from error
+        said = "" if error is None else f"{type(error).__name__}: {error}"
+        told = dict(zip(group.ranks, group.tell(said, 256, context), strict=True))
+        failed = "; ".join(f"rank {rank} ({told[rank]})" for rank in sorted(told) if told[rank])
         raise RuntimeError(
-            f"{name}.step() failed on rank {', '.join(map(str, failed))}, which steps some of the"
-            " matrices for all: look at the error there."
-        )
+            f"{name}.step() failed on {failed}, which steps some of the matrices for all."
+        ) from error
 
 
 def _context(engine: Engine, move: str = "control") -> CollectiveContext:
@@ -364,12 +354,12 @@ class _Round:
     """Matrices that travel together.
 
     Attributes:
-        whole: [gradient, master], [numel] each, by the entry's number, of those that this rank owns.
+        whole: {gradient, master}, [numel] each, by the entry's number, of those that this rank owns.
         landing: what waits for each exchange under way, and brings its pieces to their places.
     """
 
     owned: list[Owned]
-    whole: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    whole: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     landing: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -382,30 +372,26 @@ class _Round:
         self.landing = []
 
 
+@dataclass
 class _Rounds:
-    """The rounds of one step, over matrices whose pieces the same ranks exchange in the same way."""
+    """The rounds of one step, over matrices whose pieces the same ranks exchange in the same way.
 
-    def __init__(
-        self,
-        engine: Engine,
-        optimizer: Optimizer,
-        number: int,
-        group: Group,
-        dtype: torch.dtype,
-        whole: bool,
-        away: bool,
-    ) -> None:
-        """
-        Args:
-            number: tells the messages from those of other kinds.
-            group: the ranks that exchange their pieces. dtype: of masters and gradients.
-            whole: every rank has the whole masters.
-            away: masters and states are on the host.
-        """
-        self.engine, self.optimizer, self.number = engine, optimizer, number
-        self.group, self.dtype, self.whole, self.away = group, dtype, whole, away
-        self.groups = groups_of(optimizer)
-        self.error: Exception | None = None
+    Attributes:
+        number: tells the messages from those of other kinds.
+        group: the ranks that exchange their pieces. dtype: of masters and gradients.
+        whole: every rank has the whole masters.
+        away: masters and states are on the host.
+        error: the first of the optimizer's own step.
+    """
+
+    engine: Engine
+    optimizer: Optimizer
+    number: int
+    group: Group
+    dtype: torch.dtype
+    whole: bool
+    away: bool
+    error: Exception | None = None
 
     def run(self, owned: Sequence[Owned]) -> Exception | None:
         """Step all of `owned`. Returns the first error of the optimizer's own step."""
@@ -414,12 +400,12 @@ class _Rounds:
         in_order = rounds(matrices, {n: each.owner for n, each in of_key.items()})
         todo = [_Round([of_key[m.key] for m in some]) for some in in_order]
         self._send_pieces(todo[0])
-        for at, now in enumerate(todo):
-            if at + 1 < len(todo):
-                self._send_pieces(todo[at + 1])
+        for before, now, after in zip([None, *todo], todo, [*todo[1:], None], strict=False):
+            if after is not None:
+                self._send_pieces(after)
             self._step(now)
-            if at:
-                self._take_back(todo[at - 1])
+            if before is not None:
+                self._take_back(before)
             self._exchange(now, _MASTER, back=True)
         self._take_back(todo[-1])
         return self.error
@@ -427,7 +413,7 @@ class _Rounds:
     def _send_pieces(self, now: _Round) -> None:
         for each in now.mine:
             numel = each.matrix.numel
-            now.whole[each.entry.number] = [self.empty(numel), self.empty(numel)]
+            now.whole[each.entry.number] = {r: self.empty(numel) for r in (_GRADIENT, _MASTER)}
             self.count(2 * numel * self.dtype.itemsize)
         for row in (_GRADIENT,) if self.whole else (_GRADIENT, _MASTER):
             self._exchange(now, row)
@@ -457,32 +443,34 @@ class _Rounds:
                 else:
                     whole.copy_(own.reshape(-1))
         together: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        buffers = 0  # bytes
 
-        def message(parts: list[torch.Tensor], received: bool) -> torch.Tensor:
-            nonlocal buffers
-            if len(parts) == 1 and not self.away and parts[0].is_contiguous():
-                return parts[0].view(-1)
-            if received:
+        def messages(by_peer: Mapping[int, list[torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+            out = []
+            for peer, parts in sorted(by_peer.items()):
+                if len(parts) == 1 and not self.away and parts[0].is_contiguous():
+                    out.append((peer, parts[0].view(-1)))
+                    continue
                 buffer = self.empty(sum(t.numel() for t in parts))
-                together.append((buffer, parts))
-            else:
-                buffer = torch.cat([t.reshape(-1).to(self.engine.device) for t in parts])
-            buffers += nbytes_of(buffer)
-            return buffer
+                if by_peer is sends:
+                    torch.cat([t.reshape(-1).to(buffer) for t in parts], out=buffer)
+                together.append((buffer, parts if by_peer is recvs else []))
+                out.append((peer, buffer))
+            return out
 
-        out = [(peer, message(parts, False)) for peer, parts in sorted(sends.items())]
-        into = [(peer, message(parts, True)) for peer, parts in sorted(recvs.items())]
-        self.count(buffers)
         context, number = _context(self.engine, OWNERS), 3 * self.number + (2 if back else row)
-        pending = self.group.exchange(out, into, context, number, move=OWNERS)
+        pending = self.group.exchange(
+            messages(sends), messages(recvs), context, number, move=OWNERS
+        )
+        buffers = sum(nbytes_of(buffer) for buffer, _ in together)
+        self.count(buffers)
 
         def land() -> None:
             pending.wait()
             for buffer, places in together:
-                pieces = buffer.split([place.numel() for place in places])
-                for place, piece in zip(places, pieces, strict=True):
-                    place.copy_(piece.view(place.shape))
+                at = 0
+                for place in places:
+                    place.copy_(buffer[at : at + place.numel()].view(place.shape))
+                    at += place.numel()
             self.count(-buffers)
 
         now.landing.append(land)
@@ -495,41 +483,35 @@ class _Rounds:
     def _step(self, now: _Round) -> None:
         """Step this rank's matrices: the masters of `now.whole` get their new values."""
         now.land()
-        parts: list[Part] = []
+        parts, states = list[Part](), self.optimizer.state
+        here, host = self.engine.device, torch.device("cpu")
         for each in now.mine:
-            grad, master = now.whole[each.entry.number]
+            whole = now.whole[each.entry.number]
+            grad, master = whole.pop(_GRADIENT), whole[_MASTER]
             flat, shape = each.entry.flat, each.matrix.shape
             if self.whole:
                 assert flat.full is not None
                 master.copy_(flat.view(flat.full, each.entry).detach().reshape(-1))
-            known: dict[Any, Any] = self.optimizer.state.get(each.entry.param) or {}
-            state = _moved(known, self.engine.device, {}) if self.away else known
-            parts.append(
-                Part(each.entry.param, master.view(shape), grad.view(shape), state or None)
-            )
+            known: dict[Any, Any] = states.get(each.entry.param) or {}
+            state = _moved(known, here, {}) if self.away else known
+            part = Part(each.entry.param, master.view(shape), grad.view(shape), state or None)
+            parts.append(part)
             del grad, master
-        if parts:
-            try:
-                self._own_step(parts)
-            except Exception as error:
-                # The others wait for their pieces: they are told at the end
-                self.error = self.error or error
-        for each, part in zip(now.mine, parts, strict=True):
-            # The optimizer may have given the parameter other memory
-            now.whole[each.entry.number] = [self.empty(0), part.data.reshape(-1)]
-            self.count(-each.matrix.numel * self.dtype.itemsize)
-
-    def _own_step(self, parts: Sequence[Part]) -> None:
-        state = self.optimizer.state
         try:
-            step_parts(self.optimizer, self.groups, parts, self.engine.device)
+            if parts:
+                step_parts(self.optimizer, groups_of(self.optimizer), parts, here)
+        except Exception as error:
+            # The others wait for their pieces: they are told at the end
+            self.error = self.error or error
         finally:
             for part in parts:
-                if part.state is not None:
-                    before: dict[Any, Any] = state.get(part.param) or {}
-                    host = torch.device("cpu")
-                    new = _moved(part.state, host, before) if self.away else part.state
-                    state[part.param] = new
+                if (new := part.state) is not None:
+                    before: dict[Any, Any] = states.get(part.param) or {}
+                    states[part.param] = _moved(new, host, before) if self.away else new
+        for each, part in zip(now.mine, parts, strict=True):
+            # The optimizer may have given the parameter other memory
+            now.whole[each.entry.number] = {_MASTER: part.data.reshape(-1)}
+            self.count(-each.matrix.numel * self.dtype.itemsize)
 
     def empty(self, numel: int) -> torch.Tensor:
         return torch.empty(numel, dtype=self.dtype, device=self.engine.device)

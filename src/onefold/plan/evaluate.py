@@ -252,7 +252,7 @@ def _average(job: Job, model: ModelShape) -> Convention:
     found, rest = job.convention, PLANNED[job.optimizer].rest
     if not rest:
         return found
-    more = (MOMENTS_OF[rest] - MOMENTS_OF[job.optimizer]) * job.recipe(3).masters_dtype.itemsize
+    more = (MOMENTS_OF[rest] - MOMENTS_OF[job.optimizer]) * job.recipe(3).optimizer.dtype.itemsize
     names = stepped_whole(model, job.optimizer)
     others = sum(
         p.numel for u in model.units for p in u.parameters if p.trainable and p.name not in names

@@ -193,7 +193,7 @@ class Job:
         if PLANNED[self.optimizer].update != WHOLE:
             return
         on_disk = recipe.optimizer.tier.on_disk or OFFLOAD[self.offload or "none"].on_disk
-        low = recipe.stochastic_rounding and recipe.masters_dtype.itemsize < 4
+        low = recipe.stochastic_rounding and recipe.optimizer.dtype.itemsize < 4
         for refused, what in (
             (on_disk, "states on NVMe are stepped chunk by chunk"),
             (recipe.step_in_backward, "step_in_backward=True steps pieces in the backward pass"),
@@ -267,8 +267,10 @@ class Job:
     def convention(self) -> Convention:
         """Bytes of a trained parameter by kind of state, by the recipe's rows."""
         rows, computed = self.recipe(3), COMPUTE_DTYPES[self.computes]
-        copy = rows.masters_dtype.itemsize if computed != rows.masters_dtype else 0
-        return Convention(computed.itemsize, rows.sums_dtype.itemsize, copy + self.moment_bytes)
+        copy = rows.optimizer.dtype.itemsize if computed != rows.optimizer.dtype else 0
+        return Convention(
+            computed.itemsize, rows.gradients.dtype.itemsize, copy + self.moment_bytes
+        )
 
     @property
     def moment_bytes(self) -> float:
@@ -277,7 +279,7 @@ class Job:
 
         rows, count = self.recipe(3), MOMENTS_OF[self.optimizer]
         if rows.moments is None:
-            return count * rows.masters_dtype.itemsize
+            return count * rows.optimizer.dtype.itemsize
         return round(bytes_an_element(rows.moments, count), 3)
 
     @property

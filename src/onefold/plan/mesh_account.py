@@ -464,7 +464,7 @@ def least_bytes(question: MeshQuestion, degrees: Degrees, step: Step, checkpoint
     """
     convention, dims = replace(question.job.convention, gradients=0.0), question.dims
     held = step.micro_batches > 1 and step.held_whole(degrees.pp)
-    each = question.job.recipe(step.zero).sums_dtype.itemsize if held else 0
+    each = question.job.recipe(step.zero).gradients.dtype.itemsize if held else 0
     each += step.element if step.zero == 3 and degrees.pp > 1 else 0
     least = 0.0
     for stage in unlike(stages_of(question.model, degrees)):

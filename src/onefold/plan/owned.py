@@ -54,7 +54,7 @@ def stepped_whole(model: ModelShape, optimizer: str, stacks: bool = False) -> fr
     if PLANNED[optimizer].update != WHOLE:
         return frozenset()
     every = [p for u in model.units for p in u.parameters]
-    if not PLANNED[optimizer].matrices:
+    if not PLANNED[optimizer].rest:
         return frozenset(p.name for p in every if p.trainable)
     head = max((p.shape for p in every if p.looked_up), default=())
     dims = (2, 3) if stacks else (2,)
@@ -193,7 +193,7 @@ def owned_matrices(
                 of[matrix.key] = flat
                 known = kinds.setdefault(
                     (item, flat.shares_memory, host),
-                    _Kind(item, not flat.shares_memory, host, row.matrices),
+                    _Kind(item, not flat.shares_memory, host, bool(row.rest)),
                 )
                 known.matrices.append(matrix)
                 continue
@@ -208,7 +208,7 @@ def owned_matrices(
         item, host = flat.dtypes.master.itemsize, flat.tiers is not None
         kept = row.tensor_bytes(matrix.shape, item)
         mine["host_states" if host else "states"] += kept + row.number_bytes
-        mine["flops"] += product_flops(matrix.shape) if row.matrices else 0
+        mine["flops"] += product_flops(matrix.shape) if row.rest else 0
         mine["numel"] += matrix.numel
         mine["touched"] += _touched(row.elementwise_states) * matrix.numel
         if host:

@@ -264,7 +264,7 @@ def plan(
 
 def _of_job(job: Job, machine: Machine) -> Iterator[str]:
     """Yield notes on the bytes per parameter, and on a precision without a rate."""
-    sums, found, kept = job.recipe(3).sums_dtype, job.convention, job.moment_bytes
+    sums, found, kept = job.recipe(3).gradients.dtype, job.convention, job.moment_bytes
     names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
     yield (
         f"bytes per trained parameter: {found.parameters} parameters + {found.gradients} gradients"

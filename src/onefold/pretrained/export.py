@@ -28,7 +28,7 @@ from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.saving import check_moment
 from onefold.checkpoint.tensorfile import CHUNK
 from onefold.checkpoint.together import Together, meet
-from onefold.layout.regions import BoxInterval, runs
+from onefold.layout.holders import BoxInterval, runs
 from onefold.optim.clip import across_stages
 from onefold.pretrained.fitted import Outline
 from onefold.pretrained.hf_names import Layout, is_transformers, writing

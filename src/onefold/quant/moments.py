@@ -55,13 +55,17 @@ class MomentPolicy:
         """Return whether the policy packs moments, but this parameter is too small for it."""
         return self.format.packed and not self.of(entry).packed
 
+    def stored(self, entry: Entry, key: str) -> dict[str, torch.dtype]:
+        """Return the parts of the moment `key` of a parameter: {key: dtype}."""
+        format = self.of(entry)
+        parts = {name: packed(name) for name in format.keys(key)}
+        return {n: part.dtype if part is not None else format.dtype for n, part in parts.items()}
+
     def parts(self, entry: Entry, group: dict[str, Any]) -> dict[str, torch.dtype]:
-        """Return the parts of a parameter's moments: {key: dtype}."""
-        format, out = self.of(entry), {}
+        """Return the parts of all moments of a parameter."""
+        out: dict[str, torch.dtype] = {}
         for key in moments_of(group):
-            for name in format.keys(key):
-                part = packed(name)
-                out[name] = part.dtype if part is not None else format.dtype
+            out |= self.stored(entry, key)
         return out
 
 

@@ -8,7 +8,7 @@ from onefold.recipe.core import Recipe
 from onefold.recipe.rows import PLACEMENTS_OF_STAGE, Placement, Row, Tier
 
 if TYPE_CHECKING:
-    from onefold.recipe.dtypes import COMPUTE_DTYPES
+    from onefold.recipe.moments import COMPUTE_DTYPES
 
 __all__ = ["COMPUTE_DTYPES", "PLACEMENTS_OF_STAGE", "Placement", "Recipe", "Row", "Tier"]
 
@@ -16,6 +16,6 @@ __all__ = ["COMPUTE_DTYPES", "PLACEMENTS_OF_STAGE", "Placement", "Recipe", "Row"
 def __getattr__(name: str) -> Any:
     if name != "COMPUTE_DTYPES":
         raise AttributeError(f"module 'onefold.recipe' has no attribute {name!r}")
-    from onefold.recipe.dtypes import COMPUTE_DTYPES  # it imports torch
+    from onefold.recipe.moments import COMPUTE_DTYPES  # it imports torch
 
     return COMPUTE_DTYPES

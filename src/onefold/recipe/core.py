@@ -25,7 +25,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from onefold.recipe import options as of
-from onefold.recipe.options import Dtype, Folder, OffloadTier, Option, number, one_of, tier
+from onefold.recipe.options import Dtype, Folder, OffloadTier, Option, number, one_of
 from onefold.recipe.rows import (
     ALL,
     FLAT,
@@ -33,6 +33,7 @@ from onefold.recipe.rows import (
     NATIVE,
     NODE,
     PLACEMENTS_OF_STAGE,
+    TIER_OF,
     Row,
     Tier,
 )
@@ -107,8 +108,8 @@ class Recipe:
             to write.
     """
 
-    stage: int = field(kw_only=False, metadata={"panel": DIVISION, "help": "ZeRO stage: what is divided among the ranks; 0 is DDP.",
-        "check": None, "commands": _BOTH, "kind": of.Stage})
+    stage: of.Stage = field(kw_only=False, metadata={"panel": DIVISION, "help": "ZeRO stage: what is divided among the ranks; 0 is DDP.",
+        "check": None, "commands": _BOTH, "kind": None})
     precision: of.Precision | None = _division(None,
         "Compute precision (default: as the model is). Master weights and sums are fp32 either way.")
     wire: Dtype | None = _division(None, "Dtype in which gradients are sent (default: as the backward pass makes them).", commands=())
@@ -117,7 +118,8 @@ class Recipe:
     reduce_op: Literal["mean", "sum"] = _division("mean",
         "What a gradient is of those that ranks with different data have: their mean, or their"
         " sum (for losses that are divided by the number of tokens on all ranks).", commands=())
-    units: Any = _division(None, "Modules that become units, by name or class, comma separated (default: the repeated block).",
+    units: Any = _division(None,
+        "Modules that become units, by name or class, comma separated (default: the repeated block).",
         of.unit_names, _TRAIN, Sequence[str | type] | None)
     reduce_at: Literal["micro-batch", "boundary"] | None = _division(None,
         "When stages 2 and 3 reduce gradients (default: every micro-batch).")
@@ -139,17 +141,14 @@ class Recipe:
     frozen: of.FrozenCodec | None = _nodes(None,
         "Format in which frozen matrices are stored and sent (nf4 under adapters: QLoRA); stage 3.")
 
-    offload_optimizer: Any = _tiers(None, "Where masters and moments are stored.",
-        tier(" A share or a budget is offload_amount."), kind=OffloadTier | None)
-    offload_amount: Any = _tiers(None,
-        "How much of them: a share (0.6), or a budget of each rank (6GB); default: all.", of.share_or_size, kind=str | float | None)
-    offload_gradients: Any = _tiers(None,
-        "Where gradients wait for the step (default: with the optimizer).", tier(), kind=OffloadTier | None)
-    offload_param: Any = _tiers(None,
-        "Where parameters are stored between uses; stage 3 only.", tier(), kind=OffloadTier | None)
+    offload_optimizer: OffloadTier | None = _tiers(None, "Where masters and moments are stored.")
+    offload_amount: str | float | None = _tiers(None,
+        "How much of them: a share (0.6), or a budget of each rank (6GB); default: all.", of.share_or_size)
+    offload_gradients: OffloadTier | None = _tiers(None, "Where gradients wait for the step (default: with the optimizer).")
+    offload_param: OffloadTier | None = _tiers(None, "Where parameters are stored between uses; stage 3 only.")
     offload_activations: Any = _tiers(None,
-        "Host memory for activations between forward and backward: cpu for as much as it takes, or a budget (8GB).",
-        of.room, kind=str | int | None)
+        "Host memory for activations between forward and backward: cpu for as much as it takes, or a budget (8GB).", of.room,
+        kind=str | int | None)
     nvme: Any = _tiers(None,
         "Folder on the disk for state on NVMe; its regions are divided among several.", of.folders, kind=Folder | Sequence[Folder] | None)
     nvme_threads: int = _tiers(4, "Concurrent transfers to and from the disk.", number(1, 64, "a number of threads from 1 to 64"), ())
@@ -186,7 +185,7 @@ class Recipe:
         check(self)
 
     @classmethod
-    def zero(cls, stage: int, **options: Any) -> Recipe:
+    def zero(cls, stage: Any, **options: Any) -> Recipe:
         """Return the recipe of a ZeRO stage (Rajbhandari et al. 2020, section 5). It is `Recipe`
         itself with a word for a misspelt option.
         """
@@ -209,40 +208,41 @@ class Recipe:
     # -- what the options come to ------------------------------------------------------------------
 
     @functools.cached_property
+    def rows(self) -> tuple[Row, Row, Row]:
+        """The rows of `ROWS`, in this order."""
+        from onefold.recipe.moments import DTYPES
+
+        grouped, gradients = self.shard_group is not None, self.offload_gradients
+        of_options = (
+            (self.precision, self.precision if self.stage else None, self.offload_param,
+             grouped or self.second_copy, self.gather_codec),
+            (self.accumulate_dtype, self.wire or self.precision, gradients or self.offload_optimizer,
+             grouped, self.reduce_codec),
+            (self.master_dtype, None, self.offload_optimizer,
+             grouped and self.optimizer_over is None, None),
+        )  # fmt: skip
+        first, second, third = (
+            Row(sharded, DTYPES.get(at_rest), DTYPES.get(wire), TIER_OF[tier], GROUP if inner else ALL, codec)
+            for sharded, (at_rest, wire, tier, inner, codec) in zip(
+                PLACEMENTS_OF_STAGE[self.stage], of_options, strict=True
+            )
+        )  # fmt: skip
+        return first, second, third
+
+    @property
     def parameters(self) -> Row:
         """Where parameters are stored, and how they are sent."""
-        in_groups = self.shard_group is not None or self.second_copy
-        wire = self.precision if self.stage else None
-        return self._row(0, self.precision, wire, self.offload_param, in_groups, self.gather_codec)
+        return self.rows[0]
 
-    @functools.cached_property
+    @property
     def gradients(self) -> Row:
         """The same for gradients."""
-        wire, tier = self.wire or self.precision, self.offload_gradients
-        tier = self.offload_optimizer if tier is Tier.DEVICE else tier
-        in_groups = self.shard_group is not None
-        return self._row(1, self.accumulate_dtype, wire, tier, in_groups, self.reduce_codec)
+        return self.rows[1]
 
-    @functools.cached_property
+    @property
     def optimizer(self) -> Row:
         """The same for master weights and optimizer states."""
-        in_groups = self.shard_group is not None and self.optimizer_over is None
-        return self._row(2, self.master_dtype, None, self.offload_optimizer, in_groups)
-
-    def _row(
-        self,
-        kind: int,
-        dtype: str | None,
-        wire: str | None,
-        tier: Tier,
-        in_groups: bool,
-        codec: str | None = None,
-    ) -> Row:
-        from onefold.recipe.dtypes import DTYPES
-
-        at_rest, sent = (DTYPES[name] if name is not None else None for name in (dtype, wire))
-        placement = PLACEMENTS_OF_STAGE[self.stage][kind]
-        return Row(placement, at_rest, sent, tier, GROUP if in_groups else ALL, codec)
+        return self.rows[2]
 
     @property
     def inner(self) -> Any:
@@ -267,28 +267,9 @@ class Recipe:
         return self.offload_amount if isinstance(self.offload_amount, int) else None
 
     @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """The dtype that parameters and inputs are converted to; None computes in each parameter's
-        own dtype.
-        """
-        return self.parameters.dtype
-
-    @property
-    def masters_dtype(self) -> torch.dtype:
-        """The dtype of the weights that the optimizer steps."""
-        assert self.optimizer.dtype is not None
-        return self.optimizer.dtype
-
-    @property
-    def sums_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are added up."""
-        assert self.gradients.dtype is not None
-        return self.gradients.dtype
-
-    @property
     def on_disk(self) -> bool:
         """Whether some of the state is stored in files."""
-        return any(row.tier.on_disk for row in (self.parameters, self.gradients, self.optimizer))
+        return any(row.tier.on_disk for row in self.rows)
 
     @property
     def block(self) -> int:
@@ -331,7 +312,7 @@ class Recipe:
     def given(self) -> dict[str, Any]:
         """The options that are not at their defaults."""
         every = {name: getattr(self, name) for name in OPTIONS if name != "stage"}
-        return {n: v for n, v in every.items() if v != OPTIONS[n].read(OPTIONS[n].default)}
+        return {n: v for n, v in every.items() if v != OPTIONS[n].default}
 
     def describe(self) -> str:
         """Return the recipe as a table like the one in this module's docstring, the options that
@@ -351,7 +332,7 @@ class Recipe:
         """
         row = getattr(self, name)
         sent = name == "gradients" or (name == "parameters" and self.stage > 0)
-        return _short(row.dtype), _short(row.wire or self.compute_dtype) if sent else ""
+        return _short(row.dtype), _short(row.wire or self.parameters.dtype) if sent else ""
 
 
 #: The name of each parameter's own dtype in a table.
@@ -363,8 +344,6 @@ def _short(dtype: torch.dtype | None) -> str:
 
 
 def _said(value: Any) -> str:
-    if isinstance(value, Tier):
-        return repr(value.option)
     if value == of.UNLIMITED:
         return "'cpu'"
     if isinstance(value, tuple):
@@ -392,7 +371,7 @@ Recipe.zero.__func__.__signature__ = inspect.signature(Recipe.__init__)  # type:
 
 def check(r: Recipe) -> None:
     """Raise ValueError if no run can follow the recipe; the message says what to change."""
-    p, g, o = r.parameters.tier, r.gradients.tier, r.optimizer.tier
+    p, g, o = (row.tier for row in r.rows)
     device = Tier.DEVICE
     sector = of.SECTOR
     if r.moments is not None and o.on_disk:
@@ -405,11 +384,11 @@ def check(r: Recipe) -> None:
          f"stage {r.stage} keeps gradients whole until the boundary, so reduce_at='micro-batch' cannot apply: use stage 2 or 3, or leave"
          " reduce_at out."),
         (p is not device and not divided,
-         f"offload_param={p.option!r} at stage {r.stage}, where every rank computes from all parameters all the time: use stage 3, or leave"
-         " offload_param out."),
+         f"offload_param={r.offload_param!r} at stage {r.stage}, where every rank computes from all parameters all the time: use stage 3,"
+         " or leave offload_param out."),
         (p.on_disk and o is not p,
          f"parameters {p.where} with optimizer states elsewhere would keep three times as many bytes in the faster memory: give"
-         f" offload_optimizer={p.option!r} too."),
+         f" offload_optimizer={r.offload_param!r} too."),
         ((o is device) != (g is device) or (g.on_disk and g is not o),
          f"gradients are stored on {g.value!r} and the optimizer's states on {o.value!r}: gradients go where the states are stepped,"
          f" or to the"
@@ -469,9 +448,9 @@ def without_effect(r: Recipe) -> list[str]:
         for name in names:
             if holds and name in r.given:
                 said.setdefault(name, f"{name}={_said(getattr(r, name))} has no effect {why}.")
-    moves = r.offload_param is not Tier.DEVICE and r.optimizer.tier is Tier.DEVICE
+    moves = r.offload_param is not None and r.optimizer.tier is Tier.DEVICE
     only = (
-        f"offload_param={r.offload_param.option!r} without offload_optimizer moves frozen parameters"
+        f"offload_param={r.offload_param!r} without offload_optimizer moves frozen parameters"
         " only: trained ones are gathered from their master weights, which stay on the device."
     )
     return [*said.values(), *([only] if moves else [])]

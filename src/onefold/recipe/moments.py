@@ -1,4 +1,5 @@
-"""The formats in which Adam's moments may be stored: names, sizes, and how they are packed.
+"""The dtypes that options name, and the formats in which Adam's moments may be stored: names, sizes, and
+how they are packed.
 
     elements of a parameter   |0 ........... 255|256 ......... 511|512 ..... 599|        blocks are counted from its beginning
     codes, int8               |one byte each                                    |
@@ -21,9 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+#: What a model may compute in.
+COMPUTE_DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+#: What weights, gradients and sums may be.
+DTYPES: Mapping[Any, torch.dtype] = {"fp64": torch.float64, **COMPUTE_DTYPES}
 #: Length, in elements, of blocks that ranks must not divide if moments are packed. It is
 #: a multiple of every format's block.
 BLOCK = 256
@@ -95,22 +105,20 @@ class Packed:
         return torch.float32 if self.scale else self.format.dtype
 
 
+_PACKED: Mapping[object, Packed] = {
+    name: Packed(key, format, scale=bool(part))
+    for key in SIGNED
+    for format in FORMATS.values()
+    if format.packed
+    for part, name in enumerate(format.keys(key))
+}
+
+
 def packed(key: object) -> Packed | None:
-    """Parse a key of an optimizer's state, such as "exp_avg.int8.scale"; None if it is not a part
-    of a packed moment.
+    """Return what a key of an optimizer's state says, such as "exp_avg.int8.scale"; None if it is not a
+    part of a packed moment.
     """
-    if not isinstance(key, str):
-        return None
-    name, _, rest = key.partition(".")
-    kind, _, tail = rest.partition(".")
-    if (
-        name not in SIGNED
-        or kind not in FORMATS
-        or not FORMATS[kind].packed
-        or tail not in ("", "scale")
-    ):
-        return None
-    return Packed(name, FORMATS[kind], tail == "scale")
+    return _PACKED.get(key)
 
 
 def grain_of(key: object) -> int:
@@ -136,12 +144,7 @@ def bytes_of_moments(
         format: as in `Recipe.moments`; None is fp32.
         whole: elements of the whole parameter, if `numel` is only a rank's part; None: `numel` is
             all.
-
-    Raises:
-        ValueError: there is no such format.
     """
-    if format is not None and format not in FORMATS:
-        raise ValueError(f"moments={format!r}: expected one of {', '.join(FORMATS)}.")
     kept = FORMATS[format or "fp32"].of(numel if whole is None else whole)
     return moments * kept.nbytes(numel)
 

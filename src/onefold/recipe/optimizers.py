@@ -72,7 +72,7 @@ class KnownOptimizer:
         at_once: it makes its states when it is made, for every parameter that it is given.
         options: the names that `--optimizer-options` may set, if `onefold train` offers it.
         planned: the name of the row whose states the plan counts, if it is another.
-        rest: the row that steps what this one, which takes matrices alone, does not take. Front ends
+        rest: the row that steps what this one, which takes matrices alone, does not take; "": it takes all. Front ends
             make one optimizer of both, `onefold.optim.muon.MuonWithAdamW`; `betas` are the other's.
         simulated: whether the simulation runs it.
         betas: whether `--beta1` and `--beta2` are its betas.
@@ -94,11 +94,6 @@ class KnownOptimizer:
     simulated: bool = False
     betas: bool = False
     fused: Literal["", "cpu", "any"] = ""
-
-    @property
-    def matrices(self) -> bool:
-        """Whether it takes matrices alone."""
-        return bool(self.rest)
 
     @property
     def elementwise_states(self) -> int:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from onefold.recipe.rows import OFF_DEVICE, Tier
 from onefold.wording import did_you_mean
 
 Stage = Literal[0, 1, 2, 3]
@@ -41,12 +40,19 @@ SECTOR = 4096
 #: The largest count of anything: products of two counts fit in 64 bits.
 MOST = (1 << 31) - 1
 
-_BYTES = (
-    {"": 1, "B": 1}
-    | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
-    | {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
-)
-_TORCHS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_BYTES = {
+    f"{letter}{i}": base**n
+    for i, base in (("", 1000), ("I", 1024))
+    for n, letter in enumerate("KMGT", 1)
+}
+#: What people write for a value.
+_MEANT = {
+    "float64": "fp64",
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "host": "cpu",
+}
 
 # -- checks: return the value as the recipe keeps it, or raise a ValueError with what was expected.
 # What a recipe keeps is taken again as it is.
@@ -78,8 +84,10 @@ def one_of(kind: Any) -> Check:
         named = type(value) in (str, int) and value in names
         if named or (type(value) in kinds and (type(value) is not int or 0 < value <= MOST)):
             return value
-        meant = _TORCHS.get(str(value).removeprefix("torch."))
+        word, colon, _ = str(value).removeprefix("torch.").lower().partition(":")
+        meant = _MEANT.get(word, word)
         hint = f" Did you mean {meant!r}?" if meant in names else ""
+        hint += " How much of it is offload_amount." if colon else ""
         raise ValueError(f"expected {', '.join(words[:-1])} or {words[-1]}.{hint}")
 
     return check
@@ -94,10 +102,9 @@ def size(value: Any) -> int:
     """Bytes: a number, or a text such as "6GB" (10^9 each) or "6GiB" (2^30 each)."""
     amount = value
     if isinstance(value, str):
-        text = value.strip().upper()
-        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?(?:E[0-9]+)?)\s*([KMGT]?I?B?)", text)
-        unit = _BYTES.get(found[2]) if found is not None else None
-        amount = float(found[1]) * unit if found is not None and unit is not None else None
+        text = r"([0-9]+(?:\.[0-9]+)?(?:E[0-9]+)?)\s*(?:([KMGT]I?)?B)?"
+        found = re.fullmatch(text, value.strip().upper())
+        amount = float(found[1]) * _BYTES.get(found[2], 1) if found is not None else None
     if (
         isinstance(amount, bool)
         or not isinstance(amount, (int, float))
@@ -112,11 +119,12 @@ def share_or_size(value: Any) -> float | int | None:
     """A share of the states (a float of at most 1), or bytes of each rank."""
     if value is None:
         return None
-    share = value == 1 or (isinstance(value, float) and value <= 1)
-    named = isinstance(value, str) or (isinstance(value, (int, float)) and value >= 1000)
-    if isinstance(value, bool) or not ((share and value > 0) or named):
-        raise ValueError("expected a share above 0 and at most 1, or a budget such as '6GB'.")
-    return float(value) if share else size(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and 0 < value <= 1:
+        return float(value)
+    if isinstance(value, str) or (number and value >= 1000):
+        return size(value)
+    raise ValueError("expected a share above 0 and at most 1, or a budget such as '6GB'.")
 
 
 def room(value: Any) -> int | None:
@@ -126,57 +134,37 @@ def room(value: Any) -> int | None:
     return size(value)
 
 
-def tier(hint_of_amount: str = "") -> Check:
-    """A check for a tier."""
-    known = {tier.option: tier for tier in OFF_DEVICE}
+def listed(kinds: tuple[type, ...], expected: str, *others: bool, alone: bool = False) -> Check:
+    """A check for a list of such values, kept as a tuple; for one of them, if it may stand `alone`; for
+    None; and for `others`. `expected` says so. A set has no order, and the ranks must agree on one.
+    """
 
-    def check(value: Any) -> Tier:
-        if value is None or isinstance(value, Tier):
-            return value or Tier.DEVICE
-        if not isinstance(value, str) or value not in known:
-            meant = {"host": "cpu", "none": None}.get(str(value).lower(), str(value).lower())
-            hint = f" Did you mean {meant!r}?" if meant in (None, *known) else ""
-            names = ", ".join(map(repr, known))
-            said = f"expected {names}, or None to keep it on the device.{hint}{hint_of_amount}"
-            raise ValueError(said)
-        return known[value]
+    def check(value: Any) -> Any:
+        if value is None or any(value is other for other in others):
+            return value
+        some = (value,) if alone and isinstance(value, kinds) else value
+        if not isinstance(some, (list, tuple)) or (not some and alone):
+            raise ValueError(f"expected {expected}.")
+        if not all(isinstance(one, kinds) and one for one in some):
+            raise ValueError(f"expected {expected}.")
+        return tuple(os.fspath(one) if isinstance(one, os.PathLike) else one for one in some)
 
     return check
 
 
-def unit_names(value: Any) -> tuple[str | type, ...] | None:
-    """Names or classes of modules. A set has no order, and the ranks must agree on one."""
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)) or not all(isinstance(u, (str, type)) for u in value):
-        raise ValueError(
-            "expected a list of module names or classes, in the same order on every rank."
-        )
-    return tuple(value)
-
-
-def folders(value: Any) -> tuple[str, ...]:
-    """Folders, or one."""
-    if value is None or value == ():
-        return ()
-    some = value if isinstance(value, (list, tuple)) and value else (value,)
-    if not all(isinstance(one, (str, os.PathLike)) and os.fspath(one) for one in some):
-        raise ValueError(
-            "expected a folder on the disk to use, or a list of folders on different disks."
-        )
-    return tuple(os.fspath(one) for one in some)
-
-
-def whole_groups(value: Any) -> bool | tuple[str, ...] | None:
-    """Whether groups are stepped whole: all or none, a trial decides, or those of these patterns."""
-    if value is None or isinstance(value, bool):
-        return value
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
-        raise ValueError(
-            "expected True, False, None, or a list of patterns of parameter names, such as"
-            " ['*.q_proj.weight']."
-        )
-    return tuple(value)
+unit_names = listed(
+    (str, type), "a list of module names or classes, in the same order on every rank"
+)
+folders = listed(
+    (str, os.PathLike),
+    "a folder on the disk to use, or a list of folders on different disks",
+    alone=True,
+)
+whole_groups = listed(
+    (str,),
+    "True, False, None, or a list of patterns of parameter names, such as ['*.q_proj.weight']",
+    *(True, False),
+)
 
 
 def bytes_of(name: str, value: Any) -> int:

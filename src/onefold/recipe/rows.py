@@ -33,10 +33,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any, Final
 
 #: Values of `Row.over`.
 ALL, GROUP = "all", "group"
@@ -57,13 +54,6 @@ class Tier(enum.Enum):
     NVME = "nvme"
 
     @property
-    def option(self) -> str | None:
-        """The value of the options offload_optimizer, offload_gradients and offload_param; None:
-        they are left out.
-        """
-        return {Tier.HOST: "cpu", Tier.NVME: "nvme"}.get(self)
-
-    @property
     def title(self) -> str:
         """Its name in tables."""
         return "NVMe" if self.on_disk else self.value
@@ -79,6 +69,8 @@ class Tier(enum.Enum):
         return self is Tier.NVME
 
 
+#: {the value of the options offload_optimizer, offload_gradients and offload_param: the tier}
+TIER_OF: Mapping[str | None, Tier] = {None: Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 #: The tiers besides the device, the fastest first.
 OFF_DEVICE = (Tier.HOST, Tier.NVME)
 
@@ -111,7 +103,7 @@ class Row:
 
     Attributes:
         placement: replicated or sharded.
-        dtype: the dtype stored. None, for parameters only: each parameter's own.
+        dtype: the torch dtype stored. None, for parameters only: each parameter's own.
         wire: the dtype on the wire. None: not sent, or as the model or its backward pass makes it.
         tier: where the row is stored.
         over: the ranks that a sharded row is divided among: "all", or those of each "group".
@@ -119,8 +111,8 @@ class Row:
     """
 
     placement: Placement
-    dtype: torch.dtype | None
-    wire: torch.dtype | None = None
+    dtype: Any
+    wire: Any = None
     tier: Tier = Tier.DEVICE
     over: str = ALL
     codec: str | None = None

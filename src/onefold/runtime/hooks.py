@@ -129,7 +129,7 @@ def install(engine: Engine, unit: Unit, module: nn.Module, part: bool = False) -
 
 def _cast_to(engine: Engine) -> torch.dtype | None:
     """Return the dtype that floating-point inputs are cast to; None if they are not cast."""
-    dtype = engine.recipe.compute_dtype if engine.recipe.cast_inputs else None
+    dtype = engine.recipe.parameters.dtype if engine.recipe.cast_inputs else None
     return None if dtype == torch.float32 else dtype
 
 

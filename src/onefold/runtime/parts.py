@@ -50,6 +50,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -81,11 +82,14 @@ class StateItem:
     Attributes:
         key: "" for the master weights, else the key of the optimizer's state.
         dtype: the dtype of the whole.
+        own: the shape of a state that has another one than its parameter. A rank has all of it or
+            nothing.
     """
 
     entry: Entry
     key: str
     dtype: torch.dtype
+    own: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -95,7 +99,11 @@ class StateItem:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole; of a box, that of the global tensor."""
-        return self.entry.shape
+        return self.entry.shape if self.own is None else self.own
+
+    def part(self, held: tuple[int, int]) -> tuple[int, int]:
+        """Return the elements that a rank has which has these of the parameter."""
+        return held if self.own is None else (0, prod(self.own) * (held[0] < held[1]))
 
     @property
     def box(self) -> Box | None:
@@ -212,15 +220,15 @@ def to_first(engine: Engine, parts: HeldParts, item: StateItem) -> torch.Tensor 
     holds all elements (stage 0, one rank), nothing is sent.
     """
     entry, group = item.entry, item.entry.flat.group
-    here, first = parts.held(entry, 0), group.rank == 0
+    here, first = item.part(parts.held(entry, 0)), group.rank == 0
     whole = own_whole(parts, item) if first else None
-    for x, y in _chunks(entry):
+    for x, y in _chunks(item):
         if overlap(here, (x, y)) == (x, y) or group.alone:
             continue
         places: dict[int, torch.Tensor] = {}
         mine = None
         for peer in range(1, group.size) if first else (group.rank,):
-            a, b = overlap(parts.accounted(entry, peer), (x, y))
+            a, b = overlap(item.part(parts.accounted(entry, peer)), (x, y))
             if a == b or overlap((a, b), here) == (a, b):
                 continue
             if whole is not None:
@@ -245,9 +253,10 @@ def to_first(engine: Engine, parts: HeldParts, item: StateItem) -> torch.Tensor 
 
 def own_whole(parts: HeldParts, item: StateItem) -> torch.Tensor:
     """Return a tensor of the item's shape on the host, with the elements that this rank holds. Local."""
-    whole = torch.zeros(item.entry.slot.shape, dtype=item.dtype, device="cpu")
-    for x, y in _chunks(item.entry):
-        a, b = overlap(parts.held(item.entry), (x, y))
+    shape = item.entry.slot.shape if item.own is None else item.own
+    whole = torch.zeros(shape, dtype=item.dtype, device="cpu")
+    for x, y in _chunks(item):
+        a, b = overlap(item.part(parts.held(item.entry)), (x, y))
         if a < b:
             whole.view(-1)[a:b].copy_(parts.read(item, a, b))
     return whole
@@ -278,7 +287,7 @@ def within_holders(
     entry, group = item.entry, item.entry.flat.group
     first = group.rank == 0
     row = whole.reshape(-1) if first and whole is not None else None
-    for x, y in _chunks(entry):
+    for x, y in _chunks(item):
         places: dict[int, torch.Tensor] = {}
         a, b = overlap(parts.held(entry), (x, y))
         if row is not None and not group.alone:
@@ -359,6 +368,11 @@ def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
     return [value for _, value in said]
 
 
+def _chunks(item: StateItem) -> list[tuple[int, int]]:
+    _, numel = item.part((0, item.entry.slot.numel))
+    return [(x, min(x + CHUNK, numel)) for x in range(0, numel, CHUNK)]
+
+
 def _collect(
     engine: Engine,
     group: Group,
@@ -402,11 +416,6 @@ def _exchange(
 
 def _room(engine: Engine, item: StateItem, numel: int) -> torch.Tensor:
     return torch.empty(numel, dtype=item.dtype, device=engine.device)
-
-
-def _chunks(entry: Entry) -> list[tuple[int, int]]:
-    numel = entry.slot.numel
-    return [(x, min(x + CHUNK, numel)) for x in range(0, numel, CHUNK)]
 
 
 # -- moves on one rank -----------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def offloaded_units(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int
     if recipe.offload_bytes is None and recipe.offload_share >= 1:
         return set(range(len(sizes)))
     a_parameter = (
-        torch.float32.itemsize + bytes_an_element(recipe.moments) + recipe.sums_dtype.itemsize
+        torch.float32.itemsize + bytes_an_element(recipe.moments) + recipe.gradients.dtype.itemsize
     )
     divided = ranks if recipe.optimizer.placement.value == "sharded" else 1
     budget = sum(sizes) * recipe.offload_share

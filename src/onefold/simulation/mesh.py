@@ -268,7 +268,7 @@ def _shape_of_input(
 
 def _compute_dtype(model: ModelShape, recipe: Recipe) -> torch.dtype:
     own = next(p.torch_dtype for unit in model.units for p in unit.parameters)
-    return recipe.compute_dtype or own
+    return recipe.parameters.dtype or own
 
 
 # -- one step --------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def _subject(
             return code, dataclasses.replace(model_shape(code, None), name=name), None, _CODE
         model = architecture(str(model))
     if isinstance(model, str | Path):
-        model = module_of(model, as_it_is=recipe.compute_dtype is None)
+        model = module_of(model, as_it_is=recipe.parameters.dtype is None)
     if isinstance(model, ModelShape):
         module, names = stand_in(model)
         return module, model, tuple(names), _STAND_IN

@@ -144,7 +144,7 @@ def check_optimizer(config: TrainConfig) -> None:
                 f"--{name} belongs to {', '.join(WITH_BETAS)}; --optimizer {config.optimizer}:"
                 f" {instead}."
             )
-    if config.muon_lr is not None and not known.matrices:
+    if config.muon_lr is not None and not known.rest:
         raise TrainError(
             f"--muon-lr {config.muon_lr:g} is the rate of --optimizer muon; --optimizer"
             f" {config.optimizer} has --lr alone."
@@ -198,7 +198,7 @@ def make(config: TrainConfig, groups: list[dict[str, Any]], device: str) -> Any:
     """
     known = TRAINED[config.optimizer]
     given: dict[str, Any] = dict(config.optimizer_options or {})
-    if known.matrices:
+    if known.rest:
         return _with_adamw(config, groups, device, given)
     if config.optimizer in WITH_BETAS:
         given = {"betas": (config.beta1, config.beta2), **given}

@@ -259,7 +259,7 @@ def prepare(
 
     steps_of(config.trace, steps)  # raises before anything slow begins
     no_decay = names_without_decay(model)
-    by_muon = hidden_matrices(model) if TRAINED[config.optimizer].matrices else None
+    by_muon = hidden_matrices(model) if TRAINED[config.optimizer].rest else None
     checkpoint_activations(model, config.activation_checkpointing)
     try:
         recipe = config.recipe(choice.stage)

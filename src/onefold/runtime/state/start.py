@@ -113,9 +113,9 @@ def _precision_notes(recipe: Recipe, flats: Sequence[Flat]) -> Iterator[str]:
     """
     trained = [flat for flat in flats if any(e.active for e in flat.entries)]
     narrow = [flat for flat in trained if flat.dtypes.compute in _NARROW]
-    if recipe.compute_dtype is None and narrow:
+    if recipe.parameters.dtype is None and narrow:
         names = map(_short, dict.fromkeys(flat.dtypes.compute for flat in trained))
-        masters = recipe.masters_dtype
+        masters = recipe.optimizer.dtype
         numel = sum(e.slot.numel for flat in narrow for e in flat.entries if e.active)
         mended = "" if masters in _NARROW else ", or master_dtype='bf16' to step them as they are"
         yield (
