@@ -166,11 +166,7 @@ def _calibration(
     if as_json:
         show(True, "doctor", {**told, "calibration": known.to_json() if known else None})
         return 0
-    show(False, "doctor", told)
-    if known:
-        from rich.console import Console
+    from onefold.cli.doctor_tables import rows_of
 
-        from onefold.cli.doctor_tables import show_calibration
-
-        show_calibration(Console(highlight=False), known)
+    show(False, "doctor", {**told, **(rows_of(known) if known else {})})
     return 0

@@ -1,12 +1,9 @@
-"""The doctor's figures as tables."""
+"""A machine's calibration as rows for tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from collections.abc import Iterator
+from typing import Any
 
 from onefold.comm import MOVES
 from onefold.machine.calibration import Calibration
@@ -16,61 +13,50 @@ from onefold.wording import readable
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def show_calibration(console: Console, found: Calibration) -> None:
-    """Print the machine's calibration."""
+def rows_of(found: Calibration) -> dict[str, Any]:
+    """Return {title: rows or text} for `show`."""
     took = f"{found.took_s:.0f} s{', quick' if found.quick else ''}"
-    console.print(
-        f"\nMeasured {found.measured_at[:16].replace('T', ' ')} UTC on {escape(found.device_name)}"
-        f" in {took}."
-    )
-    console.print(_compute(found))
-    if found.measured_ranks[-1] > 1:
-        console.print(_moves(found))
-    for line in _lines(found):
-        console.print(escape(line))
+    when = f"{found.measured_at[:16].replace('T', ' ')} UTC on {found.device_name} in {took}"
+    return {
+        "measured": when,
+        "Rates of one rank": list(_rates(found)),
+        "Moves": list(_moves(found)),
+        "and": " ".join(_lines(found)),
+    }
 
 
-def _compute(found: Calibration) -> Table:
-    table = _table(
-        "Rates of one rank",
-        ["ranks", "threads", "dtype", "matrices TFLOP/s", "block TFLOP/s", "in a step", "copy GB/s", "AdamW GB/s"],
-    )  # fmt: skip
-    table.caption = (
-        "of so many at work; matrices: the best product; block: a transformer block's two passes,"
-        " the best; in a step: what of that a training step reaches"
-    )
+def _rates(found: Calibration) -> Iterator[dict[str, Any]]:
     for at in found.at:
+        nbytes, seconds = max(at.optimizer)
         for dtype in found.dtypes:
-            nbytes, seconds = max(at.optimizer)
             block = max(p.flops_per_s for p in at.blocks if p.dtype == dtype)
-            shares = shares_of(found, dtype, at.ranks) if at.steps else None
-            rates = [
-                f"{found.peak_rate(dtype, at.ranks) / 1e12:.3g}",
-                f"{block / 1e12:.3g}",
-                f"{shares.step_share:.0%}" if shares else "–",
-            ]
-            once = [f"{found.copy_rate(at.ranks) / 1e9:.3g}", f"{nbytes / seconds / 1e9:.3g}"]
-            first = dtype == found.dtypes[0]
-            ranks = [str(at.ranks), str(at.threads)] if first else ["", ""]
-            table.add_row(*ranks, SHORT.get(dtype, dtype), *rates, *(once if first else ()))
-    return table
+            share = shares_of(found, dtype, at.ranks).step_share if at.steps else None
+            yield {
+                "ranks": at.ranks,
+                "threads": at.threads,
+                "dtype": SHORT.get(dtype, dtype),
+                "best product TFLOP/s": f"{found.peak_rate(dtype, at.ranks) / 1e12:.3g}",
+                "best block TFLOP/s": f"{block / 1e12:.3g}",
+                "of it in a step": share and f"{share:.0%}",
+                "copy GB/s": f"{found.copy_rate(at.ranks) / 1e9:.3g}",
+                "AdamW GB/s": f"{nbytes / seconds / 1e9:.3g}",
+            }
 
 
-def _moves(found: Calibration) -> Table:
-    table = _table("Moves", ["ranks", "move", "latency", "bandwidth", "largest measured"])
-    table.caption = (
-        "by the payload that each rank sends; latency and bandwidth are a line through all sizes"
-    )
+def _moves(found: Calibration) -> Iterator[dict[str, Any]]:
     for at in found.at:
         for move in MOVES if at.ranks > 1 else ():
             fit, (nbytes, seconds) = at.curves[move].fit, at.curves[move].points[-1]
-            largest = f"{readable(nbytes)} in {_time(seconds)}"
-            ranks = str(at.ranks) if move == MOVES[0] else ""
-            table.add_row(ranks, move, _time(fit.latency_s), _rate(fit.bytes_per_s), largest)
-    return table
+            yield {
+                "ranks": at.ranks,
+                "move": move,
+                "latency": _time(fit.latency_s),
+                "bandwidth": _rate(fit.bytes_per_s),
+                "largest measured": f"{readable(nbytes)} in {_time(seconds)}",
+            }
 
 
-def _lines(found: Calibration) -> Iterable[str]:
+def _lines(found: Calibration) -> Iterator[str]:
     for at in found.at:
         if at.overlap:
             yield (
@@ -89,7 +75,7 @@ def _lines(found: Calibration) -> Iterable[str]:
     if found.host_link:
         yield (
             f"host to GPU {_rate(found.host_link.to_device)}, GPU to host"
-            f" {_rate(found.host_link.to_host)}"
+            f" {_rate(found.host_link.to_host)}."
         )
     if found.disk:
         how = (
@@ -97,17 +83,8 @@ def _lines(found: Calibration) -> Iterable[str]:
         )
         yield (
             f"disk at {found.disk.folder}: {_rate(found.disk.write)} written,"
-            f" {_rate(found.disk.read)} {how}"
+            f" {_rate(found.disk.read)} {how}."
         )
-
-
-def _table(title: str, columns: list[str]) -> Table:
-    table = Table(
-        title=title, title_justify="left", caption_justify="left", show_header=any(columns)
-    )
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
 
 
 def _rate(rate: float) -> str:
