@@ -315,7 +315,7 @@ class _TwoOwners:
     CUT = 1 << 30
 
     def __init__(self, of: Any) -> None:
-        self.engine, self.index, self.alone = of, 3, False
+        self.engine, self.index = of, 3
         self.bounds, self.position = ((0, self.CUT), (self.CUT, 2 * self.CUT)), of.rank
 
     def meet(self, subject: str) -> Any:
@@ -343,9 +343,9 @@ def part_within(t: torch.Tensor) -> tuple[tuple[int, int] | None, torch.Tensor]:
 
 
 def tensors_among(value: Any) -> Any:
-    from onefold.runtime.parameters import interval
+    from onefold.runtime.differentiate import tensors_in
 
-    return interval.tensors_among(value)
+    return tensors_in(value)
 
 
 def part_of(x: torch.Tensor, model: nn.Module) -> torch.Tensor:

@@ -28,14 +28,7 @@ from onefold.recipe.rows import NATIVE
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat, declare
 from onefold.runtime.gather_paths import Gather
-from onefold.runtime.hooks import (
-    engine_of,
-    guard_state_dict,
-    guard_uninitialized,
-    install,
-    register,
-    unregister,
-)
+from onefold.runtime.hooks import engine_of, engines, guard, install
 from onefold.runtime.hops import Hop, Native, Pairwise, Rows
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
@@ -151,8 +144,6 @@ def shard(
             unset.note((unit, modules_of(spec, specs)) for spec, unit in bound)
             unset.given(names)
             unset.look()
-            if unset:
-                guard_uninitialized(engine, module)
         # Everything is there: what follows passes, steps, and the model's end
         engine.reduce.follow_trainable()
         engine.memory.reset_peak()
@@ -166,8 +157,7 @@ def shard(
                 install(engine, unit, spec.module)
             for _, inner in modules_of(specs[0], specs)[1:]:
                 install(engine, engine.units[0], inner, part=True)
-            for inner in module.modules():
-                guard_state_dict(engine, inner)
+        guard(engine, module)
         install_step_hooks(engine)
         if engine.rank == 0:
             sizes = [spec.trained for spec in specs]
@@ -176,7 +166,7 @@ def shard(
         if incoming is not None:
             with contextlib.closing(incoming):
                 incoming.load_shards(engine, module)
-        register(module, engine)
+        engines[module] = engine
         engine.finalizer = weakref.finalize(module, _close, engine)
         undo.pop_all()
     note_exit()
@@ -207,7 +197,7 @@ def unshard(module: nn.Module) -> nn.Module:
     remove_step_hooks(engine)
     if engine.finalizer is not None:
         engine.finalizer.detach()
-    unregister(module)
+    del engines[module]
     engine.close()
     return module
 

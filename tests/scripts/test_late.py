@@ -111,3 +111,39 @@ def test_copies_in_sixteen_bits_serve_a_late_backward_until_they_are_refreshed(s
         loss_of(model, 2)
     with pytest.raises(RuntimeError, match=REFUSED):
         loss.backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
+def test_two_forward_passes_of_a_recomputed_model_come_before_one_backward_pass(checkpointing: Any) -> None:  # fmt: skip
+    def gradients(stage: int) -> Any:
+        gpt = sharded(stage, lambda: TinyGPT(checkpointing=checkpointing))
+        for _ in range(2):
+            gpt.zero_grad()
+            (gpt(tokens_of(1)) + gpt(tokens_of(2))).backward()
+        return [p.grad.norm().item() for p in gpt.parameters()]
+
+    assert gradients(3) == gradients(2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_that_a_forward_pass_unfreezes_trains_from_the_next_pass_on(stage: int) -> None:
+    def unfreeze(module: Any, *_: Any) -> None:
+        module.weight.requires_grad_(True)
+
+    def gradients(model: Any) -> Any:
+        model.enter.register_forward_hook(unfreeze)
+        found = []
+        for seed in range(2):
+            model.zero_grad()
+            loss_of(model, seed).backward()
+            grad = model.enter.weight.grad
+            found.append(None if grad is None else grad.norm().item())
+        return found
+
+    plain, model = built(TinyMLP), built(TinyMLP)
+    for each in (plain, model):
+        each.enter.weight.requires_grad_(False)
+    onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=60.0))
+    assert gradients(model) == pytest.approx([None, gradients(plain)[1]])

@@ -37,7 +37,7 @@ from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.parameters.values import is_storageless, state_place
+from onefold.runtime.parameters.values import Elsewhere, state_place
 from onefold.runtime.reduce import unique_bytes
 from onefold.runtime.stepper import Part, groups_of, only, raw_step, step_parts
 from onefold.runtime.storage import state_shape
@@ -137,6 +137,8 @@ def drop_stepped_gradients(engine: Engine, flat: Flat, entries: Iterable[Entry])
     """Drop the gradients of those `entries` of `flat` that have been stepped."""
     before = sum(unique_bytes(e.param.grad for e in flat.entries))
     for entry in entries:
+        if entry.graded_elsewhere:
+            engine.write_counters.early.add(entry)
         entry.param.grad, entry.graded_elsewhere = None, False
     # Gradients for another optimizer may share the memory, so count what is left
     after = sum(unique_bytes(e.param.grad for e in flat.entries))
@@ -273,10 +275,7 @@ class _Stepping:
             "master",
             *(
                 ["gradient"]
-                if any(
-                    e.param.grad is not None and is_storageless(e.param.grad)
-                    for e, _, _ in chunk.pieces
-                )
+                if any(isinstance(e.param.grad, Elsewhere) for e, _, _ in chunk.pieces)
                 else []
             ),
         ]

@@ -139,7 +139,7 @@ class FacedStates(PlainStates):
             else:
                 # The sizes of the two decide separately whether moments are packed. On the host if
                 # the format differs: with states on NVMe this rank has no region for it
-                entry, key = param.__dict__["_onefold_entry"](), name if part is None else part.key
+                entry, key = param.__dict__["onefold"].entry(), name if part is None else part.key
                 for stored, kind in stored_as(optimizer, entry, key, value.dtype).items():
                     device = "cpu" if value.is_meta and stored != name else value.device
                     out[stored] = torch.empty(0, dtype=kind, device=device)
@@ -196,7 +196,7 @@ def _fresh(optimizer: Optimizer, group: dict[str, Any], param: Any) -> dict[str,
     """Return the state that the optimizer gives a parameter at its first step; {} if it cannot be
     known.
     """
-    flat = param.__dict__["_onefold_entry"]().flat
+    flat = param.__dict__["onefold"].entry().flat
     plain = policy_of(optimizer, flat.entries[0]) is None and not flat.storage.offloaded
     with contextlib.suppress(Exception), torch.no_grad():
         return fresh_state(optimizer, group, param) if plain else {}

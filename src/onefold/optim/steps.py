@@ -50,9 +50,9 @@ from onefold.optim.whole import epoch
 from onefold.runtime.differentiate import keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
+from onefold.runtime.open_passes import here
 from onefold.runtime.parameters.interval import owner_of
-from onefold.runtime.parameters.operators import stepping
-from onefold.runtime.parameters.parameter import bare, disable_torch_function, face, reader
+from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
 from onefold.runtime.stepper import (
     TouchesReal,
     choose_implementation,
@@ -144,18 +144,18 @@ def _met_before(method: Any) -> Any:
 
 
 def _reads(flag: str, method: Any) -> Any:
-    """Set a flag of `reader` during the call."""
+    """Set a flag of `here` during the call."""
 
     @functools.wraps(method)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _active:
             return method(self, *args, **kwargs)
-        before = getattr(reader, flag)
-        setattr(reader, flag, True)
+        before = getattr(here, flag)
+        setattr(here, flag, True)
         try:
             return method(self, *args, **kwargs)
         finally:
-            setattr(reader, flag, before)
+            setattr(here, flag, before)
 
     return read
 
@@ -246,8 +246,8 @@ def _begin(
         if found:
             choose_implementation(optimizer, next(iter(found)).device)
             note(face, params)
-            note(setattr, stepping, "depth", stepping.depth)
-            stepping.depth += 1
+            note(setattr, here, "stepping", here.stepping)
+            here.stepping += 1
             bare(params)
     return args, kwargs
 

@@ -34,7 +34,6 @@ from torch.distributed.pipelining import schedules
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
-from onefold.runtime.refresh import refresh
 
 # -- a module that stays gathered over several micro-batches ----------------------------------------
 #
@@ -72,7 +71,7 @@ def unshard(module: nn.Module) -> None:
         engine.transfers.check()
         # First: writes to units that are not kept are not looked for
         engine.gather.keep(engine.gather.sharded, holding=True)
-        refresh(engine.gather, engine.units)
+        engine.passes.refresh(engine.units)
         engine.gather.gather_kept()
 
 

@@ -24,6 +24,7 @@ device goes on meanwhile.
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from typing import TYPE_CHECKING
@@ -55,26 +56,21 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
     orders = gather.forward, gather.backward, reduce.order
     seen = [zlib.crc32(repr([u.index for u in order.seen]).encode()) for order in orders]
     launched, updates = group.launched(), updates_of.together(group.updates)
-    walked = both(struct.pack("<III", *seen))
-    sizes = (1, len(engine.entries), len(units), len(units))
-    parts = [
-        walked,
-        both(zlib.crc32(updates.encode(), zlib.crc32(launched)).to_bytes(4, "little")),
-        *map(
-            _bits,
-            ({0} if progress.failure is not None else set(), reduce.used, late, gathered),
-            sizes,
-        ),
-    ]
+    fields = (
+        ({0} if progress.failure is not None else set[int](), 1),
+        (reduce.used, len(engine.entries)),
+        (late, len(units)),
+        (gathered, len(units)),
+    )
+    checksum = zlib.crc32(updates.encode(), zlib.crc32(launched))
+    told = [both(struct.pack("<III", *seen)), both(struct.pack("<I", checksum))]
+    told += [_bits(*field) for field in fields]
     context = CollectiveContext("control", "(end of backward)", progress.step_count, "backward")
-    anywhere = group.any_of(b"".join(parts), context)
+    anywhere = io.BytesIO(group.any_of(b"".join(told), context))
     group.shared.heard = progress.step_count
     group.updates.clear()
-    found, at = [], 0
-    for part in parts:
-        found.append(anywhere[at : at + len(part)])
-        at += len(part)
-    if not alike(found[1]):
+    walked, done, *found = (anywhere.read(len(part)) for part in told)
+    if not alike(done):
         texts = group.tell(f"{launched.hex()} {updates}", _UPDATES, context)
         if any(not text.startswith(f"{launched.hex()} ") for text in texts):
             raise group.out_of_order(context)
@@ -85,13 +81,13 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
             + (updates_of.difference(said) or "one of the updates differs in a later group.")
         )
     failed, used_anywhere, late_anywhere, gathered_anywhere = (
-        _members(int.from_bytes(bits, "little")) for bits in found[2:]
+        _members(int.from_bytes(bits, "little")) for bits in found
     )
     progress.failure_agreed = bool(failed)
     reduce.finish(used_anywhere)
     if late_anywhere:
         reduce.second_round(sorted(late_anywhere), used_anywhere)
-    if learn and alike(found[0]) and not all(order.agreed for order in orders):
+    if learn and alike(walked) and not all(order.agreed for order in orders):
         gather.learn(gathered_anywhere)
         if reduce.order.seen:
             reduce.order.learn(reduce.order.units)

@@ -4,23 +4,18 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
-if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry
+# -- tensors in arguments and results ----------------------------------------------------------------
 
 
-# -- tensors in what modules return ----------------------------------------------------------------
-#
-# Tensors inside what modules return.
-
-
-def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
+def tensors_in(value: Any, depth: int = 4) -> list[Any]:
     """Return the tensors in nested tuples, lists, mappings, dataclasses and plain objects."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -33,6 +28,29 @@ def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
     else:
         parts = getattr(value, "__dict__", {}).values()
     return [t for part in parts for t in tensors_in(part, depth - 1)]
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], Any], objects: int = 0) -> Any:
+    """Return `value` with each tensor in its lists, tuples and dicts replaced by `change(tensor)`.
+    `objects`: so many levels of dataclasses, plain objects and dicts of other classes are copied too.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if not tensors_in(value):
+        return value
+    if isinstance(value, (list, tuple, set)):
+        parts = [mapped(v, change, objects) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if type(value) is dict:
+        return {k: mapped(v, change, objects) for k, v in value.items()}
+    if objects:
+        out = copy.copy(value)
+        for k, v in value.items() if isinstance(value, dict) else vars(value).items():
+            # An output of transformers: its items are attributes too
+            put = out.__setitem__ if isinstance(value, dict) else partial(object.__setattr__, out)
+            put(k, mapped(v, change, objects - 1))
+        return out
+    return value
 
 
 # -- inside autograd -------------------------------------------------------------------------------
@@ -63,64 +81,16 @@ def refuse_transforms() -> None:
     """Raise RuntimeError inside torch.func.grad and its like: they do not allow hooks on saved
     tensors, which gathered parameters need.
     """
-    enabled: Any = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
-    if not enabled():
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         raise RuntimeError(
             "a model with sharded parameters was called inside torch.func.grad, vjp, jacrev or the"
             f" like, which do not support the hooks on saved tensors that it needs. {TRANSFORMS}"
         )
 
 
-#: Functions that take parameters as `inputs`.
-CALLS = {torch.autograd.grad, torch.autograd.backward}
-
-
-def call(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call one of CALLS with the whole parameters in place of the sharded ones among its arguments:
-    autograd knows only the former.
-
-    Raises:
-        ValueError: gradients of DTensor parameters are to be returned.
-    """
-    if func == torch.autograd.grad:
-        for entry in map(_entry_of, args[1] if len(args) > 1 else kwargs["inputs"]):
-            if entry is not None and entry.box is not None:
-                raise ValueError(
-                    f"torch.autograd.grad was asked for the gradient of {entry.name!r}, a DTensor."
-                    " Use loss.backward() and read `.grad`, or torch.autograd.grad with respect to"
-                    " activations."
-                )
-    return func(*(_leaves(a) for a in args), **{k: _leaves(v) for k, v in kwargs.items()})
-
-
-def _leaves(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_leaves(v) for v in value)
-    entry = _entry_of(value)
-    return value if entry is None else entry.compute
-
-
-def _entry_of(value: Any) -> Entry | None:
-    known = value.__dict__.get("_onefold_entry") if isinstance(value, nn.Parameter) else None
-    return known() if known is not None else None
-
-
-def accumulates(entries: Iterable[Entry]) -> bool:
-    """Whether the backward pass under way will accumulate a gradient into any of `entries`.
-
-    Only its own graph is asked. A re-entrant checkpoint runs a backward pass of its own inside,
-    whose gradients this does not foresee.
-    """
-    refuse_transforms()
-    return any(will_accumulate(entry.compute) for entry in entries if entry.active)
-
-
 def will_accumulate(leaf: torch.Tensor) -> bool:
     """Whether the backward pass under way accumulates a gradient into `leaf`."""
-    return _will_run(torch.autograd.graph.get_gradient_edge(leaf).node)
-
-
-def _will_run(node: Any) -> bool:
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # the gradient of this leaf is returned, not accumulated
@@ -176,7 +146,6 @@ def keep_hooks_from_compiler(function: Any) -> None:
 
 
 def _run_uncompiled(code: CodeType) -> None:
-    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    if frames is not None and hasattr(frames, "set_code_exec_strategy"):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))

@@ -50,7 +50,6 @@ from onefold.runtime.progress import (
     Span,
 )
 from onefold.runtime.reduce import Reducer
-from onefold.runtime.refresh import refresh
 from onefold.runtime.stepper import Steppers
 from onefold.runtime.uninitialized import Uninitialized
 from onefold.runtime.unit import Unit, bind
@@ -262,7 +261,7 @@ class Engine:
         unit = entry.unit
         self.in_any_pass()
         check_in_place((unit,))
-        refresh(self.gather, [unit])
+        self.passes.refresh([unit])
         self.reduce.follow_trainable_of(unit)
         unit.calls += 1
         return unit

@@ -97,13 +97,14 @@ class Entry:
         self.compute: nn.Parameter = found.param
         self.local: torch.Tensor = found.param
         self.released: torch.Tensor = found.param
-        self.active, self.declared = found.param.requires_grad, declared_dtype(found.param)
+        self.active = found.param.requires_grad
+        self.declared: torch.dtype = declared_dtype(found.param)
         self.nbytes = slot.numel * flat.dtypes.compute.itemsize  # of its gradient
         # The node of autograd of `param`, and the engine's hook on `compute` (runtime/reduce.py)
         self.accumulates: Any = None
         self.arrival: Any = None
         # Of the whole parameter: its version at the last look, and what all who read its `.data` in
-        # this forward pass share. See `keep_writes` in runtime/refresh.py
+        # this forward pass share. See `keep_writes` in runtime/passes.py
         self.seen_version = 0
         self.alias: torch.Tensor | None = None
         # This rank owns nothing of it, and the ranks that do have a gradient for it
@@ -290,7 +291,7 @@ class Flat:
         # Gradients of entries that are frozen by now wait for the boundary, here or on other ranks
         self.lingering = False
         # Writes to the masters that no counter of torch shows; the version that the whole was made
-        # of, and the engine's write before it. See runtime/refresh.py
+        # of, and the engine's write before it. See runtime/passes.py
         self.bumps = self.copied = self.refreshed = 0
 
     @property
@@ -361,13 +362,10 @@ class Flat:
         # One dictionary for both: a forward pass sees the attributes that anybody puts on a
         # parameter, now or later
         entry.compute.__dict__ = entry.param.__dict__
-        seen = entry.param.__dict__
-        seen["onefold"] = ShardInfo(entry, entry.owned())
-        seen["_onefold_entry"] = weakref.ref(entry)
-        seen["_onefold_declared"] = entry.declared
-        own: Any = type(entry.param)
-        seen["_onefold_bare"] = own if dispatches(own) else nn.Parameter
-        seen["_onefold_class"] = entry.param.__class__ = over(faced, own)
+        seen, own = entry.param.__dict__, type(entry.param)
+        plain = own if dispatches(own) else nn.Parameter
+        entry.param.__class__ = over(faced, own)
+        seen["onefold"] = ShardInfo(entry, entry.param.__class__, plain)
         if self.owners is not None:
             box = entry.box if self.in_boxes else None
             shape = slot.shape if box is None else box.shape

@@ -16,11 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from onefold.memory import GATHERED, storage_of
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.runtime import differentiate
-from onefold.runtime.boxes import local_of
 from onefold.runtime.differentiate import tensors_in
 from onefold.runtime.flat import Flat
 from onefold.runtime.order import Order, backwards, last_units
-from onefold.runtime.saved import saving
+from onefold.runtime.saved import is_in, saving
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
@@ -431,7 +430,7 @@ class Gatherer:
         elif not self._keeps_for_backward:
             self.released_early = True
             # Else `end_forward` releases it: code of the pass may still read the output
-            if not any(storage_of(local_of(t)) in self.by_storage for t in tensors_in(output)):
+            if not any(is_in(self.by_storage, t) for t in tensors_in(output)):
                 self.release(unit)
 
     def is_done(self, unit: Unit) -> bool:

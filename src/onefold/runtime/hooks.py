@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.runtime.differentiate import in_autograd, keep_from_compiler, tensors_in
+from onefold.runtime.differentiate import in_autograd, keep_from_compiler, mapped
 from onefold.runtime.engine import Engine
 from onefold.runtime.open_passes import still_open
 from onefold.runtime.parameters.parameter import (
@@ -27,19 +27,11 @@ from onefold.runtime.unit import Unit
 # alive.
 
 
-_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
-
-
-def register(module: nn.Module, engine: Engine) -> None:
-    _engines[module] = engine
-
-
-def unregister(module: nn.Module) -> None:
-    del _engines[module]
+engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
 
 def is_sharded(module: nn.Module) -> bool:
-    return module in _engines
+    return module in engines
 
 
 def engine_of(module: nn.Module) -> Engine:
@@ -54,7 +46,7 @@ def engine_of(module: nn.Module) -> Engine:
             f"a {type(module).__name__} was given where the model is expected that"
             " onefold.shard(module, recipe) returned."
         )
-    engine = _engines.get(module)
+    engine = engines.get(module)
     if engine is None:
         if is_sharded(getattr(module, "_orig_mod", module)):
             raise ValueError(
@@ -74,6 +66,9 @@ def engine_of(module: nn.Module) -> Engine:
 # The hooks that tie an engine to the modules of its units.
 
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
 class _Around:
     """Tells the engine when the forward pass of a unit's module begins, ends, or raises. With `part`,
     the module is one of the root unit's: called by itself, it is a pass too.
@@ -82,7 +77,10 @@ class _Around:
     """
 
     def __init__(self, engine: Engine, unit: Unit, part: bool) -> None:
-        self.engine, self.unit, self.part, self.cast_to = engine, unit, part, _cast_to(engine)
+        self.engine, self.unit, self.part = engine, unit, part
+        # The dtype that floating-point inputs are cast to
+        dtype = engine.recipe.parameters.dtype if engine.recipe.cast_inputs else None
+        self.cast_to = None if dtype == torch.float32 else dtype
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         engine = self.engine
@@ -91,9 +89,11 @@ class _Around:
         if self.part and (engine.stack or in_autograd()):
             return None
         begins = engine.passes.enter(self.unit, sys._getframe(1), self.part)
-        if not begins or self.cast_to is None:
-            return None
-        return _cast(args, self.cast_to), _cast(kwargs, self.cast_to)
+        return mapped((args, kwargs), self._cast) if begins and self.cast_to is not None else None
+
+    def _cast(self, t: torch.Tensor) -> torch.Tensor:
+        with disable_torch_function():
+            return t.to(self.cast_to) if t.dtype in _FLOATS else t
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
         if self.engine.closed:
@@ -127,52 +127,24 @@ def install(engine: Engine, unit: Unit, module: nn.Module, part: bool = False) -
     ]
 
 
-def _cast_to(engine: Engine) -> torch.dtype | None:
-    """Return the dtype that floating-point inputs are cast to; None if they are not cast."""
-    dtype = engine.recipe.parameters.dtype if engine.recipe.cast_inputs else None
-    return None if dtype == torch.float32 else dtype
-
-
-def guard_uninitialized(engine: Engine, module: nn.Module) -> None:
-    """Refuse `state_dict()` while something has no value (runtime/uninitialized.py). On an engine that
-    hooks no forward pass, refuse that too.
+def guard(engine: Engine, module: nn.Module) -> None:
+    """Refuse `state_dict()` and `load_state_dict()` of a sharded model: they would read and write
+    one rank's intervals under the names of whole parameters. Refuse `state_dict()` while something
+    has no value (runtime/uninitialized.py), and on an engine that hooks no forward pass that too.
     """
-    seen = weakref.ref(engine)
-
-    def refuse(doing: str, among: list[str] | None = None) -> None:
-        if (e := seen()) is not None and not (e.full_params_depth or e.closed):
-            if among is not None:
-                e.uninitialized.look()
-            e.uninitialized.refuse(doing, among, here=among is None)
-
-    guards = engine.uninitialized.guards
-    for name, part in module.named_modules():
-        dot, kind = f"{name}." if name else "", type(part).__name__
-        guards.append(
-            part.register_state_dict_pre_hook(lambda *_: refuse("state_dict() would hold"))
-        )
-        if engine.unsharded:
-            own = [dot + key for key in (*part._parameters, *part._buffers)]
-            use = partial(refuse, f"the forward pass of a {kind} uses", own)
-            guards.append(part.register_forward_pre_hook(lambda *_, use=use: use(), prepend=True))
-
-
-def guard_state_dict(engine: Engine, module: nn.Module) -> None:
-    """Refuse `state_dict()` of a sharded model: it would hold one rank's intervals under the names
-    of whole parameters.
-    """
-    if all(not flat.divided for flat in engine.flats):
-        return
+    divided, unset = any(flat.divided for flat in engine.flats), engine.uninitialized
 
     def on_save(part: nn.Module, prefix: str, keep_vars: bool) -> None:
         if engine.closed:
             _refuse_leftovers(part)
-        elif not engine.full_params_depth and not _is_for_keys():
-            raise RuntimeError(
-                "state_dict() of a sharded model would hold this rank's intervals under the names"
-                " of whole parameters. Use onefold.full_state_dict(model) on every rank (rank 0"
-                " gets the whole), or call state_dict() inside `with onefold.full_params(model):`."
-            )
+        elif not engine.full_params_depth:
+            unset.refuse("state_dict() would hold", here=True)
+            if divided and not _is_for_keys():
+                raise RuntimeError(
+                    "state_dict() of a sharded model would hold this rank's intervals under the names"
+                    " of whole parameters. Use onefold.full_state_dict(model) on every rank (rank 0"
+                    " gets the whole), or call state_dict() inside `with onefold.full_params(model):`."
+                )
 
     def on_load(part: nn.Module, *_: Any) -> None:
         if engine.closed:
@@ -184,10 +156,21 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
                 " load inside `with onefold.full_params(model, write=True):`."
             )
 
-    engine.handles += [
-        module.register_state_dict_pre_hook(on_save),
-        module.register_load_state_dict_pre_hook(on_load),
-    ]
+    def on_use(part: nn.Module, _: Any, own: list[str]) -> None:
+        if not engine.full_params_depth:
+            unset.look()
+            unset.refuse(f"the forward pass of a {type(part).__name__} uses", own)
+
+    for name, part in module.named_modules() if divided or unset else ():
+        engine.handles.append(part.register_state_dict_pre_hook(on_save))
+        if divided:
+            engine.handles.append(part.register_load_state_dict_pre_hook(on_load))
+        elif engine.unsharded:
+            keys = [*part._parameters, *part._buffers]
+            own = [f"{name}.{key}" if name else key for key in keys]
+            unset.guards.append(
+                part.register_forward_pre_hook(partial(on_use, own=own), prepend=True)
+            )
 
 
 #: Methods of peft's wrappers that ask the module that they save whole for its keys alone, while
@@ -220,20 +203,3 @@ def _refuse_leftovers(part: nn.Module) -> None:
             " nothing can make them whole any more. Keep the model, and take"
             " onefold.full_state_dict(model) from it."
         )
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        with disable_torch_function():
-            return (
-                value.to(dtype)
-                if value.is_floating_point()
-                and value.dtype in (torch.float32, torch.float16, torch.bfloat16)
-                else value
-            )
-    if isinstance(value, (list, tuple)) and tensors_in(value):
-        cast = [_cast(v, dtype) for v in value]
-        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
-    if type(value) is dict:
-        return {k: _cast(v, dtype) for k, v in value.items()}
-    return value

@@ -11,31 +11,32 @@ A forward pass inside a backward pass is a recomputation, and does not count as 
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from onefold.memory import storage_of
-from onefold.runtime import differentiate
 from onefold.runtime.agree import agree_and_finish
-from onefold.runtime.boxes import local_of
 from onefold.runtime.buffers import check_in_place, check_not_wrapped, modules_in, refuse_changes
 from onefold.runtime.differentiate import (
     TRANSFORMS,
     in_autograd,
     keep_from_compiler,
     keep_hooks_from_compiler,
+    mapped,
+    refuse_transforms,
     tensors_in,
+    will_accumulate,
 )
 from onefold.runtime.open_passes import OpenPass, here, still_open
-from onefold.runtime.parameters.access import put
-from onefold.runtime.parameters.interval import disable_torch_function, get_grad
-from onefold.runtime.refresh import keep_writes, refresh
+from onefold.runtime.parameters.access import point, put
+from onefold.runtime.parameters.interval import disable_torch_function
+from onefold.runtime.saved import is_in
+from onefold.runtime.storage import refuse_written
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Graph:
     """The autograd graph of a forward pass, or of an operation outside passes. The hooks on its
     outputs hold it: it lives as long as any part of the graph. It is among `Progress.graphs` until
@@ -51,39 +53,22 @@ class Graph:
     Attributes:
         of_model: of a pass over the whole model. since: the count of writes when it began.
         by_hand: units to gather when a backward pass reaches the output, see [Note: kept by hand].
-        checked: the backward pass that has found nothing written to since, by autograd's number.
     """
 
-    __slots__ = ("__weakref__", "by_hand", "checked", "of_model", "since")
-
-    def __init__(self, of_model: bool, since: int = 0) -> None:
-        self.of_model, self.since, self.checked = of_model, since, -1
-        self.by_hand: list[Unit] = []
-
-
-@dataclasses.dataclass(slots=True)
-class _Borrowed:
-    """A unit whose parameters code outside its module has used in a pass.
-
-    [Note: kept by hand] Code may keep a whole parameter for its backward pass without saving it for
-    backward: `ctx.weight = weight` in a Function, or the arguments of a checkpoint. Autograd tells
-    nobody of it. So a unit that was borrowed, and of which nothing was saved since, is gathered
-    when the backward pass reaches the output of the pass, and stays until its gradients have come.
-    An embedding whose module was called is not: its backward pass reads no weight, and the usual
-    reason to read the weight is its dtype.
-
-    Attributes:
-        saved_before: `saved_apart` of the unit when it was borrowed.
-        kept: code has got the parameter itself.
-    """
-
-    unit: Unit
-    saved_before: int
-    kept: bool = False
+    of_model: bool
+    since: int = 0
+    by_hand: list[Unit] = field(default_factory=list)
 
 
 class Passes:
     """See this module.
+
+    [Note: kept by hand] Code may keep a whole parameter for its backward pass without saving it for
+    backward: `ctx.weight = weight` in a Function, or the arguments of a checkpoint. Autograd tells
+    nobody of it. So a unit of which code outside its module got a parameter, and of which nothing
+    was saved since, is gathered when the backward pass reaches the output of the pass, and stays
+    until its gradients have come. An embedding whose module was called is not: its backward pass
+    reads no weight, and the usual reason to read the weight is its dtype.
 
     Attributes:
         stack: open forward passes of units, the innermost last. A pass is taken from it when all of
@@ -100,9 +85,10 @@ class Passes:
         self.raised_in: tuple[str, str] | None = None
         self.reached: set[Graph] = set()
         self._graph: Graph | None = None  # of the forward pass, or recomputation, under way
-        # Units whose parameters other modules used in this pass, and those whose module was called
-        self._borrowed: dict[int, _Borrowed] = {}
-        self._entered: set[int] = set()
+        # Units whose parameters code outside their modules has used in this pass; with what is in
+        # [Note: kept by hand], `saved_apart` of the unit when code first got the parameter itself
+        self._borrowed: dict[Unit, int | None] = {}
+        self._entered: set[Unit] = set()  # those whose module was called
         # The modules that shard() found, and the last step in which they were compared
         root = self.units[0].module()
         self._modules, self._compared = [] if root is None else modules_in(root), -1
@@ -121,7 +107,7 @@ class Passes:
             if not still_open(self.stack, call):
                 still_open(here.passes, call)  # of other models
             recompute, first = in_autograd(), not self.stack
-            this = OpenPass(unit, recompute, call, self)
+            this = OpenPass(unit, recompute, call, self.abort)
             this.beside.append(this)
             self.stack.append(this)
             outermost = first and not recompute
@@ -130,24 +116,30 @@ class Passes:
                 if outermost:
                     self._begin_forward(this, graph.of_model)
                 graph.since = progress.writes
-            self._entered.add(unit.index)
+            self._entered.add(unit)
             # In one statement: Ctrl-C may come between two
             unit.in_use, this.in_use = unit.in_use + 1, True
-            if recompute:
-                self.event()
-            elif torch.is_grad_enabled() or progress.graded:
-                # A re-entrant checkpoint runs its part of the pass without gradients
-                unit.calls += 1
             if engine.uninitialized:
                 engine.uninitialized.refuse(f"the forward pass of {unit.name!r} uses", unit=unit)
-            if self.run_ahead is not None:
-                self.run_ahead.comes(unit.index, progress.phase, again=not recompute)
-            self.gather.acquire(unit, backward=recompute)
-            if recompute:
-                unit.recomputing = self.gather.reached
+            self._acquire(unit, recompute)
             if unit.in_use == 1:
-                swap_in(unit)
+                swap(unit, inside=True)
             return outermost
+
+    def _acquire(self, unit: Unit, recompute: bool, borrows: bool = False) -> None:
+        """Gather `unit` for a pass. `borrows`: for code outside its module."""
+        if recompute:
+            self.event()
+        # A re-entrant checkpoint runs its part of the pass without gradients
+        elif (torch.is_grad_enabled() or self.progress.graded) and not (borrows and unit.used):
+            unit.calls += 1
+        if self.run_ahead is not None and not borrows:
+            self.run_ahead.comes(unit.index, self.progress.phase, again=not recompute)
+        self.gather.acquire(unit, backward=recompute)
+        if recompute:
+            unit.recomputing = self.gather.reached
+            if not (borrows or unit.gradients or self.progress.differentiating):
+                unit.gradients = unit.awaited  # of another forward pass, recomputed re-entrantly
 
     def leave(self, this: OpenPass, output: Any) -> Any:
         """End the forward pass of a unit's module after it has returned `output`. Returns the
@@ -164,10 +156,10 @@ class Passes:
                     graph.by_hand = self._kept_by_hand()
                 self._watch(output, graph, unit, whole=this is self.stack[0])
             if not unit.in_use and not this.recompute:
-                self._keep_writes(unit)
+                keep_writes(unit)
             if outermost:  # other modules may have written to these after their own forward
-                for borrowed in self._borrowed.values():
-                    self._keep_writes(borrowed.unit)
+                for borrowed in self._borrowed:
+                    keep_writes(borrowed)
             if not unit.in_use and (not this.recompute or unit.looks_up_only):
                 self.gather.after_forward(unit, output)
             if outermost:
@@ -193,12 +185,7 @@ class Passes:
 
     def pass_of(self, call: FrameType) -> OpenPass | None:
         """Return the open pass whose module's call has this frame; None if it began none."""
-        for this in reversed(self.stack):
-            if this.call is call:
-                if this is not self.stack[-1]:
-                    still_open(self.stack)
-                return this
-        return None
+        return next((this for this in still_open(self.stack, call) if this.call is call), None)
 
     def use(self, entry: Entry, keeps: bool = False) -> torch.Tensor:
         """Return the whole parameter for code in a forward pass whose unit does not own it. See
@@ -207,24 +194,17 @@ class Passes:
         `keeps`: the code gets the parameter itself (runtime/parameters/access.py), so it must stay
         whole until the pass ends, also if its own module is called in between.
         """
-        unit = entry.unit
+        unit, recompute = entry.unit, in_autograd()
         if self.engine.uninitialized:
             self.engine.uninitialized.refuse("a forward pass uses", entry.names)
-        recompute = in_autograd()
-        if recompute:
-            self.event()
-        elif (torch.is_grad_enabled() or self.progress.graded) and not unit.used:
-            unit.calls += 1
-        self.gather.acquire(unit, backward=recompute)
-        if recompute:
-            # Recomputed by a checkpoint inside the unit's module, which the unit's hooks do not see
-            unit.recomputing = self.gather.reached
-        elif unit.index not in self._borrowed:
-            self._borrowed[unit.index] = _Borrowed(unit, unit.saved_apart)
+        # A checkpoint inside the unit's module may recompute, which the unit's hooks do not see
+        self._acquire(unit, recompute, borrows=True)
+        if not recompute:
+            self._borrowed.setdefault(unit, None)
         if keeps and not unit.in_use:
             unit.borrowed = True
-            if not recompute:
-                self._borrowed[unit.index].kept = True
+            if not recompute and self._borrowed[unit] is None:
+                self._borrowed[unit] = unit.saved_apart
         return entry.compute
 
     def _close(self, this: OpenPass) -> None:
@@ -240,23 +220,16 @@ class Passes:
         unit = this.unit
         if this.in_use:
             if unit.in_use == 1:
-                swap_out(unit)
+                swap(unit, inside=False)
             unit.in_use, this.in_use = unit.in_use - 1, False
-
-    def _keep_writes(self, unit: Unit) -> None:
-        if unit.state is State.GATHERED:
-            with torch.no_grad():
-                keep_writes(unit)
 
     def _kept_by_hand(self) -> list[Unit]:
         """Return the units to gather when the backward pass begins. See [Note: kept by hand]."""
         return [
-            b.unit
-            for b in self._borrowed.values()
-            if b.kept
-            and not b.unit.resident
-            and b.unit.saved_apart == b.saved_before
-            and not (b.unit.looks_up_only and b.unit.index in self._entered)
+            unit
+            for unit, saved in self._borrowed.items()
+            if unit.saved_apart == saved
+            and not (unit.resident or (unit.looks_up_only and unit in self._entered))
         ]
 
     # -- a forward pass over the model -------------------------------------------------------------
@@ -291,7 +264,7 @@ class Passes:
                 unit.calls = 0
         this.outermost = True  # from here on there is something to end
         engine.activations.begin_forward()  # first: the gatherer's hooks call the hooks set here
-        refresh(self.gather, self.units)
+        self.refresh(self.units)
         self.gather.begin_forward(of_model)
         if of_model:
             engine.buffers.before_pass()
@@ -311,6 +284,20 @@ class Passes:
             if graded and not aborted:
                 progress.graphs.add(graph)
             self.gather.release_when_gone(graph)
+
+    def refresh(self, units: Iterable[Unit]) -> None:
+        """Gather the stale resident copies among `units`, in the order of use. Release units that a
+        forward pass without a backward pass has left gathered, if their masters have new values now.
+        See [Note: stale copies].
+        """
+        for unit in units:
+            if unit.ungathered or not any(flat.stale for flat in unit.flats):
+                continue
+            if unit.resident:
+                self.gather.wait(unit)
+                self.gather.launch(unit)
+            elif not unit.in_use and not self.progress.backward_open:
+                self.gather.release(unit, kept_too=True)  # kept from its next gather on
 
     def watch_outside(self, output: Any) -> None:
         """Hook what an operation outside passes has returned: a backward pass through it is one of
@@ -354,18 +341,11 @@ class Passes:
 
     def _refuse_late(self, graph: Graph, whole: bool) -> None:
         """Raise RuntimeError if parameters were written to since the forward pass of `graph`. Once
-        an output of the pass was checked (`whole`), its units are not checked in that backward pass.
+        its output was checked (`whole`), its units are not checked in that backward pass.
         """
-        counters = self.engine.write_counters
-        if graph.since == self.progress.writes:
-            return
-        task = torch._C._current_graph_task_id()
-        if whole:
-            graph.checked = task
-        elif graph.checked == task:
-            return
-        with disable_torch_function():
-            counters.refuse_if_computed_with(graph.since)
+        if graph.since != self.progress.writes and (whole or graph not in self.reached):
+            with disable_torch_function():
+                self.engine.write_counters.refuse_if_computed_with(graph.since)
 
     # -- a backward pass ---------------------------------------------------------------------------
 
@@ -376,38 +356,36 @@ class Passes:
         `accumulates`: the event is that a parameter has got its gradient.
         """
         progress = self.progress
-        if not progress.backward_open and in_autograd():
-            with disable_torch_function():
-                differentiating = not (
-                    accumulates or differentiate.accumulates(self.engine.entries)
-                )
-                if not differentiating:
-                    self._tell_follower()
-                progress.differentiating = differentiating
+        opens = not progress.backward_open and in_autograd()
+        if not opens and not (accumulates and progress.differentiating):
+            return
+        with disable_torch_function():
+            refuse_transforms()
+            # The graph under way does not show a gradient from inside a re-entrant checkpoint
+            reduces = accumulates or any(
+                will_accumulate(entry.compute) for entry in self.engine.entries if entry.active
+            )
+            if reduces:
+                follower = progress.follower
+                progress.factor = 1.0 if follower is None else follower.backward_begins()
+            progress.differentiating = not reduces
+            if opens:
                 progress.backward_open, progress.creates_graph = True, torch.is_grad_enabled()
                 self.gather.begin_backward()
-                if not differentiating:
-                    self.reduce.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        elif accumulates and progress.differentiating:
-            # A gradient from inside a re-entrant checkpoint: the outer graph does not show it
-            self._tell_follower()
-            progress.differentiating = False
-            self.gather.foresee_backward()
-            self.reduce.begin_backward()
-
-    def _tell_follower(self) -> None:
-        follower = self.progress.follower
-        self.progress.factor = 1.0 if follower is None else follower.backward_begins()
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            else:
+                self.gather.foresee_backward()
+            if reduces:
+                self.reduce.begin_backward()
 
     def _end_backward(self) -> None:
         progress, reduce = self.progress, self.reduce
         with disable_torch_function(), torch.no_grad():
-            used: set[int] = set()
+            used = False
             if not progress.differentiating:
                 reduce.collect()
                 self.gather.join_rest(self.gather.backward)
-                used = reduce.used
+                used = bool(reduce.used)
                 if used and not progress.deferring:
                     self._reduce_rest(learn=True)
                 if progress.deferring or progress.holding:
@@ -416,9 +394,7 @@ class Passes:
                     progress.pending = False
             if used or (progress.differentiating and not progress.creates_graph):
                 progress.graphs -= self.reached
-            self._finish()
-            if used and reduce.marks is not None:
-                reduce.marks.compare()
+            self._finish(used)
 
     def reduce_pending(self) -> None:
         """Reduce the gradients that wait for the boundary, as the backward pass of the boundary
@@ -427,26 +403,11 @@ class Passes:
         with disable_torch_function(), torch.no_grad():
             if self.progress.backward_open:  # a backward pass raised before it came to its end
                 self.reset()
-            self._begin_reducing()
+            self.progress.backward_open, self.progress.factor = True, 1.0
+            self.reduce.begin_backward()
             self.progress.pending = False
             self._reduce_rest(learn=False)
-            self._finish()
-            if self.reduce.marks is not None:
-                self.reduce.marks.compare()
-
-    def take_gradients(self) -> None:
-        """Take the gradients that lie on whole parameters: those of a backward pass that was run in
-        two halves, whose second has set `.grad` by itself (torch.distributed.pipelining). They stay
-        whole: `Progress.deferring` must hold.
-        """
-        with disable_torch_function(), torch.no_grad():
-            self._begin_reducing()
-            for entry in self.engine.entries:
-                if get_grad(entry.compute) is not None:
-                    self.reduce.arrived(entry)
-            self.reduce.collect()
-            self.progress.pending = True
-            self._finish()
+            self._finish(True)
 
     def reset(self) -> None:
         """Clean up after a forward or backward pass that raised."""
@@ -456,10 +417,6 @@ class Passes:
         self.progress.pending = False
         self._let_go()
 
-    def _begin_reducing(self) -> None:
-        self.progress.backward_open, self.progress.factor = True, 1.0
-        self.reduce.begin_backward()
-
     def _reduce_rest(self, learn: bool) -> None:
         self.reduce.launch_rest()
         agree_and_finish(self.engine, learn)
@@ -468,7 +425,7 @@ class Passes:
             for flat in self.engine.flats:
                 flat.bumps += flat.travels
 
-    def _finish(self) -> None:
+    def _finish(self, reduced: bool) -> None:
         self.engine.stepper.early.join()
         self._let_go()
         self.engine.transfers.gradients_are_down()
@@ -476,6 +433,8 @@ class Passes:
         self._look()
         for unit in self.units:
             unit.gradients = set()
+        if reduced and self.reduce.marks is not None:
+            self.reduce.marks.compare()
 
     def _let_go(self) -> None:
         self.reached.clear()
@@ -493,6 +452,77 @@ keep_hooks_from_compiler(Passes._watch)
 keep_from_compiler(Passes._end_backward)
 
 
+# -- stale copies ----------------------------------------------------------------------------------
+#
+# [Note: stale copies] Which copies of masters are stale after the masters were written to.
+#
+#     master ──┬── the resident whole (stages 0 to 2)                          ► refreshed before it is used
+#              ├── a cached shard: secondary or encoded (runtime/gather_paths.py)   ► made anew by the next gather
+#              └── a gathered unit whose backward pass never came              ► released
+#
+# A flat buffer's masters have a number, `Flat.version`. Whoever has made a copy of them notes the number
+# that it was made of, and compares: `Flat.copied`, `Gather.cached_of`. Stage 3 has no resident copies:
+# each gather begins with the masters as they are. Only units that stay gathered must notice a write.
+#
+# | who writes                    | raises                              | a late backward pass                      |
+# |-------------------------------|-------------------------------------|-------------------------------------------|
+# | an optimizer's step           | `bumps`, on all ranks alike; and    | is refused (`WriteCounters` in            |
+# |                               | `last_write` of what has a gradient | parameters/values.py)                     |
+# | the engine, a load            | `bumps`, all `last_write`s          | is refused                                |
+# | code, also through `.data`    | torch's version counters            | is not: what it reads has the old values, |
+# |                               |                                     | or as `.data` of plain PyTorch the new    |
+# | a module, in its forward pass | nothing: `keep_writes` gives masters| is as in plain PyTorch                    |
+# |                               | what the whole has already          |                                           |
+
+
+# -- what a forward pass writes to its parameters --------------------------------------------------
+#
+# Parameters that a module writes to inside its forward pass: a norm constraint, a clamp.
+#
+# In a forward pass the whole parameter lies in a buffer that goes back to the pool when the unit is
+# released. What was written there would be lost. So the engine looks for writes when the forward pass
+# of a unit ends, and copies this rank's part of what was written into its masters.
+#
+# | how it was written                               | how that shows                                                      |
+# |--------------------------------------------------|---------------------------------------------------------------------|
+# | `self.weight.clamp_()` under no_grad             | the parameter's version counter                                     |
+# | `self.weight.data.clamp_()`                      | that of the alias that all who read `.data` share (`Entry.alias`)   |
+# | `self.weight.data = renorm(self.weight.data)`    | the setter says so (`Whole`); the parameter lies in other memory    |
+#
+# All ranks have to write the same, as under DDP.
+
+
+@torch.no_grad()
+def keep_writes(unit: Unit) -> None:
+    """Copy what was written to a unit's parameters into the masters, if the unit is gathered. Called
+    at the end of the unit's forward pass.
+
+    Raises:
+        RuntimeError: parameters that are stored off the device or travel encoded were written to.
+    """
+    for flat in unit.flats if unit.state is State.GATHERED else ():
+        full, written = flat.full, list[Any]()
+        if full is None or flat.unsharded:
+            continue
+        for entry in flat.entries:
+            version, alias = entry.local._version, entry.alias
+            if entry.box is not None:  # a write to a DTensor counts there
+                version += entry.compute._version
+            if version == entry.seen_version and alias is None:
+                continue
+            if version != entry.seen_version or (alias is not None and alias._version):
+                written.append(entry)
+                if entry.slot.numel and storage_of(entry.local) != storage_of(full):
+                    flat.view(full, entry).copy_(entry.local.detach())
+                    point(entry.local, flat.view(full, entry))
+            entry.seen_version, entry.alias = version, None
+        if written and not flat.gather.exact:
+            refuse_written(written)
+        elif written:
+            flat.storage.keep_written(full[slice(*flat.owned)], written)
+            flat.gather.cached_of = -1
+
+
 # -- outputs that lie in gathered buffers ----------------------------------------------------------
 #
 # Outputs of a pass over the model must not lie in gathered buffers: when a buffer is released, the
@@ -506,43 +536,11 @@ def copied_out(output: Any, buffers: Mapping[int, Any]) -> Any:
     """Return `output` with each tensor that lies in one of `buffers` (by storage) replaced by a
     copy. If there is none, return the same object.
     """
-
-    def gathered(t: torch.Tensor) -> bool:
-        t = local_of(t)
-        return t.layout is torch.strided and storage_of(t) in buffers
-
-    if not buffers or not any(gathered(t) for t in tensors_in(output)):
-        return output
-    known: dict[int, torch.Tensor] = {}  # one copy for each object, however often it occurs
-
-    def own(t: torch.Tensor) -> torch.Tensor:
-        return known.setdefault(id(t), t.clone()) if gathered(t) else t
-
-    return _mapped(output, own)
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int = 4) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if value is None or depth == 0 or isinstance(value, (str, bytes, int, float)):
-        return value
-    if isinstance(value, (list, tuple, set)):
-        items = [_mapped(v, change, depth - 1) for v in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is dict:
-        return {k: _mapped(v, change, depth - 1) for k, v in value.items()}
-    if isinstance(value, dict):  # a model output of transformers: items that are attributes too
-        out = copy.copy(value)
-        for k, v in value.items():
-            out[k] = _mapped(v, change, depth - 1)
-        return out
-    if hasattr(value, "__dict__"):
-        frozen = dataclasses.is_dataclass(value)
-        out = copy.copy(value)
-        for k, v in vars(value).items():
-            (object.__setattr__ if frozen else setattr)(out, k, _mapped(v, change, depth - 1))
-        return out
-    return value
+    copies: dict[int, torch.Tensor] = {}  # one for each object, however often it occurs
+    for t in tensors_in(output) if buffers else ():
+        if id(t) not in copies and is_in(buffers, t):
+            copies[id(t)] = t.clone()
+    return mapped(output, lambda t: copies.get(id(t), t), objects=4) if copies else output
 
 
 # -- torch.func ------------------------------------------------------------------------------------
@@ -551,35 +549,27 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: i
 # call. Replacing a parameter for good is refused.
 
 
-def swap_in(unit: Unit) -> None:
-    """Let the module see the whole parameters of `unit`. Tensors that `functional_call` has put in
-    their places stay for the call.
+def swap(unit: Unit, inside: bool) -> None:
+    """Let the module see the whole parameters of `unit` (`inside` its pass), or the optimizer's again.
+    Tensors that `functional_call` has put in their places stay for the call.
 
     Raises:
         RuntimeError: other code has put a tensor in a parameter's place, which would be ignored.
         ValueError: functional_call was given a tensor of another shape than the whole parameter.
     """
     for flat in unit.flats:
-        flat.swapped_in = True
+        flat.swapped_in = inside
         for entry in flat.entries:
-            if (place := entry.only_place) is not None and place[0].get(place[1]) is entry.param:
-                put(place[0], place[1], entry.compute)
+            before, after = entry.param, entry.compute
+            if not inside:
+                before, after = after, before
+            if (place := entry.only_place) is not None and place[0].get(place[1]) is before:
+                put(place[0], place[1], after)
                 continue
-            for parameters, attribute, _ in entry.places:
-                if (there := parameters.get(attribute)) is not entry.param:
+            for parameters, attribute, _ in entry.places if inside else ():
+                if (there := parameters.get(attribute)) is not before:
                     _look_at(entry, there)
-            flat.swap(entry, entry.compute, instead_of=entry.param)
-
-
-def swap_out(unit: Unit) -> None:
-    """Let the module show the optimizer's parameters again."""
-    for flat in unit.flats:
-        flat.swapped_in = False
-        for entry in flat.entries:
-            if (place := entry.only_place) is None:
-                flat.swap(entry, entry.param, instead_of=entry.compute)
-            elif place[0].get(place[1]) is entry.compute:
-                put(place[0], place[1], entry.param)
+            flat.swap(entry, after, instead_of=before)
 
 
 def _look_at(entry: Entry, there: torch.Tensor | None) -> None:

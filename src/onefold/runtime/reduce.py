@@ -109,7 +109,7 @@ class Reducer:
     def __init__(self, engine: Engine) -> None:
         self.units, self.gather = engine.units, engine.gather
         self.stepper, self.computed = engine.stepper, engine.computed
-        self.write_counters, self.backward_event = engine.write_counters, engine.backward_event
+        self.backward_event = engine.backward_event
         self.group, self.progress, self.memory = engine.group, engine.progress, engine.memory
         self.pool, self._ledgers = engine.pool, engine.transfers.ledgers
         # The order of reductions, see runtime/order.py
@@ -401,7 +401,6 @@ class Reducer:
 
     def finish(self, used_anywhere: set[int]) -> None:
         """Land everything and hand over the gradients of what any rank used."""
-        self.write_counters.graded |= used_anywhere
         while self.under_way:
             self._land(self.under_way.pop(0))
         if self.progress.holding:

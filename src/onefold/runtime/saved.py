@@ -29,7 +29,7 @@ from onefold.runtime.differentiate import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from onefold.runtime.flat import Flat
     from onefold.runtime.gather import Gatherer
@@ -90,21 +90,26 @@ class Handle:
         return out if self.spec is None else dtensor_over(out, self.spec)
 
 
+def is_in(buffers: Mapping[int, Any], t: torch.Tensor) -> bool:
+    """Whether `t` lies in one of `buffers`, which are by storage."""
+    t = local_of(t)
+    return t.layout is torch.strided and storage_of(t) in buffers
+
+
 def _handle(gather: Gatherer, t: torch.Tensor, stays: bool) -> Handle | None:
     """Return the handle to save in place of `t`; None if it does not lie in a gathered buffer and is
     no cast of a whole parameter.
     """
     local = local_of(t)
     spec = None if local is t else t._spec  # type: ignore[attr-defined]
-    found = gather.by_storage.get(storage_of(local))
-    if found is not None and t.dtype == found[1].dtypes.compute:
-        return Handle(gather, found, local, int(local.storage_offset()), spec, stays)
-    leaf = _cast_from(t) if gather.holds_fp32 and t.dtype in CASTS else None
-    found = gather.by_storage.get(storage_of(leaf)) if leaf is not None else None
-    if leaf is None or found is None:
-        return None
-    offset = int(leaf.storage_offset()) + int(t.storage_offset())
-    return Handle(gather, found, t, offset, None, stays)
+    offset, found = local.storage_offset(), gather.by_storage.get(storage_of(local))
+    if found is None or t.dtype != found[1].dtypes.compute:
+        leaf = _cast_from(t) if gather.holds_fp32 and t.dtype in CASTS else None
+        found = None if leaf is None else gather.by_storage.get(storage_of(leaf))
+        if leaf is None or found is None:
+            return None
+        offset = leaf.storage_offset() + t.storage_offset()
+    return Handle(gather, found, local, int(offset), spec, stays)
 
 
 def _cast_from(t: torch.Tensor) -> torch.Tensor | None:
@@ -122,8 +127,8 @@ def saving(gathers: Iterable[Gatherer], stays: bool = True) -> saved_tensors_hoo
     before. A checkpoint around this code must see the gathered buffers themselves, see [Note: a
     checkpoint around a pass].
     """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
-    outer_pack, outer_unpack = top if top else (None, None)
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    outer_pack, outer_unpack = top or (None, None)
     recomputed = is_checkpoint(outer_pack)
 
     def pack(t: torch.Tensor) -> Any:

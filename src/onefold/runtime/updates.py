@@ -74,13 +74,10 @@ def difference(texts: Mapping[int, str]) -> str:
     here, there = (Counter(filter(None, text.split(_UPDATE))) for text in (mine, theirs))
     only = sorted((here - there).elements()), sorted((there - here).elements())
     for one, two in zip_longest(*only, fillvalue=""):
-        name, *of_one = one.split(_ITEM)
-        second, *of_two = two.split(_ITEM)
-        if name != second:
-            said = [f"called {each}" if each else "called nothing more" for each in (name, second)]
-        else:
-            items = next(pair for pair in zip_longest(of_one, of_two) if pair[0] != pair[1])
-            said = [f"called {name} with {each or 'nothing more'}" for each in items]
+        items = list(zip_longest(one.split(_ITEM), two.split(_ITEM)))
+        differing = next(pair for pair in items if pair[0] != pair[1])
+        called = "called" if differing is items[0] else f"called {items[0][0]} with"
+        said = [f"{called} {each or 'nothing more'}" for each in differing]
         return (
             f"since the last backward pass rank {first} {said[0]} where rank {other} {said[1]}."
             " Every rank must clip and step alike, with the same numbers in the optimizer's groups,"

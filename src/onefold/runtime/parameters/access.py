@@ -8,7 +8,7 @@ attribute is read.
 
 | who reads `module.weight`                                  | gets                                                          |
 |------------------------------------------------------------|---------------------------------------------------------------|
-| the forward pass of the unit that owns it                  | the whole parameter, which the pass has put there (`swap_in`) |
+| the forward pass of the unit that owns it                  | the whole parameter, which the pass has put there (`swap`) |
 | other code in a pass of its model, or in the recomputation | the whole parameter, gathered now, until the pass ends        |
 | the backward of an autograd Function of its model          | the same                                                      |
 | a hook of a backward pass                                  | the sharded parameter: what a hook writes goes to the masters |
@@ -30,32 +30,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onefold.memory import storage_of
-from onefold.runtime.boxes import local_of
-from onefold.runtime.differentiate import (
-    in_autograd,
-    keep_from_compiler,
-)
+from onefold.runtime.differentiate import in_autograd, keep_from_compiler, mapped, tensors_in
 from onefold.runtime.open_passes import here, in_forward
 from onefold.runtime.parameters.interval import (
     ShardedParameterError,
     disable_torch_function,
+    entry_of,
     get_grad,
-    mapped,
     owner_of,
     set_grad,
-    spec_of,
 )
-from onefold.runtime.parameters.operators import Operator
-from onefold.runtime.parameters.values import (
-    Elsewhere,
-    give_grad,
-    seen_grad,
-)
-from onefold.runtime.saved import saving
+from onefold.runtime.parameters.operators import Operator, whole_of
+from onefold.runtime.parameters.values import Elsewhere, arriving, give_grad, seen_grad
+from onefold.runtime.saved import is_in, saving
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
+    from onefold.runtime.unit import Unit
 
 
 # -- read as an attribute --------------------------------------------------------------------------
@@ -69,22 +60,17 @@ class ModuleParameters(dict[str, Any]):
     """
 
     def __getitem__(self, name: str) -> Any:
-        # Compiled code is traced through this function. It finds what `swap_in` has put here, and
+        # Compiled code is traced through this function. It finds what `swap` has put here, and
         # must meet no condition that changes from call to call
         value = dict.__getitem__(self, name)
         return seen(value) if getattr(value, "_onefold_faced", False) else value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Store `value`. `functional_call` puts back what it has read: for the whole of the
-        parameter that belongs here, the parameter itself is stored.
+        """Store `value`. `functional_call` puts back what it has read: for the whole of a parameter,
+        the parameter itself is stored.
         """
         entry, _ = owner_of(value)
-        if (
-            entry is not None
-            and value is entry.compute
-            and not entry.flat.swapped_in
-            and any(place[0] is self and place[1] == name for place in entry.places)
-        ):
+        if entry is not None and value is entry.compute and not entry.flat.swapped_in:
             value = entry.param
         dict.__setitem__(self, name, value)
 
@@ -132,7 +118,9 @@ def wholes(op: Operator, args: Any, kwargs: Any) -> Any:
     The backward of a Function and a hook get whole parameters too, but for writes: these go to the
     masters, which `.data` shows, because the whole is dropped after the pass.
     """
-    itself, backward = op.about_itself or op.name == "data", in_autograd()
+    backward, itself = in_autograd(), op.about_itself or op.name == "data"
+    if op.name in ("data", "detach") and arriving(args[0]):
+        itself = False  # a gradient hook of the parameter reads it
     computes = in_forward() or (backward and torch.is_grad_enabled())
     if not computes and (not backward or itself or op.writes_with(kwargs)):
         return args, kwargs
@@ -149,11 +137,32 @@ def wholes(op: Operator, args: Any, kwargs: Any) -> Any:
             return t
         if not (engine.computing if computes else engine.in_pass):
             return t
-        if op.about_itself and op.name != "detach":
-            return entry.compute
-        return engine.use(entry)
+        about_itself = op.about_itself and op.name != "detach"
+        return entry.compute if about_itself else engine.use(entry)
 
     return mapped((args, kwargs), whole)
+
+
+def call_autograd(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call one of CALLS with the whole parameters in place of the sharded ones among its arguments:
+    autograd knows only the former.
+
+    Raises:
+        ValueError: gradients of DTensor parameters are to be returned.
+    """
+    if func == torch.autograd.grad:
+        for t in tensors_in(args[1] if len(args) > 1 else kwargs["inputs"]):
+            if (entry := entry_of(t)) is not None and entry.box is not None:
+                raise ValueError(
+                    f"torch.autograd.grad was asked for the gradient of {entry.name!r}, a DTensor."
+                    " Use loss.backward() and read `.grad`, or torch.autograd.grad with respect to"
+                    " activations."
+                )
+
+    def leaf(t: torch.Tensor) -> torch.Tensor:
+        return t if (entry := entry_of(t)) is None else entry.compute
+
+    return func(*mapped(args, leaf), **mapped(kwargs, leaf))
 
 
 # -- outside a pass --------------------------------------------------------------------------------
@@ -177,39 +186,34 @@ def compute_outside(func: Any, args: Any, kwargs: Any, entries: Iterable[Entry])
     """Run `func` with gradients on the whole parameters of `entries`, which are among the
     arguments. Collective at stage 3.
     """
-    engines, alone, leaves = {}, [], set()
+    engines: dict[Any, list[Unit]] = {}  # with the units that are gathered for this alone
     for entry in entries:
         engine: Any = entry.engine()
-        unit = engine.begin_outside(entry)
-        engines[id(engine)] = engine
+        unit, alone = engine.begin_outside(entry), engines.setdefault(engine, [])
         if engine.gather.gather_alone(unit):
-            alone.append((engine.gather, unit))
-        leaves.add(id(entry.compute))
-    gathers = [engine.gather for engine in engines.values()]
+            alone.append(unit)
+    gathers = [engine.gather for engine in engines]
 
     def whole(t: torch.Tensor) -> torch.Tensor:
-        entry, _ = owner_of(t)
-        if entry is not None:
+        if (entry := entry_of(t)) is not None:
             return entry.compute
-        spec = spec_of(t)
-        return t if spec is None else spec.gather(t.detach(), "an operation with gradients")
+        gathered: torch.Tensor = whole_of(t, "an operation with gradients")
+        return gathered
 
     def returned(t: torch.Tensor) -> torch.Tensor:
         """A copy of what lies in a gathered buffer; a view of the parameter itself, as `p.float()`
         returns it: a hook that the user registers on the result must not stay on the parameter.
         """
-        if id(t) in leaves:
+        if entry_of(t) is not None:
             t = t.view_as(t)
-        dense = t.layout is torch.strided
-        inside = dense and any(storage_of(local_of(t)) in gather.by_storage for gather in gathers)
-        return t.clone() if inside else t
+        return t.clone() if any(is_in(gather.by_storage, t) for gather in gathers) else t
 
     args, kwargs = mapped((args, kwargs), whole)
     with saving(gathers, stays=False):
         out = mapped(func(*args, **kwargs), returned)
-    for gather, unit in alone:
-        gather.release(unit)
-    for engine in engines.values():
+    for engine, alone in engines.items():
+        for unit in alone:
+            engine.gather.release(unit)
         engine.passes.watch_outside(out)
     return out
 
@@ -226,7 +230,7 @@ class Whole(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """In a forward pass all who read it share one version counter, which tells of their writes:
-        see `keep_writes` in runtime/refresh.py.
+        see `keep_writes` in runtime/passes.py.
         """
         value: torch.Tensor = _DATA.__get__(self)
         entry = owner_of(self)[0] if in_forward() and not in_autograd() else None
@@ -249,17 +253,13 @@ class Whole(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        own: torch.Tensor | None = get_grad(self)
-        if own is not None or (param := _param_of(self)) is None:
-            return own
-        return seen_grad(param)
+        param = _param_of(self)
+        return get_grad(self) if param is None else seen_grad(param)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if (param := _param_of(self)) is None:
-            set_grad(self, value)
-        else:
-            give_grad(param, value)
+        param = _param_of(self)
+        set_grad(self, value) if param is None else give_grad(param, value)
 
     @property
     def requires_grad(self) -> bool:

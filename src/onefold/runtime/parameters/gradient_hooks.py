@@ -6,9 +6,9 @@ them with this rank's whole gradient of this backward pass, before the reduction
 | `register_hook`                        | the gradient                   | it                                                         |
 | `register_post_accumulate_grad_hook`   | the parameter that users hold  | it, in the same dictionary                                 |
 
-Both are registered on the leaf that autograd knows. While a hook of the second kind runs, its
-parameter is whole: `.grad` reads and writes the gradient on the leaf, and the values are gathered on
-first use. A hook must not write to the values: they would differ between ranks, because each rank's
+Both are registered on the leaf that autograd knows. While a gradient lies there, as when a hook of the
+second kind runs, its parameter is whole: `.grad` reads and writes that gradient, and the values are
+gathered on first use. A hook must not write to the values: they would differ between ranks, because each rank's
 gradient is its own.
 
 [Note: hooks that sum over tensor parallelism] transformers adds up the parts of a replicated gradient
@@ -32,15 +32,17 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from onefold.runtime.differentiate import keep_hooks_from_compiler
-from onefold.runtime.parameters.interval import ShardedParameterError, disable_torch_function
+from onefold.runtime.parameters.interval import (
+    ShardedParameterError,
+    disable_torch_function,
+    entry_of,
+)
 from onefold.runtime.parameters.values import written
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
 
 _T: Any = torch.Tensor
-#: The parameters whose hooks are running, by id.
-showing: dict[int, Entry] = {}
 
 IN_BACKWARD = (
     "inside a backward pass the gradients are this rank's own: they are not reduced yet, so every"
@@ -51,57 +53,48 @@ IN_BACKWARD = (
 
 
 def move(old: Any, entry: Entry) -> None:
-    """Move the hooks of `old`, the parameter that `shard()` was given, to the leaf.
-
-    The dicts stay the same objects, so that the handles that the user holds still remove hooks.
-    """
-    hooks, post = old._backward_hooks, old._post_accumulate_grad_hooks
-    if hooks is not None:
-        old._backward_hooks = None
-        entry.compute._backward_hooks = hooks
-    if post is not None:
-        old._post_accumulate_grad_hooks = None
-        for key, hook in tuple(post.items()):
-            if _is_called(entry, hook):
-                post[key] = _on_leaf(entry, hook)
-            else:
-                del post[key]
-        entry.compute._post_accumulate_grad_hooks = post
+    """Move the hooks of `old`, the parameter that `shard()` was given, to the leaf."""
+    _move(
+        old, entry.compute, lambda hook: _on_leaf(entry, hook) if _is_called(entry, hook) else None
+    )
 
 
 def give_back(entry: Entry) -> None:
     """Move the hooks back when the parameter becomes an ordinary one again."""
-    leaf: Any = entry.compute
-    hooks, leaf._backward_hooks = leaf._backward_hooks, None
-    post, leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks, None
-    entry.param._backward_hooks = hooks
-    if post is not None:
-        for key, hook in tuple(post.items()):
-            if (users := getattr(hook, "users", None)) is not None:
-                post[key] = users
-            else:
-                del post[key]
-        entry.param._post_accumulate_grad_hooks = post
+    _move(entry.compute, entry.param, lambda hook: getattr(hook, "users", None))
 
 
-def register(entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
-    """Register a hook for a call of `func`, a method that registers one, on a sharded parameter.
-    Returns the handle.
+def _move(source: Any, target: Any, changed: Callable[[Any], Any]) -> None:
+    """Move all hooks; of those that are called with the parameter, what `changed` makes of them. The
+    dicts stay the same objects, so that the handles that the user holds still remove hooks.
     """
-    hook = (*args[1:], *kwargs.values())[0]
-    post = func != _T.register_hook
+    target._backward_hooks, source._backward_hooks = source._backward_hooks, None
+    post, source._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks, None
+    for key, hook in tuple((post or {}).items()):
+        if (hook := changed(hook)) is not None:
+            post[key] = hook
+        else:
+            del post[key]
+    target._post_accumulate_grad_hooks = post
+
+
+def register(param: Any, hook: Any, post: bool) -> Any:
+    """Register a hook on a sharded parameter; `post`: one that is called with the parameter, when its
+    gradient has been accumulated. Returns the handle.
+    """
+    register_on: Any = _T.register_post_accumulate_grad_hook if post else _T.register_hook
+    entry = entry_of(param)
+    if entry is None or not param.requires_grad:
+        return register_on(param, hook)  # torch says why not
     if post and not _is_called(entry, hook):
         return RemovableHandle(OrderedDict())
-    with disable_torch_function():
-        if not entry.param.requires_grad:
-            return func(*args, **kwargs)  # torch says why not
-        leaf: Any = entry.compute
-        leaf.requires_grad = True  # the engine follows at the next pass
-        handle = func(leaf, _on_leaf(entry, hook) if post else hook)
-        if post and entry.arrival is not None:
-            hooks, own = leaf._post_accumulate_grad_hooks, entry.arrival.id
-            hooks[own] = hooks.pop(own)  # the engine's stays the last
-        return handle
+    leaf: Any = entry.compute
+    leaf.requires_grad = True  # the engine follows at the next pass
+    handle = register_on(leaf, _on_leaf(entry, hook) if post else hook)
+    if post and entry.arrival is not None:
+        hooks, own = leaf._post_accumulate_grad_hooks, entry.arrival.id
+        hooks[own] = hooks.pop(own)  # the engine's stays the last
+    return handle
 
 
 def _on_leaf(entry: Entry, hook: Any) -> Callable[[torch.Tensor], None]:
@@ -118,11 +111,7 @@ def _on_leaf(entry: Entry, hook: Any) -> Callable[[torch.Tensor], None]:
             with disable_torch_function(), torch.no_grad():
                 e.box.settle(e.compute)
         before = written(e.param), e.compute._version
-        showing[id(e.param)] = e
-        try:
-            hook(e.param)
-        finally:
-            del showing[id(e.param)]
+        hook(e.param)
         if (written(e.param), e.compute._version) != before:
             raise ShardedParameterError(
                 f"a gradient hook wrote to parameter {e.slot.name!r}, but {IN_BACKWARD}"
@@ -133,15 +122,6 @@ def _on_leaf(entry: Entry, hook: Any) -> Callable[[torch.Tensor], None]:
 
 
 keep_hooks_from_compiler(_on_leaf)
-
-
-def whole(param: Any) -> torch.Tensor | None:
-    """Return the whole values of a parameter whose hooks are running; None for any other. Writes to
-    them are noticed.
-    """
-    entry = showing.get(id(param))
-    engine = entry.engine() if entry is not None else None
-    return engine.use(entry).detach() if entry is not None and engine is not None else None
 
 
 # -- hooks that sum over tensor parallelism --------------------------------------------------------

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import prod
@@ -58,19 +58,16 @@ class Owners:
         bounds: the addresses `(start, stop)` of each rank, by its position in `flat.owners_group`,
             whose ranks together own every address once; of one rank, if each owns every address.
         position: this rank's position in that group.
-        alone: each rank owns every address.
     """
 
     def __init__(self, flat: Flat, engine: Engine) -> None:
-        group, everyone = flat.owners_group, engine.group
-        self.alone = flat.whole_master
-        self.position = 0 if self.alone else group.rank
-        positions = [0] if self.alone else map(flat.group.ranks.index, group.ranks)
+        group, everyone, ranks = flat.owners_group, engine.group, flat.group
+        positions = [0] if flat.whole_master else [ranks.ranks.index(r) for r in group.ranks]
         self.bounds = tuple(map(flat.spec.owned_by, positions))
-        self.index = flat.index
+        self.position, self.index = 0 if flat.whole_master else group.rank, flat.index
         self.flat, self._engine = weakref.ref(flat), weakref.ref(engine)
         # Where the parts meet when the model is gone
-        self._level, self._parts = group is not flat.group, flat.group.parts
+        self._level, self._parts = group is not ranks, ranks.parts
         self._meet_again = partial(everyone.reunion.group, everyone.size)
 
     @property
@@ -109,6 +106,7 @@ class IntervalSpec:
         unreduced: of a gradient kept under no_sync, this rank's whole gradient, of which it is a
             part; None for any other tensor.
         role: what it is of the parameter: "" for its values, "grad", or an optimizer state's key.
+        held: elements that the holders of this box have.
         box: the box that its holders have of the whole, [start, stop) being elements of it; None if
             they have all of it.
     """
@@ -124,28 +122,20 @@ class IntervalSpec:
     def __post_init__(self) -> None:
         self.shape = torch.Size(self.shape)
         self.numel = prod(self.shape)
+        self.held = self.numel if self.box is None else self.box.numel
         self.start, self.stop = self._at(self.owners.position)
         self._roles: dict[str, IntervalSpec] = {}
 
     def _at(self, position: int) -> tuple[int, int]:
         """Return what the owner at a position holds of what the holders of this box have."""
-        a, b = overlap((self.first, self.first + self._held), self.owners.bounds[position])
+        a, b = overlap((self.first, self.first + self.held), self.owners.bounds[position])
         return a - self.first, b - self.first
 
     @property
-    def _held(self) -> int:
-        """Elements that this rank's holders have."""
-        return self.numel if self.box is None else self.box.numel
-
-    def same_cut(self, other: IntervalSpec) -> bool:
-        """See [Note: the same cut]. Shapes may differ."""
-        return (self.first, self.numel, self.owners.bounds, self._cut) == (
-            other.first, other.numel, other.owners.bounds, other._cut,
-        )  # fmt: skip
-
-    @property
-    def _cut(self) -> Any:
-        return None if self.box is None else (self.box.kind, self.box.shape)
+    def cut(self) -> Any:
+        """The same as that of another: see [Note: the same cut]. Shapes may differ."""
+        box = self.box and (self.box.kind, self.box.shape)
+        return self.first, self.numel, self.owners.bounds, box
 
     def piece(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements, [stop - start], of a tensor that broadcasts to `shape`."""
@@ -203,19 +193,23 @@ class IntervalSpec:
         """
         group, _, context = self._begin("state", what)
         held = local
-        if not self.owners.alone:
-            bounds = [self._at(p) for p in range(group.size)]
-            held = torch.empty(self._held, dtype=local.dtype, device=group.device)
+        if len(self.owners.bounds) > 1:
+            held = torch.empty(self.held, dtype=local.dtype, device=group.device)
             with torch.no_grad():
                 held[self.start : self.stop].copy_(local)
             bytes_of, width = held.view(torch.uint8), local.element_size()
+            bounds = map(self._at, range(group.size))
             parts = [(p, bytes_of[a * width : b * width]) for p, (a, b) in enumerate(bounds)]
             _, mine = parts.pop(group.rank)
-            sends = [(p, mine) for p, _ in parts]
             # See [Note: the same question]
             asked = zlib.crc32(f"{what} {self.said}".encode()), self.first
             group.exchange(
-                sends, parts, context, self.owners.index, move="state", addresses=asked
+                [(p, mine) for p, _ in parts],
+                parts,
+                context,
+                self.owners.index,
+                move="state",
+                addresses=asked,
             ).wait()
         if self.box is None:
             return held.view(self.shape).to(local.device)
@@ -238,12 +232,11 @@ class IntervalSpec:
         more = f" and of {len(others)} others" if others else ""
         asked = f"{what} of {self.said}{more}"
         values = values.to(group.device)
-        if not self.owners.alone:
-            values = group.gather_asked(values, digest, asked, context)
+        # One row, or the rows of one group of owners, for each box
+        alone = len(self.owners.bounds) == 1
+        values = values[None] if alone else group.gather_asked(values, digest, asked, context)
         if self.box is None:
             return values
-        # One row, or the rows of one group of owners, for each box
-        values = values if not self.owners.alone else values[None]
         every = everyone.gather_asked(values, digest, asked, context)
         return every[self.box.firsts(everyone.ranks)].flatten(0, 1)
 
@@ -252,8 +245,8 @@ class IntervalSpec:
         group, everyone = self.owners.meet(f"{self.name!r}")
         subject = f"{what} of {self.said}, which every rank must call"
         engine = self.owners.engine
-        at = (0, "state") if engine is None else (engine.progress.step_count, engine.progress.phase)
-        return group, everyone, CollectiveContext(move, subject, *at)
+        of = CollectiveContext(move, subject, 0, "state")
+        return group, everyone, of if engine is None else engine.progress.context(move, subject)
 
 
 def spec_of(value: Any) -> IntervalSpec | None:
@@ -272,31 +265,10 @@ def shape_of(t: torch.Tensor) -> torch.Size:
     return t.shape if (spec := spec_of(t)) is None else spec.shape
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return `value` with each tensor in its lists, tuples and dicts replaced by `change(tensor)`."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        parts = [mapped(v, change) for v in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return {k: mapped(v, change) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def tensors_among(value: Any, found: list[Any] | None = None) -> list[Any]:
-    """Return the tensors in `value`, and in its lists, tuples and dicts, behind those of `found`."""
-    found = [] if found is None else found
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            tensors_among(part, found)
-    return found
-
-
 def entry_of(param: Any) -> Entry | None:
     """Return the entry of a sharded parameter; None for another tensor, and if its model is gone."""
-    found = getattr(param, "__dict__", {}).get("_onefold_entry")
-    return found() if found is not None else None
+    info = getattr(param, "__dict__", {}).get("onefold")
+    return info.entry() if info is not None else None
 
 
 def owner_of(param: Any) -> tuple[Any, Any]:
@@ -308,36 +280,25 @@ def owner_of(param: Any) -> tuple[Any, Any]:
     return (None, None) if engine is None else (entry, engine)
 
 
-#: The function that runs an operation on an interval, from (function, arguments, keyword
-#: arguments). runtime/parameters/parameter.py sets it.
-dispatched_by: list[Any] = [None]
-
-
 class Interval(torch.Tensor):
-    """See the docstring of this module. `dress` makes intervals."""
+    """See the docstring of this module. `dress` makes intervals; parameter.py gives them its dispatch."""
 
     _onefold_faced = True
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatched_by[0](func, args, kwargs or {})
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return (
             self.__dict__["_onefold_spec"].shape
             if torch._C._is_torch_function_enabled()
-            else _shape(self)
+            else get_shape(self)
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self.__dict__["_onefold_spec"]
-        with disable_torch_function():
-            local = self.detach().as_subclass(torch.Tensor)
-            return (
-                f"Interval({spec.name!r}: elements {spec.start} to {spec.stop} of shape"
-                f" {tuple(spec.shape)}, local={local!r})"
-            )
+        return (
+            f"Interval({spec.name!r}: elements {spec.start} to {spec.stop} of shape"
+            f" {tuple(spec.shape)}, local={local_part(self)!r})"
+        )
 
     def __deepcopy__(self, memo: Any) -> Interval:
         with disable_torch_function(), torch.no_grad():
@@ -371,7 +332,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 # parameter holds, without the property of its class.
 _base: Any = torch._C.TensorBase
 get_grad, set_grad = _base.grad.__get__, _base.grad.__set__
-_shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
+get_shape = _base.shape.__get__
 
 
 def dispatches(kind: type) -> bool:

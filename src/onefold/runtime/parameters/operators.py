@@ -20,7 +20,6 @@ A function with traffic is a collective: every rank must run it.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,15 +27,16 @@ import numpy as np
 import torch
 
 from onefold.memory import storage_of
+from onefold.runtime.differentiate import mapped, tensors_in
+from onefold.runtime.open_passes import here
 from onefold.runtime.parameters.interval import (
     IntervalSpec,
     ShardedParameterError,
     disable_torch_function,
     dress,
-    mapped,
+    local_part,
     shape_of,
     spec_of,
-    tensors_among,
 )
 
 _T: Any = torch.Tensor
@@ -72,19 +72,6 @@ class Operator:
 Run = Callable[[Operator, Any, Any, Any], Any]
 
 
-class _Stepping(threading.local):
-    """The number of optimizer steps under way in this thread.
-
-    Inside a step, a plain tensor may hold this rank's elements only (an optimizer state) and be
-    combined with an interval.
-    """
-
-    depth = 0
-
-
-stepping = _Stepping()
-
-
 def compute(op: Operator, func: Any, args: Any, kwargs: Any, among: Sequence[torch.Tensor]) -> Any:
     """Run `func` by the table of this module. `among` are the tensors among its arguments: at least
     one interval, or a sharded parameter that is treated as one.
@@ -96,8 +83,12 @@ def compute(op: Operator, func: Any, args: Any, kwargs: Any, among: Sequence[tor
         if not args:  # its first argument was given by name
             first = next((k for k in _FIRST if k in kwargs), next(iter(kwargs)))
             args, kwargs = (kwargs[first],), {k: v for k, v in kwargs.items() if k != first}
-        if not op.about_itself and op.name != "data":
-            _refuse_unreduced(op, among)
+        specs = () if op.about_itself or op.name == "data" else map(spec_of, among)
+        for spec in specs:
+            if spec is not None and spec.unreduced is not None:
+                if op.name not in ("zero_", "_foreach_zero_"):
+                    raise unreduced_error(op.name, spec.name)
+                spec.unreduced.zero_()
         return op.run(op, func, args, kwargs)
 
 
@@ -105,7 +96,7 @@ def compute(op: Operator, func: Any, args: Any, kwargs: Any, among: Sequence[tor
 
 
 def refusal(op: Operator, given: Any) -> ShardedParameterError:
-    spec = next(s for t in tensors_among(given) if (s := spec_of(t)) is not None)
+    spec = next(s for t in tensors_in(given) if (s := spec_of(t)) is not None)
     return ShardedParameterError(
         f"{op.name} of {spec.name!r} (this rank holds elements {spec.start} to {spec.stop} of shape"
         f" {tuple(spec.shape)}) cannot be done on a part. Every rank: read a whole copy with"
@@ -120,14 +111,6 @@ def refuse(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     raise refusal(op, (args, kwargs))
 
 
-def _refuse_unreduced(op: Operator, among: Sequence[torch.Tensor]) -> None:
-    for spec in filter(None, map(spec_of, among)):
-        if spec.unreduced is not None:
-            if op.name not in ("zero_", "_foreach_zero_"):
-                raise unreduced_error(op.name, spec.name)
-            spec.unreduced.zero_()
-
-
 def unreduced_error(what: str, name: str) -> ShardedParameterError:
     return ShardedParameterError(
         f"{what} was given the gradient of {name!r} under onefold.no_sync, where `.grad` shows this"
@@ -140,9 +123,7 @@ def unreduced_error(what: str, name: str) -> ShardedParameterError:
 
 
 def of_shape(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    spec = spec_of(args[0])
-    first = args[0] if spec is None else spec.stand_in(args[0].dtype)
-    return func(first, *args[1:], **kwargs)
+    return func(_without_memory(args[0]), *args[1:], **kwargs)
 
 
 def of_itself(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -177,14 +158,7 @@ def draw(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """Fill, or make, a whole tensor with random numbers, of which this rank keeps its slice. The
     slices are of one draw where ranks have equal seeds.
     """
-    x, spec = args[0], spec_of(args[0])
-    if spec is None:
-        return on_whole(op, func, args, kwargs)
-    whole = torch.empty(spec.shape, dtype=x.dtype, device=x.device)
-    rest, kwargs = whole_of((args[1:], kwargs), op.name)
-    mine = spec.piece(func(whole, *rest, **kwargs))
-    with torch.no_grad():
-        return x.copy_(mine) if op.writes else dress(mine.clone(), spec)
+    return on_whole(op, func, args, kwargs, draws=True)
 
 
 def _without_format(kwargs: Any) -> Any:
@@ -196,7 +170,7 @@ def _without_format(kwargs: Any) -> Any:
 
 
 def on_parts(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = tensors_among((args, kwargs))
+    tensors = tensors_in((args, kwargs))
     base = _base_among(tensors, op.writes)
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors if spec_of(t) is None)
     elsewhere = op.writes_with(kwargs) and not op.writes  # `out` or `inplace`
@@ -212,7 +186,7 @@ def _base_among(tensors: Sequence[torch.Tensor], writes: bool) -> IntervalSpec |
     the shape that all broadcast to.
     """
     specs = [s for t in tensors if (s := spec_of(t)) is not None]
-    if stepping.depth:
+    if here.stepping:
         for spec in specs:
             if any(_is_local(t, spec) for t in tensors):
                 return spec
@@ -238,7 +212,7 @@ def on_lists(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(tensors_among(value))
+    return isinstance(value, (list, tuple)) and bool(tensors_in(value))
 
 
 def unscale(op: Operator, func: Any, args: Any, kwargs: Any) -> None:
@@ -258,7 +232,7 @@ def part_of(t: torch.Tensor, base: IntervalSpec) -> torch.Tensor:
     """
     spec = spec_of(t)
     if spec is not None:
-        if spec.same_cut(base) and spec.shape == base.shape:
+        if spec.cut == base.cut and spec.shape == base.shape:
             return t
         t = spec.gather(t, "a part of another cut")
     elif _is_local(t, base) or (base.shape and not t.dim()):
@@ -271,7 +245,7 @@ def _is_local(t: torch.Tensor, base: IntervalSpec) -> bool:
     optimizer's step, for its parameters, gradients and states.
     """
     return (
-        stepping.depth > 0
+        here.stepping > 0
         and spec_of(t) is None
         and tuple(t.shape) == (base.stop - base.start,)
         and t.shape != base.shape
@@ -299,14 +273,11 @@ def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
 
 def view(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """Return a view of an interval as an interval. Its elements must keep their order."""
-    seen = _seen(func, args, kwargs)
+    seen = _seen(_T.unbind if op.name == "__iter__" else func, args, kwargs)
     if seen is None:
         return on_whole(op, func, args, kwargs)
-    return mapped(seen, lambda t: _cut(op, t, args[0]))
-
-
-def iterate(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    return iter(view(op, _T.unbind, args, kwargs))
+    parts = mapped(seen, lambda t: _cut(op, t, args[0]))
+    return iter(parts) if op.name == "__iter__" else parts
 
 
 def _seen(func: Any, args: Any, kwargs: Any) -> Any:
@@ -321,7 +292,7 @@ def _seen(func: Any, args: Any, kwargs: Any) -> Any:
         seen = func(first, *rest, **kwargs)
     except RuntimeError:
         return None
-    for t in tensors_among(seen):
+    for t in tensors_in(seen):
         if storage_of(t) != storage_of(first) or _repeats(t):
             return None
     return seen
@@ -344,34 +315,29 @@ def _cut(op: Operator, seen: torch.Tensor, source: torch.Tensor) -> Any:
         raise refusal(op, source)
     into = spec if same else spec.within(seen.storage_offset() if seen.numel() else 0, seen.shape)
     first = into.first - spec.first + into.start - spec.start if into.stop > into.start else 0
-    part = source.detach()[first : first + into.stop - into.start]
+    part = source[first : first + into.stop - into.start]
     return dress(part.conj() if seen.is_conj() else part, into)
 
 
 def set_item(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     target, index, value = args
     seen = _seen(_T.__getitem__, (target, index), {})
-    given = value
     if not isinstance(value, torch.Tensor):
-        given = torch.as_tensor(value, dtype=target.dtype, device=target.device)
-    if seen is None or not seen.is_contiguous() or len(shape_of(given)) > seen.dim():
+        value = torch.as_tensor(value, dtype=target.dtype, device=target.device)
+    if seen is None or not seen.is_contiguous() or len(shape_of(value)) > seen.dim():
         return on_whole(op, func, args, kwargs)
-    _refuse_leaf(target)
-    into = _cut(op, seen, target)
-    with torch.no_grad():
-        into.copy_(part_of(given, into.__dict__["_onefold_spec"]))
+    into = _cut(op, seen, target)  # a view: torch refuses to write to that of a leaf with gradients
+    into.copy_(part_of(value, into.__dict__["_onefold_spec"]).detach())
 
 
 def set_data(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """Run `interval.data = value`: copy the values; the interval keeps its memory."""
     target, value = args
-    spec = spec_of(target)
-    if spec is None:
+    if (spec := spec_of(target)) is None:
         return on_whole(op, func, args, kwargs)
     if value.dtype != target.dtype or shape_of(value) != spec.shape:
         raise spec.mismatch(value)
-    with torch.no_grad():
-        target.copy_(part_of(value, spec))
+    target.copy_(part_of(value, spec).detach())
 
 
 # -- on the whole ----------------------------------------------------------------------------------
@@ -385,14 +351,15 @@ def whole_of(value: Any, what: str) -> Any:
     def gathered(t: torch.Tensor) -> torch.Tensor:
         spec = spec_of(t)
         # A parameter is read in the dtype that it shows; its masters may be in another.
-        shown = t.__dict__.get("_onefold_declared", t.dtype)
+        shown = getattr(t.__dict__.get("onefold"), "declared", t.dtype)
         return t if spec is None else spec.gather(t.detach(), what).to(shown)
 
     return mapped(value, gathered)
 
 
-def on_whole(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+def on_whole(op: Operator, func: Any, args: Any, kwargs: Any, draws: bool = False) -> Any:
     """Run a function on gathered copies, and keep this rank's slice of the one that it writes to.
+    `draws`: no value of its first argument matters, and this rank keeps its slice of the result.
 
     Raises:
         ShardedParameterError: it wrote to another copy, or returns a view of one in another order.
@@ -400,16 +367,17 @@ def on_whole(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     target: Any = None
     if op.writes_with(kwargs):
         target = args[0] if kwargs.get("out") is None else kwargs["out"]
-    spec = None if target is None else spec_of(target)
-    if spec is not None:
-        _refuse_leaf(target)
+    spec, first = spec_of(target), spec_of(args[0])
     copies: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def copied(t: torch.Tensor) -> torch.Tensor:
         if (found := spec_of(t)) is None:
             return t
         if id(t) not in copies:
-            copy = found.gather(t, op.name) if t is target else whole_of(t, op.name)
+            if draws and t is args[0]:
+                copy = torch.empty(found.shape, dtype=t.dtype, device=t.device)
+            else:
+                copy = found.gather(t, op.name) if t is target else whole_of(t, op.name)
             copies[id(t)] = t, copy, _version(copy)
         return copies[id(t)][1]
 
@@ -418,7 +386,7 @@ def on_whole(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         for source, copy, _ in copies.values() if t.layout is torch.strided else ():
             if storage_of(t) == storage_of(copy) and not _repeats(t):
                 return _cut(op, t, source)
-        return t
+        return dress(first.piece(t).clone(), first) if draws and first is not None else t
 
     with torch.set_grad_enabled(torch.is_grad_enabled() and spec is None):
         given_args, given = mapped((args, kwargs), copied)
@@ -426,18 +394,14 @@ def on_whole(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         for t, copy, before in copies.values():
             if copy.shape != shape_of(t) or (t is not target and _version(copy) != before):
                 raise refusal(op, t)
-        if spec is not None:
-            return target.copy_(spec.piece(copies[id(target)][1]))
         if isinstance(out, np.ndarray):
             out.setflags(write=False)
-        return mapped(out, returned)
-
-
-def _refuse_leaf(target: torch.Tensor) -> None:
-    if target.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            "a leaf Variable that requires grad is being used in an in-place operation."
-        )
+        if spec is None:
+            return mapped(out, returned)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not draws):
+        return target.copy_(
+            spec.piece(copies[id(target)][1])
+        )  # torch refuses a leaf with gradients
 
 
 def _version(t: torch.Tensor) -> int:
@@ -499,22 +463,21 @@ def norms_of(tensors: Sequence[torch.Tensor], p: float) -> list[torch.Tensor]:
 
     Norms of 16-bit parts are in fp32: the result is rounded once, when all parts are combined.
     """
-    out = list(tensors)
-    alike: dict[Any, list[int]] = {}
+    out, alike = list(tensors), dict[Any, list[int]]()
     for i, t in enumerate(tensors):
-        spec = spec_of(t)
-        ranks = None if spec is None else spec.owners.meet(spec.name)[0]
+        ranks = (spec := spec_of(t)) and spec.owners.meet(spec.name)[0]
         alike.setdefault((ranks, t.device, t.dtype), []).append(i)
     for (ranks, device, dtype), indices in alike.items():
-        none = torch.zeros(1, dtype=dtype, device=device)  # for parts that are empty here
-        some = [tensors[i] if tensors[i].numel() or ranks is None else none for i in indices]
-        low = torch.float32 if ranks is not None and dtype in _NARROW else None
-        found: Sequence[torch.Tensor] = torch._foreach_norm(some, p, dtype=low)
-        if ranks is not None:
+        parts, shared = [tensors[i] for i in indices], ranks is not None
+        if shared:  # some may be empty here
+            parts = [t if t.numel() else t.new_zeros(1) for t in map(local_part, parts)]
+        low = torch.float32 if shared and dtype in _NARROW else None
+        found: Sequence[torch.Tensor] = torch._foreach_norm(parts, p, dtype=low)
+        if shared:
             spec, *others = (s for i in indices if (s := spec_of(tensors[i])) is not None)
-            parts, largest = torch.stack(list(found)).to(torch.float64), math.isinf(p)
+            mine, largest = torch.stack(list(found)).double(), math.isinf(p)
             what = "the norm" if p == 2 else f"the {p:g}-norm"
-            every = spec.exchange(parts if largest else parts.pow(p), what, others).to(device)
+            every = spec.exchange(mine if largest else mine.pow(p), what, others).to(device)
             total = every.amax(0) if largest else every.sum(0).pow(1 / p)
             found = total.to(dtype.to_real()).unbind()
         for i, one in zip(indices, found, strict=True):

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from onefold.runtime import differentiate
-from onefold.runtime.open_passes import in_forward
-from onefold.runtime.parameters import gradient_hooks
-from onefold.runtime.parameters.access import compute_outside, wholes
+from onefold.runtime.differentiate import in_autograd, mapped, tensors_in
+from onefold.runtime.open_passes import here, in_forward
+from onefold.runtime.parameters.access import call_autograd, compute_outside, wholes
+from onefold.runtime.parameters.gradient_hooks import register
 from onefold.runtime.parameters.interval import (
+    Interval,
     ShardedParameterError,
     disable_torch_function,
-    dispatched_by,
     dress,
     get_grad,
-    mapped,
+    get_shape,
     owner_of,
     set_grad,
     spec_of,
-    tensors_among,
 )
 from onefold.runtime.parameters.operators import Operator, call_python, compute, convert
 from onefold.runtime.parameters.schema import operator_of, words
 from onefold.runtime.parameters.values import (
-    dropped_grad,
+    CALLS,
+    arriving,
     elsewhere,
     give_data,
     give_grad,
@@ -73,26 +72,7 @@ __all__ = [
     "ShardedParameter",
     "ShardedParameterError",
     "disable_torch_function",
-    "reader",
 ]
-
-
-class _Reader(threading.local):
-    """Which method of torch's reads sharded parameters in this thread. Set in
-    optim/steps.py.
-
-    Attributes:
-        casts_states: `optimizer.load_state_dict`, which casts states to `param.dtype`. It must see
-            the master dtype, which is what the optimizer steps.
-        drops_gradients: `zero_grad`, which reads `.grad` only to drop it or to fill it with zeros.
-            It needs no interval.
-    """
-
-    casts_states = False
-    drops_gradients = False
-
-
-reader = _Reader()
 
 
 class ShardInfo:
@@ -109,16 +89,23 @@ class ShardInfo:
             uses another object too).
         in_place: False where the elements are stored on NVMe or encoded. The parameter then has a
             shape and no memory.
+        declared: the dtype in which the model was declared, which `.dtype` shows.
+        entry: weak: parameters may outlive their model.
     """
 
-    def __init__(self, entry: Entry, interval: tuple[int, int]) -> None:
-        self._entry = weakref.ref(entry)
-        self.name, self.interval = entry.slot.name, interval
-        self._box = box = entry.box
-        self.shape = torch.Size(entry.slot.shape) if box is None else box.shape
+    def __init__(self, entry: Entry, faced: Any, plain: Any) -> None:
+        self.entry, self._box = weakref.ref(entry), entry.box
+        self.name, self.interval = entry.slot.name, entry.owned()
+        self.shape = torch.Size(entry.shape)
         self.dtype = entry.compute.dtype
+        self.declared: torch.dtype = entry.declared
         self.sharded = entry.flat.divided
         self.in_place = entry.flat.storage.in_place
+        # Its class between steps, and inside one
+        self.faced, self.plain = faced, plain
+        # For `.data`, see parameters/values.py
+        self.alias: torch.Tensor | None = None
+        self.written, self.given = 0, list[weakref.ref[torch.Tensor]]()
 
     def __deepcopy__(self, memo: object) -> ShardInfo:
         return self
@@ -130,7 +117,7 @@ class ShardInfo:
         """Return the whole parameter in master precision, shape `self.shape`. Collective: every
         rank must call it.
         """
-        entry = self._entry()
+        entry = self.entry()
         engine = entry.engine() if entry is not None else None
         if entry is None or engine is None:
             raise RuntimeError(f"the model of parameter {self.name!r} is gone.")
@@ -144,8 +131,7 @@ class ShardInfo:
 
 
 _enabled = torch._C._is_torch_function_enabled
-_T: Any = torch._C.TensorBase
-_get_shape, _get_dtype = _T.shape.__get__, _T.dtype.__get__
+_get_dtype: Any = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 
 class ShardedParameter(nn.Parameter):
@@ -160,22 +146,22 @@ class ShardedParameter(nn.Parameter):
     def shape(self) -> torch.Size:  # type: ignore[override]
         if _enabled():
             return self.__dict__["onefold"].shape
-        return _get_shape(self)
+        return get_shape(self)
 
     # The dtype in which the model was declared, so that `x.to(next(model.parameters()).dtype)` fits
     # what the model computes with. `.data` and `.grad` report their own dtype, master precision.
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        if not _enabled() or reader.casts_states:
+        if not _enabled() or here.casts_states:
             return _get_dtype(self)
-        if in_forward() or differentiate.in_autograd():
+        if in_forward() or in_autograd():
             # Recomputed code must take the same path as in the forward pass, where its module had
             # the whole parameter: adapters cast their input to this dtype
             entry, engine = owner_of(self)
             if engine is not None and engine.in_pass:
                 return entry.compute.dtype
-        return self.__dict__["_onefold_declared"]
+        return self.__dict__["onefold"].declared
 
     @property
     def itemsize(self) -> int:  # type: ignore[override]
@@ -192,22 +178,14 @@ class ShardedParameter(nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         if not _enabled():
             return get_grad(self)
-        if gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
-            return get_grad(entry.compute)
         with disable_torch_function():
-            if reader.drops_gradients:
-                return dropped_grad(self)
             return seen_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if not _enabled():
-            set_grad(self, value)
-        elif gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
-            set_grad(entry.compute, value)
-        else:
-            with disable_torch_function():
-                give_grad(self, value)
+        give = give_grad if _enabled() else set_grad
+        with disable_torch_function():
+            give(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -239,47 +217,39 @@ class ShardedParameter(nn.Parameter):
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run `func`, which has a sharded parameter or an interval among its arguments."""
     # Outside disable_torch_function: a recomputation inside `func` needs the dispatch on parameters
-    if func in differentiate.CALLS:
-        return differentiate.call(func, args, kwargs)
+    if func in CALLS:
+        return call_autograd(func, args, kwargs)
     op = operator_of(func)
     if op.run is call_python:
         return call_python(op, func, args, kwargs)
     first = args[0] if args else None
     param = first if isinstance(first, ShardedParameter) else None
-    if param is not None and op.name in _HOOKS and (entry := owner_of(param)[0]):
-        return gradient_hooks.register(entry, func, args, kwargs)
     with disable_torch_function():
-        if gradient_hooks.showing and op.name in ("data", "detach"):
-            whole = gradient_hooks.whole(first)
-            if whole is not None:
-                return whole
         if param is not None and op.name in _OWN:
             return (_OWN[op.name] or func)(*args, **kwargs)
         if op.name == "device" and sys._getframe(2).f_globals.get("__name__") == _DDP:
             raise ShardedParameterError(WRAPPED)
+        if param is not None and op.name in ("data", "detach"):
+            return _handed_out(op, func, param)
         args, kwargs = wholes(op, args, kwargs)
-        if op.name == "data" and args[0] is not first:
-            return args[0].data  # that of the whole, whose writes are followed
-        among = tensors_among((args, kwargs))
+        among = tensors_in((args, kwargs))
         # Parameters are left over whose model computes nothing now
         params = [t for t in among if isinstance(t, ShardedParameter)]
         if op.run is convert and param is None and spec_of(first) is None:
             args, kwargs = mapped((args, kwargs), _as_declared)
             return func(*args, **kwargs)  # in the dtype and on the device of a parameter
-        seen, writes = op.name in ("data", "detach"), op.writes_with(kwargs)
-        for t in among if seen or writes else ():
+        writes = op.writes_with(kwargs)
+        for t in among if writes else ():
             if getattr(type(t), "_onefold_faced", False):
-                wait_before_write(t, seen)
-        if seen and params:
-            return _given_out(op, func, params[0])
+                wait_before_write(t)
         for t in () if op.asks else params:
             if not t.__dict__["onefold"].in_place:
                 raise storageless_error(func, f"parameter {t.__dict__['onefold'].name!r}")
         reads = not op.about_itself and not writes
         if reads and torch.is_grad_enabled():
-            entries = {id(e): e for t in params if (e := owner_of(t)[0]) is not None}
-            if any(entry.compute.requires_grad for entry in entries.values()):
-                return compute_outside(func, args, kwargs, entries.values())
+            entries = {e: None for t in params if (e := owner_of(t)[0]) is not None}
+            if any(entry.compute.requires_grad for entry in entries):
+                return compute_outside(func, args, kwargs, entries)
         if any(spec_of(t) is not None for t in among):
             return compute(op, func, args, kwargs, among)
         if reads:
@@ -291,38 +261,38 @@ def _as_declared(t: torch.Tensor) -> torch.Tensor:
     """Return a sharded parameter in the dtype in which the model was declared, where its masters have
     another.
     """
-    declared = t.__dict__["_onefold_declared"] if isinstance(t, ShardedParameter) else t.dtype
+    declared = t.__dict__["onefold"].declared if isinstance(t, ShardedParameter) else t.dtype
     return t if declared == t.dtype else t.detach().to(declared)
 
 
-def _given_out(op: Operator, func: Any, param: ShardedParameter) -> Any:
-    """Return `.data` or `detach()` of a parameter."""
-    info, spec = param.__dict__["onefold"], spec_of(param)
+def _handed_out(op: Operator, func: Any, param: ShardedParameter) -> Any:
+    """Return `.data` or `detach()` of a parameter: of the whole where its model computes."""
+    ((whole,), _), info, spec = wholes(op, (param,), {}), param.__dict__["onefold"], spec_of(param)
+    if whole is not param:  # all whose writes are followed share its counter, or that of `.data`
+        return whole.detach() if op.name == "detach" or arriving(param) else whole.data
+    wait_before_write(param, seen=True)
     if not info.in_place:
         return elsewhere(func(param), f"parameter {info.name!r}", spec)
     out = seen_data(param) if op.name == "data" else func(param)
     out = out if spec is None else dress(out, spec)
-    param.__dict__["_onefold_given_out"] = [*map(weakref.ref, given_out(param)), weakref.ref(out)]
+    info.given = [*map(weakref.ref, given_out(param)), weakref.ref(out)]
     return out
 
 
-dispatched_by[0] = dispatch
+Interval.__torch_function__ = ShardedParameter.__torch_function__  # type: ignore[method-assign]
 
 
-def bare(params: Iterable[nn.Parameter]) -> None:
+def bare(params: Iterable[nn.Parameter], faced: bool = False) -> None:
     """Make sharded parameters plain `nn.Parameter`s over this rank's elements, for the duration of
-    an optimizer's step: without dispatch a step is as fast as on any tensor.
+    an optimizer's step: without dispatch a step is as fast as on any tensor. `faced` undoes it.
     """
     for param in params:
-        if (plain := param.__dict__.get("_onefold_bare")) is not None:
-            param.__class__ = plain
+        if (info := param.__dict__.get("onefold")) is not None:
+            param.__class__ = info.faced if faced else info.plain
 
 
 def face(params: Iterable[nn.Parameter]) -> None:
-    """Undo `bare`: make the parameters `ShardedParameter`s again."""
-    for param in params:
-        if (faced := param.__dict__.get("_onefold_class")) is not None:
-            param.__class__ = faced
+    bare(params, faced=True)
 
 
 @cache
@@ -354,11 +324,12 @@ WRAPPED = (
     " else the wrapper holds should be sharded with it."
 )
 _DDP = "torch.nn.parallel.distributed"
-_HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 #: Operations on the optimizer's object itself, also inside a forward pass.
 _OWN: dict[str, Any] = {
     **dict.fromkeys(words("_version requires_grad__set__ requires_grad_ __hash__ _grad")),
     "grad": seen_grad,
     "grad__set__": give_grad,
     "data__set__": give_data,
+    "register_hook": partial(register, post=False),
+    "register_post_accumulate_grad_hook": partial(register, post=True),
 }

@@ -33,7 +33,6 @@ from onefold.runtime.parameters.operators import (
     convert,
     draw,
     formatted,
-    iterate,
     make_like,
     norm,
     of_itself,
@@ -75,9 +74,8 @@ EXCEPTIONS: dict[str, Run] = {
         reduce: "sum mean max min amax amin any all count_nonzero",
         norm: "norm linalg_vector_norm linalg_norm _foreach_norm",
         # Syntax of Python, not operators
-        view: "__getitem__",
+        view: "__getitem__ __iter__",
         set_item: "__setitem__",
-        iterate: "__iter__",
         formatted: "__format__",
         set_data: "data__set__",
         # It writes to the rows of this rank's batch; and elements could be read without torch

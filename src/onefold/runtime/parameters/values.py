@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.runtime.differentiate import CALLS
-from onefold.runtime.open_passes import in_forward
+from onefold.runtime.differentiate import in_autograd, mapped
+from onefold.runtime.open_passes import here, in_forward
 from onefold.runtime.parameters.interval import (
     IntervalSpec,
     ShardedParameterError,
@@ -17,14 +17,13 @@ from onefold.runtime.parameters.interval import (
     dress,
     entry_of,
     get_grad,
-    mapped,
     over,
     owner_of,
     set_grad,
     shape_of,
     spec_of,
 )
-from onefold.runtime.parameters.operators import of_shape, part_of, unreduced_error
+from onefold.runtime.parameters.operators import of_shape, part_of, unreduced_error, whole_of
 from onefold.runtime.parameters.schema import operator_of, words
 
 if TYPE_CHECKING:
@@ -56,8 +55,7 @@ class Elsewhere(torch.Tensor):
         op, kwargs = operator_of(func), kwargs or {}
         if op.asks or op.name in _SETS or func in CALLS:  # autograd knows them by their nodes
             with disable_torch_function():
-                spec = getattr(args[0], "spec", None) if op.run is of_shape else None
-                if spec is not None:
+                if op.run is of_shape and (spec := getattr(args[0], "spec", None)) is not None:
                     args = (spec.stand_in(args[0].dtype), *args[1:])
                 return func(*args, **kwargs)
         args, kwargs = mapped(
@@ -73,6 +71,8 @@ class Elsewhere(torch.Tensor):
         return f"Elsewhere({self.what}, on NVMe or encoded)"
 
 
+#: Functions that take parameters as `inputs`.
+CALLS = {torch.autograd.grad, torch.autograd.backward}
 _SETS = words("grad__set__ requires_grad__set__ register_hook register_post_accumulate_grad_hook")
 
 
@@ -95,11 +95,6 @@ def state_place(shape: Any, dtype: torch.dtype) -> Elsewhere:
     return elsewhere(torch.empty(shape, dtype=dtype, device="meta"), "a state of the optimizer")
 
 
-def is_storageless(t: torch.Tensor) -> bool:
-    """Whether `t` should have memory and has none."""
-    return t.numel() > 0 and t.device.type != "meta" and t.untyped_storage().nbytes() == 0
-
-
 def storageless_error(func: Any, what: str) -> StoragelessError:
     """Return the error for code that computes with something storageless."""
     return StoragelessError(
@@ -117,16 +112,22 @@ def storageless_error(func: Any, what: str) -> StoragelessError:
 # Reads and writes of `.grad` and `.data` of a sharded parameter by code outside the engine.
 
 
-def wait_before_write(t: Any, seen: bool) -> None:
+def wait_before_write(t: Any, seen: bool = False) -> None:
     """See `Engine.wait_before_write`. `t`: a sharded parameter or an interval."""
     entry, spec = entry_of(t), spec_of(t)
-    engine = flat = None
-    if entry is not None:
-        engine, flat = entry.engine(), entry.flat
-    elif spec is not None and not seen:
+    engine, flat = owner_of(t)[1], entry and entry.flat
+    if entry is None and spec is not None:
         engine, flat = spec.owners.engine, spec.owners.flat()
     if engine is not None and flat is not None:
         engine.wait_before_write(flat, seen)
+
+
+def arriving(param: Any) -> Entry | None:
+    """Return the entry of a sharded parameter if its gradient of the backward pass under way lies on
+    the leaf: a hook may read it, and write to it.
+    """
+    entry = entry_of(param) if in_autograd() else None
+    return entry if entry is not None and get_grad(entry.compute) is not None else None
 
 
 def seen_grad(param: Any) -> torch.Tensor | None:
@@ -136,23 +137,31 @@ def seen_grad(param: Any) -> torch.Tensor | None:
     A rank that owns no element of a parameter has no gradient of it. If other ranks have one, this
     rank sees an empty interval: code such as gradient clipping then runs the same collectives on
     all ranks.
+
+    Code that only drops it gets a plain tensor: of a gradient that waits for the boundary, this rank's
+    whole; if only other ranks have one, any tensor that shows that there is something to drop.
     """
-    grad, spec = get_grad(param), spec_of(param)
-    entry = entry_of(param)
-    storage = getattr(entry.flat, "storage", None) if entry is not None else None
+    grad: torch.Tensor | None = get_grad(param)
+    if here.drops_gradients and grad is not None:
+        return grad
+    if (entry := arriving(param)) is not None:
+        return get_grad(entry.compute)
+    spec, entry = spec_of(param), entry_of(param)
+    found = _waiting(entry) if grad is None and entry is not None else None
+    if here.drops_gradients and found is not None:
+        return found[0]
+    if here.drops_gradients:
+        return _nothing if entry is not None and entry.graded_elsewhere else None
+    storage: Any = getattr(entry and entry.flat, "storage", None)  # None: the model is gone
     if storage is not None:
         storage.gradient_seen(entry)
-    if grad is None and entry is not None and (found := _waiting(entry)) is not None:
+    if entry is not None and found is not None:
         return _seen_waiting(entry, spec, *found)
-    if spec is None:
-        return grad
-    if grad is None:
-        if entry is None or not entry.graded_elsewhere:
-            return None
-        if entry.flat.storage.gradients_on_disk:
+    if grad is None and spec is not None and entry is not None and entry.graded_elsewhere:
+        if storage.gradients_on_disk:
             return storageless(param, f"the gradient of {spec.name!r}")
-        return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec.of("grad"))
-    if isinstance(grad, Elsewhere):
+        grad = torch.empty(0, dtype=param.dtype, device=param.device)
+    if grad is None or spec is None or isinstance(grad, Elsewhere):
         return grad
     return dress(grad.detach(), spec.of("grad"))
 
@@ -169,65 +178,50 @@ def _seen_waiting(
     entry: Entry, spec: IntervalSpec | None, whole: torch.Tensor, own: torch.Tensor
 ) -> torch.Tensor:
     """Return what `.grad` shows of a gradient that waits for the boundary under no_sync."""
-    engine = entry.engine()
-    assert engine is not None
     if entry.flat.storage.offloaded:  # it is on the device, and its parameter is not
         return storageless(entry.param, f"the unreduced gradient of {entry.slot.name!r}")
-    if spec is None:
-        # `.data` has a version counter of its own, which tells whether the user wrote to it
-        return engine.reduce.shown.setdefault(entry, own.data.view(entry.param.shape))
-    return dress(own.detach(), replace(spec, unreduced=whole, role="grad"))
+    if spec is not None:
+        return dress(own.detach(), replace(spec, unreduced=whole, role="grad"))
+    # `.data` has a version counter of its own, which tells whether the user wrote to it
+    engine: Any = entry.engine()
+    shown: torch.Tensor = engine.reduce.shown.setdefault(entry, own.data.view(entry.param.shape))
+    return shown
 
 
 _nothing = torch.empty(0, device="cpu")
 
 
-def dropped_grad(param: Any) -> torch.Tensor | None:
-    """Return `.grad` for code that only drops it: the plain tensor, without an interval around it.
-    Of a gradient that waits for the boundary, that is this rank's whole.
-
-    If other ranks have a gradient and this one owns no element, that is an arbitrary empty tensor:
-    the code must see that there is something to drop.
-    """
-    own: torch.Tensor | None = get_grad(param)
-    entry = entry_of(param) if own is None else None
-    if entry is not None and (found := _waiting(entry)) is not None:
-        return found[0]
-    return own if entry is None or not entry.graded_elsewhere else _nothing
-
-
 def give_grad(param: Any, value: torch.Tensor | None) -> None:
+    if (entry := arriving(param)) is not None:
+        return set_grad(entry.compute, value)
     spec, entry = spec_of(param), entry_of(param)
-    elsewhere = spec is not None and spec.start == spec.stop
-    absent = value is None or isinstance(value, Elsewhere)
+    empty = spec is not None and spec.start == spec.stop
     if entry is not None and _waiting(entry) is not None:
         if value is not None:
             raise unreduced_error("`.grad =`", entry.slot.name)
         entry.engine().reduce.forget(entry)  # type: ignore[union-attr]
-    # Every rank checks, also one that has no element of the parameter
-    if spec is not None and value is not None and not absent and shape_of(value) != spec.shape:
-        raise spec.of("grad").mismatch(value)
-    if entry is not None and (spec is not None or value is None):
-        entry.graded_elsewhere = value is not None and elsewhere
-    if value is None or absent:
-        set_grad(param, value)
-    elif spec is None:
-        # What was made like the parameter has the dtype that it shows
-        declared = param.__dict__["_onefold_declared"]
-        set_grad(param, value.to(param.dtype) if value.dtype == declared else value)
-    elif elsewhere:
-        set_grad(param, None)
-    else:
-        part = part_of(value, spec).detach()
-        # A slice of a whole would keep the whole alive
-        set_grad(param, part.to(param.dtype, copy=spec_of(value) is None))
+    given = value
+    if value is not None and not isinstance(value, Elsewhere):
+        if spec is None:
+            # What was made like the parameter has the dtype that it shows
+            declared = param.__dict__["onefold"].declared
+            given = value.to(param.dtype) if value.dtype == declared else value
+        elif shape_of(value) != spec.shape:  # every rank checks, also one that has no element of it
+            raise spec.of("grad").mismatch(value)
+        else:
+            part = part_of(value, spec).detach()
+            # A slice of a whole would keep the whole alive
+            given = None if empty else part.to(param.dtype, copy=spec_of(value) is None)
+    if entry is not None:
+        entry.graded_elsewhere = value is not None and empty
+    set_grad(param, given)
 
 
 def give_data(param: Any, value: torch.Tensor) -> None:
     """Run `param.data = value`: copy the values. The parameter keeps its memory, which the engine
     refers to. See [Note: old data].
 
-    In a forward pass of its model the value goes to the whole parameter; runtime/refresh.py copies it
+    In a forward pass of its model the value goes to the whole parameter; runtime/passes.py copies it
     to the masters.
 
     Raises:
@@ -236,10 +230,9 @@ def give_data(param: Any, value: torch.Tensor) -> None:
     entry, engine = owner_of(param)
     spec, info = spec_of(param), param.__dict__["onefold"]
     whole = engine.use(entry) if engine is not None and in_forward() and engine.computing else None
-    into, dtypes = param, {param.dtype, param.__dict__["_onefold_declared"]}
-    if whole is not None:
-        into, dtypes = whole, {whole.dtype}
+    into: Any = param if whole is None else whole
     shape = shape_of(value)
+    dtypes = into.dtype, into.dtype if whole is not None else param.__dict__["onefold"].declared
     if shape != info.shape or value.dtype not in dtypes or value.device != into.device:
         raise ShardedParameterError(
             f"parameter {info.name!r} of shape {tuple(info.shape)}, {into.dtype}, {into.device}, was"
@@ -250,14 +243,11 @@ def give_data(param: Any, value: torch.Tensor) -> None:
         )
     with torch.no_grad():
         if whole is not None:
-            given = spec_of(value)
-            whole.data = (
-                value.detach() if given is None else given.gather(value.detach(), ".data =")
-            )
+            whole.data = whole_of(value, ".data =").detach()
             return
         if any(value is t for t in given_out(param)):
             return  # on every rank, as copies of it are made anew on all of them or on none
-        wait_before_write(param, seen=False)
+        wait_before_write(param)
         local = value if spec is None else part_of(value, spec)
         # The master may have more bits than `value`, which is in the declared dtype. Where `value`
         # equals the rounded master, the master stays: assigning back what was read changes nothing
@@ -278,32 +268,31 @@ def given_out(param: Any) -> list[torch.Tensor]:
     Before that, tensors given out earlier are moved to a copy of the old values. Scripts that
     evaluate with averaged weights and then assign `old` back rely on it.
     """
-    refs = param.__dict__.get("_onefold_given_out", ())
-    return [t for ref in refs if (t := ref()) is not None]
+    return [t for ref in param.__dict__["onefold"].given if (t := ref()) is not None]
 
 
 def seen_data(param: Any) -> torch.Tensor:
     """Return `.data`. Writes through it do not raise the parameter's own version counter, so all
     tensors that are given out share another one, which `written` reads.
     """
-    now, known = param.data, param.__dict__.get("_onefold_data")
+    now, info = param.data, param.__dict__["onefold"]
+    known = info.alias
     if (
         known is None
         or known.dtype != now.dtype
         or (known.data_ptr(), known.shape) != (now.data_ptr(), now.shape)
     ):
         # Keep the count of the previous view
-        param.__dict__["_onefold_written"] = written(param) - param._version
-        param.__dict__["_onefold_data"] = known = now
-    return known.detach()
+        info.written, info.alias = written(param) - param._version, now
+    return info.alias.detach()
 
 
 def written(param: torch.Tensor) -> int:
     """Return how often the memory of an optimizer's parameter was written to, by torch's version
     counters. Writes through `.data` count too.
     """
-    known = param.__dict__.get("_onefold_data")
-    through = 0 if known is None else known._version + param.__dict__["_onefold_written"]
+    info = param.__dict__.get("onefold")
+    through = 0 if info is None or info.alias is None else info.alias._version + info.written
     return param._version + through
 
 
@@ -333,8 +322,8 @@ class WriteCounters:
     def __init__(self, entries: Sequence[Entry], progress: Progress) -> None:
         self._entries = entries  # the engine's own list, which it clears when it closes
         self.progress = progress
-        # Parameters that got a gradient on some rank since they were last stepped
-        self.graded: set[int] = set()
+        # Those that other ranks have stepped in a backward pass, and whose gradients are gone
+        self.early: set[Entry] = set()
 
     def stepped(self, entries: Sequence[Entry]) -> list[Entry]:
         """Count a step of an optimizer over `entries` as a write to those with a gradient.
@@ -345,15 +334,12 @@ class WriteCounters:
         self.progress.writes += 1
         others: list[Entry] = []
         for entry in entries:
-            graded = entry.number in self.graded
-            if get_grad(entry.param) is not None:
+            elsewhere = entry.graded_elsewhere or entry in self.early
+            if elsewhere or get_grad(entry.param) is not None:
                 entry.last_write = self.progress.writes
-            elif (graded or entry.graded_elsewhere) and entry.elsewhere:
-                entry.last_write = self.progress.writes
-                # A step of offloaded shards has dropped their gradients by now
-                if entry.graded_elsewhere or entry.flat.storage.offloaded:
-                    others.append(entry)
-            self.graded.discard(entry.number)
+            if elsewhere:
+                others.append(entry)
+        self.early.difference_update(entries)
         for flat in {entry.flat: None for entry in entries}:
             # All ranks alike, also one that owns nothing of it and so has no counter to go by
             if flat.travels or any(
@@ -377,32 +363,23 @@ class WriteCounters:
             RuntimeError: a parameter among them was overwritten after write number `since`.
         """
         written = {
-            id(e.compute): e
+            id(e.compute): e.slot.name
             for e in self._entries
             if e.last_write > since and e.flat.overwritten_since(e.last_write)
         }
-        node = torch._C._current_autograd_node()
-        found = _leaves(node, written) if written and node is not None else []
+        start: Any = torch._C._current_autograd_node()
+        found, seen, todo = list[str](), {start}, [start] if written else []
+        while todo:
+            node = todo.pop()
+            if (name := written.get(id(getattr(node, "variable", None)))) is not None:
+                found.append(name)
+            upstream = {n for n, _ in node.next_functions if n is not None} - seen
+            seen |= upstream
+            todo += upstream
         if found:
             others = f" and {len(found) - 1} others have" if len(found) > 1 else " has"
             raise RuntimeError(
                 "backward() of a forward pass that ran before optimizer.step(), or before another"
-                f" write to the parameters: {found[0]!r}{others} changed since, so the gradients"
+                f" write to the parameters: {min(found)!r}{others} changed since, so the gradients"
                 " would be wrong. Call backward() before step(), or run the forward pass again."
             )
-
-
-def _leaves(start: Any, wanted: dict[int, Entry]) -> list[str]:
-    """Return the names of the parameters in `wanted` (by the id of the whole parameter) that the
-    graph upstream of `start` reaches.
-    """
-    found, seen, todo = [], {start}, [start]
-    while todo:
-        node = todo.pop()
-        if (entry := wanted.get(id(getattr(node, "variable", None)))) is not None:
-            found.append(entry.slot.name)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return sorted(found)

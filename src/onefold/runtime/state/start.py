@@ -30,7 +30,6 @@ from onefold.runtime.parts import (
     whole_masters,
     within_holders,
 )
-from onefold.runtime.refresh import refresh
 from onefold.runtime.uninitialized import fill_blank, mark, value_of
 from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec, offload_notes
@@ -468,7 +467,7 @@ def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator
     try:
         with disable_torch_function(), torch.no_grad():
             engine.transfers.check()
-            refresh(gather, engine.units)
+            engine.passes.refresh(engine.units)
             gather.gather_kept()
             for unit in gather.kept:
                 gather.wait(unit)
