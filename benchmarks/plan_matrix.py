@@ -31,9 +31,9 @@ from benchmarks import harness, launch, pages
 from onefold.doctor.benchmark_blocks import Block, block_flops
 from onefold.machine.calibration import Calibration
 from onefold.models.build import checkpoint_activations, load_model
+from onefold.plan.account import Question
 from onefold.plan.activity import Activity
-from onefold.plan.api import machine_here
-from onefold.plan.choose import Question
+from onefold.plan.api import Beside, machine_here
 from onefold.plan.job import Job, Scheme
 from onefold.plan.modules import model_shape
 from onefold.tracing.trace import trace
@@ -89,8 +89,8 @@ def _activity(model: str, precision: str, checkpointing: str, samples: int) -> A
 def predicted(setting: Setting) -> list[float]:
     """Seconds of a step at each stage. Refuses a machine that is not calibrated for so many ranks."""
     s = setting
-    machine, calibrated = machine_here(s.ranks, s.ranks, 1 << 40, "cpu")
-    if not calibrated:
+    machine = machine_here(s.ranks, s.ranks, 1 << 40, "cpu", Beside.here(()))
+    if machine.measured is None:
         raise harness.Refused(
             f"this machine is not calibrated for {s.ranks} ranks: run `onefold doctor --calibrate"
             f" --ranks {s.ranks}` first."

@@ -14,10 +14,10 @@ from typing import Any
 
 from benchmarks import harness, pages
 from benchmarks.harness import ROOT
-from onefold.plan.choose import Question, recommend
-from onefold.plan.evaluate import Candidate
+from onefold.plan.account import Candidate, Question
 from onefold.plan.hardware import Gpu, Host, Machine, builtin
 from onefold.plan.job import Job
+from onefold.plan.search import recommend
 from onefold.plan.subject import subject_of
 
 PAGE, MEASURED = ROOT / "docs" / "reach.md", ROOT / "benchmarks" / "results" / "offload.json"

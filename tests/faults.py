@@ -238,7 +238,7 @@ FAULTS = [
     Fault(
         "rest and peak",
         "the plan forgets the buffers in which gradients arrive",
-        "plan/replay.py",
+        "plan/program.py",
         "        if room.rows:\n            r.received = ",
         "        if room.rows < 0:\n            r.received = ",
         [row("stages: 0 on 2, clipped to 0.5")],
@@ -728,9 +728,9 @@ FAULTS = [
     Fault(
         "front ends",
         "the plan recommends a mesh that does not fit the device",
-        "plan/mesh_account.py",
-        "return self.peak_bytes <= self.usable",
-        "return self.states <= self.usable",
+        "plan/account.py",
+        "else account.peak_bytes <= usable and account.host * ranks <= host.memory",
+        "else account.rest_bytes <= usable and account.host * ranks <= host.memory",
         [
             "tests/plan/test_axes_planned.py::test_a_mesh_fits_from_the_byte_on_that_its_peak_needs_and_is_not_recommended_below"
         ],

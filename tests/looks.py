@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -198,8 +199,8 @@ def disk(model: nn.Module) -> Any:
 @dataclass
 class Planned:
     """What the plan says of a rank's step: bytes that rest (as `held`), that are `sent` (and by
-    link, and between nodes by move) and `moved`, and at the `peak` on the device. `bound` and
-    `host_bound`: bytes that no peak may pass. `left`: on the device behind the step.
+    link, and between nodes by move) and `moved`, and at the `peak` on the device. `host_bound`:
+    bytes that the host's peak may not pass. `left`: on the device behind the step.
     """
 
     rest: Held
@@ -208,7 +209,6 @@ class Planned:
     between: dict[str, int]
     moved: dict[str, int]
     peak: int
-    bound: int
     host_bound: int
     left: dict[str, int]
 
@@ -229,50 +229,44 @@ def planned(
     """
     from onefold.device.copies import WINDOW
     from onefold.plan.modules import model_shape
-    from onefold.plan.offloaded import offloaded_bytes
-    from onefold.plan.replay import Replay
-    from onefold.plan.states import at_rest, bound_of, topology_of, units_of
-    from onefold.plan.wire import legs_of, wire
+    from onefold.plan.program import Program
+    from onefold.plan.rank import units_of
+    from onefold.plan.states import at_rest, offloaded_bytes
 
-    units = units_of(
-        model_shape(module, recipe.units), recipe, ranks, rank, per_node or None, native
-    )
-    window = WINDOW if streams else 0
-    replay = Replay(units, recipe, window).run(micro_batches)
+    shape = model_shape(module, recipe.units)
+    units = units_of(shape, recipe, ranks, rank, per_node or None, native)
+    program = Program(units, recipe, WINDOW if streams else 0, nccl=native, optimizer=optimizer)
+    program.run(micro_batches)
     away = offloaded_bytes(units, recipe, micro_batches, optimizer, streams)
-    legs, topology = (
-        legs_of(units, recipe, micro_batches),
-        topology_of(recipe, ranks, per_node or None),
-    )
-    links = {
-        move: _by_link([leg for leg in legs if leg.move == move], topology, per_node, rank)
-        for move in {leg.move for leg in legs}
-    }
+    by_link = _by_link(program, per_node, rank)
     return Planned(
         {
             tier: held
             for tier, held in {"device": at_rest(units, optimizer), **away.rest}.items()
             if held
         },
-        wire(units, recipe, micro_batches),
-        _by_link(legs, topology, per_node, rank),
-        {move: by["between"] for move, by in links.items() if by["between"]},
-        away.moved,
-        sum(replay.peak.values()),
-        bound_of(units, recipe, micro_batches, window),
+        program.sent(),
+        {link: sum(by.values()) for link, by in by_link.items()},
+        {move: n for move, n in by_link["between"].items() if n},
+        program.moved(),
+        sum(program.peak.values()),
         away.host,
-        replay.ledger.now(),
+        program.ledger.now(),
     )
 
 
-def _by_link(legs: Any, topology: Any, per_node: int, rank: int) -> dict[str, int]:
-    from onefold.plan.wire import elsewhere
-
-    between = 0
-    for leg in legs:
-        peers, far = elsewhere(topology, per_node or None, rank, leg.level)
-        between += leg.nbytes * far // peers if peers else 0
-    return {"inside": sum(leg.nbytes for leg in legs) - between, "between": between}
+def _by_link(program: Any, per_node: int, rank: int) -> dict[str, Counter[str]]:
+    kinds: Counter[Any] = Counter()
+    for op, times in program.counted():
+        if op.kind == "move":
+            kinds[op.move, tuple(op.over)] += times * op.nbytes
+    out: dict[str, Counter[str]] = {"inside": Counter(), "between": Counter()}
+    for (move, over), nbytes in kinds.items():
+        far = sum(other // per_node != rank // per_node for other in over) if per_node else 0
+        between = nbytes * far // max(len(over) - 1, 1)
+        out["between"][move] += between
+        out["inside"][move] += nbytes - between
+    return out
 
 
 def between_nodes(model: nn.Module) -> dict[str, int]:

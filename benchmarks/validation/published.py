@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks.validation.closed_form import Work, step_times
 from benchmarks.validation.formulas import activations, compute, states, traffic
 from benchmarks.validation.systems import SYSTEMS, System, blocks_of
 from benchmarks.validation.tables import BILLION, GB, GIB, TERA, Row, Rows, ints, read, table
 from onefold.plan.formulas import transformer_flops_per_token
 from onefold.plan.hardware import machine
 from onefold.plan.shapes import ARCHITECTURES, Transformer, architecture
-from onefold.plan.times import Work, step_times
 
 CONVENTIONS = states.CONVENTIONS
 Lines = Iterator[tuple[Any, ...]]
@@ -248,7 +248,6 @@ def _offload(numel: float, flops: float, micro_batches: int = 1) -> Predict:
             precision=system.precision,
             host_bytes=traffic.offload_bytes(numel, 1, micro_batches, every_micro_batch=True),
             host_optimizer_bytes=28 * numel,
-            micro_batches=micro_batches,
         )
         return step_times(work, there, system.software).step
 

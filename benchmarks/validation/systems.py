@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks.validation.closed_form import Software, Times, Traffic, Work, step_times
 from benchmarks.validation.formulas import traffic as formulas
 from onefold.plan import hardware
 from onefold.plan.hardware import Machine
 from onefold.plan.shapes import ModelShape
-from onefold.plan.times import Times, Work, step_times
-from onefold.plan.traffic import Software, Traffic
 
 Scheme = Literal["zero-2", "zero-3", "zero++"]
 
@@ -96,9 +95,7 @@ def work(
             Traffic.ring("reduce-scatter", once, calls, machine),
         ]
     states = 16 * numel / machine.ranks
-    return Work(
-        flops, moves, precision=precision, forward_share=1 / 4, optimizer_bytes=28 / 16 * states
-    )
+    return Work(flops, moves, precision=precision, optimizer_bytes=28 / 16 * states)
 
 
 def blocks_of(numel: float) -> int:

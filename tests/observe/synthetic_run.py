@@ -138,8 +138,7 @@ def planned() -> Account:
         name: s * f
         for (name, s), f in zip(real.seconds.items(), (0.93, 1.4, 1.0, 0.97), strict=True)
     }
-    bound = int(sum(peak.values()) * 1.06)
-    return replace(real, peak=peak, bound=bound, seconds=seconds, tokens_per_s=5300.0, mfu=0.43)
+    return replace(real, peak=peak, seconds=seconds, tokens_per_s=5300.0, mfu=0.43)
 
 
 def write_metrics(folder: Path, steps: int = 200) -> None:

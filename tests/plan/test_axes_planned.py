@@ -17,28 +17,19 @@ from typer.testing import CliRunner
 import onefold.plan
 from onefold.cli.app import app
 from onefold.plan import hardware
-from onefold.plan.collectives import (
-    bubble,
-)
+from onefold.plan.account import FRAGMENTED, Candidate, Question, bubble
+from onefold.plan.activity import local_dims
 from onefold.plan.degrees import Degrees
-from onefold.plan.divided import (
-    stages_of,
-)
-from onefold.plan.evaluate import evaluate
 from onefold.plan.formulas import Convention, MicroBatchBytes
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
-from onefold.plan.mesh_account import (
-    SECONDS,
-    MeshAccount,
-    MeshQuestion,
-    account_of,
-    least_bytes,
-    local_dims,
-    states_of_stage,
-)
-from onefold.plan.mesh_search import AUTO, MeshPlan, meshes, plan_over_axes
+from onefold.plan.planner import Plan, plan
+from onefold.plan.rank import stages_of, units_of
+from onefold.plan.schema import SECONDS
+from onefold.plan.search import AUTO, least, meshes
 from onefold.plan.shapes import Transformer, architecture, find, model_of
+from onefold.plan.states import papers_bytes
 from onefold.plan.subject import subject_of
+from onefold.recipe import Recipe
 
 GB, GIB = 1e9, 2**30
 
@@ -56,19 +47,16 @@ def account(
     checkpointing: str,
     convention: Convention | None = None,
     **degrees: Any,
-) -> MeshAccount:
-    family = find(name).family
-    question = MeshQuestion(
-        architecture(name),
-        hardware.machine(gpus, 8, gpu),
-        job,
-        family if family == "bloom" else "",
-        convention,
-    )
-    return account_of(question, Degrees.on(gpus, **degrees), zero, checkpointing)
+) -> Candidate:
+    machine, family = hardware.machine(gpus, 8, gpu), find(name).family
+    subject = subject_of(name, job, None, None, machine)
+    code = family if family == "bloom" else ""
+    question = Question(subject.shape, subject.activities, machine, job, code, convention)
+    mesh = Degrees.on(gpus, **degrees)
+    return question.answer(Scheme(zero, checkpointing, "none", job.micro_batch, degrees=mesh))
 
 
-def bloom(tp: int, micro_batch: int) -> MeshAccount:
+def bloom(tp: int, micro_batch: int) -> Candidate:
     native = (("reduce", "native"),)
     job = Job(seq=2048, micro_batch=micro_batch, global_batch=2048, options=native)
     return account(
@@ -91,9 +79,9 @@ def test_bloom_176b_takes_the_memory_that_bigscience_measured(
     """
     found = bloom(tp, micro_batch)
     assert 5 * GIB < found.reserve.nbytes < 7 * GIB
-    assert found.papers_bytes / GIB == pytest.approx(measured, rel=0.1), told(
-        found.papers_bytes / GIB, measured
-    )
+    # All states at once, activations with what the allocator cannot use again, driver and NCCL
+    held = found.states + found.activations * (1 + FRAGMENTED) + found.reserve.nbytes
+    assert held / GIB == pytest.approx(measured, rel=0.1), told(held / GIB, measured)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +104,9 @@ def test_llama_3_405b_takes_the_memory_that_torchtitan_measured(
     found = account(
         "llama-3-405b", 512, "h100-96", job, 3, "full", tp=8, pp=8, cp=cp, chunks=chunks
     )
-    assert found.micro_batches == 8
-    assert found.peak_bytes / GIB == pytest.approx(measured, rel=0.1), told(
-        found.peak_bytes / GIB, measured
+    assert found.accumulation == 8
+    assert found.account.peak_bytes / GIB == pytest.approx(measured, rel=0.1), told(
+        found.account.peak_bytes / GIB, measured
     )
 
 
@@ -133,7 +121,8 @@ def test_deepseek_v3_on_ep_64_and_pp_16_holds_the_closed_form() -> None:
     expected = (dense + routed) * 6 + dense * 8 / 128 + routed * 8 / 2
     model, degrees = architecture("deepseek-v3"), Degrees(dp=128, pp=16, ep=64)
     stage = next(s for s in stages_of(model, degrees) if s.blocks == 4 and not s.first)
-    found = states_of_stage(stage, degrees, Convention(2, 4, 8), 1)
+    recipe = Recipe.zero(1, precision="bf16")
+    found = papers_bytes(units_of(stage, recipe, degrees), Convention(2, 4, 8), recipe, 1)
     assert found == pytest.approx(expected, rel=0.1), told(found, expected)
     job = Job(seq=4096, micro_batch=1, global_batch=15_360)
     whole = account("deepseek-v3", 2048, "h100-80", job, 1, "full", pp=16, ep=64)
@@ -144,25 +133,14 @@ def test_deepseek_v3_on_ep_64_and_pp_16_holds_the_closed_form() -> None:
 
 
 def test_a_mesh_of_data_ranks_alone_has_the_account_of_the_plan() -> None:
-    job = Job(seq=2048, micro_batch=1, global_batch=16)
-    machine = hardware.machine(8, 8, "h100-80")
-    subject = subject_of("llama-3-8b", job, None, None, machine)
-    question = MeshQuestion(subject.shape, machine, subject.job, "llama")
-    for zero, checkpointing in itertools.product((0, 1, 2, 3), ("none", "full")):
-        plain = evaluate(
-            subject.shape,
-            subject.activities(1, checkpointing),
-            machine,
-            subject.job,
-            Scheme(zero, checkpointing),
-        )
-        mesh = account_of(question, Degrees.on(8), zero, checkpointing)
-        assert mesh.rest == plain.account.rest
-        assert mesh.wire == plain.account.wire
-        assert mesh.peak == {k: v for k, v in plain.account.peak.items() if v}
-        assert mesh.states == pytest.approx(plain.states, abs=1)
-        assert mesh.reserve == plain.reserve
-        assert mesh.seconds["step"] == pytest.approx(plain.account.seconds["step"], rel=0.1)
+    job, there = Job(seq=2048, micro_batch=1, global_batch=16), hardware.machine(8, 8, "h100-80")
+    subject = subject_of("llama-3-8b", job, None, None, there)
+    question = Question(subject.shape, subject.activities, there, subject.job, "llama")
+    for stage, checkpointing in itertools.product((0, 1, 2, 3), ("none", "full")):
+        plain = question.answer(Scheme(stage, checkpointing))
+        mesh = question.answer(Scheme(stage, checkpointing, degrees=Degrees.on(8)))
+        assert replace(mesh.account, sent={}) == plain.account
+        assert (mesh.states, mesh.reserve) == (plain.states, plain.reserve)
 
 
 # -- the pipeline ----------------------------------------------------------------------------------
@@ -233,7 +211,7 @@ def test_a_block_keeps_what_korthikanti_counts_under_tensor_parallelism(
         (
             "llama-3-8b",
             {"tp": 2, "global_batch": 7},
-            r"a global batch of 7 .* use --global-batch 8",
+            r"a global batch of 7 .* use 8",
         ),
         ("llama-3-8b", {"chunks": 2}, r"--chunks 2 interleaves .* give --pp 2 or more"),
         ("llama-3-8b", {"pp": 2, "schedule": "dual"}, r"--schedule dual: expected 1f1b or gpipe\."),
@@ -252,7 +230,7 @@ def test_a_mesh_that_cannot_be_is_refused_with_what_to_choose(
     model: Any, asked: Mapping[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        onefold.plan.over_axes(model, gpus=16, **asked)
+        onefold.plan(model, gpus=16, **asked)
 
 
 # -- will it fit -----------------------------------------------------------------------------------
@@ -267,20 +245,21 @@ def test_a_mesh_fits_from_the_byte_on_that_its_peak_needs_and_is_not_recommended
         Job(seq=4096, micro_batch=4, global_batch=16, checkpointing="none"),
     )
 
-    def planned(capacity: int, tp: int | str = 2) -> MeshPlan:
-        device = replace(there.gpu, capacity=capacity)
-        return plan_over_axes("llama-3-8b", replace(there, gpu=device), job, tp=tp, stages=(3,))
+    def planned(capacity: int, tp: int | str = 2) -> Plan:
+        device = replace(there, gpu=replace(there.gpu, capacity=capacity))
+        axes = {"tp": tp, "pp": 1, "cp": 1, "ep": 1}
+        return plan("llama-3-8b", device, job, axes=axes, stages=(3,))
 
-    (row,) = planned(1 << 40).rows
-    needed = sum(row.peak.values()) + row.reserve.nbytes
-    assert row.states < row.usable / 2 and row.states < sum(row.peak.values()) / 2
+    (row,) = planned(1 << 40).stages
+    needed = row.account.peak_bytes + row.reserve.nbytes
+    assert row.states < row.usable / 2 and row.states < row.account.peak_bytes / 2
     enough, short = planned(needed), planned(needed - 1)
-    assert enough.best is not None and enough.recipe.stage == 3 and " yes" in str(enough)
-    assert short.best is None and "does not fit" in short.why_not and " no, by" in str(short)
+    assert enough.recommended is not None and enough.recipe.stage == 3 and " yes" in str(enough)
+    assert short.recommended is None and "does not fit" in short.why_not and " no, by" in str(short)
     with pytest.raises(ValueError, match="exceeds"):
         _ = short.recipe
-    for found in planned(needed - 1, AUTO).rows:
-        assert sum(found.peak.values()) + found.reserve.nbytes < needed, found
+    for found in planned(needed - 1, AUTO).stages:
+        assert found.account.peak_bytes + found.reserve.nbytes < needed, found
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -295,26 +274,22 @@ def _tiny() -> Any:
 
 def test_the_search_finds_the_fastest_mesh_of_all_that_fit() -> None:
     machine, job = hardware.machine(8, 4, "a100-40"), Job(seq=4096, micro_batch=1, global_batch=32)
-    found = plan_over_axes(_tiny(), machine, job, tp=AUTO, pp=AUTO, cp=1, ep=AUTO, keep=3)
     asked = {"tp": AUTO, "pp": AUTO, "cp": 1, "ep": AUTO}
-    every = list(meshes(found.question, asked, {}))
+    found = plan(_tiny(), machine, job, axes=asked, keep=3)
+    subject = subject_of(_tiny(), job, None, None, machine)
+    question = Question(subject.shape, subject.activities, machine, subject.job)
+    every = meshes(question, asked, {})
     assert found.searched == len(every) > 10
-    accounts = [
-        account_of(found.question, degrees, zero, checkpointing)
-        for degrees in every
-        for zero in (1, 2, 3)
-        for checkpointing in CHECKPOINTING
-    ]
     fastest: dict[Degrees, float] = {}
-    for one in accounts:
-        step = found.question.step(one.degrees, one.zero, 1, one.checkpointing)
-        assert least_bytes(found.question, one.degrees, step, one.checkpointing) <= one.peak_bytes
+    for degrees, stage, how in itertools.product(every, (1, 2, 3), CHECKPOINTING):
+        scheme = Scheme(stage, how, degrees=degrees)
+        one, (seconds, nbytes) = question.answer(scheme), least(question, scheme)
+        assert seconds <= one.step and nbytes <= one.account.peak_bytes, scheme
         if one.fits:
-            known = fastest.get(one.degrees, math.inf)
-            fastest[one.degrees] = min(known, one.seconds_per_token)
+            fastest[degrees] = min(fastest.get(degrees, math.inf), one.step)
     expected = sorted(fastest.values())[:3]
-    assert [r.seconds_per_token for r in found.rows] == pytest.approx(expected, rel=1e-3)
-    assert found.best is not None and found.best.fits
+    assert [c.step for c in found.stages] == pytest.approx(expected, rel=1e-3)
+    assert found.recommended is not None and found.recommended.fits
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -337,7 +312,7 @@ def test_the_command_prints_a_mesh_and_its_numbers() -> None:
     ):
         assert said in shown.output
     found = json.loads(_run(*words, "--json", "--stage", "3", "--no-sequence-parallel").output)
-    (row,) = found["rows"]
-    assert (row["zero_stage"], row["sequence_parallel"]) == (3, False)
+    (row,) = found["stages"]
+    assert (row["stage"], row["sequence_parallel"]) == (3, False)
     assert (row["dp"], row["tp"], row["pp"]) == (2, 4, 2)
-    assert set(row["seconds"]) == set(SECONDS) and row["peak"] and row["holders"]["attention"] == 2
+    assert set(row["account"]["seconds"]) > set(SECONDS) and row["holders"]["attention"] == 2

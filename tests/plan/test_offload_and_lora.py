@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,10 @@ import onefold
 from onefold.memory import GATHERED, GRADIENTS, MASTERS, PARAMETERS
 from onefold.offload.activations import NEAR
 from onefold.plan import api
-from onefold.plan.activity import Activity
-from onefold.plan.choose import shares_of
-from onefold.plan.evaluate import evaluate
+from onefold.plan.account import Question
+from onefold.plan.activity import Activity, on_host
 from onefold.plan.hardware import machine
-from onefold.plan.job import Job, Scheme
-from onefold.plan.offloaded import on_host
+from onefold.plan.job import PARTS, Job, Scheme
 from onefold.plan.planner import plan
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape, architecture
@@ -31,9 +30,8 @@ def test_offload_moves_every_state_once_and_none_is_lost() -> None:
     own = activity(shape, job, 1)
 
     def account(stage: int, offload: str, share: float = 1.0) -> Account:
-        return evaluate(
-            shape, own, gpus(ranks), job, Scheme(stage, "none", offload, 1, share)
-        ).account
+        question = Question(shape, lambda *_: own, gpus(ranks), job)
+        return question.answer(Scheme(stage, "none", offload, 1, share)).account
 
     each = shape.numel / ranks
     kept, optimizer, every, disk = (
@@ -66,20 +64,18 @@ def test_offload_moves_every_state_once_and_none_is_lost() -> None:
 
 
 @pytest.mark.parametrize("capacity", [7.0, 6.2, 5.6, 5.0])
-def test_the_smallest_share_of_the_optimizer_leaves_that_lets_the_rest_fit(capacity: float) -> None:
+def test_the_smallest_part_of_the_optimizer_leaves_that_lets_the_rest_fit(capacity: float) -> None:
     shape, job = ModelShape.of_size(1_000_000_000), Job(seq=64, checkpointing="none")
     found = plan(shape, gpus(2, capacity * GIB), job, stages=(3,), largest=False)
     best = found.recommended
-    assert best is not None and best.scheme.offload == "optimizer" and best.scheme.share < 1, best
+    assert best is not None and best.scheme.offload == "optimizer", best
     assert (
         found.recipe.offload_share == best.scheme.share and found.recipe.optimizer.tier is Tier.HOST
     )
-    fewer = [s for s in shares_of([u.numel for u in shape.units]) if s < best.scheme.share]
     own = activity(shape, job, 1)
-    assert all(
-        not evaluate(shape, own, found.machine, job, best.scheme.with_(share=s)).fits
-        for s in fewer[-1:]
-    )
+    question = Question(shape, lambda *_: own, found.machine, job)
+    fewer = [share for share in PARTS if share < best.scheme.share]
+    assert not any(question.answer(replace(best.scheme, share=share)).fits for share in fewer)
 
 
 def test_a_recipe_that_is_planned_to_offload_is_one_that_runs(tmp_path: Path) -> None:
@@ -100,7 +96,7 @@ def test_a_recipe_that_is_planned_to_offload_is_one_that_runs(tmp_path: Path) ->
     )
     assert named.recipe.nvme == (str(tmp_path),) and named.recipe.parameters.tier is Tier.NVME
     host = plan(shape, tight, Job.of({"seq": 32, "nvme": str(tmp_path)}, "the test"), largest=False)
-    assert host.recipe.nvme == () and host.recipe.optimizer.tier is Tier.HOST, (
+    assert host.recipe.nvme is None and host.recipe.optimizer.tier is Tier.HOST, (
         "a folder is used where something goes there"
     )
     with pytest.raises(ValueError, match="both say where states are stored"):

@@ -16,9 +16,9 @@ from on_ranks import on_ranks, slow
 from onefold.plan.api import plan
 from onefold.plan.modules import model_shape
 from onefold.plan.owned import owned_matrices, place_of, stepped_whole
-from onefold.plan.replay import Replay
-from onefold.plan.states import at_rest, units_of
-from onefold.plan.wire import wire
+from onefold.plan.program import Program
+from onefold.plan.rank import units_of
+from onefold.plan.states import at_rest
 from replayed import batch_of, model_of
 
 WHOLE_ONES: dict[str, Any] = {"muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor}
@@ -52,9 +52,9 @@ def check(optimizer: str, stage: int, options: dict[str, Any]) -> None:
     held = sum(map(states.nbytes, optimizers))
     assert at_rest_now == at_rest(units, optimizer, 0)
     assert held == (mine.host_states if "offload_optimizer" in options else mine.states) > 0
-    assert engine.traffic.by_move() == wire(units, recipe) | {"owners": mine.sent}
-    planned = Replay(units, recipe).run(1, mine.buffers).peak
-    assert sum(engine.memory.peak().values()) == sum(planned.values())
+    planned = Program(units, recipe, optimizer=optimizer).run(1, mine.buffers)
+    assert engine.traffic.by_move() == planned.sent() | {"owners": mine.sent}
+    assert sum(engine.memory.peak().values()) == sum(planned.peak.values())
     every: list[int] = [0] * engine.world_size
     dist.all_gather_object(every, held)
     assert len(set(every)) > 1, "owners differ: the figures are of ranks, not one for all"
@@ -104,7 +104,9 @@ def test_a_plan_with_muon_has_its_states_bytes_and_seconds() -> None:
     assert shown[3]["owners"]["matrices"] == 224 and 1 <= shown[3]["owners"]["busiest"] <= 1.1
     assert "owners" not in with_adamw.to_json()["stages"][3]
     lines = [line.split() for line in str(with_muon).splitlines()]
-    assert ["busiest", "owner", "over", "the", "mean", "–", "1.06", "1.06", "1.06"] in lines
+    assert ["busiest", "owner", "over", "the", "mean", "–", "1.06", "1.06", "1.06"] in [
+        line[:9] for line in lines
+    ]
     assert ["to", "and", "from", "owners"] in [line[:4] for line in lines]
 
 
@@ -119,5 +121,5 @@ def test_a_plan_with_adafactor_counts_rows_and_columns() -> None:
     moments = found.stages[3].account.rest["moments"]
     assert mean <= moments < 4 * mean  # owners are chosen by work, and not by states
     assert moments < 1e-3 * 4 * found.model.numel / 8
-    assert "adafactor steps all 291 parameters whole" in str(found)
+    assert any("adafactor steps all 291 parameters whole" in said for said in found.assumptions)
     assert not found.stages[3].account.seconds.get("products")

@@ -80,7 +80,7 @@ def test_a_number_a_name_a_folder_a_factory_and_a_module_are_all_planned(tmp_pat
 )  # fmt: skip
 def test_the_convention_is_that_of_the_recipe(job: Job, total: int) -> None:
     found = plan(1e8, gpus(1), job, largest=False)
-    assert f"= {total}; gradients are gone between steps" in found.notes[0]
+    assert f"= {total}; gradients are gone between steps" in found.assumptions[0]
     gradients = {"fp32": 4, "fp16": 2}[job.accumulate_dtype]
     assert found.stages[0].account.rest_bytes == pytest.approx(
         (total - gradients) * found.model.numel, rel=0.01

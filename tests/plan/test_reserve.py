@@ -10,6 +10,7 @@ import pytest
 from onefold.plan.hardware import Machine, machine
 from onefold.plan.job import Job
 from onefold.plan.planner import Plan, plan
+from onefold.plan.rank import exchanges
 from onefold.plan.reserve import (
     CHANNEL,
     COMMUNICATOR,
@@ -18,7 +19,6 @@ from onefold.plan.reserve import (
     Reserve,
     reserve_of,
 )
-from onefold.plan.states import decided, topology_of
 from onefold.recipe import Recipe
 
 H100 = 32 * CHANNEL  # of one peer in the node
@@ -29,10 +29,9 @@ def on(gpus: int, per_node: int = 8, gpu: str = "h100-80") -> Machine:
 
 
 def reserved(there: Machine, **options: Any) -> Reserve:
-    recipe = decided(
-        Recipe.zero(3, precision="bf16", **options), there.ranks, there.node_ranks, nccl=True
-    )
-    return reserve_of(recipe, there, topology_of(recipe, there.ranks, there.node_ranks))
+    recipe = Recipe.zero(3, precision="bf16", **options)
+    topology, decided = exchanges(range(there.ranks), recipe, there.node_ranks, True, there.ranks)
+    return reserve_of(decided, there, topology)
 
 
 @pytest.mark.parametrize(

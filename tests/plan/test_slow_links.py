@@ -4,6 +4,8 @@ are those planned is asked in tests/promises/test_two_nodes.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from onefold.plan.hardware import machine
@@ -19,9 +21,9 @@ def test_what_rounds_is_named_and_never_taken(link: str, stages: tuple[int, ...]
     )
     assert found.slow_links is not None and found.recommended is not None
     slow, best = found.slow_links, found.recommended
-    plain = next(c for c in slow.rows if c.scheme == best.scheme.with_(communication=""))
+    plain = next(c for c in slow.rows if c.scheme == replace(best.scheme, communication=""))
     assert not best.scheme.way.lossy and best.scheme.stage == plain.scheme.stage and best.fits
-    flat = next(c for c in slow.rows if c.scheme == best.scheme.with_(communication="flat"))
+    flat = next(c for c in slow.rows if c.scheme == replace(best.scheme, communication="flat"))
     assert (
         best.account.seconds["step"] <= plain.account.seconds["step"] < flat.account.seconds["step"]
     )

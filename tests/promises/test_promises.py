@@ -91,7 +91,7 @@ PLANTED: list[tuple[str, Callable[[Seen], None]]] = [
     ("gradients behind", lambda seen: seen.gradients.__setitem__(0, 0)),
     ("moved", lambda seen: seen.moved.__setitem__("down", 4)),
     ("peak", lambda seen: setattr(seen, "peak", seen.peak + 4)),
-    ("above its bound", lambda seen: setattr(seen, "peak", 9 * seen.peak)),
+    ("more than 5 %", lambda seen: setattr(seen, "peak", 9 * seen.peak)),
     ("left behind", lambda seen: setattr(seen, "left", (True, 0, 0))),
     ("left behind", lambda seen: setattr(seen, "left", (False, 20 << 10, 0))),
     ("left behind", lambda seen: setattr(seen, "left", (False, 0, 1))),

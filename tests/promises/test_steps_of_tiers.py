@@ -274,7 +274,7 @@ def test_steps_on_the_host_have_the_same_bits_at_any_number_of_threads() -> None
         (3, 2, {"precision": "bf16", **BEHIND}),
     ],
 )
-def test_the_plan_of_a_device_with_streams_bounds_what_it_holds(
+def test_the_plan_of_a_device_with_streams_says_what_it_holds_at_most(
     stage: int, micro_batches: int, tiers: dict[str, Any]
 ) -> None:
     recipe, made = onefold.Recipe.zero(stage, **tiers), TinyGPT(width=192, depth=4)
@@ -290,5 +290,5 @@ def test_the_plan_of_a_device_with_streams_bounds_what_it_holds(
         optimizer.step()
         optimizer.zero_grad()
     assert looks.moved(model) == planned.moved
-    assert sum(looks.peak(model).values()) <= planned.bound and planned.peak <= planned.bound
+    assert sum(looks.peak(model).values()) <= 1.05 * planned.peak
     assert "gradients on their way" not in looks.held(model).get("device", {})

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import onefold
 from onefold.plan.degrees import Degrees
-from onefold.plan.divided import stages_of
+from onefold.plan.rank import stages_of
 from onefold.plan.shapes import Transformer, architecture, model_of
 from onefold.simulation.mesh import MeshSimulation, simulate_mesh
 from ranks import run_ranks

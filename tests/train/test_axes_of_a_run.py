@@ -126,7 +126,7 @@ def test_tensor_parallel_runs_have_the_losses_of_data_parallel_ones_and_resume_a
     assert (plan["axes"], plan["data_ranks"]) == ("dp 2 × tp 2", 2)
     # Two ranks hold each part of what is divided, four each norm
     holders = plan["over_axes"]["holders"].values()
-    assert (min(holders), max(holders), plan["over_axes"]["zero_stage"]) == (2, 4, 3)
+    assert (min(holders), max(holders), plan["over_axes"]["stage"]) == (2, 4, 3)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 
 from onefold.comm import MOVES
 from onefold.machine.calibration import Calibration
-from onefold.plan.efficiency import shares_of
+from onefold.plan.times import shares_of
 from onefold.wording import readable
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

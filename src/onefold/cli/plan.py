@@ -65,6 +65,7 @@ def plan(
         bool, option("Also run the engine as one of all ranks, on fake samples, and compare bytes.", None, "--simulate")
     ] = False,
     rank: Annotated[int, option("With --simulate: which rank.", shown=True)] = 0,
+    explain: Annotated[bool, option("Also say what the next steps would buy and what figures rest on.", None, "--explain")] = False,
     as_json: Annotated[bool, option("Print one JSON object.", None, "--json")] = False,
     **recipe: Any,
 ) -> None:
@@ -102,45 +103,35 @@ def plan(
         machine = _with_host(
             _machine(here, ranks, gpus, per_node, gpu, link, machines), host_memory, disk_space
         )
+        axes: dict[str, Any] = {}
         if _asked_axes(context):
-            degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
-            _over_axes(
-                wanted,
-                machine,
-                job,
-                as_json,
-                _asked_rank(context, rank) if simulate else (),
-                stages=_stages(stage),
-                chunks=chunks,
-                schedule=schedule,
-                sequence_parallel=not no_sequence_parallel,
-                expert_tp=not no_expert_tp,
-                **{name: _degree(name, given) for name, given in degrees.items()},
-            )
-            return
-        found = planner.plan(wanted, machine, job, stages=_stages(stage))
+            axes = {
+                "axes": {n: _degree(n, d) for n, d in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep))},
+                "chunks": chunks,
+                "schedule": schedule,
+                "sequence_parallel": not no_sequence_parallel,
+                "expert_tp": not no_expert_tp,
+            }
+        found = planner.plan(wanted, machine, job, stages=_stages(stage), **axes)
     except (ValueError, OSError) as error:
         _refuse(error, as_json)
     if not as_json:
         from onefold.plan.tables import show
 
-        show(found)
+        show(found, explain=explain)
+    ran: list[Any] = []
     try:
-        ran = None
         if simulate:
             from onefold.cli import plan_simulation
 
-            ran = plan_simulation.simulated(found, wanted, rank)
+            given = _given(context, "rank")
+            ran = plan_simulation.simulated(found, wanted, rank if given or not axes else None)
     except (ValueError, OSError) as error:  # report the plan together with the error
         _refuse(error, as_json, **found.to_json())
     if as_json:
-        simulation = (
-            {"simulation": {"scheme": str(found.shown.scheme)} | ran.to_json()}
-            if ran is not None
-            else {}
-        )
+        simulation = {"simulation": [one.to_json() for one in ran]} if ran else {}
         print(json.dumps(found.to_json() | simulation))
-    elif ran is not None:
+    elif ran:
         plan_simulation.show_simulation(ran, found.shown.scheme)
 
 
@@ -149,53 +140,19 @@ _AXES_OPTIONS = (
 )  # fmt: skip
 
 
-def _asked_axes(context: typer.Context) -> list[str]:
-    """Return the given options about other axes."""
-    return [
-        f"--{name.replace('_', '-')}"
-        for name in _AXES_OPTIONS
-        if str(context.get_parameter_source(name)).endswith("COMMANDLINE")
-    ]
+def _given(context: typer.Context, name: str) -> bool:
+    return str(context.get_parameter_source(name)).endswith("COMMANDLINE")
+
+
+def _asked_axes(context: typer.Context) -> bool:
+    """Whether an option about other axes is given."""
+    return any(_given(context, name) for name in _AXES_OPTIONS)
 
 
 def _degree(name: str, given: str) -> int | str:
     if given == "auto" or (given.isdigit() and int(given) > 0):
         return given if given == "auto" else int(given)
     raise ValueError(f"--{name} {given}: expected a whole number, 1 or more, or auto.")
-
-
-def _asked_rank(context: typer.Context, rank: int) -> tuple[int | None]:
-    """Return the rank that was asked for, or None: a rank of each stage of the pipeline."""
-    given = str(context.get_parameter_source("rank")).endswith("COMMANDLINE")
-    return (rank if given else None,)
-
-
-def _over_axes(
-    wanted: Any,
-    machine: Any,
-    job: Any,
-    as_json: bool,
-    simulates: tuple[int | None, ...],
-    **asked: Any,
-) -> None:
-    """Print a plan over axes, and the simulation of its mesh as the ranks `simulates`."""
-    from onefold.plan.mesh_search import plan_over_axes
-
-    found = plan_over_axes(wanted, machine, job, **asked)
-    if not as_json:
-        from onefold.plan.mesh_tables import show_mesh
-
-        show_mesh(found)
-    ran: list[Any] = []
-    if simulates:
-        from onefold.cli.plan_simulation import show_mesh_simulation, simulated_mesh
-
-        ran = simulated_mesh(found, *simulates)
-    if as_json:
-        simulation = {"simulation": [one.to_json() for one in ran]} if ran else {}
-        print(json.dumps(found.to_json() | simulation))
-    elif ran:
-        show_mesh_simulation(ran, (found.best or found.rows[-1]).zero)
 
 
 plan_command = with_parameters(
@@ -272,11 +229,7 @@ def _number(given: str) -> float:
 def _check_machine(context: typer.Context, here: bool) -> None:
     """Raise ValueError for options of the other kind of machine, which would be ignored."""
     idle = ("gpus", "per_node", "gpu", "link", "machines") if here else ("ranks",)
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in idle
-        if str(context.get_parameter_source(name)).endswith("COMMANDLINE")
-    ]
+    given = [f"--{name.replace('_', '-')}" for name in idle if _given(context, name)]
     if given and here:
         raise ValueError(
             f"{', '.join(given)} beside --here: this machine is what was measured; leave one of the"

@@ -13,11 +13,10 @@ from rich.table import Table
 
 from onefold.cli.tables import plain_table
 from onefold.comm import STEP_MOVES
-from onefold.plan.divided import stages_of
+from onefold.plan.account import unlike
 from onefold.plan.job import Scheme
-from onefold.plan.mesh_account import unlike
-from onefold.plan.mesh_search import MeshPlan
 from onefold.plan.planner import Plan
+from onefold.plan.rank import stages_of
 from onefold.plan.schema import CATEGORIES, MOVED
 from onefold.plan.tables import _print
 from onefold.recipe.rows import NODE
@@ -32,9 +31,9 @@ TOKENS = 128
 _ENDS = 8
 
 
-def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
-    """Simulate as rank `rank` the scheme that `plan` shows in detail: the recommended one, if any
-    fits.
+def simulated(plan: Plan, model: Any, rank: int | None) -> list[Any]:
+    """Simulate as rank `rank` the scheme that `plan` shows in detail: the recommended one, if any fits.
+    None: as the first rank of each stage of the pipeline that differs from the others.
 
     Args:
         model: the model that the plan was asked for. Its code runs, if it has any.
@@ -42,30 +41,49 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
     Raises:
         ValueError: the scheme cannot run, or the model's code needs values.
     """
-    candidate = plan.shown
-    scheme = candidate.scheme
-    recipe = scheme.recipe(plan.job)
+    if not plan.stages:
+        raise ValueError(plan.why_not)
+    candidate, machine, job = plan.shown, plan.machine, plan.job
+    scheme, degrees = candidate.scheme, candidate.scheme.degrees
+    recipe = scheme.recipe(job)
+    if degrees is not None:
+        each = degrees.ranks // degrees.pp
+        firsts = [stage.index * each for stage in unlike(stages_of(plan.model, degrees))]
+        # Torch's 1F1B takes at least a micro-batch a stage; more of them are like the others
+        batches = min(candidate.accumulation, max(degrees.pp, MICRO_BATCHES))
+        return [
+            simulate_mesh(
+                plan.model, recipe, degrees, rank=at, micro_batches=batches, micro_batch=scheme.micro_batch,
+                seq=job.seq, optimizer=job.optimizer, per_node=machine.node_ranks,
+            )
+            for at in (firsts if rank is None else [rank])
+        ]  # fmt: skip
     # A simulation has no launcher that tells the nodes, so give their size in ranks
-    if recipe.inner in (None, NODE) and plan.machine.nodes > 1:
-        recipe = recipe.in_groups_of(plan.machine.local)
+    if recipe.inner in (None, NODE) and machine.nodes > 1:
+        recipe = recipe.in_groups_of(machine.local)
     elif recipe.inner == NODE:
-        recipe = recipe.in_groups_of(plan.machine.ranks)
-    return simulate(
-        plan.model if plan.job.lora_rank or isinstance(model, float) else model,
+        recipe = recipe.in_groups_of(machine.ranks)
+    found = simulate(
+        plan.model if job.lora_rank or isinstance(model, float) else model,
         recipe,
-        plan.machine.ranks,
-        rank=rank,
+        machine.ranks,
+        rank=rank or 0,
         micro_batches=min(candidate.accumulation, MICRO_BATCHES),
         checkpointing=scheme.checkpointing,  # type: ignore[arg-type]
-        optimizer=plan.job.optimizer,
-        seq=min(plan.job.seq, TOKENS),
+        optimizer=job.optimizer,
+        seq=min(job.seq, TOKENS),
     )
+    return [found]
 
 
-def show_simulation(found: Simulation, scheme: Scheme) -> None:
+def show_simulation(ran: Sequence[Any], scheme: Scheme) -> None:
     """Print the plan and the engine's ledgers line by line, and the first and last events of the
     step.
     """
+    if scheme.degrees is not None:
+        _show_mesh(ran, scheme.stage)
+        return
+    found: Simulation = ran[0]
     out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     batches = f"{found.micro_batches} micro-batch{'es' if found.micro_batches > 1 else ''}"
     out.print(
@@ -112,38 +130,7 @@ def _apart(told: int, seen: int) -> str:
 # -- a mesh of several axes ------------------------------------------------------------------------
 
 
-def simulated_mesh(plan: MeshPlan, rank: int | None) -> list[MeshSimulation]:
-    """Simulate the mesh that `plan` recommends, or the last of its rows if none fits: as the first
-    rank of each stage of the pipeline that differs from the others, or as `rank` alone.
-
-    Raises:
-        ValueError: no mesh is possible, or it has no simulation.
-    """
-    if not plan.rows:
-        raise ValueError(plan.why_not)
-    row, question = plan.best or plan.rows[-1], plan.question
-    degrees = row.degrees
-    each = degrees.ranks // degrees.pp
-    firsts = [stage.index * each for stage in unlike(stages_of(question.model, degrees))]
-    # Torch's 1F1B takes at least a micro-batch a stage; more of them are like the others
-    batches = min(row.micro_batches, max(degrees.pp, MICRO_BATCHES))
-    return [
-        simulate_mesh(
-            question.model,
-            question.job.recipe(row.zero),
-            degrees,
-            rank=at,
-            micro_batches=batches,
-            micro_batch=row.micro_batch,
-            seq=question.job.seq,
-            optimizer=question.job.optimizer,
-            per_node=question.machine.node_ranks,
-        )
-        for at in (firsts if rank is None else [rank])
-    ]
-
-
-def show_mesh_simulation(found: Sequence[MeshSimulation], zero: int) -> None:
+def _show_mesh(found: Sequence[MeshSimulation], zero: int) -> None:
     """Print the bytes of the engine in each simulated stage, and whether the closed forms agree."""
     out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     first = found[0]

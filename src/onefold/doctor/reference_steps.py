@@ -4,7 +4,7 @@ also measured alone.
     sum of parts   passes ▒▒▒▒▒▒▒▒▒▒▒▒  moves ▒▒▒  optimizer ▒            each measured alone, again and again
     a step         casts, hooks, cold caches, waits ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
 
-The gap between the two is the software's efficiency (`onefold.plan.efficiency`), which is measured
+The gap between the two is the software's efficiency (`onefold.plan.times`), which is measured
 here instead of assumed.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import Counter
 from functools import lru_cache
 from typing import Any
 
@@ -31,8 +32,8 @@ from onefold.doctor.benchmark_blocks import (
 from onefold.machine.kernels import Kernels, count
 from onefold.machine.measured import StepPoint
 from onefold.plan.modules import model_shape
-from onefold.plan.states import units_of
-from onefold.plan.wire import calls_of, wire
+from onefold.plan.program import Program
+from onefold.plan.rank import units_of
 from onefold.recipe import Recipe
 from onefold.recipe.options import Precision
 
@@ -95,8 +96,8 @@ class Training:
     def point(self, seconds: float) -> StepPoint:
         """Return what such a step computes and sends, with the seconds that it took."""
         units = units_of(self.shape, self.recipe, self.ranks)
-        sent = wire(units, self.recipe, MICRO_BATCHES)
-        calls = calls_of(units, self.recipe, MICRO_BATCHES)
+        program = Program(units, self.recipe).run(MICRO_BATCHES)
+        sent, calls = program.sent(), Counter(op.move for op, _ in program.counted() if op.over)
         head = 6 * self.hidden * REFERENCE_VOCABULARY * self.tokens
         flops = REFERENCE_BLOCKS * gated_flops(self.hidden, self.tokens) + head
         slots = (
@@ -113,7 +114,8 @@ class Training:
             numel=self.shape.numel,
             stepped=sum(slots),
             wire={move: float(nbytes) for move, nbytes in sent.items()},
-            calls={move: calls[move] for move in sent},
+            # There and back is one collective
+            calls={m: calls[m] // (2 if m == "all-reduce" else 1) for m in sent},
             seconds=seconds,
         )
 

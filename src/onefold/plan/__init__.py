@@ -2,25 +2,21 @@
 
 | question                                      | files, in the order to read them           |
 |-----------------------------------------------|--------------------------------------------|
-| What is asked, on which machine?              | `job`, `hardware`, `api`                   |
+| What is asked, on which machine?              | `job`, `degrees`, `hardware`, `api`        |
 | What is the model?                            | `shapes`, `modules`, `subject`             |
-| What does a rank hold, at most?               | `states`, `replay`, `offloaded`, `owned`, `reserve` |
+| What does a rank hold between steps?          | `rank`, `states`, `owned`, `reserve`       |
 | What do a micro-batch's activations hold?     | `activity`, `formulas`                     |
-| What does a rank send and copy?               | `wire`, `traffic`                          |
-| How long does a step take?                    | `times`, `efficiency`                      |
-| What is the account of one scheme?            | `schema`, `evaluate`                       |
-| Which scheme, and what are the alternatives?  | `choose`, `alternatives`                   |
-| How is the plan shown?                        | `planner`, `tables`                        |
-| What do other axes than data divide and send? | `degrees`, `divided`, `collectives`        |
-| What is the account of a mesh, which is best? | `mesh_account`, `mesh_search`, `mesh_tables` |
+| What does a step do, and hold meanwhile?      | `program`                                  |
+| How long does it take?                        | `times`                                    |
+| What is the account of one scheme?            | `schema`, `account`                        |
+| Which scheme or mesh, and what else?          | `search`                                   |
+| How is the plan shown?                        | `planner`, `notes`, `tables`               |
 
 Other rooms look at what cannot be counted: `tracing` at a module's activations, `machine` at
 measured speeds, `simulation` at a step of the engine itself.
 
 `onefold.plan(model, ...)` is `onefold.plan.api.plan`: the room itself can be called.
 `onefold.plan.recipe_for(model, ...)` is the recipe for the machine that this process runs on.
-`onefold.plan.over_axes(model, tp=8, pp="auto", ...)` plans with tensor, pipeline, context and expert
-parallelism.
 """
 
 from __future__ import annotations
@@ -44,15 +40,6 @@ def recipe_for(model: Any, **job: Any) -> Any:
     `onefold.plan.api.recipe_for`.
     """
     from onefold.plan.api import recipe_for as find
-
-    return find(model, **job)
-
-
-def over_axes(model: Any, **job: Any) -> Any:
-    """Plan a mesh with other axes than data, or search for the best ones; see
-    `onefold.plan.api.over_axes`.
-    """
-    from onefold.plan.api import over_axes as find
 
     return find(model, **job)
 

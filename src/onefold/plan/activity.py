@@ -2,21 +2,32 @@
 the engine's.
 
     slot      forward 0   forward 1   ...   backward 1   backward 0
-    engine    ▒▒          ▒▒                ▒▒▒▒         ▒▒▒▒            plan/replay.py
+    engine    ▒▒          ▒▒                ▒▒▒▒         ▒▒▒▒            plan/program.py
     activity  ░           ░░          ░░░   ░░░          ░               here
+
+Activations that are on the host between the forward and the backward pass leave the slots and come
+back, as in offload/activations.py: of the storages that autograd saves the large ones
+(`Activity.movable`), the first saved first.
+
+    unit        0       1       2       loss    2       1       0
+    kept        a       a b     a b c   a b c   a b c   a b     a
+    on the host         a       a b     a b c   a b     a                 as far as the budget allows
+    device      a       b       c       ·       c       b       a         + copies on their way, + what is fetched ahead
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from onefold.machine.kernels import Kernels
-from onefold.offload.activations import SMALLEST
+from onefold.offload.activations import NEAR, SLAB, SMALLEST
+from onefold.plan.degrees import ALONE, Degrees
 from onefold.plan.formulas import MicroBatchBytes, transformer_flops_per_token
-from onefold.plan.shapes import ModelShape, Transformer, UnitShape
+from onefold.plan.rank import Stage, local_numel, stages_of
+from onefold.plan.shapes import ModelShape, Parameter, Transformer, blocks_of
 from onefold.tracing.trace import ActivationTrace
 
 
@@ -39,8 +50,7 @@ class Activity:
 
     Attributes:
         saved: bytes kept for the backward pass at its start, of which `logits` are logits.
-        flops: of the matrix products of forward and backward, recomputation included.
-        forward_flops: of the forward pass alone.
+        passes: FLOPs of matrix products, recomputation included, by unit and phase.
         kernels: what runs; None where only dimensions are known.
         movable: bytes of large saved tensors by unit, which the host may hold until the backward
             pass. largest: the bytes of the largest of them.
@@ -49,23 +59,28 @@ class Activity:
     slots: tuple[Slot, ...]
     saved: int
     logits: int
-    flops: float
-    forward_flops: float
+    passes: Mapping[tuple[str, str], float]
     source: str
     notes: tuple[str, ...] = ()
     kernels: Kernels | None = None
     movable: Mapping[str, int] = field(default_factory=dict)
     largest: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def flops(self) -> float:
+        return sum(self.passes.values())
+
     @classmethod
     def from_trace(cls, trace: ActivationTrace) -> Activity:
         """Take over a trace of the real module, span by span."""
+        passes: Counter[tuple[str, str]] = Counter()
+        for s in trace.spans:
+            passes[s.unit, s.phase] += s.flops
         return cls(
             tuple(Slot(s.unit, s.phase, s.peak, s.logits, s.gradients) for s in trace.spans),
             trace.saved,
             trace.logits,
-            flops=trace.forward_flops + trace.backward_flops,
-            forward_flops=trace.forward_flops,
+            dict(passes),
             source="traced",
             notes=trace.notes,
             kernels=trace.kernels,
@@ -76,15 +91,18 @@ class Activity:
     @classmethod
     def from_dims(
         cls,
-        model: ModelShape,
+        model: ModelShape | Stage,
         dims: Transformer,
         micro_batch: int,
         seq: int,
-        element_bytes: int,
+        element: int,
         checkpointing: str,
         code: str = "",
+        degrees: Degrees = ALONE,
+        micro_batches: int = 1,
     ) -> Activity:
-        """Count from dimensions alone (`plan.formulas`), for models without code to trace.
+        """Count from dimensions alone (`plan.formulas`), for models without code to trace: what a rank
+        keeps at its fullest of the micro-batches in flight, while one of them runs.
 
         A block uses bytes beyond those that it keeps while it runs, and in the backward pass the
         gradient of its largest parameter. The loss casts the logits to fp32 and keeps their
@@ -92,85 +110,142 @@ class Activity:
         entry. The gradient of a head that is tied to the embedding waits for the embedding's.
 
         Args:
+            model: a model, or what a stage of a pipeline has of it.
+            element: bytes of an element of the compute dtype.
             code: the family whose code will run, one of `formulas.CODES`; "" counts fused kernels.
+            micro_batches: of a step.
 
         Raises:
             ValueError: a code that is not known.
         """
-        size = MicroBatchBytes(dims, micro_batch, seq, element_bytes, code)
-        blocks = [(block, keeps(i, checkpointing)) for i, block in enumerate(blocks_of(model))]
-        repeated = {block.name for block, _ in blocks}
-        others = [u for u in model.units if u.name not in repeated and u.parameters]
-        recomputed = sum(not whole for _, whole in blocks) / max(len(blocks), 1)
-        done, forward = _flops(model, dims, seq, size.tokens, recomputed)
-        movable = {block.name: size.kept(whole) for block, whole in blocks}
+        stage = model if isinstance(model, Stage) else stages_of(model, degrees)[0]
+        local = local_dims(dims, degrees)
+        size = MicroBatchBytes(local, micro_batch, seq // degrees.cp, element, code)
+        kept = [keeps(i, checkpointing) for i in range(stage.blocks)]
+        blocks, parts = list(zip(stage.names, kept, strict=True)), len(stage.chunks)
         largest = {
-            block.name: min(
-                movable[block.name], size.tokens * max(dims.hidden, dims.ffn) * element_bytes
-            )
-            for block, _ in blocks
+            u.name: max((local_numel(p, degrees) for p in u.parameters), default=0) * element
+            for u in stage.units
         }
+        chunk = sum(size.kept(whole) for whole in kept) / parts
+        alone = degrees.pp == 1 or (stage.last and degrees.chunks == 1)
+        crossing = 0 if alone else size.tokens * local.hidden * element
+        before = size.before if stage.first else 16 * size.tokens
+        flights = in_flight(degrees, stage.index, micro_batches)
+        others = (flights - 1) * (chunk + crossing + before / parts)
+        at = others + before + crossing
+        extra = _in_hand(dims, local, degrees, size.tokens, element)
+        shared = size.shared if stage.first and stage.last else 0
+        slots = []
+        for name, whole in blocks:
+            slots.append(Slot(name, "forward", round(at + size.whole + size.in_hand() + extra)))
+            at += size.kept(whole) / parts
+        if stage.last:
+            first, logits = size.first_logits, 3 * size.logits
+            slots.append(Slot("(root)", "forward", round(at + size.behind + first), first))
+            # The log-probabilities, their gradients and the gradients of the logits
+            slots.append(Slot("(root)", "backward", round(at + size.behind + logits), logits))
+        for name, whole in reversed(blocks):
+            again, beside = 0 if whole else size.whole, size.beside(largest[name])
+            own = min(largest[name], again + beside) + shared
+            peak = round(at + again + beside + shared + extra)
+            slots.append(Slot(name, "backward", peak, 0, round(own)))
+            at -= size.kept(whole) / parts
+        for unit in stage.units:
+            if unit.name not in stage.names and unit.parameters:
+                own = largest[unit.name] + shared
+                slots.append(Slot(unit.name, "backward", round(at + own), 0, own))
+        movable = {name: size.kept(whole) for name, whole in blocks}
+        wide = size.tokens * max(local.hidden, local.ffn) * element
         # Smaller tensors are not moved to the host
-        large = size.tokens * dims.hidden * element_bytes >= SMALLEST
+        large = size.tokens * local.hidden * element >= SMALLEST
+        last = size.logits if stage.last else 0
+        saved = others + before + parts * chunk + size.behind + last
+        of_large = {name: min(n, wide) for name, n in movable.items()}
         return cls(
-            (*_forward(blocks, size), *_backward(blocks, others, size)),
-            size.before + sum(movable.values()) + size.behind + size.logits,
-            size.logits,
-            done,
-            forward,
+            tuple(slots),
+            round(saved),
+            last,
+            _passes(stage, dims, degrees, micro_batch * seq / degrees.cp, seq, kept),
             "formula",
-            movable=movable | {"(root)": size.logits} if large else {},
-            largest=largest | {"(root)": size.logits} if large else {},
+            movable=movable | {"(root)": last} if large else {},
+            largest=of_large | {"(root)": last} if large else {},
         )
 
 
-def _forward(blocks: Sequence[tuple[UnitShape, bool]], size: MicroBatchBytes) -> Iterator[Slot]:
-    """Yield the slots of a forward pass. Each block comes with whether it keeps everything."""
-    held = size.before
-    for block, whole in blocks:
-        yield Slot(block.name, "forward", held + size.whole + size.in_hand())
-        held += size.kept(whole)
-    yield Slot("(root)", "forward", held + size.behind + size.first_logits, size.first_logits)
-
-
-def _backward(
-    blocks: Sequence[tuple[UnitShape, bool]], others: Sequence[UnitShape], size: MicroBatchBytes
-) -> Iterator[Slot]:
-    """Yield the slots of the backward pass: the last block first, then the `others`."""
-    held = size.before + sum(size.kept(whole) for _, whole in blocks)
-    # The log-probabilities, their gradients and the gradients of the logits
-    logits = 3 * size.logits
-    yield Slot("(root)", "backward", held + size.behind + logits, logits)
-    for block, whole in reversed(blocks):
-        largest = _largest(block) * size.element
-        again = 0 if whole else size.whole
-        beside = size.beside(largest)
-        own = min(largest, again + beside) + size.shared
-        yield Slot(block.name, "backward", held + again + beside + size.shared, 0, own)
-        held -= size.kept(whole)
-    for unit in others:
-        own = _largest(unit) * size.element + size.shared
-        yield Slot(unit.name, "backward", held + own, 0, own)
-
-
-def _largest(unit: UnitShape) -> int:
-    """Elements of the unit's largest parameter."""
-    return max((p.numel for p in unit.parameters), default=0)
-
-
-def _flops(
-    model: ModelShape, dims: Transformer, seq: int, tokens: int, recomputed: float
-) -> tuple[float, float]:
-    """Return (FLOPs of all matrix products, of the forward pass's) where the share `recomputed` of
-    the blocks runs again in the backward pass.
+def local_dims(dims: Transformer, degrees: Degrees) -> Transformer:
+    """Return the widths of a block on one rank. With sequence parallelism what lies between its
+    layers is divided too: that is counted as a narrower block.
     """
-    # A token reads one row of a table: model FLOPs count all rows, the products none
-    tables = [p for u in model.units if u.looks_up_only for p in u.parameters]
-    counted = sum((6 if p.trainable else 4) * p.numel for p in tables)
-    whole = (flops_per_token(model, dims, seq) - counted) * tokens
-    multiplied = model.active_numel - sum(p.numel for p in tables)
-    forward = transformer_flops_per_token(multiplied, dims, seq) * tokens / 3
-    return whole + recomputed * _recomputed(model, dims, seq) * tokens, forward
+    t = degrees.tp
+    if t == 1:
+        return dims
+    between = t if degrees.sequence_divided else 1
+    whole = dims.experts > 1 and not degrees.expert_tp and not degrees.sequence_divided
+    return replace(
+        dims,
+        hidden=-(-dims.hidden // between),
+        heads=dims.heads // t,
+        kv_heads=(dims.kv_heads or dims.heads) // t,
+        head_dim=dims.head,
+        ffn=dims.ffn if whole else dims.ffn // t,
+        vocab=-(-dims.vocab // t),
+    )
+
+
+def _in_hand(
+    dims: Transformer, local: Transformer, degrees: Degrees, tokens: int, element: int
+) -> float:
+    """Bytes that a block uses while it runs only because of the axes: its whole input under sequence
+    parallelism, keys and values of a whole sample, tokens on their way to and from experts.
+    """
+    out = tokens * (dims.hidden - local.hidden) * element if degrees.sequence_divided else 0.0
+    out += tokens * (degrees.cp - 1) * (local.k + local.v) * element
+    return out + (tokens * dims.active * local.hidden * element if degrees.ep > 1 else 0)
+
+
+def in_flight(degrees: Degrees, index: int, micro_batches: int) -> int:
+    """Return how many forward passes of a chunk stage `index` holds at most, before their backward
+    passes: of interleaved stages Korthikanti et al. 2022, section 4.2.3.
+    """
+    p, v = degrees.pp, degrees.chunks
+    if degrees.schedule == "gpipe":
+        return micro_batches
+    held = p - index if v == 1 else 2 * (p - index - 1) + (v - 1) * p + 1
+    return min(held, micro_batches * v)
+
+
+def _passes(
+    stage: Stage, dims: Transformer, degrees: Degrees, tokens: float, seq: int, kept: Sequence[bool]
+) -> dict[tuple[str, str], float]:
+    """Return a rank's FLOPs in one micro-batch, by unit and phase.
+
+    torch ends a recomputed block as soon as it has everything that backward needs: before the last
+    product of a block, except where a router weighs the result of that product.
+    """
+    out: dict[tuple[str, str], float] = {}
+    recomputed = {name for name, whole in zip(stage.names, kept, strict=True) if not whole}
+    last = 2 * dims.ffn * dims.hidden if dims.experts <= 1 else 0
+    share = dims.active / dims.experts
+    for unit in stage.units:
+        used = [
+            (p.numel * (share if p.routed else 1), p.trainable)
+            for p in unit.parameters
+            if not unit.looks_up_only and (not p.looked_up or _is_head(p, stage, dims))
+        ]
+        forward = 2 * sum(n for n, _ in used)
+        if unit.name in stage.names:
+            forward += 2 * (dims.q + dims.out) * seq
+        backward = 2 * forward - 2 * sum(n for n, trained in used if not trained)
+        backward += max(0.0, forward - last) if unit.name in recomputed else 0
+        out[unit.name, "forward"] = forward * tokens / degrees.tp
+        out[unit.name, "backward"] = backward * tokens / degrees.tp
+    return out
+
+
+def _is_head(p: Parameter, stage: Stage, dims: Transformer) -> bool:
+    """Whether an embedding's matrix is the head of this stage too."""
+    return dims.tied and stage.last and (not stage.tied or p.name.startswith("tied."))
 
 
 def flops_per_token(model: ModelShape, dims: Transformer | None, seq: int) -> float:
@@ -178,18 +253,6 @@ def flops_per_token(model: ModelShape, dims: Transformer | None, seq: int) -> fl
     instead of 6.
     """
     return transformer_flops_per_token(model.active_numel, dims, seq) - 2 * frozen_active(model)
-
-
-def _recomputed(model: ModelShape, dims: Transformer, seq: int) -> float:
-    """Return the FLOPs a token of the blocks' second forward passes.
-
-    torch ends one as soon as it has everything that backward needs: before the last product of a
-    block, except where a router weighs the result of that product.
-    """
-    repeated = {u.name for u in blocks_of(model)}
-    inside = model.active_numel - sum(u.numel for u in model.units if u.name not in repeated)
-    last = 2 * dims.layers * dims.ffn * dims.hidden if dims.experts <= 1 else 0
-    return max(0.0, transformer_flops_per_token(inside, dims, seq) / 3 - last)
 
 
 def frozen_active(model: ModelShape) -> int:
@@ -210,26 +273,70 @@ def keeps(index: int, checkpointing: str) -> bool:
     return checkpointing == "none" or (checkpointing == "selective" and index % 2 == 1)
 
 
-#: The names of units that are tiles of a weight.
-TILE = re.compile(r"\.tiles\.\d+$")
-
-
-def blocks_of(model: ModelShape) -> list[UnitShape]:
-    """Return the repeated units: the largest family whose names differ only in their numbers."""
-    families: dict[str, list[UnitShape]] = {}
-    for unit in model.units:
-        if re.search(r"\d", unit.name) and not TILE.search(unit.name):
-            families.setdefault(re.sub(r"\d+", "#", unit.name), []).append(unit)
-    return max(families.values(), key=len, default=[])
-
-
 def assumed_dims(model: ModelShape, seq: int) -> Transformer:
     """Return the dimensions of a decoder with this many parameters, 12·L·h²: heads of 128, and a
     feed-forward four times as wide.
     """
-    layers = max(len(blocks_of(model)), 1)
+    layers = max(len(blocks_of(model.units)), 1)
     hidden = max(64, round(math.sqrt(model.numel / (12 * layers)) / 64) * 64)
     return Transformer(layers, hidden, max(1, hidden // 128), 4 * hidden, 50_304, seq)
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """An activity of which the host holds a part.
+
+    Attributes:
+        activity: what is left on the device.
+        moved: bytes of a micro-batch that go down and come up again, by unit.
+        nbytes: bytes of host memory for them, in whole slabs.
+    """
+
+    activity: Activity
+    moved: Mapping[str, int] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
+    """Move up to `budget` bytes of an activity to the host.
+
+    Args:
+        shared: the device is a CPU: copies to the host finish at once.
+    """
+    near = down = min(NEAR, budget // 8)
+    order = _in_order(activity.slots)
+    gone: dict[str, int] = {}
+    for unit in order:
+        gone[unit] = min(activity.movable.get(unit, 0), budget - sum(gone.values()))
+    total = sum(gone.values())
+    slots, seen = [], dict.fromkeys(order, 0)
+    last = {slot.unit: i for i, slot in enumerate(activity.slots) if slot.phase == "forward"}
+    for i, slot in enumerate(activity.slots):
+        if slot.phase == "forward":  # saved by other units so far
+            saved = sum(seen.values())
+            seen[slot.unit] = gone[slot.unit] if i == last[slot.unit] else 0
+            # Copies in flight hold `near` bytes, or twice the largest of them
+            large = min(activity.largest.get(slot.unit, 0), gone[slot.unit])
+            down = max(down, min(2 * large, down + large))
+            waits = 0 if shared else down
+        else:  # saved before this unit; what later units saved has been read
+            if slot.unit in order:
+                del order[order.index(slot.unit) :]
+            saved = sum(gone[unit] for unit in order)
+            # What is fetched ahead: `near` bytes, or one copy
+            waits = max([near, *(activity.largest.get(unit, 0) for unit in order[-1:])])
+        left = slot.peak - saved + min(waits, saved)
+        slots.append(replace(slot, peak=max(left, slot.logits + slot.gradients)))
+    slabs = min(budget, -(-total // SLAB) * SLAB)
+    return OnHost(replace(activity, slots=tuple(slots)), gone, slabs)
+
+
+def _in_order(slots: Sequence[Slot]) -> list[str]:
+    """Return the units in the order in which their forward passes end. A unit that runs again (a
+    root with the loss) is where it runs last.
+    """
+    order = list(dict.fromkeys(s.unit for s in reversed(slots) if s.phase == "forward"))
+    return order[::-1]
 
 
 def stretched(activity: Activity, blocks: Sequence[str], names: Sequence[str]) -> Activity:
@@ -253,6 +360,10 @@ def stretched(activity: Activity, blocks: Sequence[str], names: Sequence[str]) -
             slots=tuple(replace(s, unit=_renamed(s.unit, blocks, names)) for s in activity.slots),
             movable=movable,
             largest=largest,
+            passes={
+                (_renamed(unit, blocks, names), phase): n
+                for (unit, phase), n in activity.passes.items()
+            },
         )
     index = {name: i for i, name in enumerate(blocks)}
     each = _each(activity, index)
@@ -283,7 +394,13 @@ def stretched(activity: Activity, blocks: Sequence[str], names: Sequence[str]) -
         for of in (activity.movable, activity.largest)
     )
     saved = activity.saved + more
-    return replace(activity, slots=tuple(out), saved=saved, movable=movable, largest=largest)
+    passes = {(unit, phase): n for (unit, phase), n in activity.passes.items() if unit not in index}
+    for i, name in enumerate(names):
+        like = blocks[_like(i, len(blocks))]
+        passes |= {(name, p): activity.passes.get((like, p), 0) for p in ("forward", "backward")}
+    return replace(
+        activity, slots=tuple(out), saved=saved, passes=passes, movable=movable, largest=largest
+    )
 
 
 def _renamed(unit: str, blocks: Sequence[str], names: Sequence[str]) -> str:

@@ -5,8 +5,9 @@ and the plan for the machine that this process runs on (`onefold.plan.recipe_for
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,17 @@ from onefold.device import available, default_device, device_count, free_memory,
 from onefold.machine.calibration import Calibration, CalibrationError
 from onefold.memory import free_host_memory
 from onefold.plan import hardware
-from onefold.plan.degrees import Degrees, Schedule, check
-from onefold.plan.evaluate import Candidate
+from onefold.plan.account import Candidate
 from onefold.plan.formulas import Convention
 from onefold.plan.hardware import Gpu, Machine
 from onefold.plan.job import Job
-from onefold.plan.mesh_account import MeshAccount, MeshQuestion, account_of
-from onefold.plan.mesh_search import MeshPlan, plan_over_axes
-from onefold.plan.modules import model_shape
 from onefold.plan.planner import Plan
 from onefold.plan.planner import plan as _plan
 from onefold.plan.shapes import ModelShape
 from onefold.recipe import Recipe
 
+#: Fields of `Degrees` that are no degree, with their defaults.
+MESH = {"chunks": 1, "schedule": "1f1b", "sequence_parallel": True, "expert_tp": True}
 #: The share of free memory that training may take. The rest is for buffers of libraries and for
 #: later processes.
 USABLE = 0.9
@@ -63,15 +62,11 @@ class Beside:
         return cls(free_host_memory(), min(each) * len(folders) if each else 0.0)
 
 
-def machine_here(
-    ranks: int, local_ranks: int, free: int, device: str, beside: Beside | None = None
-) -> tuple[Machine, bool]:
-    """Return (this machine with `ranks` ranks that may take `free` bytes each, whether its speeds
-    were measured).
+def machine_here(ranks: int, local_ranks: int, free: int, device: str, beside: Beside) -> Machine:
+    """Return this machine with `ranks` ranks that may take `free` bytes each.
 
-    `onefold doctor --calibrate` measures the speeds. Without them a plan has bytes and no seconds.
+    `onefold doctor --calibrate` measures its speeds. Without them a plan has bytes and no seconds.
     """
-    beside = beside or Beside.here(())
     try:
         calibration = Calibration.load()
         found = hardware.calibrated(calibration, ranks)
@@ -79,48 +74,18 @@ def machine_here(
     except (CalibrationError, ValueError, OSError):
         measured = False
     if not measured:
-        found = _unmeasured(ranks, local_ranks, free, device)
+        return _unmeasured(ranks, local_ranks, free, device, beside)
     host = replace(found.host, memory=beside.host, nvme=beside.disk)
-    return replace(found, gpu=replace(found.gpu, capacity=free), host=host), measured
+    return replace(found, gpu=replace(found.gpu, capacity=free), host=host)
 
 
-def _unmeasured(ranks: int, local_ranks: int, free: int, device: str) -> Machine:
+def _unmeasured(ranks: int, local_ranks: int, free: int, device: str, beside: Beside) -> Machine:
     """Return this machine without its speeds."""
     known = hardware.builtin()
     between = known.link("100g") if ranks > local_ranks else None
     gpu = Gpu("here", "this machine", free, {"fp32": 1e12}, 1.0, 1e10, 1e9, 1e9)
-    return Machine(gpu, ranks, local_ranks, between, known.hosts["default"], shared=device == "cpu")
-
-
-def mesh_here(
-    model: nn.Module,
-    job: Job,
-    *,
-    tp: int,
-    ep: int,
-    ranks: int,
-    local_ranks: int,
-    free: int,
-    device: str,
-    stages: tuple[int, ...],
-) -> tuple[ModelShape, tuple[MeshAccount, ...]]:
-    """Return a transformer's shape, and the account of a mesh of this machine at each stage: bytes
-    alone, since measured speeds are not by axis. Not collective.
-
-    Args:
-        model: a model that is not parallelized yet.
-        free: free bytes of a rank, on the rank that has least.
-
-    Raises:
-        ValueError: the model's dimensions are not known, or such a mesh is not possible for it.
-    """
-    shape = model_shape(model, job.units, seq=job.seq)
-    machine = _unmeasured(ranks, local_ranks, int(free * USABLE), device)
-    degrees = Degrees.on(ranks, tp=tp, ep=ep, sequence_parallel=False)
-    check(degrees, shape, machine)
-    question = MeshQuestion(shape, machine, job)
-    rows = tuple(account_of(question, degrees, stage, job.checkpointing) for stage in stages)
-    return shape, tuple(replace(row, seconds={}, mfu=0.0) for row in rows)
+    host = replace(known.hosts["default"], memory=beside.host, nvme=beside.disk)
+    return Machine(gpu, ranks, local_ranks, between, host, shared=device == "cpu")
 
 
 def plan_here(
@@ -135,6 +100,8 @@ def plan_here(
     batch: Callable[[int], Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     beside: Beside | None = None,
+    axes: Mapping[str, int | str] | None = None,
+    **options: Any,
 ) -> Plan:
     """Plan a real module on this machine. Not collective: the same figures give every rank the same
     plan.
@@ -143,31 +110,25 @@ def plan_here(
         free: free bytes of a rank, on the rank that has least.
         device: "cpu" or "cuda".
         beside: what its node has; None: looks.
+        axes, options: as for `onefold.plan.planner.plan`.
 
     Raises:
         ValueError: the module cannot be traced, or the batch does not divide.
     """
-    machine, measured = machine_here(
+    # Measured speeds are not by axis
+    machine = (_unmeasured if axes is not None else machine_here)(
         ranks, local_ranks, int(free * USABLE), device, beside or Beside.here(job.folders)
     )
-    found = _plan(model, machine, job, stages=stages, batch=batch, loss=loss, largest=False)
-    if measured:
-        return found
-
-    def bytes_only(candidate: Candidate) -> Candidate:
-        account = replace(candidate.account, seconds={}, tiers={}, tokens_per_s=0.0, mfu=None)
-        return replace(candidate, account=account)
-
-    note = (
-        "speeds of this machine are not measured: onefold doctor --calibrate would add seconds to"
-        " the plan"
-    )
-    return replace(
-        found,
-        stages=tuple(map(bytes_only, found.stages)),
-        recommended=bytes_only(found.recommended) if found.recommended is not None else None,
-        next_steps=tuple(map(bytes_only, found.next_steps)),
-        notes=(*found.notes, note),
+    return _plan(
+        model,
+        machine,
+        job,
+        stages=stages,
+        batch=batch,
+        loss=loss,
+        largest=False,
+        axes=axes,
+        **options,
     )
 
 
@@ -226,7 +187,7 @@ def recipe_for(
     job = Job.of({"precision": None, "checkpointing": "none", **options}, "onefold.plan.recipe_for")
     where = with_index(device) if device is not None else default_device()
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    local = min(ranks, ranks if where.type == "cpu" else device_count())
+    local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", device_count() or ranks)))
     free = free_memory(where) if where.type != "cpu" else free_host_memory() // local
     free, beside = _least(free, job, ranks)
     found = plan_here(
@@ -266,16 +227,22 @@ def plan(
     per_node: int = 8,
     gpu: str = "h100-80",
     link: str = "8x200g",
+    tp: int | str = 1,
+    pp: int | str = 1,
+    cp: int | str = 1,
+    ep: int | str = 1,
     stage: int | None = None,
     batch: Callable[[int], Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     largest: bool = True,
+    convention: Convention | None = None,
     **job: Any,
 ) -> Plan:
     """Plan what every stage of a job would hold, send and take on a machine, and recommend one.
     `print` the plan, or `shard(model, plan.recipe)`.
 
         onefold.plan("llama-3-70b", gpus=64, gpu="h100-80", seq=4096)
+        onefold.plan("llama-3-405b", gpus=512, tp=8, pp="auto", seq=8192, global_batch=512)
         onefold.plan(model, micro_batch=4, seq=1024, precision="bf16")     # on this machine
 
     Args:
@@ -283,12 +250,19 @@ def plan(
             config.json, `package.module:factory`, or a number of parameters.
         machine: the machine to plan for; else `gpus` GPUs of a kind, in nodes of `per_node` joined
             by `link`; else one rank of this machine.
+        tp: how many ranks divide each layer; "auto": the plan searches for the best meshes.
+        pp: how many stages the blocks are cut into. Data-parallel ranks are what tp, pp and cp
+            leave of the GPUs.
+        cp: how many ranks divide each sample.
+        ep: how many data-parallel ranks divide the experts.
         stage: the only stage to recommend; None: the lowest that fits.
         batch: makes the batch of a given number of samples, for modules that are no language model
             of `input_ids` and `labels`.
         loss: makes the scalar loss of such a module's output.
         largest: also find the largest micro-batch and model for each stage.
-        job: the fields of `plan.job.Job`: seq, micro_batch, global_batch, precision,
+        convention: bytes per parameter by which states are counted papers' way; None: the job's.
+        job: the fields of `plan.degrees.Degrees` beside (chunks, schedule, sequence_parallel,
+            expert_tp); those of `plan.job.Job`: seq, micro_batch, global_batch, precision,
             accumulate_dtype, checkpointing, optimizer, lora_rank, offload; and arguments of
             `Recipe.zero` (reduce_at, units, offload_optimizer, nvme, shard_group,
             gather_codec, ...), which the plan and its recipe follow. On this machine states go to a
@@ -301,6 +275,7 @@ def plan(
         raise ValueError(
             f"stage={stage!r}: expected 0, 1, 2 or 3, or None for the lowest that fits."
         )
+    mesh = {name: job.pop(name) for name in MESH if name in job}
     asked = Job.of(job, "onefold.plan")
     if machine is None and gpus is not None:
         for name, count in (("gpus", gpus), ("per_node", per_node)):
@@ -316,79 +291,18 @@ def plan(
     if machine is None:
         free = free_memory() if available() else free_host_memory()
         beside = Beside.here(asked.folders)
-        machine, _ = machine_here(1, 1, free, default_device().type, beside)
-    stages = () if stage is None else (stage,)
-    return _plan(model, machine, asked, stages=stages, batch=batch, loss=loss, largest=largest)
-
-
-def over_axes(
-    model: nn.Module | ModelShape | str | Path,
-    machine: Machine | None = None,
-    *,
-    gpus: int = 8,
-    per_node: int = 8,
-    gpu: str = "h100-80",
-    link: str = "8x200g",
-    tp: int | str = 1,
-    pp: int | str = 1,
-    cp: int | str = 1,
-    ep: int | str = 1,
-    chunks: int = 1,
-    schedule: Schedule = "1f1b",
-    sequence_parallel: bool = True,
-    expert_tp: bool = True,
-    stage: int | None = None,
-    convention: Convention | None = None,
-    keep: int = 5,
-    **job: Any,
-) -> MeshPlan:
-    """Plan a job with tensor, pipeline, context and expert parallelism beside ZeRO: what a rank
-    holds, sends along each axis and takes. `print` the plan.
-
-        onefold.plan.over_axes("llama-3-405b", gpus=512, tp=8, pp=16, seq=8192, global_batch=512)
-        onefold.plan.over_axes("llama-3-405b", gpus=512, tp="auto", pp="auto", seq=8192)
-
-    Args:
-        model: a model with known dimensions; this and the next five are as for `plan`.
-        machine: the machine's measured rates.
-        gpus: how many.
-        per_node: how many of them a node has.
-        gpu: their kind.
-        link: the link between nodes.
-        tp: how many ranks divide each layer; "auto": the plan searches for the best meshes.
-        pp: how many stages the blocks are cut into. Data-parallel ranks are what tp, pp and cp
-            leave of the GPUs.
-        cp: how many ranks divide each sample.
-        ep: how many data-parallel ranks divide the experts.
-        chunks: parts of the model on each stage of an interleaved pipeline.
-        schedule: "1f1b" or "gpipe".
-        sequence_parallel: with tensor parallelism, norms and residuals divide the tokens.
-        expert_tp: tensor parallelism divides experts too.
-        stage: the only ZeRO stage to look at; None: all.
-        convention: bytes per parameter by which states are counted papers' way; None: the job's.
-        keep: how many meshes a search lists.
-        job: fields of `plan.job.Job`, and arguments of `Recipe.zero` about dtypes and reductions.
-            The default batch is one micro-batch for every GPU.
-
-    Raises:
-        ValueError: an impossible mesh, name or figure; the message says what to choose.
-    """
-    asked = Job.of(job, "onefold.plan.over_axes")
-    if machine is None:
-        machine = hardware.machine(gpus, min(per_node, gpus), gpu, link)
-    return plan_over_axes(
+        machine = machine_here(1, 1, int(free * USABLE), default_device().type, beside)
+    axes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
+    others = {name: mesh[name] for name in mesh if mesh[name] != MESH[name]}
+    return _plan(
         model,
         machine,
         asked,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        ep=ep,
-        chunks=chunks,
-        schedule=schedule,
-        sequence_parallel=sequence_parallel,
-        expert_tp=expert_tp,
         stages=() if stage is None else (stage,),
+        batch=batch,
+        loss=loss,
+        largest=largest,
+        axes=axes if others or any(n != 1 for n in axes.values()) else None,
         convention=convention,
-        keep=keep,
+        **mesh,
     )

@@ -149,6 +149,10 @@ class Degrees:
         return " × ".join(said)
 
 
+#: One rank, or data ranks alone where their number does not matter.
+ALONE = Degrees()
+
+
 @lru_cache(maxsize=64)
 def _holders(sizes: tuple[int, ...], divided: tuple[str, ...]) -> Holders:
     return Mesh(AXES, sizes, DATA).holders(divided)

@@ -22,9 +22,10 @@ arXiv:2205.00119), Zhao et al. 2023 (PyTorch FSDP, section 3.2.2).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from onefold.plan.degrees import Degrees
 from onefold.plan.formulas import RECOMPUTE, Convention
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
 from onefold.recipe.core import NODES, OPTIONS
@@ -91,6 +92,8 @@ OFFLOAD: Mapping[str, Way] = {
     "nvme": Way("states on NVMe", _DISK | {"offload_param": "nvme"}),
 }
 CHECKPOINTING = RECOMPUTE
+#: The shares of the optimizer that may leave where a part is enough.
+PARTS = (0.25, 0.5, 0.75, 1.0)
 #: Options of a recipe that a job may set; stage and dtypes have fields of their own.
 RECIPE_OPTIONS = set(OPTIONS) - {"stage", "precision", "accumulate_dtype"}
 #: Options that say where states are stored. If a job sets one, the plan offloads nothing more.
@@ -260,8 +263,8 @@ class Job:
     @property
     def folders(self) -> tuple[str, ...]:
         """The folders on a disk that were given."""
-        folders: tuple[str, ...] = OPTIONS["nvme"].read(dict(self.options).get("nvme"))
-        return folders
+        folders: tuple[str, ...] | None = OPTIONS["nvme"].read(dict(self.options).get("nvme"))
+        return folders or ()
 
     @property
     def convention(self) -> Convention:
@@ -314,6 +317,7 @@ class Scheme:
         offload: one of `OFFLOAD`.
         share: the share of states that leave the device; below 1 only if `offload` may be in part.
         communication: one of `COMMUNICATION`, in addition to the job's own options.
+        degrees: the mesh; None: data ranks alone.
     """
 
     stage: int
@@ -322,6 +326,7 @@ class Scheme:
     micro_batch: int = 1
     share: float = 1.0
     communication: str = ""
+    degrees: Degrees | None = None
 
     def __post_init__(self) -> None:
         if self.communication not in COMMUNICATION:
@@ -347,9 +352,6 @@ class Scheme:
                 f" {parts}."
             )
 
-    def with_(self, **changes: Any) -> Scheme:
-        return replace(self, **changes)
-
     @property
     def way(self) -> Way:
         """The way that `communication` names."""
@@ -374,6 +376,8 @@ class Scheme:
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}"]
+        if self.degrees is not None:
+            parts = [str(self.degrees), f"ZeRO stage {self.stage}"]
         if self.checkpointing != "none":
             parts.append(f"{self.checkpointing} checkpointing")
         if self.offload != "none":

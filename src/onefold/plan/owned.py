@@ -27,13 +27,10 @@ from math import prod
 
 import torch
 
-from onefold.comm import OWNERS
 from onefold.layout import Level, ShardSpec, Slot
 from onefold.layout.owners import Matrix, assign, balance, product_flops, rounds, traffic
-from onefold.plan.offloaded import Carried
+from onefold.plan.rank import Stage, UnitPlan
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import UnitPlan
-from onefold.plan.wire import Leg
 from onefold.recipe.optimizers import PLANNED, WHOLE
 
 #: The dtype in which Newton-Schulz iterations compute.
@@ -43,7 +40,9 @@ _PRODUCTS = torch.bfloat16
 # -- which parameters ------------------------------------------------------------------------------
 
 
-def stepped_whole(model: ModelShape, optimizer: str, stacks: bool = False) -> frozenset[str]:
+def stepped_whole(
+    model: ModelShape | Stage, optimizer: str, stacks: bool = False
+) -> frozenset[str]:
     """Return the names of the parameters that `optimizer` steps whole, none if it is element-wise.
     If it takes matrices alone, these are trained matrices, but no embedding, and nothing of the
     largest embedding's shape, which is the head. `onefold train` gives the same ones to Muon.
@@ -131,16 +130,6 @@ class OwnedMatrices:
         """The largest of each figure over all ranks."""
         names = _Rank.__dataclass_fields__
         return _Rank(**{name: max(getattr(r, name) for r in self.by_place) for name in names})
-
-    def legs(self) -> list[Leg]:
-        """Return what the rank that sends most sends in a step."""
-        sent = self.most.sent
-        return [Leg(OWNERS, False, self.level, sent, self.messages, "boundary")] if sent else []
-
-    def carried(self) -> tuple[Carried, ...]:
-        """Return the bytes of offloaded state that go to the device and back in the step."""
-        n = self.most.carried
-        return (Carried("up", n, "step"), Carried("down", n, "step")) if n else ()
 
 
 @dataclass

@@ -3,47 +3,41 @@
 model    a module, a folder or config.json, `module:factory`, a public architecture's name, a number of parameters
 machine  `machine(gpus, per_node, gpu, link)`, or this one as `onefold doctor --calibrate` measured it
 job      sequence, micro-batch, global batch, precision, checkpointing, optimizer, LoRA, offload
-         └──► Plan: every stage side by side, the recommendation, what the next steps would buy
+axes     tensor, pipeline, context and expert parallelism
+         └──► Plan: every stage side by side (or the best meshes), the recommendation, what the next steps would buy
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from onefold.plan.alternatives import SlowLinks, Sums, slow_links, sums_of
-from onefold.plan.choose import (
-    MOST_BLOCKS,
-    MOST_SAMPLES,
-    Question,
-    can_be,
-    cannot_fit,
-    deeper,
-    ladder,
-    largest_micro_batch,
-    largest_model,
-    recommend,
-    rungs,
-)
-from onefold.plan.evaluate import Candidate
+from onefold.plan import search
+from onefold.plan.account import Candidate, Question, on_nccl
+from onefold.plan.degrees import dims_of
+from onefold.plan.formulas import CODES, Convention
 from onefold.plan.hardware import Machine
-from onefold.plan.job import COMMUNICATION, SOMEWHERE, Job, Scheme, as_recipe
-from onefold.plan.owned import stepped_whole
-from onefold.plan.shapes import ModelShape
-from onefold.plan.states import MOMENTS_OF, topology_of, units_of
+from onefold.plan.job import SOMEWHERE, Job
+from onefold.plan.notes import assumptions_of, notes_of
+from onefold.plan.search import AUTO, SlowLinks
+from onefold.plan.shapes import ModelShape, find, known
 from onefold.plan.subject import subject_of
-from onefold.recipe import COMPUTE_DTYPES, Recipe
+from onefold.recipe import Recipe
 from onefold.recipe.optimizers import PLANNED, WHOLE
-from onefold.recipe.rows import FLAT
-from onefold.runtime.units import offload_notes
+
+#: Options of a job that a plan over axes does not count.
+_NOT_COUNTED = (
+    "offload_optimizer", "offload_gradients", "offload_param", "offload_activations", "nvme", "step_in_backward", "units",
+    "gather_codec", "reduce_codec", "frozen", "second_copy", "shard_group", "optimizer_over",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,17 +46,19 @@ class Plan:
 
     Attributes:
         stages: one candidate for each stage that the job's options allow, as the job is asked (or
-            with the recommendation's checkpointing and micro-batch).
+            with the recommendation's checkpointing and micro-batch); of a search the best meshes.
         recommended: what to run; None if nothing fits. `why_not` then says what is nearest.
-        next_steps: what the further steps of the ladder would buy.
+        next_steps: what further steps would buy, each slower than those before.
         largest_micro_batch: samples that fit, by stage; 0: none.
         largest_model: parameters of the deepest model of this width that fits, by stage.
         source: where the activations come from.
-        notes: sentences about assumptions; the first states the bytes per parameter.
+        notes: sentences that may change a decision. assumptions: what the figures rest on; the first
+            states the bytes per parameter.
         slow_links: every way to send less between nodes; None if their links are not slow.
-        sums: the recommendation with gradients added up by Onefold and by NCCL; None if there is no
-            choice.
+        native: the recommendation with gradients added up by NCCL, or in rank order if it has that;
+            None if there is no choice.
         asked: the stages that may be recommended; (): all.
+        searched: how many meshes were looked at; 0: none was searched for.
     """
 
     model: ModelShape
@@ -70,15 +66,17 @@ class Plan:
     job: Job
     stages: tuple[Candidate, ...]
     recommended: Candidate | None
-    next_steps: tuple[Candidate, ...]
-    largest_micro_batch: Mapping[int, int]
-    largest_model: Mapping[int, int]
-    source: str
-    why_not: str
-    notes: tuple[str, ...]
+    next_steps: tuple[Candidate, ...] = ()
+    largest_micro_batch: Mapping[int, int] = field(default_factory=dict)
+    largest_model: Mapping[int, int] = field(default_factory=dict)
+    source: str = ""
+    why_not: str = ""
+    notes: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
     slow_links: SlowLinks | None = None
-    sums: Sums | None = None
+    native: Candidate | None = None
     asked: tuple[int, ...] = ()
+    searched: int = 0
 
     @property
     def shown(self) -> Candidate:
@@ -126,8 +124,9 @@ class Plan:
         """Return plain data, as `onefold plan --json` prints it. `recipe` has the arguments of
         `Recipe.zero`, with torch's names of dtypes.
         """
+        slow, best = self.slow_links, self.recommended
         return {
-            "schema": 1,
+            "schema": 2,
             "model": {
                 "name": self.model.name,
                 "parameters": self.model.numel,
@@ -142,16 +141,25 @@ class Plan:
             },
             "job": {**vars(self.job), "options": {k: _plain(v) for k, v in self.job.options}},
             "activations": self.source,
-            "stages": [_candidate_json(c) for c in self.stages],
-            "recommended": _candidate_json(self.recommended) if self.recommended else None,
+            "searched": self.searched,
+            "stages": [c.to_json() for c in self.stages],
+            "recommended": best.to_json() if best else None,
             "recipe": self._recipe_json(),
-            "slow_links": self.slow_links.to_json() if self.slow_links is not None else None,
-            "sums": self.sums.to_json() if self.sums is not None else None,
-            "next_steps": [_candidate_json(c) for c in self.next_steps],
+            "slow_links": {
+                "rows": [c.to_json() for c in slow.rows],
+                "recommended": slow.taken.scheme.communication,
+                "lossy": slow.named.scheme.communication if slow.named is not None else None,
+                "why": list(slow.why),
+            }
+            if slow is not None
+            else None,
+            "native": self.native.to_json() if self.native is not None else None,
+            "next_steps": [c.to_json() for c in self.next_steps],
             "largest_micro_batch": dict(self.largest_micro_batch),
             "largest_model": dict(self.largest_model),
             "why_not": self.why_not,
             "notes": list(self.notes),
+            "assumptions": list(self.assumptions),
         }
 
     def _recipe_json(self) -> dict[str, Any] | None:
@@ -183,19 +191,6 @@ def _plain(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
-def _candidate_json(c: Candidate) -> dict[str, Any]:
-    return {
-        **vars(c.scheme),
-        "accumulation": c.accumulation,
-        "fits": c.fits,
-        "states": c.states,
-        "usable": c.usable,
-        "reserve": {**vars(c.reserve), "nbytes": c.reserve.nbytes},
-        **({"owners": vars(c.balance)} if c.balance is not None else {}),
-        "account": c.account.to_json(),
-    }
-
-
 def plan(
     model: nn.Module | ModelShape | str | Path | float,
     machine: Machine,
@@ -205,6 +200,9 @@ def plan(
     batch: Callable[[int], Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     largest: bool = True,
+    axes: Mapping[str, int | str] | None = None,
+    convention: Convention | None = None,
+    **options: Any,
 ) -> Plan:
     """Account for every stage of a job on a machine and recommend one.
 
@@ -212,165 +210,82 @@ def plan(
         model, batch, loss, largest: as for `onefold.plan.api.plan`.
         machine: from `onefold.plan.hardware.machine`, or `hardware.calibrated` for this one.
         stages: those that may be recommended; (): all.
+        axes: tp, pp, cp and ep, each a number or "auto": the plan searches. None: data ranks alone.
+        convention: bytes per parameter of the papers' count of states; None: the job's.
+        options: further fields of `Degrees`: chunks, schedule, sequence_parallel, expert_tp.
 
     Raises:
-        ValueError: an unknown name, a batch that does not divide, a module that cannot be traced.
+        ValueError: an unknown name, a batch that does not divide, a module that cannot be traced, a
+            mesh that is not possible, with what to choose instead.
     """
+    if axes is not None:
+        _refuse(job or Job(), machine)
     subject = subject_of(model, job or Job(), batch, loss, machine)
     job, shape = subject.job, subject.shape
     if not subject.repeats and not job.checkpointing:
         job = replace(job, checkpointing="none")  # there is no block to recompute
-    question = Question(shape, subject.activities, machine, job)
-    best = recommend(question, stages)
-    like = best.scheme if best is not None else rungs(job, machine.ranks, stages)[0][0]
-    shown = tuple(
-        question.answer(_column(stage, like, job))
-        for stage in (0, 1, 2, 3)
-        if not (job.places or job.communication) or can_be(Scheme(stage), job)
-    )
-    slow = slow_links(question, best, stages) if best is not None else None
+    family = find(str(model)).family if isinstance(model, str) and known(model) else ""
+    code = family if family in CODES else ""
+    question = Question(shape, subject.activities, machine, job, code, convention)
+    if axes is not None:
+        return _over_axes(question, subject.notes, stages, axes, options)
+    best = search.recommend(question, stages)
+    like = best.scheme if best is not None else search.schemes(question, stages)[0]
+    shown = []
+    for stage in (0, 1, 2, 3):
+        for offload in dict.fromkeys((job.offload or "none", "none")):
+            try:
+                column = replace(like, stage=stage, offload=offload, share=1.0)
+                column.recipe(job)
+            except (
+                ValueError
+            ):  # this stage excludes this, or the job's own tiers, groups and codecs
+                continue
+            shown.append(question.answer(column))
+            break
+    slow = search.slow_links(question, best, stages) if best is not None else None
     best = slow.taken if slow is not None else best
-    schemes = [c.scheme for c in shown if largest]
-    fitting = {s.stage: largest_micro_batch(question, s) for s in schemes}
-    micro = {stage: c.scheme.micro_batch if c else 0 for stage, c in fitting.items()}
-    models = {s.stage: largest_model(question, s, subject.another) for s in schemes}
-    chosen = {best.scheme.micro_batch} if best is not None and not job.micro_batch else set()
-    notes = (
-        *_of_job(job, machine),
-        *_of_whole_matrices(job, shape, best or _last_asked(shown, stages)),
-        *subject.notes,
-        *_of_recipe(question, best or _last_asked(shown, stages)),
-        *shown[0].notes,
-        *_of_reserve(best or _last_asked(shown, stages)),
-        *_ends(shape, {*micro.values(), *chosen}, models),
-    )
+    fitting = {
+        c.scheme.stage: search.largest_micro_batch(question, c.scheme) for c in shown if largest
+    }
+    models = {
+        c.scheme.stage: search.largest_model(question, c.scheme, subject.another)
+        for c in shown
+        if largest
+    }
+    detailed = best or _last_asked(tuple(shown), stages)
     return Plan(
         model=shape,
         machine=machine,
         job=job,
-        stages=shown,
+        stages=tuple(shown),
         recommended=best,
-        next_steps=tuple(_next_steps(question, best, stages)) if best is not None else (),
-        largest_micro_batch=micro,
+        next_steps=tuple(search.next_steps(question, best, stages)) if best is not None else (),
+        largest_micro_batch={s: c.scheme.micro_batch if c else 0 for s, c in fitting.items()},
         largest_model=models,
         source=subject.source,
-        why_not="" if best is not None else cannot_fit(question, stages),
-        notes=notes,
+        why_not="" if best is not None else search.cannot_fit(question, stages),
+        notes=tuple(notes_of(question, detailed)),
+        assumptions=(*assumptions_of(question, detailed), *subject.notes, *detailed.notes),
         slow_links=slow,
-        sums=sums_of(question, best) if best is not None else None,
+        native=_otherwise_added(question, best) if best is not None else None,
         asked=stages,
     )
 
 
-def _of_job(job: Job, machine: Machine) -> Iterator[str]:
-    """Yield notes on the bytes per parameter, and on a precision without a rate."""
-    sums, found, kept = job.recipe(3).gradients.dtype, job.convention, job.moment_bytes
-    names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
-    yield (
-        f"bytes per trained parameter: {found.parameters} parameters + {found.gradients} gradients"
-        f" ({names.get(sums, _plain(sums))}) + {found.optimizer - kept:g} master weights + {kept:g}"
-        f" {job.optimizer} states = {found.total:g}; gradients are gone between steps"
-    )
-    rates, gpu = machine.gpu.rates, machine.gpu
-    if job.computes not in rates and not machine.is_here:
-        other = job.computes == "bf16" and "fp16" in rates
-        yield (
-            f"{gpu.title or gpu.name} has no {job.computes}: seconds are at its fp32 rate"
-            f"{'; --precision fp16 would run at its own rate' if other else ''}"
-        )
-
-
-def _of_whole_matrices(job: Job, model: ModelShape, shown: Candidate) -> Iterator[str]:
-    """Yield notes on what an optimizer of whole matrices steps, and on a division among owners that
-    cannot be even.
+def _otherwise_added(question: Question, best: Candidate) -> Candidate | None:
+    """Return the recommendation with gradients added up the other way, by NCCL or in rank order. None
+    if there is no choice (one rank, gloo, encoded gradients), or if the machine's speeds are unknown.
     """
-    rest = PLANNED[job.optimizer].rest
-    if PLANNED[job.optimizer].update != WHOLE:
-        return
-    trained = [p for u in model.units for p in u.parameters if p.trainable]
-    names = stepped_whole(model, job.optimizer)
-    if not rest:
-        yield (
-            f"{job.optimizer} steps all {len(names):,} parameters whole. States, bytes and seconds of"
-            " owners are those of the rank that has most"
-        )
-        return
-    share = sum(p.numel for p in trained if p.name in names) / max(model.trainable, 1)
-    if not names:
-        yield f"{model.name} has no matrices that {job.optimizer} would step: {rest} steps everything"
-        return
-    yield (
-        f"{job.optimizer} steps the {len(names):,} matrices of the body, {share:.0%} of the trained"
-        f" parameters; {rest} steps the others, with {MOMENTS_OF[rest]} states each. States, bytes"
-        " and seconds of owners are those of the rank that has most"
-    )
-    stacks = stepped_whole(model, job.optimizer, stacks=True) - names
-    stacked = sum(p.numel for p in trained if p.name in stacks)
-    if stacked:
-        yield (
-            f"stacks of matrices in three dimensions ({stacked / max(model.trainable, 1):.0%} of the"
-            f" trained parameters, such as experts) are stepped by {rest}: torch's"
-            f" {PLANNED[job.optimizer].name} takes two dimensions only"
-        )
-    found = shown.balance
-    if found is not None and found.least > _UNEVEN:
-        yield (
-            f"{found.matrices:,} matrices among {found.ranks:,} owners: the largest alone is"
-            f" {found.least:.2f} times the mean of all ranks. With shard_group= a group of fewer ranks"
-            " has owners for all matrices, and each does as much as the others"
-        )
-
-
-#: A division among owners above this is told of.
-_UNEVEN = 1.1
-
-
-def _of_recipe(question: Question, shown: Candidate) -> Iterator[str]:
-    """Yield notes on options without effect in the recipe that a plan shows, in the words of the
-    engine (runtime/state/start.py), and on choices that the plan leaves to the user.
-    """
-    machine, asked = question.machine, question.job.communication
-    recipe = shown.scheme.recipe(question.job)
-    yield from (n for n in recipe.notes if " has no effect " in n)
-    topology = topology_of(recipe, machine.ranks, machine.node_ranks)
-    named = "group" in asked or "shard_group" in asked
-    divides = "second_copy" in asked or "shard_group" in asked
-    if machine.ranks == 1 and (divides or "gather_codec" in asked or "reduce_codec" in asked):
-        yield f"{', '.join(sorted(asked))}: no effect on one rank, from which nothing travels"
-    elif topology.outer == 1 and (named or divides) and recipe.inner != FLAT:
-        why = "they are on one node" if recipe.inner == "node" else "they are all"
-        yield (
-            f"group={recipe.inner!r} makes one group of the {machine.ranks} ranks ({why}): nothing"
-            " is divided inside groups only"
-        )
-    if recipe.frozen is not None:
-        units = units_of(question.model, recipe, machine.ranks, per_node=machine.node_ranks)
-        if not any(f.stored for u in units for f in u.flats):
-            yield (
-                f"frozen={recipe.frozen!r} has no effect: no matrix but embeddings is frozen"
-                " (--lora freezes those of the model)"
-            )
-    sizes = [u.trainable for u in question.model.units]
-    yield from offload_notes(sizes, recipe, machine.ranks)
-    # If the speed of links between nodes is unknown, the plan chooses nothing for them
-    if machine.nodes > 1 and not (machine.is_timed or asked) and shown.scheme.stage == 3:
-        with_copy = question.answer(shown.scheme.with_(communication="hpZ"))
-        plain, less = (c.account.sent_between for c in (shown, with_copy))
-        way = as_recipe(shown.scheme.stage, COMMUNICATION["hpZ"].options)
-        yield (
-            f"a node sends {plain / 1e9:,.2f} GB to the others in a step, and {less / 1e9:,.2f} GB"
-            f" with {way}: the plan does not know how fast they are linked, so that is yours to"
-            " choose"
-        )
-
-
-def _of_reserve(shown: Candidate) -> Iterator[str]:
-    """Yield a note on the bytes of a GPU that hold no tensor (plan/reserve.py)."""
-    if shown.reserve.communicators:
-        yield (
-            f"{shown.reserve.nbytes / 2**30:.2f} GiB of each GPU are not for training, by assumption:"
-            f" {shown.reserve}"
-        )
+    machine, job, recipe = question.machine, question.job, best.scheme.recipe(question.job)
+    # Calibrations measure ordered sums only
+    unknown = machine.is_here or machine.measured is not None
+    if machine.ranks == 1 or unknown or not on_nccl(machine) or recipe.gradients.codec is not None:
+        return None
+    other = "native" if recipe.reduce != "native" else "ordered"
+    options = tuple((k, v) for k, v in job.options if k != "reduce")
+    otherwise = replace(job, options=(*options, ("reduce", other)))
+    return replace(question, job=otherwise).answer(best.scheme)
 
 
 def _last_asked(candidates: tuple[Candidate, ...], stages: tuple[int, ...]) -> Candidate:
@@ -378,36 +293,74 @@ def _last_asked(candidates: tuple[Candidate, ...], stages: tuple[int, ...]) -> C
     return ([c for c in candidates if c.scheme.stage in stages] or candidates)[-1]
 
 
-def _column(stage: int, like: Scheme, job: Job) -> Scheme:
-    """Return a stage's scheme for the table of stages: offloaded only if the job asks for it and
-    the stage allows it.
-    """
-    try:
-        return Scheme(stage, like.checkpointing, job.offload or "none", like.micro_batch)
-    except ValueError:
-        return Scheme(stage, like.checkpointing, "none", like.micro_batch)
+# -- other axes ------------------------------------------------------------------------------------
 
 
-def _next_steps(question: Question, best: Candidate, stages: tuple[int, ...]) -> list[Candidate]:
-    """Return the steps of the ladder after the recommendation, at its micro-batch. Each of them
-    saves more than those before.
-    """
-    out: list[Candidate] = []
-    micro, communication = best.scheme.micro_batch, best.scheme.communication
-    order = [candidate.scheme.with_(micro_batch=micro) for candidate in ladder(question, stages)]
-    for later in order[order.index(best.scheme.with_(communication="")) + 1 :]:
-        try:
-            found = question.answer(later.with_(communication=communication))
-        except ValueError:  # that way excludes these tiers
-            found = question.answer(later)
-        if found.account.peak_bytes < (out or [best])[-1].account.peak_bytes:
-            out.append(found)
-    return out
+def _refuse(job: Job, machine: Machine) -> None:
+    if machine.measured is not None:
+        raise ValueError(
+            "--here measured moves among all ranks, none along an axis: give --gpus and --gpu instead."
+        )
+    if not job.micro_batch:
+        raise ValueError(
+            "--micro-batch auto: a plan over axes takes a number of samples, since more of them at once"
+            " change the pipeline's bubble; give --micro-batch 1, 2 or 4 and compare."
+        )
+    given = [n for n in _NOT_COUNTED if dict(job.options).get(n) not in (None, False)]
+    given += ["offload"] if job.offload not in ("", "none") else []
+    given += ["lora"] if job.lora_rank else []
+    given += [f"optimizer {job.optimizer}"] if PLANNED[job.optimizer].update == WHOLE else []
+    if given:
+        flags = ", ".join(f"--{n.replace('_', '-')}" for n in given)
+        raise ValueError(
+            f"{flags}: a plan over axes (--tp, --pp, --cp, --ep) does not count it; leave one of the"
+            " two out."
+        )
 
 
-def _ends(model: ModelShape, micro: Collection[int], models: Mapping[int, int]) -> Iterator[str]:
-    """Yield a note for each search that ended at its limit before memory was full."""
-    if MOST_SAMPLES in micro:
-        yield f"the largest micro-batch is looked for up to {MOST_SAMPLES:,} samples"
-    if any(models.values()) and deeper(model, MOST_BLOCKS).numel in models.values():
-        yield f"the largest model is looked for up to {MOST_BLOCKS:,} blocks"
+def _over_axes(
+    question: Question,
+    notes: tuple[str, ...],
+    stages: tuple[int, ...],
+    axes: Mapping[str, int | str],
+    options: Mapping[str, Any],
+) -> Plan:
+    """Account for a mesh at each ZeRO stage, or search for the best ones."""
+    dims_of(question.model)
+    keep = options.get("keep", search.KEPT)
+    options = {k: v for k, v in options.items() if k != "keep"}
+    rows: list[Candidate] = []
+    searched = 0
+    if AUTO in axes.values():
+        rows, searched = search.best_meshes(question, axes, options, stages, keep)
+    else:
+        rows = list(search.columns(question, search.mesh_of(question, axes, options), stages))
+    best = min((c for c in rows if c.fits), key=search.in_order, default=None)
+    why_not = ""
+    if not rows:
+        why_not = (
+            f"{question.model.name} does not fit: on each of {searched} meshes the states alone exceed"
+            " a device. Take more GPUs."
+        )
+    elif best is None:
+        nearest = search.too_large(question.model, max(rows, key=lambda c: c.spare))
+        why_not = (
+            f"{nearest} Take more GPUs, a higher --tp or --pp, or --tp auto --pp auto to search."
+        )
+    shown = best or (rows[-1] if rows else None)
+    return Plan(
+        model=question.model,
+        machine=question.machine,
+        job=question.job,
+        stages=tuple(rows),
+        recommended=best,
+        source="from dimensions",
+        why_not=why_not,
+        assumptions=(
+            *(assumptions_of(question, shown) if shown is not None else ()),
+            *notes,
+            *(shown.notes if shown is not None else ()),
+        ),
+        asked=stages,
+        searched=searched,
+    )

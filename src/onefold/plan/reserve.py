@@ -20,9 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onefold.comm.communicators import communicators_of
-from onefold.layout import Topology
+from onefold.layout import Level, Topology
 from onefold.plan.hardware import Machine
-from onefold.plan.wire import elsewhere
+from onefold.plan.program import members
 from onefold.recipe import Recipe
 from onefold.recipe.rows import NATIVE
 
@@ -76,14 +76,15 @@ def channels_to_a_peer(link: float) -> int:
 
 def reserve_of(recipe: Recipe, machine: Machine, topology: Topology) -> Reserve:
     """Return what is reserved on each GPU of `machine`. `recipe.reduce` is decided
-    (`onefold.plan.states.decided`).
+    (`onefold.plan.rank.exchanges`).
     """
     if machine.ranks == 1:
         return Reserve(CONTEXT)
     exchanges = 0
-    levels = ("intra-group", "inter-group") if topology.two_levels else ("all",)
+    levels: tuple[Level, ...] = ("intra-group", "inter-group") if topology.two_levels else ("all",)
     for level in levels if recipe.reduce != NATIVE else ():
-        peers, far = elsewhere(topology, machine.node_ranks, 0, level)
-        exchanges += (peers - far) * channels_to_a_peer(machine.gpu.link) * CHANNEL
+        over = members(topology, range(topology.size), 0, level)
+        far = sum(rank >= machine.local for rank in over)
+        exchanges += (len(over) - 1 - far) * channels_to_a_peer(machine.gpu.link) * CHANNEL
         exchanges += NETWORK if far else 0
     return Reserve(CONTEXT, communicators_of(topology), exchanges)

@@ -43,16 +43,11 @@ ENGINE = (PARAMETERS, MASTERS, GRADIENTS, LEAVING, GATHERED, REDUCTION, IDLE, OW
 MOVED = ("up", "down", "read", "written")
 #: The parts of a step's seconds, and their sum. What overlaps counts once.
 SECONDS = ("compute", "exposed communication", "optimizer", "io", "step")
-#: Seconds of the host link, the disks and the update on the host in a step, hidden or not, and how
-#: many of them hide behind what.
-TIER_SECONDS = (
-    "link",
-    "disk",
-    "host update",
-    "hidden behind forward",
-    "hidden behind backward",
-    "hidden behind the update",
-)
+#: Of a mesh: what layers send along an axis, which nothing hides, and the pipeline.
+IN_LAYERS = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel"}
+OF_AXES = (*IN_LAYERS.values(), "bubble", "pipeline sends")
+#: Seconds in which the host link, the disks and the update on the host are busy in a step.
+TIER_SECONDS = ("link", "disk", "host update")
 
 
 @dataclass(frozen=True)
@@ -64,11 +59,11 @@ class Account:
         peak: bytes at the moment when their sum is largest, by category.
         ledger: bytes of the engine itself (`ENGINE`) at the moment when their sum is largest, by
             category.
-        bound: bytes that the peak never exceeds; 0 without a bound (a measurement).
         host, nvme: bytes of offloaded state on the host and on NVMe, with data on its way, at most.
         offloaded: the same by tier ("host", "nvme", ...) and category; {} if only the sums are known.
         moved: bytes of a step between tiers, by `MOVED`.
-        wire: payload bytes sent in a step, by move.
+        wire: payload bytes sent in a step to ranks that hold the same parameters, by move.
+        sent: of a mesh, all bytes sent by axis; "data" is the wire.
         links: the same bytes by link, "inside" a node and "between" nodes, as the traffic ledger
             counts them, with one exception: a gather over all ranks on NCCL is planned as a ring,
             and the ledger, which only knows peers, counts more bytes between nodes.
@@ -83,12 +78,12 @@ class Account:
     rest: Mapping[str, int] = field(default_factory=dict)
     peak: Mapping[str, int] = field(default_factory=dict)
     ledger: Mapping[str, int] = field(default_factory=dict)
-    bound: int = 0
     host: int = 0
     nvme: int = 0
     offloaded: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     moved: Mapping[str, int] = field(default_factory=dict)
     wire: Mapping[str, int] = field(default_factory=dict)
+    sent: Mapping[str, int] = field(default_factory=dict)
     links: Mapping[str, int] = field(default_factory=dict)
     node_links: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -143,8 +138,6 @@ class Account:
                     yield f"{title}: {category}", "bytes", table[category]
             if table:
                 yield f"{title}: all", "bytes", sum(table.values())
-        if self.bound:
-            yield "bound of the peak", "bytes", self.bound
         for tier, nbytes in self.by_tier.items():
             for category, part in self.offloaded.get(tier.value, {}).items():
                 yield f"{tier.value}: {category}", "bytes", part
@@ -159,7 +152,7 @@ class Account:
             yield "wire: all", "bytes", self.wire_bytes
         for link, nbytes in self.links.items():
             yield f"link: {link}", "bytes", nbytes
-        for name in SECONDS:
+        for name in (*SECONDS, *OF_AXES):
             if name in self.seconds:
                 yield f"time: {name}", "s", self.seconds[name]
         if self.tokens_per_s:

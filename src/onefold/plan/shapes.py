@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
@@ -197,6 +197,19 @@ class ModelShape:
             for i in range(depth)
         ]
         return cls(name or f"{numel:,} parameters", tuple(units))
+
+
+#: The names of units that are tiles of a weight.
+TILE = re.compile(r"\.tiles\.\d+$")
+
+
+def blocks_of(units: Sequence[UnitShape]) -> list[UnitShape]:
+    """Return the repeated units: the largest family whose names differ only in their numbers."""
+    families: dict[str, list[UnitShape]] = {}
+    for unit in units:
+        if re.search(r"\d", unit.name) and not TILE.search(unit.name):
+            families.setdefault(re.sub(r"\d+", "#", unit.name), []).append(unit)
+    return max(families.values(), key=len, default=[])
 
 
 # -- families --------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""What a rank holds, in closed form: the engine's layouts, bytes between steps, and a bound of the
-bytes in a step.
+"""What a rank holds between steps, on its device and off it, and what the host holds in a step.
 
 With P the bytes of a unit's flat buffer (padding included), N ranks, by placement of parameters /
 gradients / optimizer:
@@ -37,175 +36,51 @@ Every size is that of a `ShardSpec` (layout/spec.py), by which the engine alloca
 
 If a flat buffer's state is offloaded (`ShardSpec.tiers`), the device holds only the values that the
 model computes with: the whole if it is resident, this rank's interval if it is gathered, nothing if
-parameters are offloaded too. plan/offloaded.py counts the other tiers.
+parameters are offloaded too.
+
+                 host                                            a disk
+    at rest      masters, moments, parameters: by their rows     the same, and gradients, which keep their place
+    in a step    + gradients, from their reduction to the end    –
+                 + chunks on their way to and from the disk
+
+Tests compare it with the engine's ledgers: bytes at rest are exact, the host's at peak are a bound.
+The tiers are ZeRO-Offload's (Ren et al. 2021, section 4.1) and ZeRO-Infinity's (Rajbhandari et al.
+2021, 5.1).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from onefold.comm.communicators import flat_over, inner_of, nodes_of
+from onefold import layout
 from onefold.device import chunk_for
-from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, Topology
-from onefold.memory import MASTERS, MOMENTS, PARAMETERS
-from onefold.plan.shapes import ModelShape, Parameter, UnitShape
-from onefold.quant.codecs import CODECS
-from onefold.recipe import Recipe
-from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
+from onefold.layout import ShardSpec, round_up
+from onefold.memory import GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, STAGING
+from onefold.offload.in_backward import WAITING
+from onefold.offload.step import AHEAD, BEHIND
+from onefold.offload.transfers import BEHIND as WRITES
+from onefold.plan.formulas import Convention
+from onefold.plan.rank import UnitPlan
+from onefold.recipe import PLACEMENTS_OF_STAGE, Placement, Recipe, Tier
+from onefold.recipe.moments import FORMATS
 from onefold.recipe.optimizers import PLANNED, WHOLE
-from onefold.recipe.rows import GROUP
-from onefold.runtime.units import offloaded_units
-
-# -- layouts ---------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=256)
-def _topology(group: int | str | None, ranks: int, per_node: int | None) -> Topology:
-    return Topology(ranks, inner_of(group, range(ranks), per_node))
-
-
-def topology_of(recipe: Recipe, ranks: int, per_node: int | None = None) -> Topology:
-    """Return the groups of a recipe. A node is `per_node` successive ranks; None: all ranks. Raises
-    ValueError: the groups do not divide the ranks.
-    """
-    return _topology(recipe.inner, ranks, per_node)
-
-
-def decided(recipe: Recipe, ranks: int, per_node: int | None, nccl: bool) -> Recipe:
-    """Return the recipe with `reduce` as the engine decides it where it is None. `per_node` as for
-    `topology_of`.
-    """
-    flat = flat_over(nodes_of(range(ranks), per_node), topology_of(recipe, ranks, per_node))
-    return recipe.with_sums(nccl, flat)
-
+from onefold.recipe.options import SECTOR
+from onefold.recipe.rows import GROUP, OFF_DEVICE
 
 #: Moments of the parameter's size that an optimizer keeps.
 MOMENTS_OF = {name: row.elementwise_states for name, row in PLANNED.items()}
+HOST, NVME = Tier.HOST.value, Tier.NVME.value
+_CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
 
 
-@dataclass(frozen=True)
-class UnitPlan:
-    """A unit's flat buffers on one rank.
-
-    Attributes:
-        turns: it stays gathered from the forward to the backward pass; see `at_the_turn`.
-    """
-
-    name: str
-    flats: tuple[ShardSpec, ...]
-    looks_up_only: bool
-    turns: bool = False
-
-    @property
-    def path(self) -> str:
-        """The module's path; "" of the root."""
-        return "" if self.name == "(root)" else self.name
-
-    @property
-    def resident(self) -> bool:
-        return all(f.resident for f in self.flats)
-
-    def encloses(self, other: UnitPlan) -> bool:
-        return self is not other and (self.path == "" or other.path.startswith(self.path + "."))
+def filled(held: Mapping[str, int]) -> dict[str, int]:
+    """Leave zeros out."""
+    return {k: v for k, v in held.items() if v}
 
 
-def units_of(
-    model: ModelShape,
-    recipe: Recipe,
-    ranks: int,
-    rank: int = 0,
-    per_node: int | None = None,
-    nccl: bool = False,
-) -> list[UnitPlan]:
-    """Lay out the units as the engine does.
-
-    Args:
-        per_node: ranks of a node, as a launcher would say; None: all ranks.
-        nccl: collectives are NCCL's, on the device; otherwise they are gloo's messages.
-
-    Raises:
-        ValueError: no such rank, or groups that do not divide the ranks.
-    """
-    if ranks < 1 or not 0 <= rank < ranks:
-        raise ValueError(
-            f"rank {rank} of {ranks}: expected at least one rank, and a rank below their number."
-        )
-    offloaded = offloaded_units([u.trainable for u in model.units], recipe, ranks)
-    topology = topology_of(recipe, ranks, per_node)
-    recipe = decided(recipe, ranks, per_node, nccl)
-
-    def spec(
-        parameters: list[Parameter], dtypes: Dtypes, stored: bool, offloaded: bool
-    ) -> ShardSpec:
-        trainable = parameters[0].trainable
-        return ShardSpec(
-            tuple((p.name, p.shape) for p in parameters),
-            dtypes,
-            recipe,
-            topology,
-            topology.position_of(rank),
-            CODECS.__getitem__,
-            trainable=trainable,
-            stored=stored,
-            tiers=Tiers.of(trainable, recipe) if offloaded and not stored else None,
-            in_place=all(p.torch_dtype == dtypes.compute for p in parameters),
-            native=nccl,
-        )
-
-    def unit_plan(unit: UnitShape, offloaded: bool) -> UnitPlan:
-        groups: dict[tuple[Dtypes, bool, bool], list[Parameter]] = {}
-        for p in unit.parameters:
-            kind = p.dtypes(recipe), p.trainable, rests_encoded(p, recipe)
-            groups.setdefault(kind, []).append(p)
-        flats = (
-            spec(group, dtypes, stored, offloaded) for (dtypes, _, stored), group in groups.items()
-        )
-        return UnitPlan(unit.name, tuple(flats), unit.looks_up_only)
-
-    units = [unit_plan(u, index in offloaded) for index, u in enumerate(model.units)]
-    turning = at_the_turn(units) if recipe.reshard_after_forward else set()
-    return [replace(u, turns=True) if u.name in turning else u for u in units]
-
-
-def at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
-    """Return the names of the units that a forward pass uses last and the backward pass first
-    (runtime/unit.py): the last gathered unit and the units around it.
-    """
-    gathered = [u for u in units if not u.resident]
-    around = [u for u in gathered if u is gathered[-1] or u.encloses(gathered[-1])]
-    return {u.name for u in around if not u.looks_up_only}
-
-
-def rests_encoded(p: Parameter, recipe: Recipe) -> bool:
-    """Return whether a frozen weight is stored encoded, by the rule of runtime/units.py."""
-    frozen = recipe.frozen is not None and not p.trainable and len(p.shape) >= 2
-    return frozen and p.torch_dtype in LOW and not p.looked_up
-
-
-def outer(units: Sequence[UnitPlan]) -> frozenset[str]:
-    """Return the names of the units that lie around other units."""
-    around = {u.name for u in units if u.path == ""} if len(units) > 1 else set()
-    names = {u.path: u.name for u in units}
-    for unit in units:
-        around.update(names[p] for p in _enclosing(unit.path)[1:-1] if p in names)
-    return frozenset(around)
-
-
-def _enclosing(path: str) -> list[str]:
-    """Return the paths that may lie around a unit, from the root to its own."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:n]) for n in range(len(parts) + 1)]
-
-
-def units_ahead(units: Sequence[UnitPlan], recipe: Recipe) -> int:
-    """Return how many units are gathered ahead of use."""
-    return recipe.units_ahead(any(f.topology.two_levels for u in units for f in u.flats))
-
-
-# -- at rest ---------------------------------------------------------------------------------------
+# -- on the device ---------------------------------------------------------------------------------
 
 
 def at_rest(
@@ -227,16 +102,12 @@ def at_rest(
             out[category] += nbytes
         out[MOMENTS] += moments(flat, optimizer) if flat.tiers is None and held is None else 0
     out[MOMENTS] += held or 0
-    return {k: v for k, v in out.items() if v}
+    return filled(out)
 
 
 def resting(flat: ShardSpec) -> dict[str, int]:
     """Return one flat buffer's bytes of parameters and masters on the device."""
-    held = (
-        (PARAMETERS, flat.parameter_bytes),
-        (MASTERS, flat.master_bytes),
-    )
-    return {category: nbytes for category, nbytes in held if nbytes}
+    return filled({PARAMETERS: flat.parameter_bytes, MASTERS: flat.master_bytes})
 
 
 def moments(flat: ShardSpec, optimizer: str) -> int:
@@ -258,73 +129,6 @@ def moments(flat: ShardSpec, optimizer: str) -> int:
     )
 
 
-# -- a bound ---------------------------------------------------------------------------------------
-
-
-def bound_of(
-    units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1, window: int = 0
-) -> int:
-    """Return bytes that the engine's ledger never exceeds: S + 2G + ahead + C + 2R + in flight + T.
-
-    - S: bytes between steps.
-    - G: the largest gathered unit; ahead: as many more as are gathered before their use, of
-      LARGE_TRAFFIC bytes at most, unless it is one. G counts once more if parameters come from a
-      disk.
-    - C: the largest sum of gathered units around one another.
-    - R: the largest reduction of a unit: on each hop its buffer, the receive buffer, and the send
-      buffer if it is a copy; in flight: `in_flight` of them, of LARGE_TRAFFIC bytes sent and
-      received at most on each hop, unless it is one.
-    - T: all gradients once they are reduced, with their copies if the masters have another dtype,
-      and with the buffers that keep them whole or hold them in a group before. Of gradients that
-      leave the device only the largest (or all while they are sent on), and those that copies to
-      the host still read: at most the largest and a `window` (or twice the largest), or all. Two
-      chunks in which the device adds or casts them.
-
-    Small units do not count as ahead or in flight (SMALL_TRAFFIC) and add 1 MiB at most.
-    """
-    rest = sum(sum(resting(f).values()) for u in units for f in u.flats)
-    prefetch, in_flight = units_ahead(units, recipe), recipe.in_flight if recipe.overlap else 0
-    gathered = [sum(f.gathered_bytes for f in u.flats if not f.resident) for u in units]
-    late, again = recipe.reduces_at == "boundary" and micro_batches > 1, micro_batches > 1
-    names = outer(units)
-    around = {u.path: g for g, u in zip(gathered, units, strict=True) if u.name in names}
-    nested = max(
-        (sum(around.get(path, 0) for path in _enclosing(u.path)) for u in units), default=0
-    )
-    flats = [[f for f in u.flats if f.trainable] for u in units]
-    reductions = [sum(_on_its_way(f, late) for f in own) for own in flats]
-    held_in_group = again and recipe.gradients.over == GROUP
-    reduced = [_reduced(f, late, held_in_group) for own in flats for f in own]
-    total = sum(stays for stays, _ in reduced)
-    leaving = [0, *(leaves for _, leaves in reduced if leaves)]
-    every = sum(gathered) if not recipe.reshard_after_forward else 0
-    fetched = any(f.gathers_from_disk for u in units for f in u.flats)
-    largest = max(gathered, default=0)
-    before_use = min(largest * prefetch, max(largest, LARGE_TRAFFIC))
-    ahead = max(every, largest * (2 + fetched) + before_use) + nested
-    # Small units may be gathered, and small reductions in flight, beyond those counts
-    small = min(sum(gathered), SMALL_TRAFFIC) if prefetch else 0
-    small += min(sum(reductions), 3 * SMALL_TRAFFIC) if in_flight else 0
-    leaves = max(leaving)
-    read = min(max(window, 2 * leaves) + leaves, sum(leaving)) if window else 0
-    if window and any(adds_on_device(f, again) for own in flats for f in own):
-        read += 2 * sums_chunk(units)
-    reduction = max(reductions, default=0)
-    # The bytes of a reduction for each byte that its first hop sends and receives
-    each = max(
-        (
-            _on_its_way(f, late) / (2 * f.numel * f.dtypes.wire.itemsize)
-            for own in flats
-            for f in own
-        ),
-        default=0,
-    )
-    hops = max((len(f.hops) for own in flats for f in own), default=0)
-    beyond = reduction + hops * math.ceil(each * LARGE_TRAFFIC)
-    reducing = 2 * reduction + min(in_flight * reduction, beyond)
-    return rest + ahead + reducing + total + leaves + read + small
-
-
 def adds_on_device(flat: ShardSpec, again: bool) -> bool:
     """Return whether gradients on their way to the host pass through buffers on a device with
     streams: they are added to those on the host (`again`), or cast.
@@ -340,36 +144,228 @@ def sums_chunk(units: Sequence[UnitPlan]) -> int:
     return chunk_for(max((f.own * f.dtypes.master.itemsize for f in flats), default=0))
 
 
-def _reduced(flat: ShardSpec, late: bool, held_in_group: bool) -> tuple[int, int]:
-    """Return the bytes of a flat buffer's reduced gradients: (on the device until the step, on
-    their way to the host). `late`, `held_in_group`: before, they are whole, or held in a group.
+def papers_bytes(
+    units: Sequence[UnitPlan], convention: Convention, recipe: Recipe, stage: int
+) -> int:
+    """Return a rank's bytes of all model states by the formula of Rajbhandari et al. 2020, section 5,
+    at these bytes per parameter. Frozen parameters have no other state.
+
+    The recipe says which kinds are divided among the ranks of a group only. If those are the
+    parameters alone, the group's copy of them comes on top.
     """
-    sums, landed = flat.dtypes.sums.itemsize, flat.landed
-    kept = flat.numel * sums if late else 0
-    if held_in_group and not late and len(flat.hops) > 1:
-        kept = flat.hops[0].own * sums
-    sent_on = flat.whole_master or flat.broadcast_back
-    elements = flat.own if sent_on else flat.layout.shard_numel
-    if flat.tiers is not None:
-        nbytes = elements * landed.itemsize
-        return (kept + nbytes, 0) if flat.broadcast_back else (kept, nbytes)
-    copied = flat.dtypes.master.itemsize if landed != flat.dtypes.master else 0
-    # Sums that are sent on are copied at the end of the backward pass
-    twice = landed.itemsize if sent_on else 0
-    return kept + elements * (landed.itemsize + copied + twice), 0
+    rows, total = dict(zip(vars(convention), PLACEMENTS_OF_STAGE[stage], strict=True)), 0.0
+    in_group = {kind for kind in rows if getattr(recipe, kind).over == GROUP}
+    for flat in (f for u in units for f in u.flats):
+        numel, inner = sum(slot.numel for slot in flat.layout.slots), flat.topology.inner
+        for kind, placement in rows.items():
+            copied = in_group == {"parameters"} == {kind}
+            ranks = inner if kind in in_group and not copied else flat.ranks
+            if not flat.trainable:
+                ranks = inner if "optimizer" in in_group else flat.ranks
+            if flat.trainable or kind == "parameters":
+                each = numel * getattr(convention, kind)
+                total += each / (ranks if placement is Placement.SHARDED else 1)
+                total += each / inner if copied and flat.trainable else 0
+    return round(total)
 
 
-def _on_its_way(flat: ShardSpec, late: bool) -> int:
-    """Return a reduction's bytes on all its hops. `late`: its buffer is in the dtype of sums."""
-    wire, sums, out = flat.dtypes.wire.itemsize, flat.dtypes.sums.itemsize, 0
-    for at, hop in enumerate(flat.hops):
-        out += hop.span * (sums if at else wire)
-        if flat.added_by(hop) == "backend":
-            out += hop.own * wire + (hop.span * wire if wire != sums and (late or at) else 0)
-        elif flat.encodes(hop):
-            room = flat.exchange(at, flat.dtypes.wire)
-            out += room.sent + room.received
-        else:
-            out += hop.span * (2 * wire if wire != sums and (late or at) else wire)
-        out += hop.own * sums if wire != sums or at + 1 < len(flat.hops) else 0
-    return out
+# -- off the device --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OffloadedBytes:
+    """One rank's bytes off its device.
+
+    Attributes:
+        rest: between steps, gradients dropped, by tier ("host", "nvme", ...) and category.
+        peak: the same in a step, at most.
+    """
+
+    rest: Mapping[str, Mapping[str, int]]
+    peak: Mapping[str, Mapping[str, int]]
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory, at most."""
+        return sum(self.peak[HOST].values())
+
+
+def offloaded_bytes(
+    units: Sequence[UnitPlan],
+    recipe: Recipe,
+    micro_batches: int = 1,
+    optimizer: str = "adamw",
+    streams: bool = False,
+    held: int | None = None,
+) -> OffloadedBytes:
+    """Return what the recipe keeps off the device, in steps of `micro_batches`.
+
+    Args:
+        streams: the device has streams. Then gradients come down in the masters' dtype, and the
+            device adds those of later micro-batches ([Note: the device adds] in
+            offload/storage.py). Else the host casts and adds.
+        held: a rank's bytes of states on the host, if it steps matrices whole (`onefold.plan.owned`).
+    """
+    flats = [f for u in units for f in u.flats if f.tiers is not None]
+    once = recipe.reduces_at == "boundary" or recipe.gradients.over == GROUP
+    again = micro_batches > 1 and not once
+    # With several reductions gradients wait for those of the last micro-batch
+    in_backward = recipe.step_in_backward and not again
+    rest = {tier.value: Counter[str]() for tier in OFF_DEVICE}
+    for f in flats:
+        for tier, category, nbytes in _resting(f, optimizer if held is None else None):
+            rest[tier][category] += nbytes
+    rest[HOST][MOMENTS] += held or 0
+    passing = Counter(_passing(flats, recipe, optimizer, again, in_backward, streams))
+    peak = rest | {HOST: rest[HOST] + passing}
+    if streams:
+        rest[HOST][IDLE] = passing[STAGING]  # pinned, and therefore kept
+    return OffloadedBytes(
+        {tier: filled(held) for tier, held in rest.items()},
+        {tier: filled(held) for tier, held in peak.items()},
+    )
+
+
+def _resting(flat: ShardSpec, optimizer: str | None) -> Iterable[tuple[str, str, int]]:
+    """Yield (tier, category, bytes) of one flat buffer, with its moments if `optimizer` says which."""
+    assert flat.tiers is not None
+    for tier, kind, nbytes in flat.offloaded:
+        yield tier.value, _CATEGORIES[kind], nbytes
+    if not flat.trainable or optimizer is None:
+        return
+    # In files moments have room for padding too. Memory keeps Adam's counts, and moments that are
+    # too small to be packed
+    tier = flat.tiers.optimizer
+    if tier.on_disk:
+        yield tier.value, MOMENTS, states_on_disk(flat, flat.own, optimizer)
+        held = sum(
+            flat.moment_bytes(slot, MOMENTS_OF[optimizer])
+            for slot in flat.layout.slots
+            if not _stays(flat, slot)
+        )
+        yield HOST, MOMENTS, moments(flat, optimizer) - held
+    else:
+        yield tier.value, MOMENTS, moments(flat, optimizer)
+
+
+def _stays(flat: ShardSpec, slot: layout.Slot) -> bool:
+    """Return whether a parameter's moments are too small to be packed, and stay in memory while the
+    others are on NVMe.
+    """
+    return (
+        flat.moments is not None
+        and FORMATS[flat.moments].packed
+        and not FORMATS[flat.moments].of(slot.numel).packed
+    )
+
+
+def states_on_disk(flat: ShardSpec, numel: int, optimizer: str) -> int:
+    """Return the bytes on NVMe of the moments of `numel` elements of a flat buffer."""
+    if all(_stays(flat, slot) for slot in flat.layout.slots if flat.local(slot)):
+        return 0
+    each = numel * flat.dtypes.master.itemsize
+    if flat.moments is not None:
+        each = FORMATS[flat.moments].nbytes(numel)
+    return MOMENTS_OF[optimizer] * each
+
+
+# -- in a step -------------------------------------------------------------------------------------
+
+
+def chunk_of(flats: Sequence[ShardSpec], recipe: Recipe) -> int:
+    """Return the elements that are moved and stepped at a time: at most the largest interval."""
+    return min(recipe.chunk, round_up(max(f.own for f in flats), SECTOR))
+
+
+def _passing(
+    flats: Sequence[ShardSpec],
+    recipe: Recipe,
+    optimizer: str,
+    again: bool,
+    in_backward: bool,
+    streams: bool,
+) -> dict[str, int]:
+    """Return the host's bytes of gradients and of data on its way when their sum is largest.
+
+    Args:
+        again: gradients are added to earlier ones.
+        in_backward: units are stepped in the backward pass.
+    """
+    trained = [f for f in flats if f.trainable and f.own]
+    on_disk = (
+        any(f.tiers is not None and f.tiers.gradients.on_disk for f in trained) and not in_backward
+    )
+    kept = sorted((f.own * f.dtypes.master.itemsize for f in trained), reverse=True)
+    # Sums land beside the kept gradients if those are on NVMe, or if the host casts or adds
+    beside = max(
+        (
+            f.own * (f.dtypes.master if streams else f.landed).itemsize
+            for f in trained
+            if on_disk or (not streams and (again or f.landed != f.dtypes.master))
+        ),
+        default=0,
+    )
+    stay = 0 if on_disk or in_backward else sum(kept)
+    arriving = beside + (sum(kept[: WAITING + 1]) if in_backward else stay)
+    step = _step_staging(flats, recipe, optimizer, on_disk, in_backward)
+    backward = _backward_staging(flats, recipe, on_disk, streams)
+    if streams:  # buffers are pinned, and each phase finds those of the other
+        backward = step = backward + step
+    elif in_backward:
+        backward += step
+    phases = [{GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step}]
+    # The first step runs after the backward pass, and makes the moments
+    if in_backward:
+        first = _passing(flats, recipe, optimizer, again, in_backward=False, streams=streams)
+        made = sum(
+            nbytes
+            for f in trained
+            for tier, category, nbytes in _resting(f, optimizer)
+            if (tier, category) == (HOST, MOMENTS)
+        )
+        phases.append(first | {GRADIENTS: max(0, first.get(GRADIENTS, 0) - made)})
+    return filled(max(phases, key=lambda held: sum(held.values())))
+
+
+def _backward_staging(
+    flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool, streams: bool
+) -> int:
+    """Return the bytes of gradients that wait for the disk, and of units that are read from it."""
+    read = sorted(
+        f.own * f.dtypes.compute.itemsize
+        for f in flats
+        if f.tiers is not None and f.tiers.parameters.on_disk
+    )
+    ahead = 2 + recipe.units_ahead(any(f.topology.two_levels for f in flats))
+    master = max((f.dtypes.master.itemsize for f in flats), default=0)
+    waiting = (WRITES + 1) * chunk_of(flats, recipe) * master if on_disk else 0
+    if streams:  # pinned buffers of one size do not make way for those of another
+        sizes = Counter(read)
+        return sum(nbytes * min(many, ahead) for nbytes, many in sizes.items()) + waiting
+    return sum(read[::-1][:ahead]) + waiting
+
+
+def _step_staging(
+    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, on_disk: bool, in_backward: bool
+) -> int:
+    """Return the bytes of chunks of masters, gradients and moments that are read, stepped and
+    written, and of compute copies on their way to the disk.
+    """
+    disk = [
+        f
+        for f in flats
+        if f.trainable and f.tiers is not None and f.tiers.optimizer.on_disk and f.own
+    ]
+    if not disk:
+        return 0
+    chunk = chunk_of(flats, recipe)
+    each = max(
+        (1 + on_disk) * chunk * f.dtypes.master.itemsize + states_on_disk(f, chunk, optimizer)
+        for f in disk
+    )
+    chunks = [-(-f.own // chunk) for f in disk]
+    # In the backward pass each buffer is stepped alone
+    many = max(chunks) if in_backward else sum(chunks)
+    out = each * min(many, AHEAD + 1 + BEHIND)
+    low = [f.dtypes.compute.itemsize for f in disk if f.lies_apart]
+    return out + (max(low) * chunk * min(many, WRITES + 1) if low else 0)

@@ -22,13 +22,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.plan.activity import Activity, assumed_dims, blocks_of, frozen_active, stretched
-from onefold.plan.choose import Activities
+from onefold.plan.account import Activities
+from onefold.plan.activity import Activity, assumed_dims, stretched
 from onefold.plan.formulas import CODES
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
 from onefold.plan.modules import model_shape, module_of
-from onefold.plan.shapes import ModelShape, Parameter, UnitShape, architecture, find, known
+from onefold.plan.shapes import (
+    ModelShape,
+    Parameter,
+    UnitShape,
+    architecture,
+    blocks_of,
+    find,
+    known,
+)
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.buffers import buffers_in, sent_before_passes
 from onefold.tracing.repeat import repeated_blocks
@@ -234,11 +242,11 @@ def _traced(
         finally:
             log.removeFilter(_silent)
 
-    found = _frozen(activities, shape, job.seq) if job.lora_rank else activities
-    blocks = tuple(u.name for u in blocks_of(shape))
+    found = _frozen(activities, shape) if job.lora_rank else activities
+    blocks = tuple(u.name for u in blocks_of(shape.units))
 
     def another(other: ModelShape) -> Activities:
-        names = tuple(u.name for u in blocks_of(other))
+        names = tuple(u.name for u in blocks_of(other.units))
         return lambda micro_batch, checkpointing: stretched(
             found(micro_batch, checkpointing), blocks, names
         )
@@ -270,12 +278,21 @@ def _silent(record: logging.LogRecord) -> bool:
     return False
 
 
-def _frozen(activities: Activities, shape: ModelShape, seq: int) -> Activities:
-    """Return the activities without the FLOPs of gradients that frozen parameters do not have."""
+def _frozen(activities: Activities, shape: ModelShape) -> Activities:
+    """Return the activities without the FLOPs of gradients that frozen parameters do not have: of three
+    parts of the products.
+    """
+    trained = {u.name: u.trainable / u.numel if u.numel else 1.0 for u in shape.units}
 
     def fewer(micro_batch: int, checkpointing: str) -> Activity:
         found = activities(micro_batch, checkpointing)
-        return replace(found, flops=found.flops - 2 * frozen_active(shape) * micro_batch * seq)
+        passes = {
+            (unit, phase): n - found.passes.get((unit, "forward"), 0) * (1 - trained.get(unit, 1.0))
+            if phase == "backward"
+            else n
+            for (unit, phase), n in found.passes.items()
+        }
+        return replace(found, passes=passes)
 
     return fewer
 
@@ -317,7 +334,7 @@ def with_lora(model: ModelShape, rank: int) -> ModelShape:
     Raises:
         ValueError: there are no matrices, or none with both sides larger than `rank`.
     """
-    blocks = {u.name for u in blocks_of(model)}
+    blocks = {u.name for u in blocks_of(model.units)}
     units = []
     added = active = smaller_side = 0
     experts = model.transformer.experts if model.transformer else 1

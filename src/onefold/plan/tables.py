@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,11 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from onefold.comm import OWNERS
-from onefold.plan.alternatives import SlowLinks, Sums
-from onefold.plan.evaluate import Candidate
+from onefold.plan.account import Candidate
+from onefold.plan.job import Job
 from onefold.plan.owned import Balance
-from onefold.plan.schema import CATEGORIES, MOVED, SECONDS, TIER_SECONDS, Account
+from onefold.plan.schema import CATEGORIES, MOVED, OF_AXES, SECONDS, TIER_SECONDS, Account
+from onefold.plan.search import SlowLinks
 from onefold.recipe.rows import OFF_DEVICE, Tier
 
 if TYPE_CHECKING:
@@ -57,55 +57,49 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def show(plan: Plan, console: Console | None = None) -> None:
-    """Print the question, the stages side by side, the recommendation, and what the next steps
-    would buy.
+def show(plan: Plan, console: Console | None = None, explain: bool = False) -> None:
+    """Print the question, the stages side by side or the best meshes, the recommendation, and what
+    may change a decision; with `explain` also what the next steps would buy and what figures rest on.
     """
     out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    job, machine = plan.job, plan.machine
-    active = (
-        f", {count(plan.model.active_numel)} active"
-        if plan.model.active_numel != plan.model.numel
-        else ""
-    )
+    job, machine, model = plan.job, plan.machine, plan.model
+    active = f", {count(model.active_numel)} active" if model.active_numel != model.numel else ""
     out.print(
-        f"[bold]{plan.model.name}[/bold]: {count(plan.model.numel)} parameters{active},"
-        f" {count(plan.model.trainable)} trained"
+        f"[bold]{model.name}[/bold]: {count(model.numel)} parameters{active},"
+        f" {count(model.trainable)} trained"
     )
     batch = f"global batch {job.global_batch}" if job.global_batch else "one micro-batch a rank"
     named = "".join(f", {name}={value!r}" for name, value in job.communication.items())
     device = (
-        f"{machine.ranks} × {machine.gpu.title or machine.gpu.name} ({gib(machine.capacity)}),"
+        f"{machine.ranks:,} × {machine.gpu.title or machine.gpu.name} ({gib(machine.capacity)}),"
         f" {machine.local} a node"
     )
     out.print(
-        f"on {device}; {job.computes}, {job.seq} tokens a sample, {batch}, {job.optimizer}{named};"
+        f"on {device}; {job.computes}, {job.seq:,} tokens a sample, {batch}, {job.optimizer}{named};"
         f" activations {plan.source}"
     )
-    _print(out, _stages(plan))
+    if plan.stages:
+        _print(out, _meshes(plan) if plan.searched else _stages(plan))
     if plan.recommended is None:
         out.print(f"[bold]nothing fits.[/bold] {plan.why_not}")
     else:
         out.print(_recommendation(plan.recommended))
-        if plan.next_steps:
+        if explain and plan.next_steps:
             _print(out, _steps(plan, plan.recommended))
     if plan.slow_links is not None:
-        _print(out, slow_links_table(plan.slow_links))
+        if explain:
+            _print(out, slow_links_table(plan.slow_links))
         for sentence in plan.slow_links.why:
             out.print(sentence)
-    if plan.sums is not None:
-        out.print(sums_said(plan.sums))
-    shown = plan.shown
-    placed = tiers_table(shown)
-    if placed is not None:
-        _print(out, placed)
-        out.print(moves_said(shown))
-    for note in plan.notes:
+    if plan.stages:
+        placed = tiers_table(plan.shown)
+        if placed is not None:
+            _print(out, placed)
+            out.print(moves_said(plan.shown))
+    if explain and plan.native is not None and plan.recommended is not None:
+        out.print(sums_said(plan.recommended, plan.native, plan.job))
+    for note in (*plan.notes, *(plan.assumptions if explain else ())):
         out.print(f"[dim]{note}[/dim]")
-    out.print(
-        "[dim]MFU counts model FLOPs (6N + 12Lhs a token, no recompute) over the nominal rate of"
-        " the device.[/dim]"
-    )
 
 
 def _print(out: Console, table: Table) -> None:
@@ -117,10 +111,8 @@ def _print(out: Console, table: Table) -> None:
 
 def _stages(plan: Plan) -> Table:
     like, best = plan.stages[0].scheme, plan.recommended
-    title = (
-        f"a rank holds, sends and takes, at micro-batch {like.micro_batch}, checkpointing"
-        f" {like.checkpointing}"
-    )
+    title = f"a rank holds, sends and takes, at micro-batch {like.micro_batch}"
+    title += f" on {like.degrees}" if like.degrees else f", checkpointing {like.checkpointing}"
     table = _table(title)
     # A recommendation that offloads or has groups gets a column of its own
     apart = best is not None and all(c.scheme != best.scheme for c in plan.stages)
@@ -146,30 +138,33 @@ def _stages(plan: Plan) -> Table:
         for category in CATEGORIES:
             row(f"  {category}", lambda a, c=category: getattr(a, kind).get(c, 0), always=False)  # type: ignore[misc]
 
+    if like.degrees is not None:
+        table.add_row("recompute", *(c.scheme.checkpointing for c in columns))
     row("[bold]at rest[/bold]", lambda a: a.rest_bytes)
     categories("rest")
     states = (f"[dim]{gib(c.states)}[/dim]" for c in columns)
     table.add_row("[dim]all states, papers' way[/dim]", *states)
     row("[bold]at peak[/bold]", lambda a: a.peak_bytes)
     categories("peak")
-    row("  never above", lambda a: a.bound)
     if any(c.reserve.nbytes for c in columns):
         kept = (f"[dim]{gib(c.reserve.nbytes)}[/dim]" for c in columns)
         table.add_row("[dim]driver and NCCL beside it[/dim]", *kept)
     for tier in OFF_DEVICE:
         row(tier.title, lambda a, t=tier: a.by_tier[t], always=False)  # type: ignore[misc]
     table.add_row("fits", *(_fit(c, plan) for c in columns))
-    row("[bold]sent in a step[/bold]", lambda a: a.wire_bytes)
+    row("[bold]sent in a step[/bold]", lambda a: sum(a.sent.values()) or a.wire_bytes)
+    for axis, words in _AXES.items():
+        row(f"  {words}", lambda a, x=axis: a.sent.get(x, 0), always=False)  # type: ignore[misc]
     row("  within a node", lambda a: a.links.get("inside", 0), always=False)
     row("  between nodes", lambda a: a.links.get("between", 0), always=False)
     row("  of a node, to others", lambda a: a.sent_between, always=False)
     row("  to and from owners", lambda a: a.wire.get(OWNERS, 0), always=False)
     if any(c.balance is not None for c in columns):
         table.add_row("busiest owner over the mean", *(balance_said(c.balance) for c in columns))
-    row("[bold]a step takes[/bold]", lambda a: a.seconds.get("step", 0), in_seconds)
-    for part in SECONDS[:-1]:
+    row("[bold]a step takes[/bold]", lambda a: a.seconds.get("step", 0), in_seconds, always=False)
+    for part in (*SECONDS[:-1], *OF_AXES):
         row(f"  {part}", lambda a, p=part: a.seconds.get(p, 0), in_seconds, always=False)  # type: ignore[misc]
-    row("tokens/s", lambda a: a.tokens_per_s, count)
+    row("tokens/s", lambda a: a.tokens_per_s, count, always=False)
     if any(c.account.mfu is not None for c in columns):
         row("MFU", lambda a: a.mfu, lambda mfu: f"{mfu:.0%}" if mfu is not None else "–")
     # The searches for the largest are made for the stages alone
@@ -180,6 +175,37 @@ def _stages(plan: Plan) -> Table:
     if any(plan.largest_model.values()):
         models = (count(plan.largest_model[c.scheme.stage]) for c in plan.stages)
         table.add_row("largest model of this width", *models, *unasked)
+    return table
+
+
+_AXES = {
+    "data": "among holders (ZeRO)",
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+    "pp": "pipeline",
+}
+
+
+def _meshes(plan: Plan) -> Table:
+    """Return the best meshes, one a row, the fastest first."""
+    names = ("recompute", "micro", "at rest", "peak", "bubble", "step", "tokens/s", "MFU")
+    table = _table(f"the best of {plan.searched:,} meshes, by seconds a step", "", *names)
+    for c in plan.stages:
+        account = c.account
+        table.add_row(
+            str(c.scheme.degrees)
+            + f", ZeRO {c.scheme.stage}"
+            + (" ◄" if c is plan.recommended else ""),
+            c.scheme.checkpointing,
+            f"{c.accumulation:,}",
+            gib(account.rest_bytes),
+            gib(account.peak_bytes),
+            f"{c.bubble:.1%}",
+            in_seconds(c.step),
+            count(account.tokens_per_s),
+            f"{account.mfu:.0%}",
+        )
     return table
 
 
@@ -206,8 +232,8 @@ def _recommendation(best: Candidate) -> str:
     accumulated = f" × {best.accumulation} accumulated" if best.accumulation > 1 else ""
     text = (
         f"[bold]use {best.scheme}[/bold], micro-batch {best.scheme.micro_batch}{accumulated}:"
-        f" {gib(best.needed)} of the {gib(best.usable)} that a rank may use,"
-        f" {in_seconds(best.account.seconds.get('step', 0))} a step."
+        f" {gib(best.needed)} of the {gib(best.usable)} that a rank may use"
+        f"{f', {in_seconds(best.step)} a step' if best.step else ''}."
     )
     for tier, nbytes in best.account.by_tier.items():
         if nbytes:
@@ -257,33 +283,19 @@ def moves_said(found: Candidate) -> str:
     return text
 
 
-def sums_said(sums: Sums) -> str:
-    """Return a sentence on who adds gradients up, what the other way would cost, and from which
-    size on NCCL is faster.
-    """
-    said = [
-        f"added in rank order, in {sums.sums_dtype}: the same bits at every stage (reduce='ordered')",
-        f"added by NCCL, in {sums.dtype} and an order of its own (reduce='native')",
-    ]
-    accounts = [c.account for c in (sums.ordered, sums.native)]
-    if sums.asked == "native":
-        said, accounts = said[::-1], accounts[::-1]
-        if sums.by_default:
-            said[0] += ", by default, since exchanges are flat over nodes"
-    seconds = [in_seconds(a.seconds["step"]) for a in accounts]
-    peaks = [gib(a.peak_bytes) for a in accounts]
-    sent = [a.sent_between for a in accounts]
-    between = f", and {gib(sent[1])} instead of {gib(sent[0])} out of a node" if any(sent) else ""
-    start, when = sums.faster_from, "at any size"
-    if start == math.inf:
-        when = "at no size"
-    elif start > 0:
-        when = f"from {gib(start)} of gradients in a unit on"
-        when += f" (the largest unit here has {gib(sums.largest)})"
+def sums_said(best: Candidate, other: Candidate, job: Job) -> str:
+    """Return a sentence on who adds gradients up, and what the other way would cost."""
+    ways = {
+        "ordered": "added in rank order, in fp32: the same bits at every stage (reduce='ordered')",
+        "native": "added by NCCL, in the wire's dtype and an order of its own (reduce='native')",
+    }
+    asked = dict(job.options).get("reduce") or "ordered"
+    said = [ways.pop("native" if asked == "native" else "ordered"), *ways.values()]
+    seconds = [in_seconds(c.step) for c in (best, other)]
+    peaks = [gib(c.account.peak_bytes) for c in (best, other)]
     return (
         f"gradients are {said[0]}; {said[1]}, a step would take {seconds[1]} instead of"
-        f" {seconds[0]}, with {peaks[1]} instead of {peaks[0]} at peak{between}. NCCL's sums are the faster"
-        f" {when}"
+        f" {seconds[0]}, with {peaks[1]} instead of {peaks[0]} at peak"
     )
 
 

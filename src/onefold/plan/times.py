@@ -1,52 +1,50 @@
-"""Seconds of a step from FLOPs and bytes: the time model.
+"""Seconds of a program on a machine: each operation has a price, and begins when its lane, its links
+and the operations that it waits for are free.
 
-    compute        FLOPs ÷ (rate of large products × kernel_share), × the wait for the slowest of N ranks;
-                   on a calibrated machine the cost of its operations, N ranks together (`onefold.machine.fit`), ÷ step_share;
-                   plus what encoding, adding up, and the engine's copies and casts read and write (plan/wire.py)
-    communication  for each move: the slower of its two links, + calls × hops × hop_seconds. A move over groups is two moves,
-                   each on its level. A ring takes N−1 hops, one after another; messages to all at once (an all-to-all) take one
-    exposed        the communication that is left when it has used up `overlap` of the compute beside it, but at least the ends:
-                   the first gather and the last reduction of a micro-batch have nothing to hide behind. Moves of several units
-                   are in flight at once, so moves inside nodes and between them together take as long as the slower link
-    optimizer      bytes that the update moves ÷ memory bandwidth; if it has matrix products (Muon), also their FLOPs ÷ rate of large
-                   products, of the rank that owns most
-    io             host link and NVMe, as far as compute leaves no room to hide them
+    compute   │██ pass ████│░░ wait ░░│██ pass ███████│▓ kernels ▓│ update │
+    gathers       │▒▒▒ g1 ▒▒▒▒▒▒▒▒▒▒▒▒│▒▒▒ g2 ▒▒▒│                              what is hidden follows from the order of issue
+    link          │▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│▒▒▒▒▒▒▒▒▒▒│                              two moves on one link run one after the other
+    up, down, disk, host                                                        the tiers of offloaded state
 
-        compute  │██ fwd ████████████│████████ bwd ████████████████████│
-        moves    │▓▓▓ ▒▒▒ ▒▒▒ ▒▒▒    │ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒     ▓▓▓│     ▒ hidden   ▓ exposed: an end, or more than fits
+| operation     | seconds                                                                                               |
+|---------------|-------------------------------------------------------------------------------------------------------|
+| pass          | FLOPs ÷ (rate of large products × kernel_share) × the wait for the slowest of N ranks; on a calibrated |
+|               | machine the cost of its operations (`onefold.machine.fit`) ÷ step_share                               |
+| kernel, code, | bytes ÷ memory bandwidth, of which encoding and adding up reach a share; reference steps of a          |
+| sum           | calibrated machine include copies and sums                                                            |
+| move          | the slower of its two links, + messages × hops × hop_seconds: a ring takes N−1 hops, one after another; |
+|               | messages to all at once (an all-to-all) take one                                                      |
+| copy, disk    | bytes ÷ rate of the host link, or of this rank's share of the disk                                    |
+| update        | bytes ÷ memory bandwidth; if it has matrix products (Muon), also their FLOPs ÷ rate of large products  |
 
-Each constant is explained in `Software` (plan/traffic.py), or in `benchmarks.validation.systems`
-with the data to which it was fitted.
+Gathers are rings on NCCL, and enter each node once: the node's adapters together carry them. They are
+pairwise on gloo. Reductions are pairwise, and rings if NCCL adds (reduce="native"). NCCL may also use
+a tree, which has fewer hops, or add inside the switch: no reduction is counted as faster than a ring.
 
-Tiers (the host link, the disks, the update on the host):
-
-    forward     │██████████████│              parameters up, or read              hidden behind the forward passes
-    backward    │████████████████████████│    the same again, gradients down       hidden behind the backward passes
-    step                                 │▒▒▒ read ▒ update ▒ written ▒ up ▒│     the slower of update and moves; with
-                                                                                  step_in_backward behind the backward passes
-
-Link and disk work at the same time. In one phase the disk carries one thing after the other, and so
-does each direction of the link. They hide behind the part of a phase that communication leaves. If the device is a CPU, the
-computing cores make the copies: these hide behind nothing, and gradients need none.
+If the device is a CPU, the computing cores make copies and moves: each hidden second of a move costs
+computing the share `contention` of a second.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
+import numpy as np
+
+from onefold.machine.calibration import Calibration
 from onefold.machine.kernels import Kernels
-from onefold.plan.hardware import Machine
-from onefold.plan.offloaded import Carried
-from onefold.plan.schema import SECONDS
-from onefold.plan.traffic import Software, Traffic
+from onefold.machine.measured import AtRanks, StepPoint
+from onefold.plan.hardware import Machine, calibrated
+from onefold.plan.program import COMPUTE, DISK, HOST, Op, Program
+from onefold.plan.schema import IN_LAYERS
 
 #: The share of a copy's speed that encoding and decoding reach: on a GPU an assumption; on a CPU what
 #: the plain operations reach (docs/decisions.md, Codecs). SUMMING_ON_A_GPU is the same for adding up,
-#: an assumption too. Sums run beside the passes on a GPU, and take memory bandwidth from them
-#: meanwhile: they count as if they ran in turn.
+#: an assumption too.
 CODING_ON_A_GPU, CODING_ON_A_CPU = 0.8, 0.3
 SUMMING_ON_A_GPU = 0.8
 #: The dtype in which products of a precision are computed.
@@ -54,79 +52,34 @@ DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bflo
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one rank does in one optimizer step.
+class Software:
+    """What software reaches of the hardware's rates. A plan uses the defaults for a machine that
+    was not measured.
 
     Attributes:
-        flops: done, recompute included.
-        model_flops: those that MFU counts; None: the same.
-        precision: of the matrix products: "fp32", "tf32", "fp16", "bf16".
-        tokens: of all ranks together.
-        micro_batches: of one rank.
-        forward_share: the forward passes' share of the compute: 1/3, or 1/4 under full recompute.
-        optimizer_numel, optimizer_bytes: elements that this rank's update steps on the device, and
-            bytes that it moves (28 an element: Adam in fp32 reads p, g, m, v and writes p, m, v).
-        update_flops: matrix products of the update, in bf16: those of the rank that owns most.
-        host_optimizer_numel, host_optimizer_bytes: the same on the host, with its casts of masters.
-        carried: bytes between tiers, by the phase behind which they can hide.
-        in_backward: units are stepped in the backward pass.
-        host_bytes, nvme_bytes: bytes over this rank's host link, and to and from NVMe, that hide
-            behind any compute: for published systems.
-        hidden, micro_tokens: width of a block and tokens of a micro-batch, for a calibrated rate at
-            that shape.
-        kernels: what runs in all passes of the step, if they were traced: a calibrated machine
-            knows the cost of each part.
-        handed: elements of gradients that the engine takes over in all micro-batches.
-        coded_bytes, handled_bytes, summed_bytes: bytes that kernels read and write to encode and
-            decode, to copy and cast, and to add up, each as plan/wire.py counts them.
+        kernel_share: what a whole transformer reaches of the rate of large products; norms, softmax
+            and small products take the rest. Fitted, like hop_seconds, to the Azure report (see
+            `benchmarks.validation.systems`).
+        link_share: what a collective of large messages reaches of the nominal link. An assumption;
+            published runs reach 0.17 to 1.
+        hop_seconds: one step of a ring, from one rank to the next. A collective over N ranks takes
+            N−1 of them: this term grows with N.
+        straggler: the spread of the ranks' speeds, an assumption. The slowest of N normally
+            distributed ranks is sqrt(2 ln N) deviations behind the mean.
+        step_share, move_share: on a calibrated machine, what a step of the engine reaches of the
+            rates of its passes and moves, which were measured alone. A share above 1 says that
+            parts overlap, or that alone they were slower.
+        handed_s: seconds to take over one element of a gradient, in each micro-batch. Like the two
+            shares it comes from reference steps (`shares`); without them they are 1, 1 and 0.
     """
 
-    flops: float
-    traffic: Sequence[Traffic] = ()
-    model_flops: float | None = None
-    precision: str = "bf16"
-    tokens: float = 0.0
-    micro_batches: int = 1
-    forward_share: float = 1 / 3
-    optimizer_numel: float = 0.0
-    optimizer_bytes: float = 0.0
-    update_flops: float = 0.0
-    host_optimizer_numel: float = 0.0
-    host_optimizer_bytes: float = 0.0
-    carried: Sequence[Carried] = ()
-    in_backward: bool = False
-    host_bytes: float = 0.0
-    nvme_bytes: float = 0.0
-    hidden: int = 0
-    micro_tokens: int = 0
-    kernels: Kernels | None = None
-    handed: float = 0.0
-    coded_bytes: float = 0.0
-    handled_bytes: float = 0.0
-    summed_bytes: float = 0.0
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of a step.
-
-    Attributes:
-        seconds: by `schema.SECONDS`.
-        mfu: of the machine's nominal peak.
-        communication: of all moves, if nothing hides them.
-        tiers: by `schema.TIER_SECONDS`.
-    """
-
-    seconds: Mapping[str, float]
-    mfu: float
-    tokens_per_s: float
-    communication: float = 0.0
-    tiers: Mapping[str, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = field(default=(), compare=False)
-
-    @property
-    def step(self) -> float:
-        return self.seconds["step"]
+    kernel_share: float = 0.77
+    link_share: float = 0.8
+    hop_seconds: float = 7e-6
+    straggler: float = 0.01
+    step_share: float = 1.0
+    move_share: float = 1.0
+    handed_s: float = 0.0
 
 
 def slowest_of(ranks: int, straggler: float) -> float:
@@ -136,211 +89,253 @@ def slowest_of(ranks: int, straggler: float) -> float:
     return 1 + straggler * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 1.0
 
 
-def compute_seconds(work: Work, machine: Machine, software: Software) -> float:
-    """Return the seconds of forward, backward and recompute in all micro-batches."""
-    measured, dtype = machine.measured, DTYPES[work.precision]
-    handed = work.handed * software.handed_s
-    if measured is not None and work.kernels is not None and knows_passes(work, machine):
-        passes = measured.pass_seconds(work.kernels, dtype, machine.ranks)
-        return passes / software.step_share + handed
-    if measured is not None and work.hidden and work.micro_tokens:
-        rate = measured.block_rate(work.hidden, work.micro_tokens, dtype, machine.ranks)
-        return work.flops / (rate * software.step_share) + handed
-    own = work.flops / (machine.matrix_rate(work.precision) * software.kernel_share)
-    return own * slowest_of(machine.ranks, software.straggler)
+# -- prices ----------------------------------------------------------------------------------------
 
 
-def exposed_seconds(
-    work: Work, compute: float, machine: Machine, software: Software, products: float = 0.0
-) -> tuple[float, float, dict[str, float]]:
-    """Return the (exposed, all) seconds of communication, and the seconds of "forward" and
-    "backward" that remain to hide something else.
+@lru_cache(maxsize=4096)
+def _near(over: Sequence[int], per_node: int) -> int:
+    """How many of `over` are on the node of the first of them."""
+    return sum(rank // per_node == over[0] // per_node for rank in over)
 
-    `overlap` × a phase's compute hides the phase's moves. Each hidden second costs computing the
-    share `contention` of a second. Moves to and from owners (phase "boundary") hide behind the
-    `products` of the update, but for the first and the last.
+
+def between(op: Op, machine: Machine) -> float:
+    """Return how many of a move's bytes leave the node, the mean over the ranks of a node. Of all
+    ranks that hold the same, a ring enters each node once. Of other moves each peer gets its part.
     """
-    room = software.overlap * (1 - machine.contention) * compute
-    left = {"forward": room * work.forward_share, "backward": room * (1 - work.forward_share)}
-    by_phase: dict[str, list[Traffic]] = {}
-    for traffic in work.traffic:
-        by_phase.setdefault(traffic.phase, []).append(traffic)
-    exposed = 0.0
-    # The narrowest phases come first: what they use is gone for the wider ones
-    for phase in ("first forward", "last backward", "forward", "backward", "both", "boundary"):
-        once = phase in ("first forward", "last backward", "boundary")
-        passes, divided = (1, work.micro_batches) if once else (work.micro_batches, 1)
-        hideable, ends = _hideable(by_phase.get(phase, ()), passes, machine, software)
-        hidden = 0.0
-        if phase == "boundary":
-            hidden = min(hideable, software.overlap * (1 - machine.contention) * products)
-        for part in left:
-            if phase == "both" or phase.endswith(part):
-                taken = min(hideable - hidden, left[part] / divided)
-                left[part] -= taken
-                hidden += taken
-        exposed += hideable + ends - hidden
-    return exposed, sum(t.seconds(machine, software) for t in work.traffic), left
+    size = len(op.over)
+    here = _near(op.over, machine.per_node)
+    if op.ring and not op.lane.endswith("group"):
+        return op.nbytes / here if here < size else 0.0
+    return op.nbytes * (size - here) / max(size - 1, 1)
 
 
-def _hideable(
-    moves: Sequence[Traffic], micro_batches: int, machine: Machine, software: Software
-) -> tuple[float, float]:
-    """Return the seconds of these moves that compute can hide, and those of the first and last
-    moves of each micro-batch, which it cannot.
+@dataclass(frozen=True)
+class Prices:
+    """Seconds of each operation, on one rank of a machine.
 
-    A first or last move takes its levels one after the other. Of the others, one unit's move inside
-    nodes runs beside another unit's move between nodes.
+    Attributes:
+        passes: {(unit, phase): seconds of the model's computing in one micro-batch}.
     """
-    moving = [t for t in moves if t.calls and t.nbytes and t.ranks > 1]
-    # The levels of a move count as one call
-    calls = sum(max(t.calls for t in moving if t.move == move) for move in {t.move for t in moving})
-    ends = min(1.0, 2 * micro_batches / calls) if calls else 0.0
-    parts = [t.parts(machine, software) for t in moving]
-    inside, between, hops = (sum(part[i] for part in parts) for i in range(3))
-    return (1 - ends) * (max(inside, between) + hops), ends * sum(
-        t.seconds(machine, software) for t in moving
+
+    machine: Machine
+    software: Software
+    passes: Mapping[tuple[str, str], float]
+
+    def of(self, op: Op) -> tuple[float, dict[str, float]]:
+        """Return (seconds, the seconds for which it takes each link)."""
+        m, memory = self.machine, self.machine.gpu.memory_bandwidth
+        if op.kind == "pass":
+            return self.passes.get((op.unit, op.phase), 0.0), {}
+        if op.kind == "move":
+            return self._move(op)
+        if op.kind == "code":
+            return op.nbytes / memory / (CODING_ON_A_CPU if m.shared else CODING_ON_A_GPU), {}
+        if op.kind in ("kernel", "sum"):
+            share = SUMMING_ON_A_GPU if op.kind == "sum" else 1.0
+            return (op.nbytes / memory / share if m.measured is None else 0.0), {}
+        if op.kind == "copy":
+            if m.shared:
+                return (2 * op.nbytes / memory if op.move == "up" else 0.0), {}
+            return op.nbytes / m.host_link(), {}
+        if op.kind == "disk":
+            rate = m.host.nvme_bandwidth if op.move == "read" else m.host.nvme_writes
+            return op.nbytes / (rate / m.local), {}
+        if op.kind == "update":
+            products = op.flops / m.matrix_rate("bf16") if op.flops else 0.0
+            on_host = op.lane == HOST
+            if m.measured is not None and op.numel and (m.shared or not on_host):
+                return products + m.measured.optimizer_seconds(round(op.numel), m.ranks), {}
+            rate = m.host.memory_bandwidth / m.local if on_host else memory
+            return products + op.nbytes / rate, {}
+        return 0.0, {}
+
+    def _move(self, op: Op) -> tuple[float, dict[str, float]]:
+        m, soft = self.machine, self.software
+        if len(op.over) <= 1 or not op.nbytes:
+            return 0.0, {}
+        if m.measured is not None:
+            # All ranks of the machine move at the same time, in any number of groups
+            gathers = op.move == "all-gather" or (op.move == "all-reduce" and op.ring)
+            move = "all-gather" if gathers else "reduce-scatter"
+            once = m.measured.seconds_for(move, math.ceil(op.nbytes / op.calls), m.ranks)
+            seconds = op.calls * once / soft.move_share
+            return seconds, {"inside": seconds}
+        far = between(op, m)
+        links = {"inside": (op.nbytes - far) / (m.gpu.link * soft.link_share)}
+        if m.between:
+            links["between"] = far * m.local / (m.between.bandwidth * soft.link_share)
+        hops = (len(op.over) - 1 if op.ring else 1) * op.calls * soft.hop_seconds
+        return max(links.values()) + hops, {name: s for name, s in links.items() if s}
+
+
+# -- a step ----------------------------------------------------------------------------------------
+
+
+def timed(ops: Sequence[Op], price: Callable[[Op], tuple[float, dict[str, float]]]) -> list[float]:
+    """Give each operation its begin and end, in the order of issue; return its seconds."""
+    lane: dict[str, float] = defaultdict(float)
+    link: dict[str, float] = defaultdict(float)
+    spent = []
+    for op in ops:
+        seconds, taken = price(op)
+        begin = lane[op.lane]
+        for i in op.after:
+            begin = max(begin, ops[i].end)
+        for name in taken:
+            begin = max(begin, link[name])
+        op.begin, op.end = begin, begin + seconds
+        lane[op.lane] = op.end
+        for name, busy in taken.items():
+            link[name] = begin + busy
+        spent.append(seconds)
+    return spent
+
+
+def step_seconds(program: Program, prices: Prices) -> tuple[dict[str, float], dict[str, float]]:
+    """Return (seconds of a step by its parts, seconds in which tiers are busy). The lane of compute
+    computes or waits: what it waits for tells the part.
+    """
+    ops, machine = program.ops, prices.machine
+    spent = timed(ops, prices.of)
+    more = max(0, program.micro_batches - 3)
+    parts: dict[str, float] = defaultdict(float)
+    busy: dict[str, float] = defaultdict(float)
+    free = sent = 0.0
+    for op, seconds in zip(ops, spent, strict=True):
+        # Further micro-batches are like the second of three
+        times = 1 + more if op.micro == 1 else 1
+        if op.kind == "move" and op.lane != COMPUTE:
+            sent += times * seconds
+        elif op.kind == "copy":
+            busy[f"link {op.move}"] += times * seconds
+        elif op.lane in (DISK, HOST):
+            busy[op.lane] += times * seconds
+        if op.lane != COMPUTE:
+            continue
+        if op.begin > free:
+            cause = max((ops[i] for i in op.after), key=lambda o: o.end, default=op)
+            tier = cause.kind in ("copy", "disk") or cause.lane == HOST
+            parts["io" if tier else "exposed communication"] += times * (op.begin - free)
+        free = op.end
+        if op.kind == "update":
+            parts["optimizer"] += times * seconds
+        elif op.kind == "copy":
+            parts["io"] += times * seconds
+        else:
+            parts[IN_LAYERS.get(op.move, "compute")] += times * seconds
+    # The host's update and the disk may end behind what the device computes
+    late = [(op, s) for op, s in zip(ops, spent, strict=True) if op.lane in (HOST, DISK)]
+    waits = max(0.0, max((op.end for op, _ in late), default=0.0) - free)
+    stepping = min(waits, sum(s for op, s in late if op.lane == HOST and op.end > free))
+    parts["optimizer"] += stepping
+    parts["io"] += waits - stepping
+    parts["exposed communication"] += machine.contention * max(
+        0.0, sent - parts["exposed communication"]
     )
-
-
-def step_times(work: Work, machine: Machine, software: Software | None = None) -> Times:
-    """Return the seconds of a step of this work on one rank of this machine.
-
-    A calibrated machine has measured rates of blocks, moves and the optimizer. What its reference
-    steps reached is its `software` (`onefold.plan.efficiency`).
-    """
-    soft, memory = software or Software(), machine.gpu.memory_bandwidth
-    compute = compute_seconds(work, machine, soft)
-    if machine.measured is None:  # reference steps include them
-        compute += (work.handled_bytes + work.summed_bytes / SUMMING_ON_A_GPU) / memory
-    products = work.update_flops / machine.matrix_rate("bf16") if work.update_flops else 0.0
-    exposed, communication, left = exposed_seconds(work, compute, machine, soft, products)
-    compute += work.coded_bytes / (
-        memory * (CODING_ON_A_CPU if machine.shared else CODING_ON_A_GPU)
-    )
-    io, update, tiers = tier_times(work, machine, left)
-    optimizer = update_seconds(work, machine, on_host=False) + products + update
-    step = compute + exposed + optimizer + io
-    seconds = dict(zip(SECONDS, (compute, exposed, optimizer, io, step), strict=True))
-    model = work.flops if work.model_flops is None else work.model_flops
-    return Times(
-        seconds,
-        mfu=model / (step * machine.peak(work.precision)) if step else 0.0,
-        tokens_per_s=work.tokens / step if step else 0.0,
-        communication=communication,
-        tiers=tiers,
-        notes=_notes(soft, machine, max((t.hops for t in work.traffic), default=0)),
-    )
-
-
-def knows_passes(work: Work, machine: Machine) -> bool:
-    """Return whether compute is priced operation by operation: the operations are known, and passes
-    of this dtype were measured on this machine.
-    """
-    measured = machine.measured
-    return (
-        work.kernels is not None
-        and measured is not None
-        and measured.knows_passes(DTYPES[work.precision])
-    )
-
-
-def _notes(software: Software, machine: Machine, hops: int) -> tuple[str, ...]:
-    """Return a note about the assumptions on software, or about a calibrated machine's reference
-    steps.
-    """
-    if not machine.is_timed:
-        return ()
-    if machine.measured is None:
-        said = (
-            f"seconds assume that a step reaches {software.kernel_share:.0%} of the rate of large"
-            " matrix products"
+    return dict(parts), {
+        name: n
+        for name, n in (
+            ("link", max(busy["link up"], busy["link down"])),
+            ("disk", busy[DISK]),
+            ("host update", busy[HOST]),
         )
-        if machine.ranks > 1:
-            slower = slowest_of(machine.ranks, software.straggler) - 1
-            said += (
-                f" and {software.link_share:.0%} of the links' nominal rates, hides moves behind"
-                f" {software.overlap:.0%} of the compute beside them, and loses with the number of"
-                f" ranks: {1e6 * software.hop_seconds:.0f} µs × up to {hops:,} hops a move, and"
-                f" {slower:.1%} waiting for the slowest of {machine.ranks:,}"
-            )
-        return (said,)
-    if software.handed_s == 0:
-        return ()
-    moves = f" and {software.move_share:.0%} of that of moves" if machine.ranks > 1 else ""
-    return (
-        f"training steps measured on this machine reach {software.step_share:.0%} of the speed of"
-        f" passes alone{moves}, and take {1e9 * software.handed_s:.1f} ns for each gradient and"
-        " micro-batch; seconds count that in",
-    )
+        if n
+    }
 
 
-# -- tiers -----------------------------------------------------------------------------------------
+# -- a calibrated machine --------------------------------------------------------------------------
+#
+# Passes, moves and the optimizer are each measured alone. Then the engine trains a small transformer
+# (`StepPoint`). For each dtype and number of ranks, three figures of `Software` make the sum of the
+# parts equal to the seconds of those steps:
+#
+#     seconds of a step = passes ÷ step_share + gradients · handed_s + moves exposed ÷ move_share + optimizer
+#
+#     step_share    hooks, cold caches, the wait for the slowest of ranks that share cores     grows with compute
+#     handed_s      gradients cast, copied and added up, parameters cast                       seen in steps of few tokens for each weight
+#     move_share    waiting in each unit instead of once, sending beside computing             seen at stage 3, which sends in every unit
+
+#: Standard deviations of the two shares from 1, and of handing over from one copy of each element,
+#: each in units of a measured step's.
+SPREAD = (14.0, 14.0, 33.0)
+#: Bytes of one element that is copied: read and written.
+COPIED = 8
 
 
-def tier_times(
-    work: Work, machine: Machine, room: Mapping[str, float]
-) -> tuple[float, float, dict[str, float]]:
-    """Return the seconds (that wait for link and disks, of the host's update that nothing hides, by
-    `schema.TIER_SECONDS`).
+def measured_software(
+    machine: Machine, precision: str, kernels: Kernels | None, hidden: int
+) -> Software:
+    """Return the defaults; on a calibrated machine, what its reference steps reached. Without a trace
+    passes are priced by the rate of blocks, if their width is known.
+    """
+    if machine.measured is None or (kernels is None and not hidden):
+        return Software()
+    dtype = DTYPES[precision]
+    traced = kernels is not None and machine.measured.knows_passes(dtype)
+    return shares_of(machine.measured, dtype, machine.ranks, traced)
+
+
+def shares_of(
+    calibration: Calibration, dtype: str = "float32", ranks: int = 1, traced: bool = True
+) -> Software:
+    """Return what a step of the engine reaches of the rates of its parts, by the reference steps.
 
     Args:
-        room: seconds of the "forward" and "backward" passes that communication leaves to hide in.
+        traced: passes are priced operation by operation, otherwise by the rate of their blocks.
     """
-    left, parts = dict(room), defaultdict[str, float](float)
-    io = 0.0
-    for phase in ("forward", "backward"):
-        beside, alone = _beside(work, phase, machine, parts)
-        io += alone + _hide(beside, phase, left, parts)
-    link = work.host_bytes / machine.host_link()
-    disk = work.nvme_bytes / (machine.host.nvme_bandwidth / machine.local)
-    parts["link"], parts["disk"] = parts["link"] + link, parts["disk"] + disk
-    anywhere = max(link, disk)
-    for phase in ("forward", "backward"):
-        anywhere = _hide(anywhere, phase, left, parts)
-    io += anywhere
-    update = update_seconds(work, machine, on_host=True)
-    beside, alone = _beside(work, "step", machine, parts)
-    parts["host update"] = update
-    parts["hidden behind the update"] = min(beside, update)
-    waits = max(update, beside) + alone
-    if work.in_backward:
-        waits = _hide(waits, "backward", left, parts)
-    waiting = min(update, waits)
-    return io + waits - waiting, waiting, {k: v for k, v in parts.items() if v}
+    calibration.check_dtype(dtype)
+
+    def at(a: AtRanks) -> Software:
+        steps = [s for s in a.steps if s.dtype == dtype]
+        return calibration.once(
+            ("shares", a.ranks, dtype, traced),
+            lambda: shares(steps, calibrated(calibration, a.ranks), traced),
+        )
+
+    return replace(
+        Software(),
+        step_share=calibration.between(ranks, lambda a: at(a).step_share),
+        move_share=calibration.between(ranks, lambda a: at(a).move_share),
+        handed_s=calibration.between(ranks, lambda a: at(a).handed_s),
+    )
 
 
-def update_seconds(work: Work, machine: Machine, *, on_host: bool) -> float:
-    """Return the seconds of the update on the device or on the host, as measured if it was."""
-    numel = work.host_optimizer_numel if on_host else work.optimizer_numel
-    if machine.measured is not None and numel and (machine.shared or not on_host):
-        return machine.measured.optimizer_seconds(round(numel), machine.ranks)
-    if on_host:
-        return work.host_optimizer_bytes / (machine.host.memory_bandwidth / machine.local)
-    return work.optimizer_bytes / machine.gpu.memory_bandwidth
-
-
-def _beside(
-    work: Work, phase: str, machine: Machine, parts: dict[str, float]
-) -> tuple[float, float]:
-    """Return the seconds of one phase's carried bytes (that compute can hide, that nothing can)."""
-    nbytes = defaultdict[str, float](float)
-    for c in work.carried:
-        nbytes[c.move] += c.nbytes if c.phase == phase else 0.0
-    local, host = machine.local, machine.host
-    disk = nbytes["read"] / (host.nvme_bandwidth / local)
-    disk += nbytes["written"] / (host.nvme_writes / local)
-    read = nbytes["read"] if phase != "step" else 0  # parameters, which go on to the device
-    link = max(nbytes["up"] + read, nbytes["down"]) / machine.host_link()  # both at once
-    if machine.shared:
-        link = 2 * nbytes["up"] / machine.gpu.memory_bandwidth
-    parts["link"], parts["disk"] = parts["link"] + link, parts["disk"] + disk
-    return (disk, link) if machine.shared else (max(link, disk), 0.0)
-
-
-def _hide(seconds: float, phase: str, left: dict[str, float], parts: dict[str, float]) -> float:
-    """Hide `seconds` behind what is left of a phase, and return the rest."""
-    hidden = min(seconds, left[phase])
-    left[phase] -= hidden
-    parts[f"hidden behind {phase}"] += hidden
-    return seconds - hidden
+def shares(steps: Sequence[StepPoint], machine: Machine, traced: bool = True) -> Software:
+    """Return the figures with which the sum above predicts these steps, all of one dtype, best. It is
+    linear in 1 ÷ step_share, handed_s and 1 ÷ move_share; a figure on which the steps have no effect
+    (hidden moves) stays where three further rows put it: at 1, 1 and one copy of each element.
+    """
+    measured = machine.measured
+    if not steps or measured is None:
+        return Software()
+    copy = COPIED / machine.gpu.memory_bandwidth
+    rows, sums = [], []
+    for step in steps:
+        if traced and measured.knows_passes(step.dtype):
+            passes = measured.pass_seconds(step.kernels, step.dtype, machine.ranks)
+        else:
+            rate = measured.block_rate(step.hidden, step.tokens, step.dtype, machine.ranks)
+            passes = step.flops / rate
+        sent = 0.0
+        for move, nbytes in step.wire.items():
+            # A ledger counts both moves of an all-reduce in one figure
+            both = ("reduce-scatter", "all-gather") if move == "all-reduce" else (move,)
+            for part in both if nbytes else ():
+                each = nbytes / step.calls[move] / len(both)
+                sent += step.calls[move] * measured.seconds_for(part, each, machine.ranks)
+        calls = sum(step.calls.values())
+        ends = min(1.0, 2 * step.micro_batches / calls) if calls else 0.0
+        hidden = min((1 - ends) * sent, (1 - machine.contention) * passes)
+        update = measured.optimizer_seconds(step.stepped, machine.ranks)
+        rows.append([passes, step.numel * step.micro_batches * copy, sent - hidden])
+        sums.append([step.seconds - update, step.seconds])
+    a, b = np.array(rows), np.array(sums)
+    a, wanted = a / b[:, 1:], b[:, 0] / b[:, 1]
+    ridge = np.diag([1 / s for s in SPREAD])
+    found = np.linalg.lstsq(
+        np.vstack([a, ridge]), np.concatenate([wanted, ridge.sum(0)]), rcond=None
+    )[0]
+    passes, handed, moved = np.maximum(found, (0.05, 0.0, 0.05))
+    return replace(
+        Software(), step_share=float(1 / passes), move_share=float(1 / moved), handed_s=float(copy * handed)
+    )  # fmt: skip

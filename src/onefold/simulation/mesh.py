@@ -8,7 +8,7 @@
                               │
                  ledgers of the engine, bytes that torch sends between stages
                               ║ equal, byte for byte
-    closed forms of the plan over axes (plan/divided.py, plan/wire.py, plan/collectives.py)
+    the plan's walk (plan/rank.py, plan/program.py)
 
 The stand-in reads its parameters and computes nothing. So what tensor, context and expert parallelism
 send inside layers is not run: the plan alone counts it.
@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -31,14 +32,20 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onefold.comm.communicators import REPLICATE, mesh_of
-from onefold.plan.collectives import Step, sent
 from onefold.plan.degrees import AXES, DATA, Degrees, dims_of
-from onefold.plan.divided import Stage, divided_along, local_shape, rule_of, stages_of, units_over
-from onefold.plan.replay import Replay
+from onefold.plan.program import Program
+from onefold.plan.rank import (
+    Stage,
+    divided_along,
+    holding,
+    local_shape,
+    rule_of,
+    stages_of,
+    units_of,
+)
 from onefold.plan.schema import Account
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import UnitPlan, at_rest
-from onefold.plan.wire import gather_legs, gathers_of, reduction_legs, wire
+from onefold.plan.states import at_rest
 from onefold.recipe import Recipe
 from onefold.recipe.rows import FLAT
 from onefold.runtime.state.checks import with_replicas
@@ -189,24 +196,18 @@ def simulate_mesh(
     if degrees.pp > 1 and said.stage in (2, 3):  # a unit is gathered once a step, and reduced once
         held = {"reshard_after_forward": False} if said.stage == 3 else {}
         said = said.replace(reduce_at="boundary", **held)
-    passes = 1 if degrees.pp > 1 else micro_batches
-    units = units_over(stage, degrees, said, per_node, nccl=False, rank=number)
-    closed = _closed_by_axis(units, stage, degrees, said, passes, replicas, number)
-    crossed = sent(
-        stage,
-        dims_of(model),
-        degrees,
-        Step(said.stage or 0, micro_batches, micro_batch, seq, dtype.itemsize),
-    )["pp"]
-    if crossed:
-        closed["pp"] += round(sum(crossed.values()))
-    predicted = Account(
-        rest=at_rest(units, optimizer),
-        ledger=Replay(units, said).run(micro_batches).peak,
-        wire=wire(units, said, passes),
-    )
+    units = units_of(stage, said, degrees, number, per_node)
+    program = Program(units, said, held=degrees.pp > 1).run(micro_batches)
+    closed: Counter[str] = Counter()
+    for op, times in program.counted():
+        if op.kind == "move":
+            closed[_along(op.over, degrees, replicas, 0)] += times * round(op.nbytes)
+    if degrees.pp > 1:  # a stage's outputs and gradients, but for the ends of the model
+        nbytes = micro_batches * prod(handed) * dtype.itemsize
+        closed["pp"] += nbytes * (2 - stage.first - stage.last)
+    predicted = Account(rest=at_rest(units, optimizer), ledger=program.peak, wire=program.sent())
     kinds = {divided_along(p, degrees) for p in stage.parameters}
-    holders = {_of_axes(_undivided(d, degrees)): degrees.holding(d) for d in kinds}
+    holders = {_of_axes(_undivided(d, degrees)): len(holding(degrees, d)) for d in kinds}
     return MeshSimulation(
         model.name, degrees, replicas, rank, index, micro_batches, account, predicted, dict(seen), dict(closed), holders,
         time.perf_counter() - begun,
@@ -395,34 +396,3 @@ def _along(ranks: Sequence[int], degrees: Degrees, replicas: int, first: int) ->
         for name in AXES:
             seen[name].add(at[name] % each if name == "dp" else at[name])
     return _of_axes([name for name, places in seen.items() if len(places) > 1])
-
-
-def _closed_by_axis(
-    units: Sequence[UnitPlan],
-    stage: Stage,
-    degrees: Degrees,
-    recipe: Recipe,
-    passes: int,
-    replicas: int,
-    number: int,
-) -> Counter[str]:
-    """Return the bytes of gathers and reductions by the axes along which the receivers lie."""
-    shapes = {p.name: p for p in stage.parameters}
-    out: Counter[str] = Counter()
-    for unit, flat in ((u, f) for u in units for f in u.flats if f.ranks > 1):
-        divided = divided_along(shapes[flat.layout.slots[0].name], degrees)
-        ranks = degrees.holders(divided).group_of(number)
-        topology, order = flat.topology, flat.topology.order
-        here = topology.position_of(ranks.index(number))
-        of_level = {
-            "all": range(flat.ranks),
-            "intra-group": topology.intra_group(here),
-            "inter-group": topology.inter_group(here),
-        }
-        legs = gather_legs(flat, gathers_of(unit, flat, recipe, passes))
-        legs += reduction_legs(flat, recipe, passes) if flat.trainable else []
-        for leg in legs:
-            if leg.nbytes:
-                there = [ranks[order[p]] for p in of_level[leg.level]]
-                out[_along(there, degrees, replicas, 0)] += leg.nbytes
-    return out

@@ -3,7 +3,7 @@ and fake tensors.
 
     module ──► copy of fake tensors ──► onefold.shard as rank r of N ──► forward, backward, step ──► its ledgers
                                                                                                         ║ equal, byte for byte
-    shapes ──────────────────────────► closed forms (plan/states.py), replay (plan/replay.py) ──────────╜
+    shapes ──────────────────────────► the plan's walk (plan/program.py) ───────────────────────────────╜
 
 Nothing is computed and nothing is sent, so a model of any size on any number of ranks runs here.
 Everything else is the engine's own: its layouts, hooks, schedule, pool and ledgers. The engine does
@@ -37,14 +37,13 @@ from onefold.memory import nbytes_of
 from onefold.offload import in_backward
 from onefold.offload.nvme import stores_from
 from onefold.plan.modules import model_shape, module_of, quietly
-from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.owned import owned_matrices, place_of, stepped_whole
-from onefold.plan.replay import Replay
+from onefold.plan.program import Program
+from onefold.plan.rank import UnitPlan, units_of
 from onefold.plan.schema import ACTIVATIONS, MOMENTS, Account
 from onefold.plan.shapes import ModelShape, architecture, known
-from onefold.plan.states import UnitPlan, at_rest, units_of
+from onefold.plan.states import at_rest
 from onefold.plan.subject import tokens
-from onefold.plan.wire import wire
 from onefold.recipe import Recipe
 from onefold.recipe.optimizers import SIMULATED, WHOLE
 from onefold.recipe.rows import FLAT
@@ -143,22 +142,19 @@ def _predicted(
     micro_batches: int,
     optimizer: str,
 ) -> Account:
-    """Return the closed forms' and the replay's account of the same step, on this rank."""
+    """Return the plan's account of the same step, on this rank."""
     mine = None
     if SIMULATED[optimizer].update == WHOLE:
         owned = owned_matrices(plans, stepped_whole(shape, optimizer), optimizer)
         flats = [flat for unit in plans for flat in unit.flats]
         mine = owned.at(place_of(flats[0])) if owned is not None else None
-    replay = Replay(plans, recipe)
-    sent = {OWNERS: mine.sent} if mine is not None and mine.sent else {}
-    held, stepped = (mine.host_states, mine.host_numel) if mine is not None else (None, None)
+    program = Program(plans, recipe, optimizer=optimizer)
+    program.run(micro_batches, mine.buffers if mine is not None else 0)
     return Account(
         rest=at_rest(plans, optimizer, mine.states if mine is not None else None),
-        ledger=replay.run(micro_batches, mine.buffers if mine is not None else 0).peak,
-        wire=wire(plans, recipe, micro_batches) | sent,
-        moved=offloaded_bytes(
-            plans, recipe, micro_batches, optimizer, held=held, stepped=stepped
-        ).moved,
+        ledger=program.peak,
+        wire=program.sent() | ({OWNERS: mine.sent} if mine is not None and mine.sent else {}),
+        moved=program.moved(),
     )
 
 

@@ -3,7 +3,7 @@
 
 The first rank traces the model and asks the plan (`onefold.plan`); the others take its answer. One
 rank uses stage 0, because there is nothing to divide. A model whose code cannot be traced is judged
-by its states alone. The plan accounts for offloaded state (plan/offloaded.py).
+by its states alone. The plan accounts for offloaded state (plan/states.py).
 
 With tensor or expert parallelism the plan counts over axes, from the model's dimensions.
 """
@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from onefold.memory import free_host_memory
-from onefold.plan.api import USABLE, Beside, mesh_here, plan_here
-from onefold.plan.evaluate import Candidate
+from onefold.plan.account import Candidate
+from onefold.plan.api import USABLE, Beside, plan_here
 from onefold.plan.formulas import transformer_flops_per_token
 from onefold.plan.job import Job
-from onefold.plan.mesh_account import MeshAccount
 from onefold.plan.modules import model_shape
-from onefold.plan.offloaded import offloaded_bytes
+from onefold.plan.planner import Plan
+from onefold.plan.rank import units_of
 from onefold.plan.schema import Account
-from onefold.plan.states import at_rest, units_of
+from onefold.plan.states import at_rest, offloaded_bytes
 from onefold.recipe.core import NODES, OPTIONS, TIERS
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.wording import TrainError, readable
@@ -58,7 +58,7 @@ class Choice:
     flops_per_token: float | None = None
     peak_flops: float | None = None
     notes: tuple[str, ...] = ()
-    mesh: MeshAccount | None = None
+    mesh: Candidate | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _planned(model: nn.Module, asked: Asked) -> Choice:
         account,
         transformer_flops_per_token(found.model.active_numel, found.model.transformer, job.seq),
         machine.peak(job.precision or "fp32") if machine.measured is not None else None,
-        tuple(notes),
+        (*notes, *found.assumptions),
     )
 
 
@@ -180,43 +180,42 @@ def _over_axes(model: nn.Module, asked: Asked) -> Choice:
         notes.append(f"over axes states of {job.optimizer} are counted as {counted} has them")
         job = replace(job, optimizer=counted)
     count = asked.ranks // asked.tp
-    axes = {"tp": asked.tp, "ep": asked.ep}
+    axes: dict[str, int | str] = {"tp": asked.tp, "ep": asked.ep}
 
-    def rows(samples: int) -> tuple[MeshAccount, ...]:
+    def planned(samples: int) -> Plan:
         batch = job.global_batch or samples * count
-        return mesh_here(
-            model, replace(job, micro_batch=samples, global_batch=batch), **axes,
+        return plan_here(
+            model, replace(job, micro_batch=samples, global_batch=batch), axes=axes, sequence_parallel=False,
             ranks=asked.ranks, local_ranks=asked.local_ranks, free=asked.free, device=asked.device, stages=stages,
-        )[1]  # fmt: skip
+        )  # fmt: skip
 
-    shape, _ = mesh_here(
-        model, replace(job, micro_batch=1, global_batch=count), **axes, ranks=asked.ranks,
-        local_ranks=asked.local_ranks, free=asked.free, device=asked.device, stages=stages[:1],
-    )  # fmt: skip
     each = job.global_batch // count if job.global_batch else 0
     sizes = [n for n in _SIZES if not each or each % n == 0]
-    found = rows(job.micro_batch or 1)
+    first = planned(job.micro_batch or 1)
+    shape, found = first.model, first.stages
     chosen = next((row for row in found if row.fits), found[-1])
     for samples in () if job.micro_batch else sizes[1:]:
-        larger = next(row for row in rows(samples) if row.zero == chosen.zero)
+        rows = planned(samples).stages
+        larger = next(row for row in rows if row.scheme.stage == chosen.scheme.stage)
         if not larger.fits:
             break
         chosen = larger
-    needed = {row.zero: row.peak_bytes for row in rows(chosen.micro_batch)}
-    peak = f"{readable(chosen.peak_bytes)} of {readable(chosen.usable)} a rank may use"
+    stage, micro_batch, degrees = (
+        getattr(chosen.scheme, n) for n in ("stage", "micro_batch", "degrees")
+    )
+    needed = {row.scheme.stage: row.needed for row in planned(micro_batch).stages}
+    peak = f"{readable(chosen.needed)} of {readable(chosen.usable)} a rank may use"
     if not chosen.fits:
-        reason = f"stage {chosen.zero} needs {peak} at peak: it may run out of memory"
+        reason = f"stage {stage} needs {peak} at peak: it may run out of memory"
     elif asked.stage != "auto":
-        reason = f"stage {chosen.zero}, as asked, on {chosen.degrees}: its peak takes {peak}"
+        reason = f"stage {stage}, as asked, on {degrees}: its peak takes {peak}"
     else:
-        reason = (
-            f"stage {chosen.zero}, the lowest that fits on {chosen.degrees}: its peak takes {peak}"
-        )
+        reason = f"stage {stage}, the lowest that fits on {degrees}: its peak takes {peak}"
     if asked.says(TIERS, NODES):
         notes.append("over axes the plan does not count groups, codecs and state off the device")
     flops = transformer_flops_per_token(shape.active_numel, shape.transformer, job.seq)
     return Choice(
-        chosen.zero, chosen.micro_batch, reason, needed, chosen.usable, flops_per_token=flops, notes=tuple(notes), mesh=chosen,
+        stage, micro_batch, reason, needed, chosen.usable, flops_per_token=flops, notes=tuple(notes), mesh=chosen,
     )  # fmt: skip
 
 

@@ -255,7 +255,7 @@ def describe(run: Run) -> dict[str, Any]:
         "held_out": run.data.size(held_out=True),
         "ranks": ranks.world_size,
         "data_ranks": run.part.count,
-        "axes": str(choice.mesh.degrees) if choice.mesh is not None else "",
+        "axes": str(choice.mesh.scheme.degrees) if choice.mesh is not None else "",
         "device": str(ranks.device.type),
         "backend": ranks.backend,
         "threads": torch.get_num_threads(),

@@ -21,6 +21,8 @@ Sources: Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022, 
 al. 2024 (torchtitan, arXiv:2410.06511), section 2.1; Zhang and Su 2025 (arXiv:2502.07846), section 3
 (latent attention, experts).
 
+Data parallelism alone is the mesh dp = N: all ranks hold everything.
+
 A pipeline's stages are successive blocks, such that the largest stage has as few parameters as
 possible. The embedding belongs to the first, the last norm and the head to the last. A tied matrix
 exists on both.
@@ -29,20 +31,19 @@ exists on both.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
 
 from onefold.comm.communicators import flat_over, inner_of, nodes_of
-from onefold.layout import Dtypes, ShardSpec, Tiers, Topology
+from onefold.layout import LOW, ShardSpec, Tiers, Topology
 from onefold.layout.holders import AxisCut, region_of
-from onefold.plan.activity import blocks_of
 from onefold.plan.degrees import Degrees, dims_of
-from onefold.plan.shapes import ModelShape, Parameter, UnitShape
-from onefold.plan.states import UnitPlan, at_the_turn, rests_encoded
+from onefold.plan.shapes import ModelShape, Parameter, UnitShape, blocks_of
 from onefold.quant.codecs import CODECS
 from onefold.recipe import Recipe
+from onefold.runtime.units import offloaded_units
 
 KINDS = ("embedding", "head", "attention", "mlp", "experts", "router", "latent", "norm")
 #: What the last part of a parameter's path is if tensor parallelism cuts it. Conv1D of GPT-2 stores
@@ -144,9 +145,18 @@ class Stage:
     def numel(self) -> int:
         return sum(u.numel for u in self.units)
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of its blocks."""
+        return tuple(name for chunk in self.chunks for name in chunk)
+
     @property
     def blocks(self) -> int:
-        return sum(map(len, self.chunks))
+        return len(self.names)
+
+    @property
+    def trainable(self) -> int:
+        return sum(u.trainable for u in self.units)
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -154,18 +164,20 @@ class Stage:
 
 
 def stages_of(model: ModelShape, degrees: Degrees) -> tuple[Stage, ...]:
-    """Divide a model among the stages of a pipeline."""
+    """Divide a model among the stages of a pipeline; one stage is the model as it is."""
     return _stages(model, degrees.pp, degrees.chunks)
 
 
 @lru_cache(maxsize=64)
 def _stages(model: ModelShape, pp: int, chunks: int) -> tuple[Stage, ...]:
-    blocks = blocks_of(model)
+    blocks = blocks_of(model.units)
     names = {b.name for b in blocks}
+    if pp == 1:
+        return (Stage(0, model.units, (tuple(b.name for b in blocks),), True, True),)
     others = [u for u in model.units if u.name not in names]
     before = [_part(u, first=True) for u in others]
     behind = [_part(u, first=False) for u in others]
-    tied = _tied(model) if pp > 1 else None
+    tied = _tied(model)
     ends = sum(u.numel for u in before), sum(u.numel for u in behind) + (tied.numel if tied else 0)
     sizes = [b.numel for b in blocks]
     counts = _counts(sizes, pp * chunks, *ends)
@@ -259,68 +271,159 @@ def _counts(sizes: Sequence[int], parts: int, before: int, behind: int) -> list[
 # -- flat buffers ----------------------------------------------------------------------------------
 
 
-def units_over(
-    stage: Stage,
-    degrees: Degrees,
+@dataclass(frozen=True)
+class UnitPlan:
+    """A unit's flat buffers on one rank.
+
+    Attributes:
+        ranks: of each buffer, the ranks of the stage that hold it.
+        turns: it stays gathered from the forward to the backward pass; see `at_the_turn`.
+    """
+
+    name: str
+    flats: tuple[ShardSpec, ...]
+    ranks: tuple[Sequence[int], ...]
+    looks_up_only: bool
+    turns: bool = False
+
+    @property
+    def path(self) -> str:
+        """The module's path; "" of the root."""
+        return "" if self.name == "(root)" else self.name
+
+    @property
+    def resident(self) -> bool:
+        return all(f.resident for f in self.flats)
+
+    def encloses(self, other: UnitPlan) -> bool:
+        return self is not other and (self.path == "" or other.path.startswith(self.path + "."))
+
+
+def units_of(
+    model: ModelShape | Stage,
     recipe: Recipe,
-    per_node: int | None = None,
-    nccl: bool = True,
+    ranks: int | Degrees,
     rank: int = 0,
+    per_node: int | None = None,
+    nccl: bool = False,
 ) -> list[UnitPlan]:
-    """Lay out a stage's units as the engine does on one of its ranks: one flat buffer for each kind of
-    parameters that the same ranks hold.
+    """Lay out the units as the engine does on one rank: a flat buffer for each kind of parameters that
+    the same ranks hold.
 
     Args:
-        per_node, nccl: as for `plan.states.units_of`.
+        model: a model, or what a stage of a pipeline has of it.
+        ranks: data-parallel ranks, or a mesh.
         rank: its number among the ranks of the stage.
+        per_node: ranks of a node, as a launcher would say; None: all ranks.
+        nccl: collectives are NCCL's, on the device; otherwise they are gloo's messages.
+
+    Raises:
+        ValueError: no such rank, or groups that do not divide the ranks.
     """
-    units = [
-        UnitPlan(u.name, tuple(_flats(u, degrees, recipe, per_node, nccl, rank)), u.looks_up_only)
-        for u in stage.units
-    ]
+    degrees = ranks if isinstance(ranks, Degrees) else Degrees(dp=ranks)
+    every = degrees.dp * degrees.of_stage_without_dp
+    if not 0 <= rank < every:
+        raise ValueError(f"rank {rank} of {every}: expected a rank below their number.")
+    away = offloaded_units([u.trainable for u in model.units], recipe, every)
+
+    def unit_plan(unit: UnitShape, offloaded: bool) -> UnitPlan:
+        kinds: dict[object, list[Parameter]] = {}
+        for p in unit.parameters:
+            like = (
+                p.dtypes(recipe),
+                p.trainable,
+                rests_encoded(p, recipe),
+                divided_along(p, degrees),
+            )
+            kinds.setdefault(like, []).append(p)
+        flats, holders = [], []
+        for of_kind in kinds.values():
+            first, divided = of_kind[0], divided_along(of_kind[0], degrees)
+            held = holding(degrees, divided, rank)
+            topology, decided = exchanges(held, recipe, per_node, nccl, degrees.dp * degrees.cp)
+            dtypes, stored = first.dtypes(decided), rests_encoded(first, recipe)
+            flats.append(
+                ShardSpec(
+                    tuple((p.name, local_shape(p, degrees, rank)) for p in of_kind),
+                    dtypes,
+                    decided,
+                    topology,
+                    topology.position_of(held.index(rank)),
+                    CODECS.__getitem__,
+                    trainable=first.trainable,
+                    stored=stored,
+                    tiers=Tiers.of(first.trainable, decided) if offloaded and not stored else None,
+                    in_place=all(p.torch_dtype == dtypes.compute for p in of_kind),
+                    native=nccl,
+                    rooms=tuple(local_numel(p, degrees) for p in of_kind) if divided else None,
+                )
+            )
+            holders.append(held)
+        return UnitPlan(unit.name, tuple(flats), tuple(holders), unit.looks_up_only)
+
+    units = [unit_plan(u, index in away) for index, u in enumerate(model.units)]
     turning = at_the_turn(units) if recipe.reshard_after_forward else set()
     return [replace(u, turns=True) if u.name in turning else u for u in units]
 
 
-def _flats(
-    unit: UnitShape, degrees: Degrees, recipe: Recipe, per_node: int | None, nccl: bool, rank: int
-) -> Iterator[ShardSpec]:
-    kinds: dict[tuple[Dtypes, bool, bool, tuple[int, ...]], list[Parameter]] = {}
-    for p in unit.parameters:
-        like = p.dtypes(recipe), p.trainable, rests_encoded(p, recipe)
-        held = degrees.holders(divided_along(p, degrees)).group_of(rank)
-        kinds.setdefault((*like, held), []).append(p)
-    for (_, trainable, stored, ranks), of_kind in kinds.items():
-        topology = topology_over(ranks, recipe, per_node, degrees.dp * degrees.cp)
-        nodes = nodes_of(ranks, per_node)
-        decided = recipe.with_sums(nccl, flat_over(nodes, topology))
-        dtypes = of_kind[0].dtypes(decided)
-        yield ShardSpec(
-            tuple((p.name, local_shape(p, degrees, rank)) for p in of_kind),
-            dtypes,
-            decided,
-            topology,
-            topology.position_of(ranks.index(rank)),
-            CODECS.__getitem__,
-            trainable=trainable,
-            stored=stored,
-            tiers=None if stored else Tiers.of(trainable, decided),
-            in_place=all(p.torch_dtype == dtypes.compute for p in of_kind),
-            native=nccl,
-            rooms=tuple(local_numel(p, degrees) for p in of_kind),
-        )
+def holding(degrees: Degrees, divided: tuple[str, ...], rank: int = 0) -> Sequence[int]:
+    """Return the ranks of a stage that hold the same part as `rank` of a parameter that is divided
+    along `divided`: as the runtime finds them.
+    """
+    if not divided:
+        return range(degrees.dp * degrees.of_stage_without_dp)
+    return degrees.holders(divided).group_of(rank)
 
 
-@lru_cache(maxsize=256)
-def topology_over(
-    ranks: tuple[int, ...], recipe: Recipe, per_node: int | None, data: int
-) -> Topology:
-    """Return the groups of a recipe among the ranks that hold the same parameters.
+def exchanges(
+    ranks: Sequence[int], recipe: Recipe, per_node: int | None, nccl: bool, data: int
+) -> tuple[Topology, Recipe]:
+    """Return (the groups of a recipe among ranks that hold the same parameters, the recipe with
+    `reduce` as the engine decides it where it is None).
 
     Args:
         data: data ranks of the stage. A recipe's number of ranks is one of data ranks: holders that
             have the same data are in one group, and experts divide what it leaves.
     """
-    if isinstance(recipe.inner, int):
-        return Topology(len(ranks), max(1, recipe.inner * len(ranks) // data))
-    return Topology(len(ranks), inner_of(recipe.inner, ranks, per_node))
+    inner = recipe.inner
+    mine = inner * len(ranks) // data if isinstance(inner, int) else inner
+    topology, flat = _groups(ranks, max(1, mine) if isinstance(mine, int) else mine, per_node)
+    return topology, recipe.with_sums(nccl, flat)
+
+
+@lru_cache(maxsize=1024)
+def _groups(
+    ranks: Sequence[int], inner: int | str | None, per_node: int | None
+) -> tuple[Topology, bool]:
+    topology = Topology(len(ranks), inner_of(inner, ranks, per_node))
+    return topology, flat_over(nodes_of(ranks, per_node), topology)
+
+
+def at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
+    """Return the names of the units that a forward pass uses last and the backward pass first
+    (runtime/unit.py): the last gathered unit and the units around it.
+    """
+    gathered = [u for u in units if not u.resident]
+    around = [u for u in gathered if u is gathered[-1] or u.encloses(gathered[-1])]
+    return {u.name for u in around if not u.looks_up_only}
+
+
+def rests_encoded(p: Parameter, recipe: Recipe) -> bool:
+    """Return whether a frozen weight is stored encoded, by the rule of runtime/units.py."""
+    frozen = recipe.frozen is not None and not p.trainable and len(p.shape) >= 2
+    return frozen and p.torch_dtype in LOW and not p.looked_up
+
+
+def outer(units: Sequence[UnitPlan]) -> frozenset[str]:
+    """Return the names of the units that lie around other units."""
+    around = {u.name for u in units if u.path == ""} if len(units) > 1 else set()
+    names = {u.path: u.name for u in units}
+    for unit in units:
+        around.update(names[p] for p in _enclosing(unit.path)[1:-1] if p in names)
+    return frozenset(around)
+
+
+def _enclosing(path: str) -> list[str]:
+    """Return the paths that may lie around a unit, from the root to its own."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:n]) for n in range(len(parts) + 1)]

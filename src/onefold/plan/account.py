@@ -1,0 +1,598 @@
+"""The account of one scheme on one machine: what a rank holds, sends and spends, with data ranks alone
+or with other axes beside them.
+
+    model ──► stage of a pipeline ──► flat buffers of a rank ──► program ─┐     (plan/rank.py, plan/program.py)
+    activations, traced or from dimensions ──────────────────────────────┴──► bytes at each moment, seconds
+
+The peak is the largest sum of the engine's bytes and the activations while one unit runs. In a
+pipeline the account of memory is that of the stage that holds most, and seconds are those of the
+stage with the most FLOPs, which the others wait for.
+
+| axis | what                                           | bytes of one rank                                              |
+|------|------------------------------------------------|----------------------------------------------------------------|
+| tp   | behind attention and behind the feed-forward,  | 2·n·h·e·2·(t−1)/t a block and pass: an all-reduce, or with     |
+|      | their inputs' gradients                        | sequence parallelism an all-gather and a reduce-scatter        |
+|      | embedding, head                                | 2·n·h·e·(t−1)/t each, once                                     |
+| cp   | keys and values of a block                     | n·(k+v)/t·e·(c−1) a pass: gathered by the ranks that divide a  |
+|      |                                                | sample, their gradients scattered                              |
+| ep   | tokens to their experts, and back              | 2·n·a·h·e·(x−1)/x a block and pass, ÷ t with sequence          |
+|      |                                                | parallelism                                                    |
+| pp   | a stage's output, and its gradient             | n·h·e each, ÷ t with sequence parallelism, for each chunk      |
+
+with t, c, x the degrees of tensor, context and expert parallelism; n = micro-batch × tokens ÷ c the
+tokens of a rank in a micro-batch; h, k, v the widths of a block, of its keys and values; e bytes an
+element; a active experts. A block has two passes, three where it is recomputed. Sources: Narayanan et
+al. 2021 (arXiv:2104.04473), section 3.2; Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2;
+Llama team 2024 (arXiv:2407.21783), section 3.3.2 (context parallelism by all-gather); DeepSeek-AI
+2024 (arXiv:2412.19437), section 3.2. With sequence parallelism the input of a column-wise layer may
+be gathered once more in the backward pass; that is not counted.
+
+In a pipeline each unit is gathered once a step and reduced once a step, so parameters of stage 3 stay
+whole from the first forward pass on, and gradients until the last backward pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from onefold.comm.communicators import communicators_of
+from onefold.device.copies import WINDOW
+from onefold.memory import GATHERED, IDLE, LEAVING, MOMENTS, OWNED, REDUCTION
+from onefold.plan.activity import Activity, OnHost, flops_per_token, on_host
+from onefold.plan.degrees import AXES, Degrees, dims_of
+from onefold.plan.formulas import Convention
+from onefold.plan.hardware import Machine
+from onefold.plan.job import Job, Scheme
+from onefold.plan.owned import Balance, owned_matrices, stepped_whole
+from onefold.plan.program import Program
+from onefold.plan.rank import Stage, divided_along, exchanges, holding, rule_of, stages_of, units_of
+from onefold.plan.reserve import Reserve, reserve_of
+from onefold.plan.schema import (
+    ACTIVATIONS,
+    FRAGMENTATION,
+    IN_LAYERS,
+    LOGITS,
+    SECONDS,
+    TEMPORARY,
+    Account,
+)
+from onefold.plan.shapes import ModelShape
+from onefold.plan.states import (
+    HOST,
+    MOMENTS_OF,
+    NVME,
+    at_rest,
+    filled,
+    offloaded_bytes,
+    papers_bytes,
+)
+from onefold.plan.times import (
+    DTYPES,
+    Prices,
+    Software,
+    between,
+    measured_software,
+    slowest_of,
+    step_seconds,
+)
+from onefold.recipe import COMPUTE_DTYPES, Recipe
+from onefold.recipe.optimizers import PLANNED, WHOLE
+from onefold.recipe.rows import Tier
+
+#: The share of temporary bytes on a GPU that its allocator cannot use again (blocks of other
+#: sizes). An assumption, in line with the largest models that were trained: 0.63 to 0.90 of what
+#: their states allowed.
+FRAGMENTED = 0.10
+#: The categories that come and go in a step.
+_MOVING = (GATHERED, REDUCTION, IDLE, OWNED, LEAVING, ACTIVATIONS, LOGITS, TEMPORARY)
+
+# (samples of a micro-batch, checkpointing) → their activity
+Activities = Callable[[int, str], Activity]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scheme with its account.
+
+    Attributes:
+        fits: the peak is within the device's `usable` bytes, and the host's and the disks' bytes are
+            within a node's. If the device is a CPU, `usable` has to hold the peak and the host's.
+        usable: bytes of the device that training may take.
+        accumulation: micro-batches of a rank in a step.
+        states: bytes of a rank's share of all states on all tiers, as the papers count them: gradients
+            beside the rest, a 16-bit copy of the parameters beside their masters. The engine never
+            holds them all at once: see the account.
+        activations: bytes of activations, at most.
+        shared: the device is a CPU.
+        reserve: the device's other bytes, on a GPU of the table.
+        balance: how evenly owners divide the updates of whole matrices; None if none is stepped so.
+        stage: of the pipeline, whose rank holds most. bubble: the share of a step that a rank waits
+            for the pipeline. holders: how many ranks hold each part, by kind of parameters.
+    """
+
+    scheme: Scheme
+    account: Account
+    fits: bool
+    usable: int
+    accumulation: int
+    states: int = 0
+    activations: int = 0
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    shared: bool = False
+    reserve: Reserve = field(default_factory=Reserve)
+    balance: Balance | None = None
+    stage: int = 0
+    bubble: float = 0.0
+    holders: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def needed(self) -> int:
+        """Bytes at peak that `usable` has to hold: on a CPU the host's too."""
+        return self.account.peak_bytes + (self.account.host if self.shared else 0)
+
+    @property
+    def spare(self) -> int:
+        """Bytes left on the device at peak; below 0 where it does not fit."""
+        return self.usable - self.needed
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step; 0 if no speeds are known."""
+        return self.account.seconds.get("step", 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        degrees = self.scheme.degrees
+        mesh = {"pipeline_stage": self.stage, "bubble": self.bubble, "holders": dict(self.holders)}
+        return {
+            **{name: value for name, value in vars(self.scheme).items() if name != "degrees"},
+            **({**asdict(degrees), **mesh} if degrees is not None else {}),
+            "accumulation": self.accumulation,
+            "fits": self.fits,
+            "states": self.states,
+            "usable": self.usable,
+            "reserve": {**vars(self.reserve), "nbytes": self.reserve.nbytes},
+            **({"owners": vars(self.balance)} if self.balance is not None else {}),
+            "account": self.account.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Question:
+    """Everything that a choice needs: the model, its activities, the machine and the job.
+
+    Attributes:
+        code: with other axes than data, the family whose code runs (`formulas.CODES`).
+        convention: bytes per parameter of the papers' count; None: the job's.
+    """
+
+    model: ModelShape
+    activities: Activities
+    machine: Machine
+    job: Job
+    code: str = ""
+    convention: Convention | None = None
+    _told: dict[Scheme, Candidate] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def answer(self, scheme: Scheme) -> Candidate:
+        """Account for one scheme. Raises ValueError if the global batch does not divide."""
+        if scheme not in self._told:
+            self._told[scheme] = account_of(self, scheme)
+        return self._told[scheme]
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step over other axes: the job's, or as many as if every GPU had a micro-batch."""
+        return self.job.global_batch or self.machine.ranks * self.job.micro_batch
+
+    def micro_batches(self, scheme: Scheme) -> int:
+        """Return the micro-batches of a rank. Raises ValueError: the batch does not divide."""
+        if scheme.degrees is None:
+            return self.job.accumulation(self.machine.ranks, scheme.micro_batch)
+        return replace(self.job, global_batch=self.samples).accumulation(
+            scheme.degrees.dp, scheme.micro_batch
+        )
+
+    def activity(self, scheme: Scheme, stage: Stage) -> Activity:
+        """Return what a rank of `stage` keeps and computes."""
+        degrees = scheme.degrees
+        if degrees is None or degrees == Degrees(dp=degrees.dp):
+            return self.activities(scheme.micro_batch, scheme.checkpointing)
+        return Activity.from_dims(
+            stage,
+            dims_of(self.model),
+            scheme.micro_batch,
+            self.job.seq,
+            COMPUTE_DTYPES[self.job.computes].itemsize,
+            scheme.checkpointing,
+            self.code,
+            degrees,
+            self.micro_batches(scheme),
+        )
+
+
+def on_nccl(machine: Machine) -> bool:
+    """Return whether moves are NCCL's operations, on the device."""
+    if machine.measured is not None:
+        return machine.measured.backend != "gloo"
+    return not machine.shared
+
+
+def recipe_of(scheme: Scheme, job: Job) -> Recipe:
+    """Return a scheme's recipe, as a stage of a pipeline runs it."""
+    recipe = scheme.recipe(job)
+    if scheme.degrees is None or scheme.degrees.pp == 1 or scheme.stage < 2:
+        return recipe
+    held = {"reshard_after_forward": False} if scheme.stage == 3 else {}
+    return recipe.replace(reduce_at="boundary", **held)
+
+
+@lru_cache(maxsize=512)
+def _program(
+    stage: Stage,
+    degrees: Degrees,
+    recipe: Recipe,
+    per_node: int | None,
+    micro_batches: int,
+    optimizer: str,
+    nccl: bool,
+    window: int,
+    away: tuple[tuple[str, int], ...],
+    layers: tuple[tuple[str, float, int, Sequence[int]], ...],
+) -> Program:
+    units = units_of(stage, recipe, degrees, per_node=per_node, nccl=nccl)
+    owned = None
+    if PLANNED[optimizer].update == WHOLE:
+        owned = owned_matrices(units, stepped_whole(stage, optimizer), optimizer)
+    program = Program(
+        units,
+        recipe,
+        window,
+        nccl=nccl,
+        optimizer=optimizer,
+        owned=owned,
+        held=degrees.pp > 1,
+        away=dict(away),
+        layers=dict.fromkeys(stage.names, layers) if layers else {},
+    )
+    return program.run(micro_batches, owned.most.buffers if owned else 0)
+
+
+def account_of(question: Question, scheme: Scheme) -> Candidate:
+    """Account for `scheme`. Raises ValueError: the global batch does not divide."""
+    machine, job, model = question.machine, question.job, question.model
+    degrees = scheme.degrees or Degrees(dp=machine.ranks)
+    recipe, nccl = recipe_of(scheme, job), on_nccl(machine)
+    accumulation, per_node = question.micro_batches(scheme), machine.node_ranks
+    window = 0 if machine.shared else WINDOW
+    found = []
+    for stage in unlike(stages_of(model, degrees)):
+        kept = OnHost(question.activity(scheme, stage))
+        if recipe.offload_activations is not None:
+            kept = on_host(kept.activity, recipe.offload_activations, machine.shared)
+        layers = tuple(in_layers(question, scheme, stage))
+        program = _program(
+            stage, degrees, recipe, per_node, accumulation, job.optimizer, nccl, window,
+            tuple(kept.moved.items()), layers,
+        )  # fmt: skip
+        owned = program.owned.most if program.owned else None
+        units = [u.plan for u in program.units]
+        rest = at_rest(units, job.optimizer, owned.states if owned else None)
+        fragmented = 0.0 if machine.is_here else FRAGMENTED
+        peak = peak_of(
+            program.highest,
+            kept.activity,
+            rest.get(MOMENTS, 0),
+            fragmented,
+            owned.beside if owned else 0,
+        )
+        found.append((sum(peak.values()), stage, program, kept, rest, peak))
+    _, stage, program, kept, rest, peak = max(found, key=lambda one: one[0])
+    away = offloaded_bytes(
+        [u.plan for u in program.units], recipe, accumulation, job.optimizer, window > 0,
+        program.owned.most.host_states if program.owned else None,
+    )  # fmt: skip
+    held = {tier: dict(by) for tier, by in away.peak.items()}
+    if kept.nbytes:
+        held[HOST][ACTIVATIONS] = kept.nbytes
+    slowest = max(found, key=lambda one: one[3].activity.flops)
+    seconds, busy, notes = dict[str, float](), dict[str, float](), tuple[str, ...]()
+    if machine.is_timed:
+        seconds, busy, notes = _seconds(question, scheme, *slowest[1:4])
+    sums = _sums(program, machine)
+    units = [u.plan for u in program.units]
+    tokens = scheme.micro_batch * job.seq * accumulation * degrees.dp
+    model_flops = flops_per_token(model, model.transformer, job.seq) * tokens / machine.ranks
+    step = seconds.get("step", 0.0)
+    account = Account(
+        rest=filled(rest),
+        peak=filled(peak),
+        ledger=dict(program.peak),
+        host=sum(held[HOST].values()),
+        nvme=sum(held[NVME].values()),
+        offloaded={tier: by for tier, by in held.items() if by},
+        moved=program.moved(),
+        wire=program.sent(),
+        sent=_sent(question, scheme, stage, sum(program.sent().values()), sums["axes"]),
+        links=sums["links"],
+        node_links={k: n * machine.local for k, n in sums["links"].items()}
+        if machine.nodes > 1
+        else {},
+        seconds=seconds,
+        tiers=busy,
+        tokens_per_s=tokens / step if step else 0.0,
+        mfu=model_flops / (step * machine.peak(job.computes)) if step else None,
+    )
+    kinds = {divided_along(p, degrees) for p in stage.parameters}
+    reserve = Reserve() if machine.is_here else _reserve(machine, degrees, recipe, kinds)
+    usable = max(0, machine.capacity - reserve.nbytes)
+    ranks, host = machine.local, machine.host
+    fits = account.by_tier.get(Tier.NVME, 0) * ranks <= host.nvme and (
+        account.peak_bytes + account.host <= usable  # the memory of a CPU is the host's
+        if machine.shared
+        else account.peak_bytes <= usable and account.host * ranks <= host.memory
+    )
+    convention = question.convention or average(job, model)
+    return Candidate(
+        scheme,
+        account,
+        fits=fits,
+        usable=usable,
+        accumulation=accumulation,
+        states=papers_bytes(units, convention, recipe, scheme.stage),
+        activations=max((slot.peak for slot in kept.activity.slots), default=0),
+        notes=(*kept.activity.notes, *notes),
+        shared=machine.shared,
+        reserve=reserve,
+        balance=program.owned.balance if program.owned and program.owned.balance.matrices else None,
+        stage=stage.index,
+        bubble=bubble(degrees, accumulation),
+        holders={rule_of(p.name).kind: len(holding(degrees, divided_along(p, degrees))) for p in stage.parameters},
+    )  # fmt: skip
+
+
+def unlike(stages: Sequence[Stage]) -> list[Stage]:
+    """Return the stages that may hold or send most: of those with the same number of elements, the
+    first, which keeps the most micro-batches.
+    """
+    seen: dict[tuple[int, bool, bool], Stage] = {}
+    for stage in stages:
+        seen.setdefault((stage.numel, stage.first, stage.last), stage)
+    return list(seen.values())
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def peak_of(
+    highest: Mapping[tuple[str, str], Mapping[str, int]],
+    activity: Activity,
+    states: int,
+    fragmented: float,
+    updating: int = 0,
+) -> dict[str, int]:
+    """Return the categories of the moment that is largest with fragmentation.
+
+    Args:
+        highest: the engine's bytes while each unit runs (`Program.highest`).
+        updating: temporary bytes of the update.
+    """
+    slots: dict[tuple[str, str], tuple[int, int, int]] = {}
+    for s in activity.slots:
+        at = s.phase, s.unit
+        slots[at] = max(slots.get(at, (0, 0, 0)), (s.peak, s.logits, s.gradients))
+    last: dict[str, Mapping[str, int]] = {}
+    for (phase, _), held in highest.items():
+        last[phase] = max(last.get(phase, held), held, key=lambda by: sum(by.values()))
+    rows: list[dict[str, int]] = []
+    for at in {**highest, **slots}:
+        peak, logits, gradients = slots.get(at, (0, 0, 0))
+        mine = {
+            ACTIVATIONS: peak - logits - gradients,
+            LOGITS: logits,
+            TEMPORARY: updating if at[0] == "step" else gradients,
+            MOMENTS: states,
+        }
+        rows.append({**(highest.get(at) or last.get(at[0], {})), **mine})
+    for row in rows:
+        row[FRAGMENTATION] = int(fragmented * sum(v for k, v in row.items() if k in _MOVING))
+    return max(rows, key=lambda row: sum(row.values()))
+
+
+def average(job: Job, model: ModelShape) -> Convention:
+    """Return the job's bytes per parameter. If other parameters than matrices have more states, an
+    average over all.
+    """
+    found, rest = job.convention, PLANNED[job.optimizer].rest
+    if not rest:
+        return found
+    more = (MOMENTS_OF[rest] - MOMENTS_OF[job.optimizer]) * job.recipe(3).optimizer.dtype.itemsize
+    names = stepped_whole(model, job.optimizer)
+    others = sum(
+        p.numel for u in model.units for p in u.parameters if p.trainable and p.name not in names
+    )
+    return replace(found, optimizer=found.optimizer + more * others / max(model.trainable, 1))
+
+
+def _reserve(
+    machine: Machine, degrees: Degrees, recipe: Recipe, held: set[tuple[str, ...]]
+) -> Reserve:
+    """Return the bytes of a GPU beside its tensors: those for the largest group that holds parameters,
+    with the communicators of the other groups and one for each other axis.
+    """
+    groups = sorted({holding(degrees, divided) for divided in held}, key=len)
+    given = machine.node_ranks, on_nccl(machine), degrees.dp * degrees.cp
+    *others, (largest, decided) = (exchanges(ranks, recipe, *given) for ranks in groups)
+    found = reserve_of(decided, machine, largest)
+    axes = sum(n > 1 for n in (degrees.tp, degrees.pp, degrees.cp, degrees.ep))
+    more = axes + sum(communicators_of(topology) for topology, _ in others)
+    return replace(found, communicators=found.communicators + more)
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+
+
+def _sums(program: Program, machine: Machine) -> dict[str, dict[str, int]]:
+    """Add up what a step sends by link, and along the axes of a mesh."""
+    out: dict[str, Counter[str]] = {"axes": Counter(), "links": Counter()}
+    for op, times in program.counted():
+        if op.move in IN_LAYERS:
+            out["axes"][op.move] += times * op.nbytes  # type: ignore[assignment]
+        elif op.kind == "move":
+            far = between(op, machine)
+            out["links"]["inside"] += times * (op.nbytes - far)  # type: ignore[assignment]
+            out["links"]["between"] += times * far  # type: ignore[assignment]
+    return {name: {k: round(n) for k, n in by.items() if n} for name, by in out.items()}
+
+
+def in_layers(
+    question: Question, scheme: Scheme, stage: Stage
+) -> list[tuple[str, float, int, Sequence[int]]]:
+    """Return (axis, bytes, messages, ranks) that a block sends in a pass, as the mean over passes."""
+    degrees = scheme.degrees
+    if degrees is None or degrees.tp * degrees.cp * degrees.ep == 1:
+        return []
+    dims, job = dims_of(question.model), question.job
+    t, c, x = degrees.tp, degrees.cp, degrees.ep
+    once = scheme.micro_batch * job.seq / c * COMPUTE_DTYPES[job.computes].itemsize
+    passes = (2 + RECOMPUTED[scheme.checkpointing]) / 2
+    ends = (stage.first + stage.last) / 2 / max(stage.blocks, 1)
+    reduced = once * 2 * dims.hidden * (t - 1) / t
+    width = dims.hidden / (t if degrees.sequence_divided else 1)
+    found = (
+        ("tp", reduced * (2 * passes + ends), 2 * (2 if degrees.sequence_divided else 1)),
+        ("cp", passes * once * (dims.k + dims.v) / t * (c - 1), 1),
+        ("ep", passes * 2 * once * dims.active * width * (x - 1) / x, 2),
+    )
+    return [(axis, n, calls, _along(axis, degrees)) for axis, n, calls in found if n]
+
+
+#: The share of blocks whose forward pass runs again, by checkpointing.
+RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
+
+
+def _along(axis: str, degrees: Degrees) -> tuple[int, ...]:
+    """Return the ranks along one axis of the mesh, from rank 0."""
+    stride = 1
+    for name in AXES[AXES.index(axis) + 1 :]:
+        stride *= degrees.sizes[name]
+    return tuple(range(0, stride * degrees.sizes[axis], stride))
+
+
+def crossings(question: Question, scheme: Scheme, stage: Stage) -> float:
+    """Return the bytes that a stage of a pipeline hands on in one micro-batch: outputs and gradients
+    of each chunk, but for the last output of the model and the gradient of its first input.
+    """
+    degrees, job = scheme.degrees, question.job
+    if degrees is None or degrees.pp == 1:
+        return 0.0
+    width = dims_of(question.model).hidden / (degrees.tp if degrees.sequence_divided else 1)
+    each = scheme.micro_batch * job.seq / degrees.cp * width * COMPUTE_DTYPES[job.computes].itemsize
+    return each * (2 * degrees.chunks - stage.last - stage.first)
+
+
+def _sent(
+    question: Question, scheme: Scheme, stage: Stage, wire: int, axes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the bytes that a rank sends in a step by axis, "data" for the ranks that hold the same
+    parameters; {} with data ranks alone.
+    """
+    if scheme.degrees is None:
+        return {}
+    crossed = round(crossings(question, scheme, stage) * question.micro_batches(scheme))
+    return filled({"data": wire, **axes, "pp": crossed})
+
+
+# -- seconds ---------------------------------------------------------------------------------------
+
+
+def bubble(degrees: Degrees, micro_batches: int) -> float:
+    """Return the share of a step in which a rank of the pipeline has nothing to do:
+    (P−1)/(V·M + P−1) for P stages, M micro-batches and V chunks a stage.
+
+    It is (P−1)/(M+P−1) for GPipe and 1F1B. Over the ideal time the loss is (P−1)/M ÷ V (Narayanan
+    et al. 2021, sections 2.2.1 and 2.2.2).
+    """
+    lost = degrees.pp - 1
+    return lost / (degrees.chunks * micro_batches + lost)
+
+
+def pass_seconds(question: Question, scheme: Scheme, activity: Activity) -> tuple[float, Software]:
+    """Return the seconds of the passes of one micro-batch on a rank, and what software reaches."""
+    machine, job, dims = question.machine, question.job, question.model.transformer
+    measured, precision = machine.measured, job.computes
+    # Adapters freeze what the trace has trained: its kernels are more than run
+    kernels = activity.kernels
+    if kernels is not None and abs(kernels.flops - activity.flops) > 0.001 * kernels.flops:
+        kernels = None
+    hidden = dims.hidden if dims else 0
+    soft = measured_software(machine, precision, kernels, hidden)
+    if measured is not None and kernels is not None and measured.knows_passes(DTYPES[precision]):
+        own = measured.pass_seconds(kernels, DTYPES[precision], machine.ranks) / soft.step_share
+    elif measured is not None and hidden:
+        tokens = scheme.micro_batch * job.seq
+        rate = measured.block_rate(hidden, tokens, DTYPES[precision], machine.ranks)
+        own = activity.flops / (rate * soft.step_share)
+    else:
+        rate = machine.matrix_rate(precision) * soft.kernel_share
+        return activity.flops / rate * slowest_of(machine.ranks, soft.straggler), soft
+    return own + question.model.trainable * soft.handed_s, soft
+
+
+def _seconds(
+    question: Question, scheme: Scheme, stage: Stage, program: Program, kept: OnHost
+) -> tuple[dict[str, float], dict[str, float], tuple[str, ...]]:
+    """Return (the seconds of a step, those in which tiers are busy, notes on what they assume)."""
+    machine, activity = question.machine, kept.activity
+    whole, soft = pass_seconds(question, scheme, activity)
+    each = whole / activity.flops if activity.flops else 0.0
+    passes = {at: n * each for at, n in activity.passes.items()}
+    parts, busy = step_seconds(program, Prices(machine, soft, passes))
+    out = dict.fromkeys(SECONDS[:-1], 0.0) | parts
+    if scheme.degrees is not None and scheme.degrees.pp > 1:
+        degrees, accumulation = scheme.degrees, question.micro_batches(scheme)
+        share = bubble(degrees, accumulation)
+        layers = out["compute"] + sum(out.get(name, 0.0) for name in IN_LAYERS.values())
+        out["bubble"] = layers * share / (1 - share)
+        sent = crossings(question, scheme, stage) * accumulation
+        rate = machine.gpu.link
+        if machine.between and degrees.ranks // degrees.pp >= machine.local:
+            rate = machine.between.bandwidth / machine.local
+        sends = sent / (rate * soft.link_share) - out["compute"]
+        out["pipeline sends"] = max(0.0, sends) + 2 * (degrees.pp - 1) * soft.hop_seconds
+    out = {name: out[name] for name in SECONDS[:-1]} | {k: v for k, v in out.items() if v}
+    out["step"] = sum(out.values())
+    return out, busy, _notes(soft, machine)
+
+
+def _notes(software: Software, machine: Machine) -> tuple[str, ...]:
+    """Return a note about the assumptions on software, or about a calibrated machine's reference
+    steps.
+    """
+    if machine.measured is None:
+        said = (
+            f"seconds assume that a step reaches {software.kernel_share:.0%} of the rate of large"
+            " matrix products"
+        )
+        if machine.ranks > 1:
+            slower = slowest_of(machine.ranks, software.straggler) - 1
+            said += (
+                f" and {software.link_share:.0%} of the links' nominal rates, and loses with the number"
+                f" of ranks: {1e6 * software.hop_seconds:.0f} µs for each hop of a ring, and {slower:.1%}"
+                f" waiting for the slowest of {machine.ranks:,}"
+            )
+        return (said,)
+    if software.handed_s == 0:
+        return ()
+    moves = f" and {software.move_share:.0%} of that of moves" if machine.ranks > 1 else ""
+    return (
+        f"training steps measured on this machine reach {software.step_share:.0%} of the speed of"
+        f" passes alone{moves}, and take {1e9 * software.handed_s:.1f} ns for each gradient and"
+        " micro-batch; seconds count that in",
+    )

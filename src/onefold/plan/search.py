@@ -1,0 +1,565 @@
+"""The choice: the lowest stage that fits, then what slows least; the best meshes; what each further
+step would buy; ways to send less between nodes; and what to say if nothing fits.
+
+    stage 1 ► 2 ► 3    nothing recomputed, everything on the device
+      └► everything else that fits, by the planned seconds of a step:
+         recompute (nothing, every second block, every block) × offload (nothing, a quarter, half, three
+         quarters or all of the optimizer, all states; to the host, to NVMe)
+
+If a part of the optimizer leaves, it is whole units, the last ones first, since their transfers have
+the longest time to hide (runtime/unit.py). On several ranks the choice starts at stage 1: stage 0
+sends the same bytes and divides nothing.
+
+Over other axes the search takes every tensor-parallel degree that stays inside a node and divides the
+heads; every number of stages of which the fullest has at most 10 % more blocks than the mean; every
+degree that divides the experts; and for each the ZeRO stages and recompute that fit. Meshes are
+accounted for in the order of a lower bound of their seconds per token, until no other can be faster
+than those that are kept.
+
+Slow links. Every way to send less between nodes is accounted for, side by side:
+
+    the recommendation waits for links for more than SLOW of its step?
+        ├── ways that only change the order of sums: the fastest that fits is taken if it is GAIN faster
+        └── ways that round (codecs): the fastest that fits is named, with the line that asks for it, if it is MORE faster still
+
+Rows have the recommendation's stage or stage 3, its checkpointing, its micro-batch and its tiers.
+Only rows of its own stage are taken: the lowest stage that fits remains. A plan does not know how
+much convergence a codec costs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from onefold.plan.account import Activities, Candidate, Question, bubble, pass_seconds, unlike
+from onefold.plan.degrees import Degrees, check, check_sequence, dims_of, divisors, most_tp
+from onefold.plan.hardware import Machine, builtin
+from onefold.plan.job import (
+    CHECKPOINTING,
+    COMMUNICATION,
+    COMMUNICATION_OPTIONS,
+    OFFLOAD,
+    PARTS,
+    PLACES,
+    Job,
+    Scheme,
+    as_options,
+    as_recipe,
+)
+from onefold.plan.rank import Stage, divided_along, holding, local_numel, stages_of
+from onefold.plan.shapes import ModelShape, blocks_of
+from onefold.recipe.optimizers import PLANNED, WHOLE
+
+#: Where the searches end: samples of a micro-batch, blocks of a model, devices.
+MOST_SAMPLES, MOST_BLOCKS, MOST_RANKS = 4096, 1024, 1 << 17
+
+
+# -- one scheme of all -----------------------------------------------------------------------------
+
+
+def schemes(question: Question, stages: tuple[int, ...] = ()) -> list[Scheme]:
+    """Return every scheme that the job allows on this machine, what changes least first. Raises
+    ValueError: no asked stage can be combined with the job's own tiers, groups and codecs.
+    """
+    job, machine = question.job, question.machine
+    # Moving states to the host frees nothing if the device is a CPU
+    useless = {"nvme"} if machine.host.nvme <= 0 else set[str]()
+    useless |= {"cpu"} if machine.shared else set()
+    whole = PLANNED[job.optimizer].update == WHOLE  # its states cannot be on a disk
+    places = [
+        name
+        for name, way in OFFLOAD.items()
+        if not useless & {*way.options.values()} and not (whole and way.on_disk)
+    ]
+    usual = (0, 3) if machine.ranks == 1 else (1, 2, 3)
+    found, refused = [], None
+    for offload in (job.offload,) if job.offload else places:
+        way = OFFLOAD[offload]
+        for checkpointing in (job.checkpointing,) if job.checkpointing else CHECKPOINTING:
+            for share in PARTS if way.in_part and not job.offload else (1.0,):
+                possible = []
+                for stage in stages or (usual if offload == "none" else (2, 3)):
+                    if way.from_stage > stage and not job.offload:
+                        continue
+                    try:
+                        scheme = Scheme(stage, checkpointing, offload, job.micro_batch or 1, share)
+                        scheme.recipe(job)
+                        possible.append(scheme)
+                    except ValueError as error:
+                        refused = error
+                # One rank has nothing to divide
+                found += possible[:1] if machine.ranks == 1 and offload == "none" else possible
+    if not found and refused is not None:
+        raise refused
+    return found
+
+
+def ladder(question: Question, stages: tuple[int, ...] = ()) -> Iterator[Candidate]:
+    """Yield candidates from the least slowdown to the most, as in the picture above; at micro-batch
+    1 if the job leaves it open. If the machine's speeds are unknown, they keep their order.
+    """
+    first, *_ = every = schemes(question, stages)
+    like = first.checkpointing, first.offload, first.share
+    plain = [s for s in every if (s.checkpointing, s.offload, s.share) == like]
+    yield from map(question.answer, plain)
+    others = [question.answer(s) for s in every if s not in plain]
+    yield from sorted(others, key=lambda c: c.step) if question.machine.is_timed else others
+
+
+def recommend(question: Question, stages: tuple[int, ...] = ()) -> Candidate | None:
+    """Return the first candidate of the ladder that fits; None if none does. If the job leaves the
+    micro-batch open, it is the largest that fits.
+    """
+    found = next((candidate for candidate in ladder(question, stages) if candidate.fits), None)
+    if found is None or question.job.micro_batch:
+        return found
+    return largest_micro_batch(question, found.scheme) or found
+
+
+def next_steps(
+    question: Question, best: Candidate, stages: tuple[int, ...] = ()
+) -> list[Candidate]:
+    """Return the steps of the ladder after the recommendation, at its micro-batch. Each of them
+    saves more than those before.
+    """
+    out: list[Candidate] = []
+    own = replace(best.scheme, communication="")
+    order = [replace(c.scheme, micro_batch=own.micro_batch) for c in ladder(question, stages)]
+    for later in order[order.index(own) + 1 :]:
+        found = question.answer(later)
+        with suppress(ValueError):  # that way excludes these tiers
+            found = question.answer(replace(later, communication=best.scheme.communication))
+        if found.account.peak_bytes < (out or [best])[-1].account.peak_bytes:
+            out.append(found)
+    return out
+
+
+# -- the largest that fits -------------------------------------------------------------------------
+
+
+def largest(at: Callable[[int], Candidate], most: int, guess: int = 1) -> int:
+    """Return the largest number from 1 to `most` whose candidate fits, or 0. Bytes grow with it, and
+    nearly as a straight line: two numbers say where to look next.
+    """
+    low, high, seen = 0, most + 1, dict[int, int]()
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        found = at(guess)
+        seen[guess] = found.spare
+        low, high = (guess, high) if found.fits else (low, guess)
+        guess = (low + high) // 2 if high <= most else 2 * low
+        if len(seen) < 12 and len(near := sorted(seen, key=lambda n: abs(seen[n]))[:2]) == 2:
+            a, b = near
+            slope = (seen[a] - seen[b]) / (b - a)
+            guess = a + int(seen[a] // slope) if slope > 0 else guess
+    return low
+
+
+def largest_micro_batch(question: Question, scheme: Scheme) -> Candidate | None:
+    """Return the scheme at the largest micro-batch that fits and divides the global batch; None if
+    not even 1 fits. Raises ValueError: the global batch does not divide among the ranks.
+    """
+    job, ranks = question.job, question.machine.ranks
+    sizes: Sequence[int] = range(1, MOST_SAMPLES + 1)
+    if job.global_batch:
+        replace(job, micro_batch=1).accumulation(ranks)
+        each = job.global_batch // ranks
+        sizes = [b for b in divisors(each) if b <= MOST_SAMPLES]
+
+    def at(place: int) -> Candidate:
+        return question.answer(replace(scheme, micro_batch=sizes[place - 1]))
+
+    found = largest(at, len(sizes))
+    return at(found) if found else None
+
+
+def largest_model(
+    question: Question, scheme: Scheme, build: Callable[[ModelShape], Activities]
+) -> int:
+    """Return the parameters of the deepest model of this width that fits, with up to MOST_BLOCKS of
+    the same blocks; 0 if not even one block fits.
+
+    At the model's own depth the model itself is asked, so the answer is at least its size if and
+    only if it fits.
+
+    Args:
+        build: the activations of a model of another depth.
+    """
+    blocks = len(blocks_of(question.model.units))
+
+    @lru_cache(maxsize=64)
+    def at(count: int) -> Candidate:
+        if count == blocks:
+            return question.answer(scheme)
+        model = deeper(question.model, count)
+        return replace(question, model=model, activities=build(model)).answer(scheme)
+
+    found = largest(at, max(MOST_BLOCKS, blocks), max(blocks, 2)) if blocks else 0
+    if not found or found == blocks:
+        return question.model.numel if found else 0
+    # `deeper` has equal blocks, and the model may have others
+    numel, own = deeper(question.model, found).numel, question.model.numel
+    return max(numel, own) if found > blocks else min(numel, own - 1)
+
+
+def deeper(model: ModelShape, blocks: int) -> ModelShape:
+    """Return the model with `blocks` copies of its first block, or of its last if the first has no
+    experts and the last has; everything else stays.
+    """
+    found = blocks_of(model.units)
+    routed = [any(p.routed for p in block.parameters) for block in found]
+    copied = len(found) - 1 if routed[-1] and not routed[0] else 0
+    one = found[copied]
+    prefix, _, suffix = one.name.partition(str(copied))
+    tiles = tuple(f"{b.name}." for b in found)
+    others = [u for u in model.units if u not in found and not u.name.startswith(tiles)]
+    inside = [u for u in model.units if u.name.startswith(f"{one.name}.")]
+    copies = [
+        replace(u, name=f"{prefix}{i}{suffix}{u.name[len(one.name) :]}")
+        for i in range(blocks)
+        for u in (one, *inside)
+    ]
+    at = model.units.index(one)
+    before, behind = (
+        [u for u in part if u in others] for part in (model.units[:at], model.units[at:])
+    )
+    units = (*before, *copies, *behind)
+    dims = replace(model.transformer, layers=blocks) if model.transformer else None
+    passed_by = (model.numel - model.active_numel) * blocks // (sum(routed) or len(found))
+    active = sum(u.numel for u in units) - passed_by
+    return ModelShape(f"{model.name} with {blocks} blocks", units, dims, active)
+
+
+# -- slow links ------------------------------------------------------------------------------------
+
+#: Links are slow from this share of a step that waits for them on. A way has to be faster by this
+#: much to be taken, or named.
+SLOW, GAIN, MORE = 0.05, 0.05, 0.1
+#: Ways that are this near to each other count as equally fast.
+ALIKE = 0.02
+
+
+@dataclass(frozen=True)
+class SlowLinks:
+    """The ways to send between nodes, side by side.
+
+    Attributes:
+        rows: every way; the plain one is the first of each stage.
+        taken: the recommendation, which may be the plain one.
+        named: a faster lossy way; None if there is none.
+        why: sentences on both.
+    """
+
+    rows: tuple[Candidate, ...]
+    taken: Candidate
+    named: Candidate | None
+    why: tuple[str, ...]
+
+
+def waiting(candidate: Candidate) -> float:
+    """Return the share of a step in which a rank waits for others."""
+    seconds = candidate.account.seconds
+    return seconds["exposed communication"] / candidate.step if candidate.step else 0.0
+
+
+def slow_links(
+    question: Question, best: Candidate, stages: tuple[int, ...] = ()
+) -> SlowLinks | None:
+    """Compare the ways to send between nodes. None if the links between nodes are not slow (one
+    node, little waiting, slower links inside nodes), if their speed is unknown, or if the job
+    itself chooses a way.
+    """
+    machine, own, account = question.machine, best.scheme.stage, best.account
+    if not machine.is_timed or waiting(best) < SLOW or question.job.communication:
+        return None
+    if machine.between is None or machine.nodes < 2:
+        return None
+    inside = account.links.get("inside", 0) / machine.gpu.link
+    if account.sent_between / machine.between.bandwidth <= inside:
+        return None
+    rows = []
+    for stage in [own] if own == 3 or (stages and 3 not in stages) else [own, 3]:
+        for name, way in COMMUNICATION.items():
+            with suppress(ValueError):  # the tiers exclude this stage or this way
+                if stage >= way.from_stage:
+                    asked = replace(best.scheme, stage=stage, communication=name)
+                    rows.append(question.answer(asked))
+    plain = [c for c in rows if not c.scheme.way.lossy and c.scheme.stage == own]
+    taken = _faster(best, plain, GAIN, lambda c: c.account.peak_bytes) or best
+    lossy = [c for c in rows if c.scheme.way.lossy]
+    named = _faster(taken, lossy, MORE, lambda c: len(c.scheme.way.options))
+    return SlowLinks(tuple(rows), taken, named, tuple(_why(best, taken, named)))
+
+
+def _faster(
+    than: Candidate, rows: Sequence[Candidate], by: float, simplest: Callable[[Candidate], int]
+) -> Candidate | None:
+    """Return the fastest of rows that fit, if it gains that share; of equally fast ones the simplest."""
+    fitting = [c for c in rows if c.fits]
+    fastest = min((c.step for c in fitting), default=than.step)
+    if fastest > (1 - by) * than.step:
+        return None
+    return min((c for c in fitting if c.step <= (1 + ALIKE) * fastest), key=simplest)
+
+
+def _why(best: Candidate, taken: Candidate, named: Candidate | None) -> list[str]:
+    waits = (
+        f"links between nodes are slow: {waiting(best):.0%} of a step of {best.scheme} waits for"
+        " them"
+    )
+    said = [f"{waits}; no way that rounds nothing is {GAIN:.0%} faster"]
+    if taken is not best:
+        way, less = taken.scheme.way, 1 - taken.step / best.step
+        sends = f"{_gb(taken)} instead of {_gb(best)} leave a node in a step"
+        said = [
+            f"{waits}; with {as_recipe(taken.scheme.stage, way.options)} ({way.words}) {sends}, and"
+            f" it takes {less:.0%} less"
+        ]
+    if named is not None:
+        way, stage, less = named.scheme.way, named.scheme.stage, 1 - named.step / taken.step
+        said.append(
+            f"{named.scheme.communication} ({way.words}) would take {less:.0%} less again, {_gb(named)}"
+            " between nodes; it rounds what travels, so it is yours to ask for:"
+            f" {as_recipe(stage, way.options)}, or {as_options(stage, way.options)}"
+        )
+    return said
+
+
+def _gb(c: Candidate) -> str:
+    nbytes = c.account.sent_between
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
+
+
+# -- meshes ----------------------------------------------------------------------------------------
+
+AUTO = "auto"
+#: A stage may have this many times as many blocks as the mean.
+UNEVEN = 1.1
+#: Ranks that divide a sample at most, and the fewest tokens that each of them has.
+MOST_CP, FEWEST_TOKENS = 32, 4096
+#: How many accounts a search makes at most, and how many meshes it keeps.
+MOST_ACCOUNTS, KEPT = 300, 5
+
+
+def mesh_of(question: Question, asked: Mapping[str, Any], options: Mapping[str, Any]) -> Degrees:
+    """Return the mesh of the asked degrees. Raises ValueError: it is not possible for the model, the
+    machine, the sequence or the batch.
+    """
+    model, machine, job = question.model, question.machine, question.job
+    given: dict[str, Any] = {**asked, **options}
+    check(Degrees(dp=asked.get("ep", 1), **given), model, machine)
+    degrees = Degrees.on(machine.ranks, **given)
+    check_sequence(degrees, job.seq)
+    question.micro_batches(Scheme(0, degrees=degrees, micro_batch=job.micro_batch))
+    return degrees
+
+
+def meshes(
+    question: Question, asked: Mapping[str, Any], options: Mapping[str, Any]
+) -> list[Degrees]:
+    """Return every mesh that is possible for the model, the machine and the batch. A degree of
+    `asked` that is a number stays. Raises ValueError: none is, in the words of the first thing that
+    refuses it.
+    """
+    machine, dims, seq = question.machine, dims_of(question.model), question.job.seq
+    every = divisors(machine.ranks)
+    choices: dict[str, list[int]] = {
+        "tp": most_tp(dims, machine),
+        "pp": [
+            n
+            for n in every
+            if n <= dims.layers and -(-dims.layers // n) * n <= UNEVEN * dims.layers
+        ],
+        "cp": [n for n in every if n <= MOST_CP and seq // n >= FEWEST_TOKENS] or [1],
+        "ep": divisors(dims.experts) if dims.experts > 1 else [1],
+    }
+    for name, value in asked.items():
+        if value != AUTO:
+            choices[name] = [value]
+    found = []
+    for tp, pp, cp, ep in itertools.product(*choices.values()):
+        more = {k: v for k, v in options.items() if pp > 1 or k != "chunks"}
+        with suppress(ValueError):
+            found.append(mesh_of(question, {"tp": tp, "pp": pp, "cp": cp, "ep": ep}, more))
+    if not found:
+        mesh_of(question, {k: v for k, v in asked.items() if v != AUTO}, options)
+        raise ValueError(
+            f"no mesh of {machine.ranks} GPUs is possible for {question.model.name} with"
+            f" {', '.join(f'--{k} {v}' for k, v in asked.items())}: leave a degree to the search (auto),"
+            " or take another number of GPUs."
+        )
+    return found
+
+
+def columns(question: Question, degrees: Degrees, stages: tuple[int, ...]) -> Iterator[Candidate]:
+    """Yield the account of each ZeRO stage of a mesh with as little recompute as fits."""
+    job = question.job
+    for stage in stages or (0, 1, 2, 3):
+        some = (job.checkpointing,) if job.checkpointing else CHECKPOINTING
+        found = [
+            question.answer(Scheme(stage, how, "none", job.micro_batch, degrees=degrees))
+            for how in some
+        ]
+        yield next((c for c in found if c.fits), found[-1])
+
+
+@lru_cache(maxsize=4096)
+def _held(stage: Stage, degrees: Degrees) -> Mapping[tuple[str, ...], int]:
+    out: Counter[tuple[str, ...]] = Counter()
+    for p in stage.parameters:
+        out[divided_along(p, degrees)] += local_numel(p, degrees)
+    return out
+
+
+def least(question: Question, scheme: Scheme) -> tuple[float, float]:
+    """Return (seconds, bytes) below those of a step of this mesh: what the slowest stage computes,
+    with the pipeline's bubble; and states beside the largest sum of activations.
+    """
+    assert scheme.degrees is not None
+    degrees, kinds = scheme.degrees, question.job.convention
+    seconds = nbytes = 0.0
+    for stage in unlike(stages_of(question.model, degrees)):
+        activity = question.activity(scheme, stage)
+        seconds = max(seconds, pass_seconds(question, scheme, activity)[0])
+        held: float = max(slot.peak for slot in activity.slots)
+        for divided, numel in _held(stage, degrees).items():
+            ranks = len(holding(degrees, divided))
+            held += numel * kinds.parameters / (ranks if scheme.stage == 3 else 1)
+            held += numel * kinds.optimizer / (ranks if scheme.stage else 1)
+        nbytes = max(nbytes, held)
+    batches = question.micro_batches(scheme)
+    return batches * seconds / (1 - bubble(degrees, batches)), nbytes
+
+
+def best_meshes(
+    question: Question,
+    asked: Mapping[str, Any],
+    options: Mapping[str, Any],
+    stages: tuple[int, ...],
+    keep: int = KEPT,
+) -> tuple[list[Candidate], int]:
+    """Return (the fastest candidate of each of the best meshes, how many meshes are possible)."""
+    job, every = question.job, meshes(question, asked, options)
+    possible: list[tuple[float, Scheme]] = []
+    for degrees in every:
+        # In a pipeline stage 2 reduces at the boundary, as stage 1 does
+        usual = (1, 3) if degrees.pp > 1 else (1, 2, 3)
+        data = degrees.dp * degrees.of_stage_without_dp > 1
+        for stage in stages or (usual if data else (0,)):
+            for how in (job.checkpointing,) if job.checkpointing else CHECKPOINTING:
+                scheme = Scheme(stage, how, "none", job.micro_batch, degrees=degrees)
+                seconds, nbytes = least(question, scheme)
+                if nbytes <= question.machine.capacity:
+                    possible.append((seconds, scheme))
+    possible.sort(key=lambda one: (one[0], one[1].stage))
+    rows: dict[Degrees, Candidate] = {}
+    nearest: Candidate | None = None
+    for seconds, scheme in possible[:MOST_ACCOUNTS]:
+        kept = sorted(rows.values(), key=in_order)[:keep]
+        if len(kept) == keep and seconds >= kept[-1].step:
+            break
+        found = question.answer(scheme)
+        assert scheme.degrees is not None
+        if found.fits:
+            rows[scheme.degrees] = min(found, rows.get(scheme.degrees, found), key=in_order)
+        if nearest is None or found.spare > nearest.spare:
+            nearest = found
+    best = sorted(rows.values(), key=in_order)[:keep]
+    return best or [c for c in (nearest,) if c is not None], len(every)
+
+
+def in_order(c: Candidate) -> tuple[float, int, float]:
+    """Order by seconds to four digits, then by the lower ZeRO stage."""
+    return float(f"{c.step:.3e}"), c.scheme.stage, c.step
+
+
+# -- nothing fits ----------------------------------------------------------------------------------
+
+
+def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
+    """Return the sentence for a job that does not fit on this machine: what is nearest, what is
+    missing, and what would fit.
+    """
+    model, job = question.model, question.job
+    nearest = max(ladder(question, stages), key=lambda c: c.spare)
+    said = too_large(model, nearest)
+    kept = "none" if job.offload == "none" and not job.places else ""
+    free = replace(
+        job, micro_batch=1, checkpointing="", offload=kept, options=_without(job, PLACES)
+    )
+    # First with other choices here, then with more devices; without groups and codecs last
+    for asked in (free, replace(free, options=_without(free, COMMUNICATION_OPTIONS))):
+        if asked == job and not stages:
+            continue
+        here = replace(question, job=asked)
+        if (found := recommend(here)) is not None:
+            return f"{said} Here {found.scheme} with micro-batch 1{_less(job, asked)} would fit."
+    one = replace(free, global_batch=0)
+    fewer = replace(one, options=_without(one, COMMUNICATION_OPTIONS))
+    for asked in (one, fewer) if one.communication else (one,):
+        for ranks in _more_ranks(question.machine):
+            there = replace(question, machine=_on(question.machine, ranks), job=asked)
+            # First ask what needs least
+            last = [s for s in schemes(there) if (s.stage, s.share) == (3, 1.0)]
+            if blocks_of(model.units) and not asked.checkpointing:
+                last = [s for s in last if s.checkpointing == "full"]
+            if any(there.answer(s).fits for s in last) and (found := recommend(there)) is not None:
+                return (
+                    f"{said} On {ranks} devices {found.scheme} with micro-batch"
+                    f" 1{_less(one, asked)} would fit."
+                )
+    return (
+        f"{said} No number of devices would do: one unit is too large. Take smaller units, a"
+        " shorter --seq or a larger device."
+    )
+
+
+def too_large(model: ModelShape, nearest: Candidate) -> str:
+    """Return the sentence on what the nearest candidate lacks."""
+    if nearest.spare < 0:
+        return (
+            f"{model.name} does not fit: the nearest is {nearest.scheme}, whose peak of"
+            f" {_gib(nearest.needed)} exceeds the {_gib(nearest.usable)} of a device by"
+            f" {_gib(-nearest.spare)}."
+        )
+    held = nearest.account.by_tier.items()
+    parts = " and ".join(f"{_gib(nbytes)} of {tier.title}" for tier, nbytes in held)
+    return (
+        f"{model.name} does not fit: {nearest.scheme} needs {parts} for each rank, more than a"
+        " node has."
+    )
+
+
+def _without(job: Job, names: set[str]) -> tuple[tuple[str, Any], ...]:
+    return tuple((k, v) for k, v in job.options if k not in names)
+
+
+def _less(asked: Job, answered: Job) -> str:
+    """Return the groups and codecs that an answer leaves out, in words."""
+    left_out = sorted(set(asked.communication) - set(answered.communication))
+    return f", without {', '.join(left_out)}," if left_out else ""
+
+
+def _more_ranks(machine: Machine) -> Iterator[int]:
+    """Yield doubled numbers of ranks: first within a node, then in whole nodes."""
+    ranks = machine.ranks
+    while ranks < MOST_RANKS:
+        ranks = min(2 * ranks, machine.per_node) if ranks < machine.per_node else 2 * ranks
+        yield ranks
+
+
+def _on(machine: Machine, ranks: int) -> Machine:
+    between = machine.between or builtin().link("8x200g")
+    measured = machine.measured if ranks == machine.ranks else None
+    return replace(machine, ranks=ranks, between=between, measured=measured)
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if math.isfinite(nbytes) else "unlimited"
