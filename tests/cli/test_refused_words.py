@@ -100,11 +100,10 @@ DIGITS = '{"train_batch_size": ' + "9" * 5000 + "}"
     ("text", "status", "said"),
     [
         (DEEP, 2, "Nested too deeply"),
-        (DIGITS, 2, "A number of 5000 digits"),
-        ("{train_batch_size: " + "9" * 5000 + "}", 2, "A number of 5000 digits"),
-        ('{"train_batch_size": 1e400}', 1, "expected a whole number"),
-        ('{"train_batch_size": ' + "9" * 400 + "}", 1, "expected a whole number"),
-        ('{"\\ud800": 1}', 0, "\\ud800"),
+        (DIGITS, 2, "5000 digits"),
+        ("{train_batch_size: " + "9" * 5000 + "}", 2, "5000 digits"),
+        ('{"train_batch_size": 1e400}', 1, "expected a finite number"),
+        ('{"\\ud800": 1}', 2, "a key of the configuration"),
     ],
 )
 def test_a_deepspeed_file_that_python_cannot_read_is_told(

@@ -204,7 +204,7 @@ def test_what_cannot_be_is_told(folder: Path) -> None:
         "has no adapters of peft": lambda: onefold.save_adapters(plain, folder / "out"),
         "no adapter 'other'; it has default": lambda: onefold.load_adapters(model, ours, "other"),
         "rank and targets": lambda: onefold.load_adapters(model, two),
-        "neither adapter_model.safetensors": lambda: onefold.load_adapters(model, weights),
+        "no folder with adapter_model.safetensors": lambda: onefold.load_adapters(model, weights),
         r"\(70, 16\) there, \(64, 16\) in.*resize_token": lambda: onefold.load_adapters(model, more),
         "save_adapters": lambda: onefold.export(model, folder / "out"),
         "starts from the base model's weights": lambda: onefold.shard(dora, recipe(), weights=weights),

@@ -71,7 +71,7 @@ def test_each_gives_on_two_ranks_what_it_gives_on_one_and_all_of_them_differ(
     one = [losses_on(alone(), **{**job, "micro_batch": 4}) for job in jobs]
     for name, a, b in zip(names, one, two, strict=True):
         assert a == pytest.approx(b, rel=CLOSE.get(name, 1e-5)), name
-        assert a[-1] < a[0], (name, a)
+        assert min(a[1:]) < a[0], (name, a)
     assert len({tuple(losses) for losses in one}) == len(names) > 3
 
 

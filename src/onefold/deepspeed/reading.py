@@ -154,6 +154,8 @@ def read(config: Any) -> Read:
             said = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
             if error["type"] == "missing":
                 said = f"expected an object with {path.pop()!r}"
+            if not path:  # a key that is no text
+                raise DeepSpeedConfigError(f"a key of the configuration: {said}.") from None
             place = chosen
             for part in path[:-1]:
                 place = place[part]
