@@ -201,13 +201,14 @@ class Copy:
         root: the tensor with that version. Every saved tensor of this copy is `root` or a view of
             it.
         handles: number of saved tensors of this copy that autograd holds.
-        read: how many of these were read since the bytes last came up.
+        read: how many of these were read since the bytes last came up. read_by: the backward pass
+            that has read all of them.
         here: the same bytes on the device while they are up; uint8, [nbytes].
         ticket: the copy that writes `here`. stream: the stream on which `here` was allocated.
     """
 
     __slots__ = (
-        "block", "handles", "here", "key", "nbytes", "position", "read", "root", "start", "stream", "ticket", "version",
+        "block", "handles", "here", "key", "nbytes", "position", "read", "read_by", "root", "start", "stream", "ticket", "version",
     )  # fmt: skip
 
     def __init__(
@@ -216,6 +217,7 @@ class Copy:
         self.key, self.version, self.root, self.block = key, version, weakref.ref(root), block
         self.start, self.nbytes = start, nbytes
         self.handles = self.read = self.position = 0
+        self.read_by = -1
         self.here: torch.Tensor | None = None
         self.ticket = self.stream = None
 
@@ -381,10 +383,12 @@ class ActivationStore(Activations):
                 storage = here.untyped_storage()
                 t = _view(storage, self.device, saved.dtype, first, saved.size, saved.stride)
                 copy.read += 1
+                task = torch._C._current_graph_task_id()
                 if copy.read >= copy.handles:
+                    copy.read_by = task
                     self._let_go(copy)  # the reader holds the memory now
-                if torch._C._current_graph_task_id() != -1:
-                    self._look_ahead(copy)
+                if task != -1:
+                    self._look_ahead(copy, task)
         self.bury()
         return t
 
@@ -487,13 +491,13 @@ class ActivationStore(Activations):
             copy.ticket = self.side.start(copy.here, self.arena.bytes(copy.block, copy.nbytes))
         return copy.here
 
-    def _look_ahead(self, copy: Copy) -> None:
+    def _look_ahead(self, copy: Copy, task: int) -> None:
         """Prefetch the copies saved before `copy`, the nearest first."""
         room, position = self.ahead, copy.position
         while room > 0 and position > 0:
             position -= 1
             before = self._copies[position]
-            if before.handles:
+            if before.handles and before.read_by != task:
                 try:
                     self._bring(before)
                 except torch.OutOfMemoryError:
