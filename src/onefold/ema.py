@@ -92,7 +92,10 @@ class EMA:
                 " memory: to average weights, give shard() offload_optimizer='cpu' or None."
             )
         with disable_torch_function(), torch.no_grad():
-            self._averages = {e: _wide(e).clone() for e in trained}
+            # Contiguous: their elements are read and written by their number in the parameter
+            self._averages = {
+                e: _wide(e).clone(memory_format=torch.contiguous_format) for e in trained
+            }
         for entry, average in self._averages.items():
             here, nbytes = average.device == engine.device, nbytes_of(average)
             ledger, unit = engine.memory if here else engine.transfers.host, entry.flat.unit_name

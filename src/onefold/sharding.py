@@ -283,10 +283,15 @@ def clip_grad_norm_(
         group: with a list, the process group of the ranks of all stages; None for all ranks.
 
     Raises:
-        ValueError: `max_norm` is not a number from 0 up (infinity only measures), or `norm_type` is
-            not a number above 0.
+        ValueError: `max_norm` is not a number from 0 up (infinity only measures), `norm_type` is
+            not a number above 0, or `group` was given with one model.
     """
     if isinstance(module, nn.Module):
+        if group is not None:
+            raise ValueError(
+                "clip_grad_norm_(model, ..., group=...): a model's norm is over its own ranks. Leave"
+                " group out, or give a list of a pipeline's stages."
+            )
         return clip_grad_norm([engine_of(module)], max_norm, norm_type)
     engines = [engine_of(stage) for stage in module]
     if not engines:

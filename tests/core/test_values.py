@@ -105,6 +105,24 @@ def test_an_average_is_averaged_models_on_every_tier(
     theirs.load_state_dict(state if dist.get_rank() == 0 else theirs.state_dict())
 
 
+@on_ranks(1)
+def test_the_average_of_a_weight_in_another_memory_format_is_read_and_loaded() -> None:
+    layer = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    model = onefold.shard(layer, onefold.Recipe.zero(0))
+    average, optimizer = onefold.ema.EMA(model, 0.5), torch.optim.SGD(model.parameters(), lr=0.1)
+    before = onefold.full_state_dict(model)
+    average.update()
+    model(features_of(0, 1, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    average.update()
+    after, state = onefold.full_state_dict(model), average.state_dict()
+    for name, weight in after.items():
+        assert torch.allclose(state[f"module.{name}"], (before[name] + weight) / 2, atol=1e-6)
+    again = onefold.ema.EMA(model, 0.5)
+    again.load_state_dict(state)
+    assert not differences(state, again.state_dict())
+
+
 @on_ranks(2)
 def test_what_an_average_cannot_do_is_said(folder: Path) -> None:
     model, on_disk = sharded(2, Normed), sharded(3, offload_optimizer="nvme", nvme=str(folder))

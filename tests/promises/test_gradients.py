@@ -32,6 +32,23 @@ def in_ci(names: Iterable[str], *few: str) -> list[Any]:
     return [pytest.param(name, marks=() if name in few else slow) for name in names]
 
 
+@on_ranks(4)
+@pytest.mark.parametrize(("stage", "options"), [(1, {}), (2, {"shard_group": 2})])
+def test_what_waits_is_divided_where_it_is_whole_and_where_a_group_has_summed_it(
+    stage: int, options: dict[str, Any]
+) -> None:
+    norms = []
+    for divisor in (1.0, 4.0):
+        recipe = onefold.Recipe.zero(stage, stall_timeout=60.0, **options)
+        model = onefold.shard(built(TinyMLP), recipe)
+        with onefold.no_sync(model):
+            for seed in range(2):
+                model(features_of(seed, 4, 7)).square().sum().backward()
+        onefold.parallel.reduce_grad(model, divisor)
+        norms.append(float(onefold.clip_grad_norm_(model, math.inf)))
+    assert norms[0] == pytest.approx(4 * norms[1], rel=1e-5)
+
+
 def no_sync(model: nn.Module) -> Any:
     plain = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
     return plain.no_sync() if plain is not None else onefold.no_sync(model)

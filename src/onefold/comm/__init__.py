@@ -3,10 +3,10 @@ optimizers.
 
 | question                                       | files, in the order to read them       |
 |------------------------------------------------|----------------------------------------|
-| Who are the ranks, and which share a node?     | `mesh`, `communicators`                |
+| Who are the ranks, and which share a node?     | `communicators`                        |
 | What do ranks send each other, and how?        | `group`                                |
 | How does a rank wait, and give up waiting?     | `pending`, `group`                     |
-| How is the ranks' store asked?                 | `store`                                |
+| How is the ranks' store asked?                 | `pending`                              |
 | How are the parts of a reduction added up?     | `sums`                                 |
 | What was sent?                                 | `ledger`                               |
 """

@@ -118,9 +118,10 @@ def reduce_grad(module: nn.Module, divide_by: float = 1.0) -> None:
 
 
 def _divide(engine: Engine, divisor: float) -> None:
-    for buffer in (flat.grad for flat in engine.flats):
-        if buffer is not None:
-            buffer.div_(divisor)
+    for flat in engine.flats:
+        for buffer in (flat.grad, flat.held):  # whole, or summed inside a group that shards it
+            if buffer is not None:
+                buffer.div_(divisor)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ commands.
 | What do ranks tell each other after a pass?    | `agree`                                                |
 | Where is a shard stored, and who steps it?     | `storage`, `stepper`                                   |
 | How do parts become wholes, and wholes parts?  | `parts`                                                |
-| Which copies are out of date?                  | `refresh`                                              |
+| Which copies are out of date?                  | `passes`                                               |
 | What does autograd keep of a forward pass?     | `saved`                                                |
 | What do autograd and the compiler do?          | `differentiate`                                        |
 | What else is checked and kept?                 | `buffers`, `uninitialized`, `updates`                  |

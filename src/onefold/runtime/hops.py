@@ -12,7 +12,7 @@ One `Hop` for each hop of each flat buffer, chosen once in `shard()`:
 | class          | file          | parts travel                           | and are added                           |
 |----------------|---------------|----------------------------------------|-----------------------------------------|
 | `Pairwise`     | here          | in messages between two ranks (gloo)   | here, in rank order                     |
-| `Rows`         | here          | in one all_to_all_single (NCCL)        | here, in rank order, by one kernel      |
+| `Rows`         | here          | in one all_to_all_single (NCCL)        | here, in rank order                     |
 | `Native`       | here          | in a reduce_scatter of the backend     | by the backend, in an order of its own  |
 | `Encoded`      | quant/hops.py | encoded (qgZ)                          | here, decoded, in rank order            |
 
@@ -32,7 +32,7 @@ the dtype. Then the sums are scaled (`Hop.late`): on each hop by the number of r
 up. Only where that is not the number to divide by (experts, layout/holders.py), the rest is early.
 
 [Note: all parts at once] On backends with collectives of their own one operation brings the parts of
-all ranks into the rows of one buffer, and one kernel adds them (comm/sums.py). This rank's part is
+all ranks into the rows of one buffer, which are added in rank order (comm/sums.py). This rank's part is
 sent along, unless it is in a wider dtype than the wire. Then it stays where it is and is not
 rounded, as on gloo. With `reduce="native"` the backend adds the parts, in the dtype of the wire.
 

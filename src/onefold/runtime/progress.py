@@ -98,7 +98,7 @@ class Progress:
         step_count: synchronized backward passes so far.
         synced: no `no_sync` is open. holds_whole: gradients stay whole in passes without `sync`,
             whatever the recipe says. pending: gradients wait for a later reduction.
-        follower: code outside the core that follows the passes (runtime/progress.py). factor: what
+        follower: code outside the core that follows the passes. factor: what
             the gradients of the backward pass under way are multiplied with, besides `weight`.
         graded: the forward pass under way, or the last one, began with gradients enabled.
         backward_open: a backward pass has begun.

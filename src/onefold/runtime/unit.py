@@ -61,7 +61,7 @@ class Unit:
         gathered_bytes: bytes of its buffers while it is gathered.
         calls: its uses in forward passes with gradients since the last backward pass; set to 0 when
             the next pass begins.
-        aside: those whose small gradient waits on the parameter for others (`Reducer._put_aside`).
+        aside: those whose small gradient waits on the parameter for others.
             aside_bytes: of these gradients together.
         saved_apart: how often `saved` was ever raised while its module was not in a pass.
 
@@ -83,8 +83,7 @@ class Unit:
     |                     | parameter without saving it (runtime/passes.py)     |                                       |
 
     Two are no leases. `used`: a pass uses the unit; until then it is only prefetched or joined.
-    `unwanted`: the pass has gone past it without using it, so it goes. `writes` is the count of writes
-    to its masters when `awaiting_backward` was taken.
+    `unwanted`: the pass has gone past it without using it, so it goes.
 
     | asked                                                   | holds it                                            |
     |---------------------------------------------------------|-----------------------------------------------------|
