@@ -1,13 +1,13 @@
 """The plan's seconds beside measured ones: settings planned, then trained on real ranks, stages in turns.
 
-    python -m benchmarks plan_matrix [--quick] [--rounds 7] [--ranks 1 2 4] [--models llama:10m]
+    python -m benchmarks plan_matrix [--quick] [--rounds 7] [--ranks 2] [--models llama:10m]
 
 Stages 0 to 3 × fp32 and bf16 × accumulation 1 and 4 × checkpointing none and full × ranks. It needs a
-machine that `onefold doctor --calibrate --ranks 1,2,4` has measured. The stages of a setting live side
+machine that `onefold doctor --calibrate --ranks N` has measured with as many ranks as are asked for. The stages of a setting live side
 by side and take their steps in turns, each round beginning with another. On shared hosts a machine's
-speed changes by the minute, which a plan cannot know: around every round a block is timed that the
-calibration timed too, and the round's seconds are divided by how much slower the machine is now (its
-pace). A step must be within 25 % of the plan, and the stages in the planned order, unless plan or
+speed changes by the minute, which a plan cannot know: around every round a block is timed that was
+timed at the beginning too, and the round's seconds are divided by how much slower the machine is now
+(its pace). A step must be within 25 % of the plan, and the stages in the planned order, unless plan or
 measurement call them a tie (`order`). Ends with status 1 where one is not.
 """
 
@@ -28,8 +28,6 @@ from torch import nn
 
 import onefold
 from benchmarks import harness, launch, pages
-from onefold.doctor.benchmark_blocks import Block, block_flops
-from onefold.machine.calibration import Calibration
 from onefold.models.build import checkpoint_activations, load_model
 from onefold.plan.account import Question
 from onefold.plan.activity import Activity
@@ -44,7 +42,7 @@ VOCABULARY, SAMPLES, SEQ, WARMUP = 256, 2, 64, 3
 #: Relative error that a step's time may have. Two stages that are predicted to differ by less than NEAR
 #: take the same; of the rounds, the share that must show an order for it to count.
 TIME, NEAR, AGREE = 0.25, 0.05, 0.8
-#: Width and tokens of the block of the pace, which every calibration of a CPU measures.
+#: Width and tokens of the block of the pace.
 HIDDEN, TOKENS, PASSES = 256, 256, 5
 
 
@@ -90,7 +88,7 @@ def predicted(setting: Setting) -> list[float]:
     """Seconds of a step at each stage. Refuses a machine that is not calibrated for so many ranks."""
     s = setting
     machine = machine_here(s.ranks, s.ranks, 1 << 40, "cpu", Beside.here(()))
-    if machine.measured is None:
+    if not machine.is_timed:
         raise harness.Refused(
             f"this machine is not calibrated for {s.ranks} ranks: run `onefold doctor --calibrate"
             f" --ranks {s.ranks}` first."
@@ -175,17 +173,18 @@ def join(job: dict[str, Any]) -> None:
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Of each setting its rounds: seconds of a step at each stage, and the pace."""
-    block, found = Block(HIDDEN), []
+    block, found = nn.TransformerEncoderLayer(HIDDEN, 4, 4 * HIDDEN, 0.0), []
+    usual = pace(block, 1.0)
     for setting in (Setting(**values) for values in job["settings"]):
         trained = [Training(setting, stage, job["rank"]) for stage in STAGES]
         rounds = []
         for number in range(job["rounds"]):
-            before, seconds = pace(block, job["usual"]), [0.0] * len(STAGES)
+            before, seconds = pace(block, usual), [0.0] * len(STAGES)
             for i in range(len(STAGES)):
                 at = (number + i) % len(STAGES)
                 trained[at].step()  # after another stage: one that warms up
                 seconds[at] = trained[at].step()
-            now = (before + pace(block, job["usual"])) / 2
+            now = (before + pace(block, usual)) / 2
             rounds.append({"pace": now, "seconds": [second / now for second in seconds]})
         found.append(rounds)
     return {"settings": found}
@@ -259,7 +258,7 @@ def page(found: dict[str, Any]) -> str:
     threads=1,
     timeout=1800.0,
     quick=(False, "bf16, four micro-batches, two rounds"),
-    ranks=([1, 2, 4], "how many ranks"),
+    ranks=([2], "how many ranks"),
     models=(["llama:10m"], "as in `onefold train --model`"),
 )
 def main(options: harness.Options) -> int:
@@ -269,12 +268,10 @@ def main(options: harness.Options) -> int:
         how = itertools.product(precisions, accumulations, ("none", "full"))
         settings = [Setting(model, ranks, p, a, c) for p, a, c in how]
         predicted(settings[0])  # refuses a machine without a calibration
-        rate = Calibration.load().block_rate(HIDDEN, TOKENS, "float32", ranks)
         job = {
             "rounds": 2 if options.quick else options.rounds,
             "settings": [asdict(s) for s in settings],
         }
-        job["usual"] = block_flops(HIDDEN, TOKENS) / rate
         limit: Any = {"threads": options.threads, "timeout": options.timeout}
         seen = launch.run_ranks("benchmarks.plan_matrix", job, ranks, **limit)
         if seen["status"] != "ok":

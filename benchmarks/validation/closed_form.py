@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from onefold.plan import times
+from onefold.plan import hardware
 from onefold.plan.hardware import Machine
 from onefold.plan.times import slowest_of
 
@@ -19,7 +19,7 @@ SECONDS = ("compute", "exposed communication", "optimizer", "io", "step")
 
 
 @dataclass(frozen=True)
-class Software(times.Software):
+class Software(hardware.Software):
     """`overlap`: the share of the compute beside it behind which communication can hide."""
 
     overlap: float = 0.9

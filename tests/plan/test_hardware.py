@@ -81,10 +81,9 @@ def test_a_wrong_file_is_refused_with_the_key_and_what_was_expected(
 
 
 def test_a_calibrated_machine_has_the_measured_figures() -> None:
-    calibration = made_up()
-    here = calibrated(calibration, 2)
+    here = calibrated(made_up())
     assert (here.ranks, here.nodes, here.between) == (2, 1, None)
-    assert here.capacity == calibration.device_bytes // 2
-    assert here.peak("fp32") == here.matrix_rate("fp32") == calibration.peak_rate("float32", 2)
-    assert here.contention == pytest.approx(1 - calibration.hidden(2))
-    assert here.measured is calibration
+    assert here.shared and here.is_here and here.is_timed
+    assert here.capacity == 1 << 33 and here.host.memory == 1 << 34
+    assert here.peak("fp32") == here.matrix_rate("fp32") == 9e10
+    assert (here.contention, here.software.kernel_share, here.disk) == (0.5, 0.5, "/data")

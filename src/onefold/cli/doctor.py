@@ -28,7 +28,7 @@ TOLD = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "TRI
 @answered
 def doctor_command(
     calibrate: Annotated[
-        bool, option("Measure rates of compute, memory, moves and disk, and training steps: some minutes.", None, "--calibrate")
+        bool, option("Measure rates of compute, memory, gathers and disk, and training steps: about a minute.", None, "--calibrate")
     ] = False,
     check: Annotated[
         bool, option("Check collectives, stages, offload, checkpoints and overlap: under two minutes.", None, "--check")
@@ -37,17 +37,13 @@ def doctor_command(
         bool, option("Print one JSON object instead of tables; with --check and a FILE: write it there as well.", None, "--json")
     ] = False,
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="With --check --json: the file to write.", show_default=False)] = None,
-    output: Annotated[Path | None, option("Calibration file to write, or show (default: onefold/doctor.json in ~/.cache).")] = None,
+    output: Annotated[Path | None, option("Calibration file to write, or show (default: onefold/machine.toml in ~/.cache).")] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], option("Where ranks compute.", shown=True)] = "auto",
     ranks: Annotated[
-        str | None,
-        option("With --calibrate: numbers of ranks to measure with, such as 1,2,4 (default: 1, up to what onefold train would start). "
-               "With --check: how many (default: one a GPU, two on a CPU)."),
+        int | None,
+        typer.Option(min=1, show_default=False, help="How many ranks (default: as onefold train starts; with --check two on a CPU)."),
     ] = None,
     disk: Annotated[Path | None, option("With --calibrate: folder whose disk is measured (default: the working folder).")] = None,
-    quick: Annotated[
-        bool, option("With --calibrate: a rough picture in a fraction of the time.", None, "--quick")
-    ] = False,
 ) -> int:
     # fmt: on
     """Show what this machine has for training: processors, memory, GPUs, backends, the ranks that
@@ -62,10 +58,10 @@ def doctor_command(
     from onefold.train.config import resolve
     from onefold.train.launch import ranks_to_start
 
-    if check and (calibrate or output or disk or quick):
+    if check and (calibrate or output or disk):
         raise ValueError("--check and --calibrate: one at a time, each with its own options.")
-    if not check and not calibrate and (ranks or disk or quick):
-        raise ValueError("--ranks, --disk and --quick say how to measure: add --calibrate.")
+    if not check and not calibrate and (ranks or disk):
+        raise ValueError("--ranks and --disk say how to measure: add --calibrate.")
     if file is not None and not (check and as_json and file.absolute().parent.is_dir()):
         raise ValueError(
             f"{file}: --check --json FILE writes a file, and only that; or its folder is not there."
@@ -74,14 +70,14 @@ def doctor_command(
     try:
         if check:
             return _check(found, ranks, as_json, file)
-        return _calibration(found, calibrate, as_json, output, ranks, disk, quick)
+        return _calibration(found, calibrate, as_json, output, ranks, disk)
     except Stopped as stop:
         stopped(stop.number, "measured", as_json)
     except MeasurementError as error:
         refuse(error, as_json, code=1)
 
 
-def _check(found: dict[str, Any], ranks: str | None, as_json: bool, file: Path | None) -> int:
+def _check(found: dict[str, Any], ranks: int | None, as_json: bool, file: Path | None) -> int:
     """Run the checks and show the results. Under a launcher, rank 0 shows them and the other ranks
     return 0.
     """
@@ -90,11 +86,10 @@ def _check(found: dict[str, Any], ranks: str | None, as_json: bool, file: Path |
 
     begun, device, gpus = time.monotonic(), found["device"], len(found["gpus"])
     launched = joins(os.environ)
-    if ranks is not None and (launched or not ranks.isdigit() or ranks == "0"):
-        what = "the launcher has said how many" if launched else "expected one number with --check"
-        raise ValueError(f"--ranks {ranks}: {what}.")
-    count, rows = int(ranks) if ranks else None, list[Outcome]()
-    if device == "cuda" and (count or 0) > gpus > 1:
+    if ranks is not None and launched:
+        raise ValueError(f"--ranks {ranks}: the launcher has said how many.")
+    rows = list[Outcome]()
+    if device == "cuda" and (ranks or 0) > gpus > 1:
         raise ValueError(f"--ranks {ranks}: each rank takes a GPU, and {gpus} are here.")
 
     def put(row: Outcome) -> None:
@@ -113,7 +108,7 @@ def _check(found: dict[str, Any], ranks: str | None, as_json: bool, file: Path |
         if here.rank:
             return 0
     else:
-        for row in check_here(device, gpus, count):
+        for row in check_here(device, gpus, ranks):
             put(row)
     wrong = any(row.status == WRONG for row in rows)
     told = Counter(row.status for row in rows)
@@ -134,13 +129,7 @@ def _check(found: dict[str, Any], ranks: str | None, as_json: bool, file: Path |
 
 
 def _calibration(
-    found: dict[str, Any],
-    calibrate: bool,
-    as_json: bool,
-    output: Path | None,
-    ranks: str | None,
-    disk: Path | None,
-    quick: bool,
+    found: dict[str, Any], calibrate: bool, as_json: bool, output: Path | None, ranks: int | None, disk: Path | None
 ) -> int:
     """Measure if asked, and show the machine and its calibration."""
     from onefold.machine.calibration import Calibration, CalibrationError, default_path
@@ -152,8 +141,8 @@ def _calibration(
         from onefold.doctor.calibrate import measure_machine
 
         with Console(stderr=True, quiet=as_json).status("measuring") as status:
-            say, at = status.update, disk or Path.cwd()
-            known = measure_machine(found, ranks, at, path, say, quick=quick)
+            where = disk or Path.cwd()
+            known = measure_machine(found, ranks or found["ranks"], where, path, status.update)
     else:
         try:
             known = Calibration.load(path)
@@ -161,12 +150,6 @@ def _calibration(
             if output is not None:  # the user named it
                 raise
             note = str(error)
-    note = note or (known.stale() if known else "")
-    told = {"machine": found, "file": str(path), "note": note}
-    if as_json:
-        show(True, "doctor", {**told, "calibration": known.to_json() if known else None})
-        return 0
-    from onefold.cli.doctor_tables import rows_of
-
-    show(False, "doctor", {**told, **(rows_of(known) if known else {})})
+    told = {"machine": found, "file": str(path), "note": note or (known.stale() if known else "")}
+    show(as_json, "doctor", told | (known.tables() if known else {}))
     return 0

@@ -39,7 +39,6 @@ def plan(
     link: Annotated[str, option("Link between nodes: a name, or a rate such as 8x200g.", _MACHINE, shown=True)] = "8x200g",
     machines: Annotated[Path | None, option("TOML file with GPUs and links of your own.", _MACHINE)] = None,
     here: Annotated[bool, option("This machine, as onefold doctor --calibrate measured it.", _MACHINE, "--here")] = False,
-    ranks: Annotated[int, option("With --here: ranks (0: as many as were measured).", _MACHINE, shown=True)] = 0,
     host_memory: Annotated[str | None, option("Memory of one node's host: 64GB.", _MACHINE)] = None,
     disk_space: Annotated[str | None, option("Room on one node's disks: 2TB.", _MACHINE)] = None,
     seq: Annotated[int, option("Tokens of a sample.", _JOB, shown=True)] = 2048,
@@ -101,7 +100,7 @@ def plan(
                 f"--rank {rank} belongs to --simulate; a plan is the same for every rank."
             )
         machine = _with_host(
-            _machine(here, ranks, gpus, per_node, gpu, link, machines), host_memory, disk_space
+            _machine(here, gpus, per_node, gpu, link, machines), host_memory, disk_space
         )
         axes: dict[str, Any] = {}
         if _asked_axes(context):
@@ -227,17 +226,13 @@ def _number(given: str) -> float:
 
 
 def _check_machine(context: typer.Context, here: bool) -> None:
-    """Raise ValueError for options of the other kind of machine, which would be ignored."""
-    idle = ("gpus", "per_node", "gpu", "link", "machines") if here else ("ranks",)
-    given = [f"--{name.replace('_', '-')}" for name in idle if _given(context, name)]
+    """Raise ValueError for options of a named machine beside --here, which would be ignored."""
+    options = ("gpus", "per_node", "gpu", "link", "machines")
+    given = [f"--{name.replace('_', '-')}" for name in options if _given(context, name)]
     if given and here:
         raise ValueError(
             f"{', '.join(given)} beside --here: this machine is what was measured; leave one of the"
             " two out."
-        )
-    if given:
-        raise ValueError(
-            "--ranks belongs to --here; how many GPUs a named machine has is said with --gpus."
         )
 
 
@@ -258,7 +253,7 @@ def _stages(given: str) -> tuple[int, ...]:
 
 
 def _machine(
-    here: bool, ranks: int, gpus: int, per_node: int, gpu: str, link: str, file: Path | None
+    here: bool, gpus: int, per_node: int, gpu: str, link: str, file: Path | None
 ) -> Any:
     from onefold.plan import hardware
 
@@ -269,5 +264,4 @@ def _machine(
         return hardware.machine(gpus, min(per_node, gpus), gpu, link, file)
     from onefold.machine.calibration import Calibration
 
-    calibration = Calibration.load()
-    return hardware.calibrated(calibration, ranks or max(calibration.measured_ranks))
+    return hardware.calibrated(Calibration.load())

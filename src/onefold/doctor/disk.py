@@ -8,66 +8,44 @@ import tempfile
 import time
 from pathlib import Path
 
-from onefold.machine.measured import Disk
-
-#: Bytes of one write or read of a disk.
-CHUNK = 4 << 20
+#: Bytes of one write or read, and of all.
+CHUNK, MOST = 4 << 20, 256 << 20
 #: Seconds after which writing stops, whatever is left: a slow disk shows its rate with fewer bytes.
 LONGEST = 8.0
 
 
-def measure_disk(folder: str | Path, nbytes: int) -> Disk:
-    """Write at most `nbytes` (and at most a tenth of the free bytes), flush them to the disk, and
-    read them past the page cache.
-
-    Raises:
-        ValueError: the folder does not exist, cannot be written, or is full.
+def measure_disk(folder: Path) -> dict[str, float]:
+    """Write at most `MOST` bytes (and at most a tenth of the free ones), flush them to the disk, and
+    read them past the page cache, where the system can drop it. Returns bytes per second.
+    Raises ValueError: the folder does not exist, cannot be written, or is full.
     """
-    path = Path(folder)
-    if not path.is_dir():
+    if not folder.is_dir():
         raise ValueError(f"--disk {folder}: there is no such folder.")
-    free = shutil.disk_usage(path).free
-    nbytes = min(nbytes, free // 10)
-    if nbytes < CHUNK:
+    free = shutil.disk_usage(folder).free
+    most = min(MOST, free // 10)
+    if most < CHUNK:
         raise ValueError(
             f"--disk {folder}: {free:,} bytes are free, too few to measure; free some space or name"
             " another folder."
         )
+    # Random bytes, because some file systems compress, and write zeros as holes in no time
+    chunk, buffer, written = os.urandom(CHUNK), bytearray(CHUNK), 0
     try:
-        with tempfile.TemporaryFile(dir=path, buffering=0) as file:
-            written, write_s = _write(file.fileno(), nbytes)
-            cached = not _forget(file.fileno())
-            read_s = _read(file.fileno(), written)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            begin = time.perf_counter()
+            while written < most and time.perf_counter() - begin < LONGEST:
+                written += file.write(chunk)
+            os.fsync(file.fileno())
+            flushed = time.perf_counter()
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            middle = time.perf_counter()
+            while file.readinto(buffer):
+                pass
+            end = time.perf_counter()
     except OSError as error:
         raise ValueError(
             f"--disk {folder}: {error.strerror}. Name a folder that can be written."
         ) from None
-    return Disk(str(path.resolve()), write=written / write_s, read=written / read_s, cached=cached)
-
-
-def _write(file: int, nbytes: int) -> tuple[int, float]:
-    # Random bytes, because some file systems compress, and write zeros as holes in no time
-    chunk = memoryview(os.urandom(CHUNK))
-    written = 0
-    begin = time.perf_counter()
-    while written < nbytes and time.perf_counter() - begin < LONGEST:
-        written += os.write(file, chunk[: nbytes - written])
-    os.fsync(file)
-    return written, time.perf_counter() - begin
-
-
-def _read(file: int, nbytes: int) -> float:
-    os.lseek(file, 0, os.SEEK_SET)
-    chunk = bytearray(CHUNK)
-    begin = time.perf_counter()
-    while nbytes > 0 and (got := os.readv(file, [chunk])):
-        nbytes -= got
-    return time.perf_counter() - begin
-
-
-def _forget(file: int) -> bool:
-    """Drop the file's pages from the page cache. False if the system cannot do that."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    return True
+    return {"nvme_write": written / (flushed - begin), "nvme_bandwidth": written / (end - middle)}

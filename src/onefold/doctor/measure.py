@@ -1,221 +1,208 @@
-"""Measure matrix products, blocks, copies, optimizer steps and moves between placements, while all
-ranks of a group on this machine do the same.
+"""Measure what one rank of this machine reaches while all ranks do the same: large matrix products,
+copies, gathers, and training steps of the engine. A rank is `python -m onefold.doctor.measure FOLDER
+DEVICE`; rank 0 prints what is measured next, and writes the figures into FOLDER.
 
-`measure` goes through the numbers of ranks, in several rounds. Ranks that do not take part sleep
-meanwhile.
-
-ranks   0 ▐matrices blocks ... steps▌▐matrices ... moves overlap steps▌▐matrices blocks ... steps▌▐matrices ... moves overlap steps▌
-        1 (waits, no thread spins)   ▐matrices ... moves overlap steps▌ (waits)                   ▐matrices ... moves overlap steps▌
-                 1 rank                           2 ranks                      1 rank                          2 ranks
-                                round 1                                                         round 2
+[Note: the group's seconds] A step ends when its last rank does. With more ranks than cores, the
+system may run some ranks to their end before others begin, and each rank's own clock then shows the
+time of an undisturbed processor (4 ranks on 2 cores: 0.5 to 0.9 of the group's time). The ranks are
+on one machine and read one clock, so the first begin and the last end can be compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from onefold.comm import MOVES, Group
-from onefold.device import has_streams
-from onefold.doctor.bench import Bench
-from onefold.doctor.benchmark_blocks import Block, Chain, Gated, Sizes, block_flops
-from onefold.doctor.moves import measure_move, measure_overlap
-from onefold.machine.kernels import count as kernels_of
-from onefold.machine.measured import (
-    ADAMW_BYTES,
-    AtRanks,
-    BlockPoint,
-    HostLink,
-    MatrixPoint,
-    PassPoint,
-    Points,
-    StepPoint,
-    middle,
-)
+import onefold
+from onefold.comm import CollectiveContext, Group
+from onefold.device import has_streams, synchronize
+from onefold.plan.hardware import PRECISIONS
+from onefold.processes.ranks import Ranks, join, leave
+from onefold.processes.signals import end_with_parent, quiet_third_parties
+from onefold.recipe import COMPUTE_DTYPES, Recipe
+from onefold.recipe.options import Precision
 from onefold.recipe.rows import FLAT
 
-#: Seconds a rank waits for another within a measurement.
-TIMEOUT = 120.0
-#: Runs the reference steps on a bench. The process group holds the bench's ranks; None for a single
-#: process.
-Steps = Callable[[Bench, "dist.ProcessGroup | None"], tuple[StepPoint, ...]]
+RESULT = "result.json"
+#: Seconds a rank waits for another; the fewest seconds of one timing, so that the cost of the clock
+#: and of waking ranks up is small; timings of which the median counts.
+TIMEOUT, SHORTEST, REPEATS = 120.0, 0.02, 5
+#: Blocks of the model that is trained.
+BLOCKS = 4
 
 
-def measure(
-    sizes: Sizes,
-    threads: Mapping[int, int],
-    device: torch.device,
-    say: Callable[[str], None],
-    steps: Steps | None = None,
-) -> tuple[tuple[AtRanks, ...], HostLink | None]:
-    """Measure with one number of ranks after another, in rounds.
-    Collective over all ranks. Rank 0 takes part in every measurement, and only its result is
-    complete.
-
-    Args:
-        threads: {number of ranks at work: threads of one rank on a CPU}; no number exceeds the
-            world size.
-        say: called on rank 0 with what is measured next.
-        steps: runs the reference steps; None leaves them out.
+@dataclass(frozen=True)
+class Sizes:
+    """Side of the products; bytes of a copy (far more than the caches), of the largest and of the
+    smallest gather; width and tokens of the trained blocks.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank:  # only rank 0 speaks
-        say = lambda text: None  # noqa: E731
-    found: dict[int, list[AtRanks]] = {}
-    link: HostLink | None = None
-    # Idle ranks wait in gloo on the host, where no spinning thread disturbs the measurement
-    everyone: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
-    members: dict[int, Any] = {
-        count: dist.new_group(list(range(count))) if dist.is_initialized() else None
-        for count in threads
-    }
-    groups = {
-        count: Group.over(members[count], device, TIMEOUT, FLAT)
-        for count in threads
-        if rank < count
-    }
-    for number in range(sizes.rounds):
-        for count in threads:
-            if rank < count:
-                if device.type == "cpu":
-                    torch.set_num_threads(threads[count])
-                bench = Bench(groups[count], device, sizes)
-                found.setdefault(count, []).append(
-                    _measure_together(bench, members[count], say, steps)
-                )
-                # Once, in the very first measurement: it is collective over the ranks there
-                if (number, count) == (0, next(iter(threads))):
-                    link = measure_host_link(bench)
-            if everyone is not None:
-                dist.barrier(group=everyone)
-    for group in groups.values():
+
+    side: int
+    copy: int
+    gather: int
+    small: int
+    width: int
+    tokens: int
+
+
+SIZES = {
+    "cpu": Sizes(1024, 64 << 20, 16 << 20, 64 << 10, 256, 256),
+    "cuda": Sizes(8192, 512 << 20, 256 << 20, 64 << 10, 2048, 2048),
+}
+
+
+@dataclass
+class Bench:
+    """A rank that measures together with the others. Every method is collective."""
+
+    ranks: Ranks
+    sizes: Sizes
+    say: Callable[[str], object]
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Return the median seconds of a call; see [Note: the group's seconds]. The first does not
+        count.
+        """
+        call()
+        count = max(1, round(SHORTEST / max(self._once(call, 1), 1e-7)))
+        return statistics.median(self._once(call, count) for _ in range(REPEATS)) / count
+
+    def _once(self, call: Callable[[], object], count: int) -> float:
+        synchronize(self.ranks.device)
+        self.ranks.gather(None)
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        synchronize(self.ranks.device)
+        begins, ends = zip(*self.ranks.gather((begin, time.perf_counter())), strict=True)
+        return float(max(ends) - min(begins))
+
+    def products(self) -> dict[str, float]:
+        """Return the FLOP/s of a large product by precision."""
+        self.say("matrix products")
+        device, n = self.ranks.device, self.sizes.side
+        lacks_bf16 = device.type == "cuda" and not torch.cuda.is_bf16_supported(False)
+        found = {}
+        for precision in PRECISIONS:
+            slow = precision == "fp16" and device.type == "cpu"
+            if precision == "tf32" or slow or (precision == "bf16" and lacks_bf16):
+                continue
+            a, b = torch.randn(2, n, n, device=device).to(COMPUTE_DTYPES[precision])
+            found[precision] = 2 * n**3 / self.seconds(lambda a=a, b=b: F.linear(a, b))  # type: ignore[misc]
+        return found
+
+    def copies(self) -> dict[str, float]:
+        """Return the bytes/s of copies within memory, read and written, and over the host link."""
+        self.say("memory")
+        device, n = self.ranks.device, self.sizes.copy
+        source, target = torch.zeros(2, n, dtype=torch.uint8, device=device)
+        found = {"memory_bandwidth": 2 * n / self.seconds(lambda: target.copy_(source))}
+        if has_streams(device):
+            host = torch.zeros(n, dtype=torch.uint8, device="cpu", pin_memory=True)
+            down = self.seconds(lambda: target.copy_(host, non_blocking=True))
+            up = self.seconds(lambda: host.copy_(target, non_blocking=True))
+            found["host_link"] = n / max(up, down)
+        return found
+
+    def gathers(self) -> tuple[float, float]:
+        """Return the bytes/s that a rank sends in large gathers, and the seconds of one hop."""
+        self.say("gathers")
+        device, size = self.ranks.device, self.ranks.world_size
+        group = Group.over(None, device, TIMEOUT, FLAT)
+        context = CollectiveContext("all-gather", "calibration", 0, "doctor")
+
+        def seconds(nbytes: int) -> tuple[int, float]:
+            full = torch.zeros(max(1, nbytes // 4 // size) * size, device=device)
+            sent = 4 * full.numel() // size * (size - 1)
+            return sent, self.seconds(lambda: group.all_gather(full, context, 0).wait())
+
+        (few, short), (many, long) = seconds(self.sizes.small), seconds(self.sizes.gather)
         group.close()
-    return tuple(middle(rounds) for rounds in found.values()), link
+        rate = (many - few) / max(long - short, 1e-9)
+        # A ring of N ranks takes N - 1 hops; gloo's ranks send to all at once
+        hops = 1 if device.type == "cpu" else size - 1
+        return rate, max(0.0, short - few / rate) / hops
+
+    def steps(self, rates: dict[str, float], memory: float, link: float) -> tuple[float, float]:
+        """Train blocks of torch's own. Return what passes reach of the rate of large products, and
+        the share of the moves' seconds that a step at stage 3 takes longer than its parts.
+        """
+        self.say("training steps")
+        w, t, device = self.sizes.width, self.sizes.tokens, self.ranks.device
+        precision: Precision = "bf16" if device.type == "cuda" and "bf16" in rates else "fp32"
+        x = torch.randn(1, t, w, device=device)
+        # PaLM (2022), appendix B: 6 for each of the 12·h² parameters of a layer and token, 12·h·s for attention
+        flops = BLOCKS * (6 * 12 * w * w * t + 12 * w * t * t)
+        numel = BLOCKS * 12 * w * w
+
+        def training(stage: int) -> tuple[Any, Callable[[], None], Callable[[], None]]:
+            layers = [
+                nn.TransformerEncoderLayer(w, max(1, w // 64), 4 * w, 0.0, batch_first=True, norm_first=True)
+                for _ in range(BLOCKS)
+            ]  # fmt: skip
+            recipe = Recipe.zero(stage, precision=precision, stall_timeout=TIMEOUT)
+            model = onefold.shard(nn.Sequential(*layers), recipe, device=device)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+            def passes() -> None:
+                model(x).float().sum().backward()
+
+            def step() -> None:
+                passes()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            return model, passes, step
+
+        model, passes, _ = training(0)
+        with onefold.no_sync(model):
+            computing = self.seconds(passes)
+        model, _, step = training(3)
+        step()
+        engine = onefold.engine_of(model)
+        before = engine.traffic.total()
+        step()
+        moving = (engine.traffic.total() - before) / link
+        # AdamW reads parameter, gradient and two moments, and writes all but the gradient
+        update = 28 * numel / self.ranks.world_size / memory
+        beyond = self.seconds(step) - computing - update
+        share = min(1.0, max(0.0, beyond / moving)) if moving else 0.0
+        return flops / computing / rates[precision], share
 
 
-def _measure_together(
-    bench: Bench, members: dist.ProcessGroup | None, say: Callable[[str], None], steps: Steps | None
-) -> AtRanks:
-    size = bench.group.size
-    suffix = f"{size} rank{'s' if size > 1 else ''}"
-    say(f"matrix products, {suffix}")
-    matrices = measure_matrices(bench)
-    say(f"transformer blocks, {suffix}")
-    blocks = measure_passes(bench, Block)
-    say(f"small operations, {suffix}")
-    others = measure_passes(bench, Gated) + measure_passes(bench, Chain)
-    say(f"memory, {suffix}")
-    copies = measure_copies(bench)
-    say(f"optimizer step, {suffix}")
-    optimizer = measure_optimizer(bench)
-    moves, overlap = {}, None
-    if size > 1:
-        for move in MOVES:
-            say(f"{move}, {suffix}")
-            moves[move] = measure_move(bench, move)
-        say(f"gather beside compute, {suffix}")
-        overlap = measure_overlap(bench)
-    taken: tuple[StepPoint, ...] = ()
-    if steps is not None:
-        say(f"training steps, {suffix}")
-        taken = steps(bench, members)
-    return AtRanks(
-        ranks=size,
-        threads=torch.get_num_threads() if bench.device.type == "cpu" else 1,
-        matrices=matrices,
-        blocks=tuple(
-            BlockPoint(p.dtype, hidden, tokens, block_flops(hidden, tokens) / p.seconds)
-            for p, hidden, tokens in blocks
-        ),
-        copies=copies,
-        optimizer=optimizer,
-        moves=moves,
-        overlap=overlap,
-        passes=tuple(p for p, _, _ in blocks + others),
-        steps=taken,
-    )
-
-
-# -- what a rank computes -------------------------------------------------------------------------
-
-
-def measure_matrices(bench: Bench) -> tuple[MatrixPoint, ...]:
-    """Measure `F.linear` at every size and dtype."""
-    out = []
-    for dtype in bench.sizes.dtypes:
-        for m, n, k in bench.sizes.matrices:
-            x = torch.randn(m, k, device=bench.device).to(getattr(torch, dtype))
-            w = torch.randn(n, k, device=bench.device).to(getattr(torch, dtype))
-            with torch.no_grad():
-                seconds = bench.seconds(lambda x=x, w=w: F.linear(x, w))  # type: ignore[misc]
-            out.append(MatrixPoint(dtype, m, n, k, 2 * m * n * k / seconds))
-    return tuple(out)
-
-
-def measure_passes(
-    bench: Bench, kind: type[Block | Gated | Chain]
-) -> list[tuple[PassPoint, int, int]]:
-    """Measure forward and backward of one kind of module at every size and dtype. Returns (pass,
-    width, tokens) for each. Weights and activations are in the dtype. Gated blocks are measured two
-    in a row.
+def measure(ranks: Ranks, sizes: Sizes, say: Callable[[str], object]) -> dict[str, Any]:
+    """Return the row of a GPU or of a rank's share of the CPU, and figures of
+    `onefold.machine.calibration.Calibration`. Collective.
     """
-    sizes = {Block: bench.sizes.blocks, Gated: bench.sizes.gated, Chain: bench.sizes.chains}[kind]
-    out = []
-    for name in bench.sizes.dtypes:
-        for hidden, tokens in sizes:
-            shape = (tokens, hidden) if kind is Chain else (1, tokens, hidden)
-            model = {
-                Block: lambda h, t: Block(h),
-                Gated: lambda h, t: nn.Sequential(Gated(h), Gated(h)),
-                Chain: Chain,
-            }[kind](hidden, tokens)
-            dtype = getattr(torch, name)
-            model.to(device=bench.device, dtype=dtype)
-            x = torch.randn(shape, device=bench.device).to(dtype).requires_grad_()
-
-            def step(model: nn.Module = model, x: torch.Tensor = x) -> None:
-                model.zero_grad(set_to_none=True)
-                x.grad = None
-                model(x).sum().backward()
-
-            kernels = kernels_of(step)
-            out.append((PassPoint(name, kernels, bench.seconds(step)), hidden, tokens))
-    return out
+    bench = Bench(ranks, sizes, say if ranks.is_first else bool)
+    rates, copies = bench.products(), bench.copies()
+    # One rank moves nothing: any rate would do
+    link, hop = bench.gathers() if ranks.world_size > 1 else (copies["memory_bandwidth"], 0.0)
+    share, contention = bench.steps(rates, copies["memory_bandwidth"], link)
+    gpu = {"attainable": 1.0, **rates, **copies, "link": link}
+    return {"gpu": gpu, "kernel_share": share, "hop_seconds": hop, "contention": contention}
 
 
-def measure_copies(bench: Bench) -> Points:
-    """Measure copies within the device's memory: (bytes read and written, seconds)."""
-    out = []
-    for nbytes in bench.sizes.copy_bytes:
-        source = torch.zeros(nbytes, dtype=torch.uint8, device=bench.device)
-        target = torch.ones_like(source)
-        out.append((2.0 * nbytes, bench.seconds(lambda s=source, t=target: t.copy_(s))))  # type: ignore[misc]
-    return tuple(out)
+def main(folder: Path, device: str) -> None:
+    """Measure as one rank."""
+    ranks = join(device, TIMEOUT)
+    found = measure(ranks, SIZES[device], lambda text: print(text, flush=True))
+    if ranks.is_first:
+        (folder / RESULT).write_text(json.dumps(found), encoding="utf-8")
+    leave()
 
 
-def measure_optimizer(bench: Bench) -> Points:
-    """Measure `torch.optim.AdamW(fused=True)` over one flat fp32 shard: (bytes moved, seconds)."""
-    out = []
-    for numel in bench.sizes.optimizer_numels:
-        shard = nn.Parameter(torch.zeros(numel, device=bench.device))
-        shard.grad = torch.full((numel,), 1e-3, device=bench.device)
-        optimizer = torch.optim.AdamW([shard], lr=1e-4, fused=True)
-        out.append((float(ADAMW_BYTES * numel), bench.seconds(optimizer.step)))
-    return tuple(out)
-
-
-def measure_host_link(bench: Bench) -> HostLink | None:
-    """Measure copies between pinned host memory and this rank's GPU; None without a GPU."""
-    if not has_streams(bench.device):
-        return None
-    nbytes = bench.sizes.copy_bytes[-1]
-    host = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    device = torch.zeros(nbytes, dtype=torch.uint8, device=bench.device)
-    down = bench.seconds(lambda: device.copy_(host, non_blocking=True))
-    up = bench.seconds(lambda: host.copy_(device, non_blocking=True))
-    return HostLink(to_device=nbytes / down, to_host=nbytes / up)
+if __name__ == "__main__":
+    end_with_parent()
+    quiet_third_parties()
+    main(Path(sys.argv[1]), sys.argv[2])

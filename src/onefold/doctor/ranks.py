@@ -1,34 +1,21 @@
-"""Start ranks on this machine with torchrun's agent, in the process of the command, and run a
-calibration with ranks. No process and no file is left, whatever happens.
-
-Each rank of a calibration is `python -m onefold.doctor.ranks FOLDER`. Rank 0 prints on its standard
-output what is measured next, one line each, and writes the figures into FOLDER.
+"""Start ranks on this machine with torchrun's agent, in the process of the command. No process and no
+file is left, whatever happens.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import signal
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from onefold.processes.host import child_environment
-from onefold.processes.signals import end_with_parent, quiet_third_parties
 from onefold.wording import few
-
-if TYPE_CHECKING:
-    from onefold.doctor.benchmark_blocks import Sizes
-
-JOB, RESULT = "job.json", "result.json"
 
 
 class MeasurementError(RuntimeError):
@@ -114,53 +101,3 @@ def _last_words(folder: Path, rank: int, status: int) -> str:
         how = f"was ended by {signal.Signals(-status).name}"
         how += " (memory may have run out)" if -status == signal.SIGKILL else ""
     return f"rank {rank} {how}: {said.splitlines()[-1] if said else 'it said nothing'}"
-
-
-def measure_with_ranks(
-    sizes: Sizes, threads: Mapping[int, int], device: str, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Start as many ranks as the greatest number in `threads`, and return rank 0's result, {"at":
-    [...], "host_link": ...}.
-
-    Args:
-        threads: {number of ranks at work: threads of one rank on a CPU}.
-        say: called with what is measured next.
-
-    Raises:
-        MeasurementError: a rank failed.
-        Stopped: SIGINT, SIGTERM or SIGHUP arrived.
-    """
-    with tempfile.TemporaryDirectory(prefix="onefold-doctor-", ignore_cleanup_errors=True) as name:
-        job = {"device": device, "threads": dict(threads), "sizes": asdict(sizes)}
-        Path(name, JOB).write_text(json.dumps(job), encoding="utf-8")
-        failed = launch(max(threads), Path(name), "-m", __name__, name, say=say)
-        if failed:
-            hint = " Use fewer --ranks, or --quick." if "SIGKILL" in failed else ""
-            raise MeasurementError(f"the measurement failed: {failed}.{hint}")
-        result: dict[str, Any] = json.loads(Path(name, RESULT).read_text(encoding="utf-8"))
-        return result
-
-
-def main(folder: Path) -> None:
-    """Measure as one rank."""
-    from onefold.doctor.benchmark_blocks import Sizes
-    from onefold.doctor.measure import measure
-    from onefold.doctor.reference_steps import take_steps
-    from onefold.machine.measured import decode
-    from onefold.processes.ranks import join, leave
-
-    job = json.loads((folder / JOB).read_text(encoding="utf-8"))
-    ranks = join(job["device"], 0.0)
-    threads = {int(count): int(number) for count, number in job["threads"].items()}
-    sizes = decode(Sizes, job["sizes"])
-    at, link = measure(sizes, threads, ranks.device, lambda t: print(t, flush=True), take_steps)
-    if ranks.is_first:
-        result = {"at": [asdict(a) for a in at], "host_link": asdict(link) if link else None}
-        (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
-    leave()
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    quiet_third_parties()
-    main(Path(sys.argv[1]))

@@ -71,11 +71,8 @@ from onefold.plan.states import (
     papers_bytes,
 )
 from onefold.plan.times import (
-    DTYPES,
     Prices,
-    Software,
     between,
-    measured_software,
     slowest_of,
     step_seconds,
 )
@@ -219,8 +216,6 @@ class Question:
 
 def on_nccl(machine: Machine) -> bool:
     """Return whether moves are NCCL's operations, on the device."""
-    if machine.measured is not None:
-        return machine.measured.backend != "gloo"
     return not machine.shared
 
 
@@ -523,26 +518,11 @@ def bubble(degrees: Degrees, micro_batches: int) -> float:
     return lost / (degrees.chunks * micro_batches + lost)
 
 
-def pass_seconds(question: Question, scheme: Scheme, activity: Activity) -> tuple[float, Software]:
-    """Return the seconds of the passes of one micro-batch on a rank, and what software reaches."""
-    machine, job, dims = question.machine, question.job, question.model.transformer
-    measured, precision = machine.measured, job.computes
-    # Adapters freeze what the trace has trained: its kernels are more than run
-    kernels = activity.kernels
-    if kernels is not None and abs(kernels.flops - activity.flops) > 0.001 * kernels.flops:
-        kernels = None
-    hidden = dims.hidden if dims else 0
-    soft = measured_software(machine, precision, kernels, hidden)
-    if measured is not None and kernels is not None and measured.knows_passes(DTYPES[precision]):
-        own = measured.pass_seconds(kernels, DTYPES[precision], machine.ranks) / soft.step_share
-    elif measured is not None and hidden:
-        tokens = scheme.micro_batch * job.seq
-        rate = measured.block_rate(hidden, tokens, DTYPES[precision], machine.ranks)
-        own = activity.flops / (rate * soft.step_share)
-    else:
-        rate = machine.matrix_rate(precision) * soft.kernel_share
-        return activity.flops / rate * slowest_of(machine.ranks, soft.straggler), soft
-    return own + question.model.trainable * soft.handed_s, soft
+def pass_seconds(question: Question, activity: Activity) -> float:
+    """Return the seconds of the passes of one micro-batch on a rank."""
+    machine, soft = question.machine, question.machine.software
+    rate = machine.matrix_rate(question.job.computes) * soft.kernel_share
+    return activity.flops / rate * slowest_of(machine.ranks, soft.straggler)
 
 
 def _seconds(
@@ -550,10 +530,10 @@ def _seconds(
 ) -> tuple[dict[str, float], dict[str, float], tuple[str, ...]]:
     """Return (the seconds of a step, those in which tiers are busy, notes on what they assume)."""
     machine, activity = question.machine, kept.activity
-    whole, soft = pass_seconds(question, scheme, activity)
+    whole, soft = pass_seconds(question, activity), machine.software
     each = whole / activity.flops if activity.flops else 0.0
     passes = {at: n * each for at, n in activity.passes.items()}
-    parts, busy = step_seconds(program, Prices(machine, soft, passes))
+    parts, busy = step_seconds(program, Prices(machine, passes))
     out = dict.fromkeys(SECONDS[:-1], 0.0) | parts
     if scheme.degrees is not None and scheme.degrees.pp > 1:
         degrees, accumulation = scheme.degrees, question.micro_batches(scheme)
@@ -568,31 +548,26 @@ def _seconds(
         out["pipeline sends"] = max(0.0, sends) + 2 * (degrees.pp - 1) * soft.hop_seconds
     out = {name: out[name] for name in SECONDS[:-1]} | {k: v for k, v in out.items() if v}
     out["step"] = sum(out.values())
-    return out, busy, _notes(soft, machine)
+    return out, busy, _notes(machine)
 
 
-def _notes(software: Software, machine: Machine) -> tuple[str, ...]:
-    """Return a note about the assumptions on software, or about a calibrated machine's reference
-    steps.
-    """
-    if machine.measured is None:
-        said = (
-            f"seconds assume that a step reaches {software.kernel_share:.0%} of the rate of large"
-            " matrix products"
+def _notes(machine: Machine) -> tuple[str, ...]:
+    """Return a note about the assumptions on software, or on what was measured."""
+    software = machine.software
+    if machine.is_here:
+        return (
+            f"training steps measured on this machine reach {software.kernel_share:.0%} of the rate"
+            " of large matrix products; seconds count that in",
         )
-        if machine.ranks > 1:
-            slower = slowest_of(machine.ranks, software.straggler) - 1
-            said += (
-                f" and {software.link_share:.0%} of the links' nominal rates, and loses with the number"
-                f" of ranks: {1e6 * software.hop_seconds:.0f} µs for each hop of a ring, and {slower:.1%}"
-                f" waiting for the slowest of {machine.ranks:,}"
-            )
-        return (said,)
-    if software.handed_s == 0:
-        return ()
-    moves = f" and {software.move_share:.0%} of that of moves" if machine.ranks > 1 else ""
-    return (
-        f"training steps measured on this machine reach {software.step_share:.0%} of the speed of"
-        f" passes alone{moves}, and take {1e9 * software.handed_s:.1f} ns for each gradient and"
-        " micro-batch; seconds count that in",
+    said = (
+        f"seconds assume that a step reaches {software.kernel_share:.0%} of the rate of large"
+        " matrix products"
     )
+    if machine.ranks > 1:
+        slower = slowest_of(machine.ranks, software.straggler) - 1
+        said += (
+            f" and {software.link_share:.0%} of the links' nominal rates, and loses with the number"
+            f" of ranks: {1e6 * software.hop_seconds:.0f} µs for each hop of a ring, and {slower:.1%}"
+            f" waiting for the slowest of {machine.ranks:,}"
+        )
+    return (said,)

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from onefold.machine.kernels import Kernels
 from onefold.offload.activations import NEAR, SLAB, SMALLEST
 from onefold.plan.degrees import ALONE, Degrees
 from onefold.plan.formulas import MicroBatchBytes, transformer_flops_per_token
@@ -62,7 +61,6 @@ class Activity:
     passes: Mapping[tuple[str, str], float]
     source: str
     notes: tuple[str, ...] = ()
-    kernels: Kernels | None = None
     movable: Mapping[str, int] = field(default_factory=dict)
     largest: Mapping[str, int] = field(default_factory=dict)
 
@@ -83,7 +81,6 @@ class Activity:
             dict(passes),
             source="traced",
             notes=trace.notes,
-            kernels=trace.kernels,
             movable={u.name: u.movable for u in trace.units if u.movable},
             largest={u.name: u.largest for u in trace.units if u.movable},
         )

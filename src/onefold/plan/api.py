@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.device import available, default_device, device_count, free_memory, with_index
-from onefold.machine.calibration import Calibration, CalibrationError
+from onefold.machine.calibration import Calibration
 from onefold.memory import free_host_memory
 from onefold.plan import hardware
 from onefold.plan.account import Candidate
@@ -68,12 +68,14 @@ def machine_here(ranks: int, local_ranks: int, free: int, device: str, beside: B
     `onefold doctor --calibrate` measures its speeds. Without them a plan has bytes and no seconds.
     """
     try:
-        calibration = Calibration.load()
-        found = hardware.calibrated(calibration, ranks)
-        measured = calibration.device == device and ranks == local_ranks
-    except (CalibrationError, ValueError, OSError):
-        measured = False
-    if not measured:
+        found = hardware.calibrated(Calibration.load())
+    except ValueError:
+        found = None
+    if (
+        found is None
+        or (found.ranks, found.shared) != (ranks, device == "cpu")
+        or ranks != local_ranks
+    ):
         return _unmeasured(ranks, local_ranks, free, device, beside)
     host = replace(found.host, memory=beside.host, nvme=beside.disk)
     return replace(found, gpu=replace(found.gpu, capacity=free), host=host)
@@ -85,7 +87,7 @@ def _unmeasured(ranks: int, local_ranks: int, free: int, device: str, beside: Be
     between = known.link("100g") if ranks > local_ranks else None
     gpu = Gpu("here", "this machine", free, {"fp32": 1e12}, 1.0, 1e10, 1e9, 1e9)
     host = replace(known.hosts["default"], memory=beside.host, nvme=beside.disk)
-    return Machine(gpu, ranks, local_ranks, between, host, shared=device == "cpu")
+    return Machine(gpu, ranks, local_ranks, between, host, shared=device == "cpu", is_timed=False)
 
 
 def plan_here(

@@ -15,7 +15,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -82,6 +82,29 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Software:
+    """What software reaches of the hardware's rates. A plan uses the defaults for a machine that
+    was not measured.
+
+    Attributes:
+        kernel_share: what a whole transformer reaches of the rate of large products; norms, softmax
+            and small products take the rest. Fitted, like hop_seconds, to the Azure report (see
+            `benchmarks.validation.systems`); on a calibrated machine measured in training steps.
+        link_share: what a collective of large messages reaches of the nominal link. An assumption;
+            published runs reach 0.17 to 1.
+        hop_seconds: one step of a ring, from one rank to the next. A collective over N ranks takes
+            N−1 of them: this term grows with N.
+        straggler: the spread of the ranks' speeds, an assumption. The slowest of N normally
+            distributed ranks is sqrt(2 ln N) deviations behind the mean.
+    """
+
+    kernel_share: float = 0.77
+    link_share: float = 0.8
+    hop_seconds: float = 7e-6
+    straggler: float = 0.01
+
+
+@dataclass(frozen=True)
 class Machine:
     """The machine that a plan is for.
 
@@ -92,8 +115,10 @@ class Machine:
         host: a node's host.
         contention: the share of a second that computing loses to each hidden second of
             communication (0: separate engines; 1: the same cores).
-        measured: a calibration that replaces the table's figures for communication.
+        software: what software reaches of these rates.
         shared: the device is a CPU: its memory is the host's, and copies stay within memory.
+        is_timed: its speeds are known, from the table or measured.
+        disk: a folder on the disk that was measured, "" for none.
     """
 
     gpu: Gpu
@@ -101,9 +126,11 @@ class Machine:
     per_node: int
     between: Link | None
     host: Host
+    software: Software = Software()
     contention: float = 0.0
-    measured: Calibration | None = field(default=None, compare=False)
     shared: bool = False
+    is_timed: bool = True
+    disk: str = ""
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.per_node < 1:
@@ -141,11 +168,6 @@ class Machine:
     def is_here(self) -> bool:
         """It is this machine, not one of the table."""
         return self.gpu.name == "here"
-
-    @property
-    def is_timed(self) -> bool:
-        """Its speeds are known, from the table or measured."""
-        return self.measured is not None or not self.is_here
 
     @property
     def capacity(self) -> int:
@@ -277,7 +299,8 @@ def _read(kind: str, name: str, values: Any, old: Any) -> Any:
 
 
 def _merge(base: Catalogue, values: Mapping[str, Any]) -> Catalogue:
-    _check_keys(values, tuple(_KINDS), "the file")
+    # A calibration is such a file, with a table more
+    _check_keys(values, (*_KINDS, "measured"), "the file")
     found: dict[str, dict[str, Any]] = {
         "gpu": dict(base.gpus),
         "link": dict(base.links),
@@ -338,35 +361,13 @@ def machine(
     return catalogue(file).machine(gpus, per_node, gpu, link)
 
 
-def calibrated(calibration: Calibration, ranks: int) -> Machine:
-    """Return this machine as `onefold doctor --calibrate` measured it, with `ranks` ranks at work
-    on one node. On a CPU each rank has its share of the one memory. Raises CalibrationError: fewer
-    or more ranks than were measured.
+def calibrated(found: Calibration) -> Machine:
+    """Return this machine as `onefold doctor --calibrate` measured it, all of its ranks on one node.
+    Raises ValueError for a row that lacks a key or has a wrong one.
     """
-    rates = {
-        p: calibration.peak_rate(d, ranks)
-        for p, d in (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"))
-        if d in calibration.dtypes
-    }
-    cpu, default = calibration.device == "cpu", builtin().hosts["default"]
-    host_link, disk = calibration.host_link, calibration.disk
-    to_host = min(host_link.to_device, host_link.to_host) if host_link else float("inf")
-    found = Gpu(
-        "here",
-        calibration.device_name,
-        calibration.device_bytes // (ranks if cpu else 1),
-        rates,
-        attainable=1.0,
-        memory_bandwidth=calibration.copy_rate(ranks),
-        link=calibration.fit("all-gather", ranks).bytes_per_s if ranks > 1 else float("inf"),
-        host_link=to_host,
-    )
-    host = replace(
-        default,
-        memory=calibration.host_bytes,
-        link_bandwidth=to_host * ranks,
-        nvme_bandwidth=disk.read if disk else default.nvme_bandwidth,
-        nvme_write=disk.write if disk else 0.0,
-    )
-    contention = 1 - calibration.hidden(ranks)
-    return Machine(found, ranks, ranks, None, host, contention, calibration, cpu)
+    table = _merge(builtin(), {"gpu": {"here": found.gpu}, "host": {"default": found.host}})
+    software = Software(found.kernel_share, 1.0, found.hop_seconds, 0.0)
+    return Machine(
+        table.gpu("here"), found.ranks, found.ranks, None, table.hosts["default"], software, found.contention,
+        found.device == "cpu", disk=found.disk,
+    )  # fmt: skip

@@ -95,14 +95,12 @@ class Plan:
         recipe = self.recommended.scheme.recipe(self.job)
         if not recipe.on_disk or SOMEWHERE not in recipe.nvme:
             return recipe
-        measured = self.machine.measured
-        disk = measured.disk if measured is not None else None
-        if disk is None:
+        if not self.machine.disk:
             raise ValueError(
                 f"the plan is {self.recommended.scheme}, and no folder for it is known: give"
                 f" nvme='/path/on/the/disk'."
             )
-        return recipe.replace(nvme=(disk.folder,))
+        return recipe.replace(nvme=(self.machine.disk,))
 
     def __repr__(self) -> str:
         scheme = self.recommended.scheme if self.recommended else None
@@ -279,8 +277,12 @@ def _otherwise_added(question: Question, best: Candidate) -> Candidate | None:
     """
     machine, job, recipe = question.machine, question.job, best.scheme.recipe(question.job)
     # Calibrations measure ordered sums only
-    unknown = machine.is_here or machine.measured is not None
-    if machine.ranks == 1 or unknown or not on_nccl(machine) or recipe.gradients.codec is not None:
+    if (
+        machine.ranks == 1
+        or machine.is_here
+        or not on_nccl(machine)
+        or recipe.gradients.codec is not None
+    ):
         return None
     other = "native" if recipe.reduce != "native" else "ordered"
     options = tuple((k, v) for k, v in job.options if k != "reduce")
@@ -297,7 +299,7 @@ def _last_asked(candidates: tuple[Candidate, ...], stages: tuple[int, ...]) -> C
 
 
 def _refuse(job: Job, machine: Machine) -> None:
-    if machine.measured is not None:
+    if machine.is_here and machine.is_timed:
         raise ValueError(
             "--here measured moves among all ranks, none along an axis: give --gpus and --gpu instead."
         )

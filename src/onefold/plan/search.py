@@ -427,7 +427,7 @@ def least(question: Question, scheme: Scheme) -> tuple[float, float]:
     seconds = nbytes = 0.0
     for stage in unlike(stages_of(question.model, degrees)):
         activity = question.activity(scheme, stage)
-        seconds = max(seconds, pass_seconds(question, scheme, activity)[0])
+        seconds = max(seconds, pass_seconds(question, activity))
         held: float = max(slot.peak for slot in activity.slots)
         for divided, numel in _held(stage, degrees).items():
             ranks = len(holding(degrees, divided))
@@ -557,8 +557,7 @@ def _more_ranks(machine: Machine) -> Iterator[int]:
 
 def _on(machine: Machine, ranks: int) -> Machine:
     between = machine.between or builtin().link("8x200g")
-    measured = machine.measured if ranks == machine.ranks else None
-    return replace(machine, ranks=ranks, between=between, measured=measured)
+    return replace(machine, ranks=ranks, between=between)
 
 
 def _gib(nbytes: float) -> str:

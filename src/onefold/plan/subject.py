@@ -209,11 +209,9 @@ def _traced(
     shape = model_shape(module, job.units, seq=job.seq)
     shape = with_lora(shape, job.lora_rank) if job.lora_rank else shape
     make = batch or tokens(module, job.seq)
-    measured_on = machine.measured.device if machine.measured is not None else "cpu"
-    on_cpu = measured_on == "cpu" and machine.is_here
     options: dict[str, Any] = {
         "precision": job.precision,
-        "device": "cpu" if on_cpu else "cuda",
+        "device": "cpu" if machine.shared else "cuda",
         "loss": loss,
         "units": job.units,
     }

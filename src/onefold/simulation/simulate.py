@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from onefold.comm import OWNERS, STEP_MOVES
-from onefold.machine.kernels import values_in
+from onefold.machine.flops import values_in
 from onefold.memory import nbytes_of
 from onefold.offload import in_backward
 from onefold.offload.nvme import stores_from

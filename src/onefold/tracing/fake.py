@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from onefold.machine.kernels import values_in
+from onefold.machine.flops import values_in
 from onefold.tracing.cuda_kernels import STAND_INS
 
 #: Integer tensors above this many elements (a whole attention mask) are not computed.

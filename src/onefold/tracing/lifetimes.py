@@ -35,7 +35,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from onefold.machine.kernels import Kernels, flop_formulas, kernels_of
+from onefold.machine.flops import flop_formulas
 from onefold.offload.activations import SMALLEST
 
 _aten = torch.ops.aten
@@ -53,8 +53,6 @@ class Entry:
     - "arrive": `key` is the complete gradient of parameter `name`.
     - "run": unit `name` begins to run in `phase`.
     - "flops": `nbytes` is a number of FLOPs.
-    - "product": `key` matrix products read and write `nbytes`.
-    - "other": another operation reads and writes `nbytes`.
     - "turn", "over": the forward pass ends, the backward pass ends.
     """
 
@@ -153,23 +151,13 @@ class Watch(TorchDispatchMode):
             self._follow_backward()
         donor = self._donor(func, args)
         out = self._call(func, args, kwargs)
-        self._note(kernels_of(func, args, kwargs, out, self._flops))
+        if (formula := self._flops.get(func.overloadpacket)) is not None:
+            flops = int(formula(*args, **kwargs, out_val=out))
+            self.log.entries.append(Entry("flops", nbytes=flops))
         for t in tree_iter(out):
             if isinstance(t, torch.Tensor):
                 self.key(t, donor)
         return out
-
-    def _note(self, done: Kernels | None) -> None:
-        """Log the work of an operation."""
-        if done is None:
-            return
-        if done.products:
-            self.log.entries += [
-                Entry("flops", nbytes=done.flops),
-                Entry("product", done.products, done.product_bytes),
-            ]
-        else:
-            self.log.entries.append(Entry("other", nbytes=done.other_bytes))
 
     def _donor(self, func: Any, args: Any) -> int:
         """Return the storage that a sum of gradients would reuse, else -1. See [Note: sums in
@@ -249,7 +237,7 @@ class Span:
         begin, end: bytes in memory at the beginning and the end, without parameters and buffers.
         peak: the most such bytes in between. `gradients` of them are parameters' gradients that
             nobody has taken yet, `logits` are tensors over the vocabulary.
-        kernels: the kernels that run in it.
+        flops: of its matrix products.
         arrives: the parameter whose gradient is complete at the end; "" if the span ends because
             another unit runs. `end` counts that gradient, the next span's `begin` does not.
     """
@@ -261,13 +249,8 @@ class Span:
     peak: int
     gradients: int
     logits: int
-    kernels: Kernels
+    flops: int
     arrives: str = ""
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of its matrix products."""
-        return self.kernels.flops
 
 
 @dataclass(frozen=True)
@@ -298,11 +281,11 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
     largest: dict[str, int] = {}
     saved_keys: set[int] = set()
     now = now_gradients = now_logits = turn = 0
-    ran = [0, 0, 0, 0, 0]
+    flops = 0
     unit, phase, begin, peak = log.root, "forward", 0, (0, 0, 0)
 
     def cut(arrives: str = "") -> None:
-        spans.append(Span(unit, phase, begin, now, *peak, Kernels(*ran), arrives))
+        spans.append(Span(unit, phase, begin, now, *peak, flops, arrives))
 
     arrived = -1
     for at, e in enumerate(entries):
@@ -324,11 +307,7 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
             movable[e.name] = movable.get(e.name, 0) + size
             largest[e.name] = max(largest.get(e.name, 0), size)
         elif e.what == "flops":
-            ran[0] += nbytes[at]
-        elif e.what == "product":
-            ran[1], ran[2] = ran[1] + e.key, ran[2] + nbytes[at]
-        elif e.what == "other":
-            ran[3], ran[4] = ran[3] + 1, ran[4] + nbytes[at]
+            flops += nbytes[at]
         elif e.what == "turn":
             turn = now
         elif e.what == "over":
@@ -338,7 +317,7 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
                 cut(e.name if e.what == "arrive" else "")
             if e.what == "run":
                 unit, phase = e.name, e.phase
-            begin, peak, ran = now, (now, now_gradients, now_logits), [0, 0, 0, 0, 0]
+            begin, peak, flops = now, (now, now_gradients, now_logits), 0
         arrived = e.key if e.what == "arrive" else -1
     cut()
     logits = sum(size_of[k] for k in saved_keys & wide)

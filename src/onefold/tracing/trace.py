@@ -33,7 +33,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from onefold.machine.kernels import Kernels
 from onefold.runtime.units import find_units
 from onefold.tracing.calling import backward, call, loss_of, training, vocabulary_of
 from onefold.tracing.cuda_kernels import CudaKernels
@@ -108,11 +107,6 @@ class ActivationTrace:
     @property
     def peak_span(self) -> Span:
         return max(self.spans, key=lambda s: s.peak)
-
-    @property
-    def kernels(self) -> Kernels:
-        """The kernels of the whole step."""
-        return sum((s.kernels for s in self.spans), Kernels())
 
     @property
     def forward_flops(self) -> int:

@@ -162,7 +162,7 @@ def _planned(model: nn.Module, asked: Asked) -> Choice:
         chosen.usable,
         account,
         transformer_flops_per_token(found.model.active_numel, found.model.transformer, job.seq),
-        machine.peak(job.precision or "fp32") if machine.measured is not None else None,
+        machine.peak(job.precision or "fp32") if machine.is_timed else None,
         (*notes, *found.assumptions),
     )
 
