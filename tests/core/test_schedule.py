@@ -150,6 +150,11 @@ def test_a_limit_that_is_none_and_a_context_inside_itself_are_refused() -> None:
         onefold.keep_gathered(model, "1GB"),
     ):
         pass
+    onefold.parallel.unshard(model)
+    with pytest.raises(RuntimeError, match="inside onefold"), onefold.keep_gathered(model):
+        pass
+    assert kept(model) == 4 * sum(numel for _, numel in looks.units(model))
+    onefold.parallel.reshard(model)
     for stage in (0, 1, 2):  # nothing is gathered for a pass there
         with onefold.keep_gathered(other := sharded(stage), "1KB"):
             evaluate(other)

@@ -5,6 +5,7 @@ memory, outside the global tensor. The models of this file look at their own wei
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +25,11 @@ from axes_models import (
 )  # fmt: skip
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import onefold
+import standin
 from on_ranks import on_ranks, slow
 from reference import NEAR, differences
 from zoo import features_of
@@ -176,6 +178,28 @@ def test_state_dicts_and_contexts_know_the_global_tensors(stage: int) -> None:
         onefold.unshard(model)
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("away", [0, 1, 3])
+def test_parts_on_the_meta_device_beside_others_with_values(away: int) -> None:
+    """Rank 1 has another part than rank 0; rank 3 the same as rank 1, which is asked for it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = torch.arange(12.0).view(4, 3)
+    weight = distribute_tensor(whole, mesh["tp"], [Shard(0)])
+    if dist.get_rank() == away:
+        weight = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh["tp"], [Shard(0)])
+    layer = nn.Linear(3, 4, bias=False)
+    layer.weight = nn.Parameter(weight)
+
+    def model() -> Any:
+        return onefold.shard(layer, onefold.Recipe.zero(3), mesh=mesh, data="dp")
+
+    if away == 3:
+        assert not (state := onefold.full_state_dict(model())) or state["weight"].equal(whole)
+        return
+    with pytest.raises(ValueError, match="'weight' is on the meta device on some ranks"):
+        model()
+
+
 # -- packed weights --------------------------------------------------------------------------------
 
 
@@ -197,13 +221,10 @@ class Packed(nn.Module):
         return (gate.sigmoid() * up).square().sum()
 
 
-@on_ranks(4)
-@pytest.mark.parametrize(
-    ("stage", "shape", "meta"), [(3, (8, 6), False), (1, (3, 12, 6), False), (0, (8, 6), True)]
-)
-def test_packed_weights_train_as_in_one_process(
-    stage: int, shape: tuple[int, ...], meta: bool
+def trains_as_in_one_process(
+    stage: int, shape: tuple[int, ...], meta: bool, whole: Callable[[Any], Any]
 ) -> None:
+    """`whole`: the global tensors that this rank sees of the model."""
     mesh, plain = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), Packed(shape)
     with torch.device("meta" if meta else "cpu"):
         model: Any = Packed(shape, mesh["tp"])
@@ -214,7 +235,7 @@ def test_packed_weights_train_as_in_one_process(
 
     recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
     model = onefold.shard(model, recipe, mesh=mesh, data="dp", init=init if meta else None)
-    assert torch.equal(model.weight.onefold.gather(), plain.weight)
+    assert all(torch.equal(t, plain.weight) for t in whole(model))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
     for step in range(2):
         if step:  # whole states are the same again after they were loaded
@@ -227,7 +248,33 @@ def test_packed_weights_train_as_in_one_process(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    torch.testing.assert_close(model.weight.onefold.gather(), plain.weight.detach())
+    for t in whole(model):
+        torch.testing.assert_close(t, plain.weight.detach())
+
+
+PACKED = [(3, (8, 6), False), (1, (3, 12, 6), False), (0, (8, 6), True)]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("stage", "shape", "meta"), PACKED)
+def test_packed_weights_train_as_in_one_process(
+    stage: int, shape: tuple[int, ...], meta: bool
+) -> None:
+    trains_as_in_one_process(stage, shape, meta, lambda model: [model.weight.onefold.gather()])
+
+
+@on_ranks(4, fresh=True)
+def test_parts_move_where_an_exchange_is_one_operation_of_all_ranks(folder: Path) -> None:
+    """As on NCCL, which has no messages between two ranks alone."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    standin.register()
+    store = dist.FileStore(str(folder / "again"), 4)
+    dist.init_process_group("cpu:standin", store=store, rank=rank, world_size=4)
+    for case in PACKED:
+        trains_as_in_one_process(*case, lambda model: onefold.full_state_dict(model).values())
+    assert standin.launched["all_to_all"] > 0
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ class Box:
         local_shape, numel: of what this rank holds. largest: elements of the largest part that any
             rank holds.
         came_partial: of the last gradient, ranks that hold the same had parts.
+        on_meta: when `shard()` was called it had no value; rank 0 makes one for the global tensor.
     """
 
     def __init__(self, kind: BoxKind, param: Any) -> None:
@@ -105,7 +106,7 @@ class Box:
             pieces = self.packed.get(dim)
             self.unfolded += [size] if pieces is None else [pieces, size // pieces]
         self.largest = self._region([0] * kind.mesh.ndim).numel  # the first ranks have it
-        self.came_partial = self.settled = False
+        self.came_partial = self.settled = self.on_meta = False
 
     @property
     def divided(self) -> bool:
@@ -144,6 +145,10 @@ class Box:
         kind = self.kind
         at = kind.mesh.get_coordinate() if rank is None else kind.coordinates[rank]
         return whole.view(self.unfolded)[self._region(at).slices]
+
+    def parts(self, whole: torch.Tensor, ranks: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Return the parts of a global tensor, each by the place of its first holder in `ranks`."""
+        return {at: self.part(whole, ranks[at]) for at in self.firsts(ranks)}
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the global tensor, from each rank's box of it. Collective over the box's own mesh,

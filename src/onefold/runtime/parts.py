@@ -219,6 +219,24 @@ def to_first(engine: Engine, parts: HeldParts, item: StateItem) -> torch.Tensor 
     """Return the item whole in rank 0's host memory; None on other ranks. Collective. If rank 0
     holds all elements (stage 0, one rank), nothing is sent.
     """
+    whole, box, group = _to_first_holder(engine, parts, item), item.box, engine.group
+    if box is None:
+        return whole
+    every, places = None, dict[int, torch.Tensor]()
+    if group.rank == 0:
+        assert whole is not None
+        every = torch.zeros(item.shape, dtype=item.dtype, device="cpu")
+        places = box.parts(every, group.ranks)
+        own = places.pop(0)
+        own.copy_(whole.view(own.shape))
+        whole = None
+    # On every rank, if only to send nothing: on NCCL an exchange is an operation of all ranks
+    _collect(engine, group, item, places, whole)
+    return every
+
+
+def _to_first_holder(engine: Engine, parts: HeldParts, item: StateItem) -> torch.Tensor | None:
+    """Do the same among the holders, whose first gets their box of the item."""
     entry, group = item.entry, item.entry.flat.group
     here, first = item.part(parts.held(entry, 0)), group.rank == 0
     whole = own_whole(parts, item) if first else None
@@ -236,19 +254,7 @@ def to_first(engine: Engine, parts: HeldParts, item: StateItem) -> torch.Tensor 
             else:
                 mine = parts.read(item, a, b)
         _collect(engine, group, item, places, mine)
-    if item.box is None or whole is None:
-        return whole
-    ranks = engine.group.ranks
-    if engine.group.rank:
-        _collect(engine, engine.group, item, {}, whole)
-        return None
-    # One exchange for all: messages of one rank to several others are counted together
-    every = torch.zeros(item.shape, dtype=item.dtype, device="cpu")
-    places = {p: item.box.part(every, ranks[p]) for p in item.box.firsts(ranks)}
-    own = places.pop(0)
-    own.copy_(whole.view(own.shape))
-    _collect(engine, engine.group, item, places, None)
-    return every
+    return whole
 
 
 def own_whole(parts: HeldParts, item: StateItem) -> torch.Tensor:
@@ -269,14 +275,16 @@ def from_first(
     ranks. Collective.
     """
     box, group = item.box, engine.group
-    if box is not None and group.rank == 0:
-        assert whole is not None
-        whole = whole.reshape(item.shape)
-        places = {p: box.part(whole, group.ranks[p]) for p in box.firsts(group.ranks)}
-        whole = places.pop(0)
-        _deal(engine, group, item, places, 0)
-    elif box is not None and item.entry.flat.group.rank == 0:
-        whole = _deal(engine, group, item, {}, box.numel)
+    if box is not None:
+        places, numel = dict[int, torch.Tensor](), 0
+        if group.rank == 0:
+            assert whole is not None
+            places = box.parts(whole.reshape(item.shape), group.ranks)
+            whole = places.pop(0)
+        elif item.entry.flat.group.rank == 0:
+            numel = box.numel
+        came = _deal(engine, group, item, places, numel)
+        whole = came if group.rank else whole
     within_holders(engine, parts, item, whole)
 
 

@@ -221,8 +221,8 @@ def compare_ranks(
     }
     digests = {k: hashlib.sha256(repr(v).encode()).hexdigest() for k, v in compared.items()}
     boxes = [e for e in engine.entries if e.box is not None and e.box.divided]
-    missing = [e.name for e in boxes if e.flat.rank == 0 and e.param.is_meta]
-    said = tell_all(engine, "shard()", (digests, has_meta(module), missing))
+    meta = {e.name: e.param.is_meta for e in boxes if e.flat.rank == 0}
+    said = tell_all(engine, "shard()", (digests, has_meta(module), meta))
     ranks = sorted(engine.group.ranks)
     for name in compared:
         others = [
@@ -237,13 +237,16 @@ def compare_ranks(
                 " 0's are taken)."
             )
     on_meta: bool = said[0][1]
-    left = [name for *_, names in said for name in names]
-    if left and not on_meta:
+    here = said[0][2]  # rank 0 is the first holder of a part of each
+    if apart := [name for *_, there in said for name in there if there[name] != here[name]]:
         raise ValueError(
-            f"rank 0's model has values, and DTensors of another rank are on the meta device"
-            f" ({left[0]!r}): rank 0 has only its own part of them. Build the model on the meta"
-            " device on every rank, or on none."
+            f"the DTensor {apart[0]!r} is on the meta device on some ranks and has values on others,"
+            " which have only their own parts of them. Build the model on the meta device on every"
+            " rank, or on none."
         )
+    for entry in boxes:
+        assert entry.box is not None
+        entry.box.on_meta = here[entry.name]
     return on_meta
 
 

@@ -286,8 +286,8 @@ def _fill(engine: Engine, flat: Flat, incoming: Collection[str], master: torch.T
                 engine.uninitialized.encoded.add(item.name)
             else:
                 fill_blank(source)
-        # A global tensor on rank 0, as `materialize` makes them; or each holder's own part
-        move = within_holders if is_dtensor(source) else from_first
+        # A global tensor on rank 0, as `materialize` makes them; or each first holder's own part
+        move = from_first if item.box is None or item.box.on_meta else within_holders
         move(engine, parts, item, None if source is None else local_of(source.detach()))
 
 
@@ -458,10 +458,10 @@ def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator
         raise RuntimeError(
             "keep_gathered was entered inside a pass of the model; enter it outside."
         )
-    if gather.kept and not gather.holding:
+    if gather.kept:
+        outer = "onefold.parallel.unshard" if gather.holding else "keep_gathered"
         raise RuntimeError(
-            "keep_gathered was entered inside keep_gathered of the same model; leave the outer one"
-            " first."
+            f"keep_gathered was entered inside {outer} of the same model; leave that first."
         )
     gather.keep(fitting(engine, left), holding=False)
     try:
