@@ -492,8 +492,8 @@ FAULTS = [
         "scripts",
         "under no_sync stage 0 reduces the gradients of every micro-batch",
         "runtime/engine.py",
-        "before, self.progress.synced = self.progress.synced, False",
-        "before, self.progress.synced = self.progress.synced, True",
+        "before, self.synced = self.synced, False",
+        "before, self.synced = self.synced, True",
         [row("accumulation: 0 on 2, 3 micro-batches, clipped to 0.5")],
     ),
     # -- stores ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from onefold.optim import (
 from onefold.optim.states import met
 from onefold.recipe import Recipe
 from onefold.recipe.rows import NATIVE
-from onefold.runtime.engine import Engine
+from onefold.runtime.engine import Activations, Engine
 from onefold.runtime.flat import Entry, Flat, declare
 from onefold.runtime.gather_paths import Gather
 from onefold.runtime.hooks import engine_of, engines, guard, install
@@ -33,7 +33,6 @@ from onefold.runtime.hops import Hop, Native, Pairwise, Rows
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
 from onefold.runtime.parts import whole_masters
-from onefold.runtime.progress import Activations
 from onefold.runtime.state.checks import (
     compare_copies,
     compare_ranks,
@@ -314,7 +313,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 class Capabilities:
-    """The makers of an engine's parts, see runtime/progress.py. Parts outside the core are imported
+    """The makers of an engine's parts, see runtime/engine.py. Parts outside the core are imported
     when a recipe first needs them.
     """
 

@@ -70,7 +70,7 @@ class Background:
         self._error = error
         engine = self._engine()
         if engine is not None:
-            engine.progress.failure = engine.progress.last_failure = error
+            engine.failure = engine.last_failure = error
 
     @property
     def stall_s(self) -> float:
@@ -95,8 +95,8 @@ class Background:
             raise TimeoutError(f"{self.path} is still being worked on after {timeout:g} s.")
         error, engine = self._error, self._engine()
         if error is not None:
-            if engine is not None and engine.progress.failure is error:
-                engine.progress.failure = None
+            if engine is not None and engine.failure is error:
+                engine.failure = None
             raise error
         return self.path
 

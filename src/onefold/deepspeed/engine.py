@@ -375,13 +375,13 @@ class DeepSpeedEngine(nn.Module):
         self._refuse_unmanaged("coalesce_grad_reduction()")
         runtime, boundary = onefold.engine_of(self.module), self._is_gradient_accumulation_boundary
         with self._holding("coalesce_grad_reduction"):
-            runtime.progress.holds_whole = True
+            runtime.holds_whole = True
             try:
                 yield
                 self._held, self._is_gradient_accumulation_boundary = "", True
                 runtime.reduce_pending()
             finally:
-                runtime.progress.holds_whole = False
+                runtime.holds_whole = False
                 self._is_gradient_accumulation_boundary = boundary
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ a loss's `backward()`.
 | `torch.autograd.grad(loss, ...)`           | returned as they are                                     |
 
 All of it is decided once a backward pass, at its beginning. The core tells when that is
-(runtime/progress.py). On one process parameters may be plain, and the core hooks nothing: then
+(runtime/engine.py). On one process parameters may be plain, and the core hooks nothing: then
 hooks on the parameters tell.
 """
 
@@ -64,11 +64,11 @@ class Passes:
         # Plain parameters whose gradients are hooked, by id, and the pass that the hooks are in
         self._hooked: dict[int, weakref.ref[nn.Parameter]] = {}
         self._open, self._factor = False, 1.0
-        progress = onefold.engine_of(engine.module).progress
-        if isinstance(progress.follower, Passes):
-            progress.follower.close()
-        progress.follower = self
-        if onefold.engine_of(engine.module).unsharded:
+        core = onefold.engine_of(engine.module)
+        if isinstance(core.follower, Passes):
+            core.follower.close()
+        core.follower = self
+        if core.unsharded:
             self._hook(engine.module)
 
     def close(self) -> None:
@@ -78,12 +78,12 @@ class Passes:
         self._handles.clear()
         engine = self._engine()
         if engine is not None:
-            progress = onefold.engine_of(engine.module).progress
-            if progress.follower is self:
-                progress.follower = None
+            core = onefold.engine_of(engine.module)
+            if core.follower is self:
+                core.follower = None
         self._engine = lambda: None
 
-    # -- what the core asks (runtime/progress.py) ---------------------------------------------------
+    # -- what the core asks (runtime/engine.py) ---------------------------------------------------
 
     @property
     def synchronizes(self) -> bool:

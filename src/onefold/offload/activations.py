@@ -50,7 +50,7 @@ from onefold.device import CopyStream, capturing, with_index
 from onefold.device.pinned import HUGE_PAGE
 from onefold.memory import LARGE, MemoryLedger, empty, storage_of
 from onefold.runtime.differentiate import keep_from_compiler, keep_hooks_from_compiler
-from onefold.runtime.progress import Activations
+from onefold.runtime.engine import Activations
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine

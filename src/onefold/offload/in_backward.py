@@ -36,6 +36,7 @@ from onefold.offload.step import HALF, drop_stepped_gradients, step_flat
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.parameters.values import count_writes
 from onefold.runtime.unit import Unit
 
 #: If so many units are queued or being stepped, the backward pass waits. See [Note: gradients held
@@ -102,7 +103,7 @@ class InBackwardStepper:
             return False
         return (
             engine is not None
-            and engine.progress.sync
+            and engine.sync
             and all(self._owner(e) is not None for e in flat.entries if e.active)
         )
 
@@ -161,7 +162,7 @@ class InBackwardStepper:
             arrived: the gradients are in host memory. Those of later units may be on their way.
         """
         engine = self._engine()
-        if engine is None or engine.progress.failure is not None:
+        if engine is None or engine.failure is not None:
             return
         try:
             # Torch function is disabled in this thread only. The main thread still sees parameters
@@ -182,7 +183,7 @@ class InBackwardStepper:
                     step_flat(optimizer, engine, flat, mine)
                 drop_stepped_gradients(engine, flat, flat.entries)
         except Exception as error:
-            engine.progress.failure = engine.progress.failure or error
+            engine.failure = engine.failure or error
             engine.transfers.broken = HALF
 
     def join(self) -> None:
@@ -192,7 +193,7 @@ class InBackwardStepper:
         engine, stepped, self._stepped = self._engine(), self._stepped, []
         if engine is not None and stepped:
             # Count the writes only now: this backward pass still needed the old values
-            engine.write_counters.all_of(stepped)
+            count_writes(engine, stepped)
 
     def close(self) -> None:
         """Wait for the units that were handed over, and end the thread."""

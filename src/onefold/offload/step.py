@@ -37,7 +37,7 @@ from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.parameters.values import Elsewhere, state_place
+from onefold.runtime.parameters.values import Elsewhere, count_writes, state_place
 from onefold.runtime.reduce import unique_bytes
 from onefold.runtime.stepper import Part, groups_of, only, raw_step, step_parts
 from onefold.runtime.storage import state_shape
@@ -61,9 +61,7 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     ready = {id(entry) for entry in entries if entry.param.grad is not None}
     if engine.on_disk:
         _flush(engine)
-        agree_on_failure(
-            engine, engine.progress.failure, "before the step: nothing has been stepped"
-        )
+        agree_on_failure(engine, engine.failure, "before the step: nothing has been stepped")
     error: BaseException | None = None
     groups = groups_of(optimizer)
     try:
@@ -74,7 +72,7 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
                     step_flat(optimizer, engine, flat, mine, groups)
                     if flat.storage.offloaded and engine.recipe.step_in_backward:
                         # As in all later steps. The moments just created need the memory.
-                        engine.write_counters.all_of(mine)
+                        count_writes(engine, mine)
                         drop_stepped_gradients(engine, flat, mine)
             disk = [flat for flat in engine.offloaded_flats if flat.storage.on_disk]
             _Stepping(optimizer, engine, ready).run(disk)
@@ -98,11 +96,11 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
 
 
 def _flush(engine: Engine) -> None:
-    """Wait until gradients are on the disk, and record a failure in `engine.progress.failure`."""
+    """Wait until gradients are on the disk, and record a failure in `engine.failure`."""
     try:
         engine.transfers.flush()
     except TierError as error:
-        engine.progress.failure = engine.progress.failure or error
+        engine.failure = engine.failure or error
 
 
 def step_flat(
@@ -138,7 +136,7 @@ def drop_stepped_gradients(engine: Engine, flat: Flat, entries: Iterable[Entry])
     before = sum(unique_bytes(e.param.grad for e in flat.entries))
     for entry in entries:
         if entry.graded_elsewhere:
-            engine.write_counters.early.add(entry)
+            engine.stepped_early.add(entry)
         entry.param.grad, entry.graded_elsewhere = None, False
     # Gradients for another optimizer may share the memory, so count what is left
     after = sum(unique_bytes(e.param.grad for e in flat.entries))

@@ -53,6 +53,7 @@ from onefold.runtime.flat import Entry
 from onefold.runtime.open_passes import here
 from onefold.runtime.parameters.interval import owner_of
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
+from onefold.runtime.parameters.values import count_step
 from onefold.runtime.stepper import (
     TouchesReal,
     choose_implementation,
@@ -254,8 +255,8 @@ def _begin(
 
 def _written(found: dict[Engine, list[Entry]], elsewhere: list[nn.Parameter]) -> None:
     for engine, entries in found.items():
-        engine.progress.optimizer_seen = True
-        elsewhere += [entry.param for entry in engine.write_counters.stepped(entries)]
+        engine.optimizer_seen = True
+        elsewhere += [entry.param for entry in count_step(engine, entries)]
 
 
 def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
@@ -275,14 +276,14 @@ def _choose(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dict[Engi
     # Unsharded parameters (one rank) carry no mark of their engine, so they are searched for here
     for engine in list(engines):
         asks = any(s.wants_unsharded(optimizer) for s in engine.stepper.apart)
-        waits = engine.progress.failure is not None or engine.copying is not None
+        waits = engine.failure is not None or engine.copying is not None
         if not asks and not (engine.unsharded and waits):
             continue
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [e for e in engine.entries if id(e.param) in params]
         if mine and engine.unsharded and waits:
             engine.about_to_write()
-            if engine.progress.failure is not None:
+            if engine.failure is not None:
                 engine.tell_failure()
         unsharded = [e for e in mine if e.flat.unsharded] if asks else []
         if unsharded:

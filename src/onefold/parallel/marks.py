@@ -48,7 +48,7 @@ class Marks:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._progress, self._group, self._mesh = engine.progress, engine.group, engine.mesh
+        self._engine, self._group, self._mesh = engine, engine.group, engine.mesh
         self._device = engine.device
         self._unknown = {e.number: e for e in engine.entries if e.flat.ranks.copies > 1}
         self._seen: dict[int, torch.Tensor] = {}
@@ -57,7 +57,7 @@ class Marks:
 
     def begin_backward(self) -> None:
         """Open the pass if it is one of a step to look at."""
-        self.open = bool(self._unknown) and self._progress.step_count >= (self._next or 0)
+        self.open = bool(self._unknown) and self._engine.step_count >= (self._next or 0)
 
     def note(self, entry: Entry, grad: torch.Tensor) -> None:
         """Note a gradient that has come, in a pass that is open."""
@@ -91,14 +91,14 @@ class Marks:
         Raises:
             ValueError: on every rank, if a parameter's mark is wrong. It names the parameter.
         """
-        if not self.open or (self._next is not None and self._progress.deferring):
+        if not self.open or (self._next is not None and self._engine.deferring):
             return
-        steps = self._progress.step_count  # with the one that ends here, if it does
+        steps = self._engine.step_count  # with the one that ends here, if it does
         self._next, self.open = max(0, 2 * steps - 1), False
         nothing = self._nothing(self._device)
         mine = torch.stack([self._seen.get(number, nothing) for number in self._unknown])
         self._seen.clear()
-        context = self._progress.context("control", "(marks of parameters)")
+        context = self._engine.context("control", "(marks of parameters)")
         table = self._group.gather_values(mine, context).cpu()
         entries, self._unknown = [*self._unknown.values()], {}
         if self._group.alone:

@@ -65,7 +65,7 @@ def unshard(module: nn.Module) -> None:
     if engine.unsharded:
         engine.gather.holding = True
         return
-    if engine.progress.backward_open:  # a backward pass raised before it came to its end
+    if engine.backward_open:  # a backward pass raised before it came to its end
         engine.passes.reset()
     with disable_torch_function(), torch.no_grad():
         engine.transfers.check()
@@ -104,9 +104,9 @@ def reduce_grad(module: nn.Module, divide_by: float = 1.0) -> None:
     """
     engine = engine_of(module)
     _refuse_inside(engine, "reduce_grad")
-    if not engine.progress.pending:
+    if not engine.pending:
         return
-    if not engine.progress.sync:
+    if not engine.sync:
         raise RuntimeError(
             "onefold.parallel.reduce_grad was called inside onefold.no_sync of the same module, which"
             " keeps gradients from being reduced: call it outside."
@@ -130,17 +130,16 @@ def accumulating(module: nn.Module) -> Iterator[None]:
     `reduce_grad`.
     """
     engine = engine_of(module)
-    progress = engine.progress
-    before, progress.holds_whole = progress.holds_whole, True
+    before, engine.holds_whole = engine.holds_whole, True
     try:
         with engine.unsynced():
             yield
     finally:
-        progress.holds_whole = before
+        engine.holds_whole = before
 
 
 def _refuse_inside(engine: Engine, name: str) -> None:
-    if engine.stack or (engine.progress.backward_open and engine.computing):
+    if engine.stack or (engine.backward_open and engine.computing):
         raise RuntimeError(
             f"onefold.parallel.{name} was called inside a pass of the module; call it between"
             " micro-batches."
@@ -206,7 +205,7 @@ class PipelineStage(pipelining.PipelineStage):
         self._forwards += 1
         if not self.has_backward and self._forwards == len(self.args_recv_info):
             self._release()
-            self._engine.progress.graphs.clear()  # no backward pass comes
+            self._engine.graphs.clear()  # no backward pass comes
         return output
 
     def backward_one_chunk(
@@ -252,8 +251,8 @@ class PipelineStage(pipelining.PipelineStage):
                 if earlier is not None:
                     set_grad(param, earlier if grad is None else earlier.add_(grad))
         self._earlier = None
-        progress = self._engine.progress
-        if not progress.pending:
+        engine = self._engine
+        if not engine.pending:
             return
         if self._divide_by not in (None, factor):
             raise ValueError(
@@ -261,7 +260,7 @@ class PipelineStage(pipelining.PipelineStage):
                 f" micro-batches, and those of this step by {factor}: give all steps of a"
                 " schedule under no_sync the same number, or leave no_sync out."
             )
-        if not progress.sync:
+        if not engine.sync:
             self._divide_by = factor
             return
         self._divide_by = None
@@ -306,7 +305,7 @@ class PipelineStage(pipelining.PipelineStage):
         super()._post_metadata_inference_cleanup()  # frees the graph
         self._release()
         # A first stage has no inputs to differentiate with respect to: its graph was dropped
-        self._engine.progress.graphs.clear()
+        self._engine.graphs.clear()
 
 
 def register_actions(schedule: schedules._PipelineScheduleRuntime) -> None:

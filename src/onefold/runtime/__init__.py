@@ -5,7 +5,7 @@ commands.
 |------------------------------------------------|--------------------------------------------------------|
 | Which blocks are units, and what are they?     | `units`, `unit`, `flat`                                |
 | What do other axes leave of a parameter?       | `boxes`                                                |
-| What happens in a step?                        | `engine`, `hooks`, `passes`, `order`, `progress`       |
+| What happens in a step?                        | `engine`, `hooks`, `passes`, `order`       |
 | How does the whole of a unit come together?    | `gather` (when), `gather_paths` (how)                  |
 | How do gradients become this rank's sums?      | `reduce` (when), `hops` (how)                          |
 | What do ranks tell each other after a pass?    | `agree`                                                |

@@ -49,7 +49,7 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
         StallError: on every rank. The ranks launched different collectives on a native backend, so
             what they received is not what they asked for; or they clipped or stepped differently.
     """
-    group, progress, units = engine.group, engine.progress, engine.units
+    group, units = engine.group, engine.units
     gather, reduce = engine.gather, engine.reduce
     late = {u.index for u in units if u.late}
     gathered = {u.index for u in gather.backward.seen}
@@ -57,7 +57,7 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
     seen = [zlib.crc32(repr([u.index for u in order.seen]).encode()) for order in orders]
     launched, updates = group.launched(), updates_of.together(group.updates)
     fields = (
-        ({0} if progress.failure is not None else set[int](), 1),
+        ({0} if engine.failure is not None else set[int](), 1),
         (reduce.used, len(engine.entries)),
         (late, len(units)),
         (gathered, len(units)),
@@ -65,9 +65,9 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
     checksum = zlib.crc32(updates.encode(), zlib.crc32(launched))
     told = [both(struct.pack("<III", *seen)), both(struct.pack("<I", checksum))]
     told += [_bits(*field) for field in fields]
-    context = CollectiveContext("control", "(end of backward)", progress.step_count, "backward")
+    context = CollectiveContext("control", "(end of backward)", engine.step_count, "backward")
     anywhere = io.BytesIO(group.any_of(b"".join(told), context))
-    group.shared.heard = progress.step_count
+    group.shared.heard = engine.step_count
     group.updates.clear()
     walked, done, *found = (anywhere.read(len(part)) for part in told)
     if not alike(done):
@@ -83,7 +83,7 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
     failed, used_anywhere, late_anywhere, gathered_anywhere = (
         _members(int.from_bytes(bits, "little")) for bits in found
     )
-    progress.failure_agreed = bool(failed)
+    engine.failure_agreed = bool(failed)
     reduce.finish(used_anywhere)
     if late_anywhere:
         reduce.second_round(sorted(late_anywhere), used_anywhere)
@@ -106,7 +106,7 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
     told = engine.group.tell(said, _TOLD, context)
     wrong = [(rank, message) for rank, message in enumerate(told) if message]
     if wrong:
-        engine.progress.failure, engine.progress.failure_agreed = None, False
+        engine.failure, engine.failure_agreed = None, False
         engine.transfers.forget_writes()
         rank, message = wrong[0]
         raise TierError(f"rank {engine.group.ranks[rank]}, {when}: {message}") from error

@@ -127,7 +127,7 @@ class Buffers:
         for sharing, tensors in self._shared(self._sent).items():
             nbytes = sum(b.nbytes for b in tensors)
             engine.memory.add(STAGING, nbytes, "buffers")
-            context = engine.progress.context("state", "buffers")
+            context = engine.context("state", "buffers")
             self._group.part(sharing).broadcast(tensors, context)
             engine.memory.add(STAGING, -nbytes, "buffers")
 

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 import onefold.runtime.updates as updates
 from onefold.comm import CollectiveContext, Group
@@ -32,7 +34,7 @@ from onefold.layout.holders import Mesh
 from onefold.memory import GRADIENTS, MASTERS, PARAMETERS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
-from onefold.recipe.rows import NATIVE
+from onefold.recipe.rows import GROUP, NATIVE
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.boxes import find_boxes
 from onefold.runtime.buffers import Buffers, check_in_place, refuse_changes
@@ -41,14 +43,9 @@ from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather import Gatherer
 from onefold.runtime.open_passes import OpenPass, still_open
 from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
-from onefold.runtime.parameters.values import WriteCounters, given_out
+from onefold.runtime.parameters.values import count_writes, given_out
 from onefold.runtime.parts import whole_masters
-from onefold.runtime.passes import Passes
-from onefold.runtime.progress import (
-    Activations,
-    Progress,
-    Span,
-)
+from onefold.runtime.passes import Graph, Passes
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.stepper import Steppers
 from onefold.runtime.uninitialized import Uninitialized
@@ -59,20 +56,132 @@ if TYPE_CHECKING:
     from onefold.sharding import Capabilities
 
 
+# -- who follows the passes ------------------------------------------------------------------------
+#
+# Code outside the core that follows the passes over a model, whoever runs them.
+#
+#     a forward pass over the model, or a part of it, begins    `forward_begins`
+#     a backward pass that accumulates gradients begins         `backward_begins`: what its gradients are multiplied with
+#
+# A training engine that divides losses, or drops the gradients of the last step, cannot rely on calls
+# of its own: a script may call the module itself, and `loss.backward()`.
+
+
+class PassFollower(Protocol):
+    """Set as `Engine.follower`; None follows nothing.
+
+    Attributes:
+        weight: what the gradients of every pass are multiplied with: the number of ranks turns the
+            mean over ranks into a sum.
+        synchronizes: the pass under way ends with reduced gradients, unless it is under `no_sync`.
+    """
+
+    weight: float
+
+    @property
+    def synchronizes(self) -> bool: ...
+
+    def forward_begins(self) -> None:
+        """A forward pass begins that no other contains, not even a backward pass."""
+
+    def backward_begins(self) -> float:
+        """A backward pass begins, and no gradient of it has arrived. Returns what its gradients are
+        multiplied with, besides `weight`.
+        """
+        ...
+
+
+# -- what capabilities give ------------------------------------------------------------------------
+#
+# What an engine is given from outside the core: `shard()` knows which capability a recipe needs,
+# and hands its maker to the engine.
+#
+# | question                                              | answered by        | maker (sharding.py)        |
+# |-------------------------------------------------------|--------------------|----------------------------|
+# | where is a shard stored                               | `Storage`          | `Capabilities.storage`     |
+# | how does the whole come together                      | `Gather`           | `Capabilities.gather`      |
+# | how do partial gradients become sums                  | `Hop`              | `Capabilities.hop`         |
+# | where do saved activations wait for the backward pass | `Activations`      | `Capabilities.activations` |
+# | how is an interval written as fewer bytes             | a codec of quant   | `Capabilities.codec`       |
+# | what is on the host and on NVMe, and moves there      | `Transfers`        | `Capabilities.transfers`   |
+# | who steps a shard, and when                           | `Stepper`          | `Capabilities.steppers`    |
+#
+# The engine and its parts import none of these implementations.
+
+
+class Activations:
+    """Where saved activations wait; it is called when passes begin and end. This one leaves them on
+    the device.
+
+    Attributes:
+        hooks: on the saved tensors of the forward pass under way.
+    """
+
+    hooks: saved_tensors_hooks | None = None
+
+    def begin_forward(self) -> None: ...
+    def end_forward(self) -> None: ...
+    def end_backward(self) -> None: ...
+    def close(self) -> None: ...
+
+
+# -- spans of the timeline -------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """When a unit computed (on CUDA: when its work was handed to the device), in seconds of
+    `time.perf_counter`.
+
+    phase is "forward" or "backward". The forward span of a unit contains those of the units inside
+    it. A backward span ends when the last gradient of the unit has come and begins where the previous
+    one ended: autograd does not say more.
+    """
+
+    unit: str
+    phase: str
+    start: float
+    end: float
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+
 class Engine:
     """What `onefold.engine_of(module)` returns.
 
     Attributes:
-        recipe: what it executes. units: its units, the root first. progress: the step and the pass.
+        recipe: what it executes. units: its units, the root first.
         mesh: the axes of the ranks. group: all ranks of the mesh.
         decides_sums: the recipe leaves to Onefold who adds gradients up (`Recipe.with_sums`).
         traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's
             device.
         transfers: what the engine holds on the host and on NVMe, and what it moves there and back.
         timeline: when each unit computed, recorded while `memory.record` is set.
+
+    Which step, which pass. The engine and its passes set it; the gatherer and the reducer read it, and
+    report failures.
+
+        step_count: synchronized backward passes so far.
+        synced: no `no_sync` is open. holds_whole: gradients stay whole in passes without `sync`,
+            whatever the recipe says. pending: gradients wait for a later reduction.
+        follower: code outside the core that follows the passes. factor: what
+            the gradients of the backward pass under way are multiplied with, besides `weight`.
+        graded: the forward pass under way, or the last one, began with gradients enabled.
+        backward_open: a backward pass has begun.
+        differentiating: that pass accumulates nothing (torch.autograd.grad). creates_graph: that
+            pass is itself recorded by autograd.
+        graphs: of forward passes, and of operations with gradients outside them, whose backward pass
+            has not come.
+        writes: how often a step, a load or the engine has written to masters. optimizer_seen: an
+            optimizer over these parameters has stepped once.
+        failure: an error of background work, or of a disk, that was not raised yet. Ranks agree on
+            it in a backward pass, and the next optimizer step raises it on all of them, so that no
+            rank takes a step that another does not take.
+        failure_agreed: some rank had a `failure` at the last such agreement.
+        last_failure: the most recent error of background work, raised or not.
+        closed: the engine has let go of everything.
     """
 
-    write_counters: WriteCounters
     stepper: Steppers
     gather: Gatherer
     reduce: Reducer
@@ -100,6 +209,23 @@ class Engine:
         self.decides_sums = recipe.reduce is None
         recipe = recipe.with_sums(self.group.native, self.group.flat_over_nodes)
         self.recipe = recipe
+        self.step_count, self.writes, self.synced = 0, 0, True
+        self.holds_whole = self.pending = self.graded = False
+        self.follower: PassFollower | None = None
+        self.factor = 1.0
+        self.backward_open = self.differentiating = self.creates_graph = False
+        self.optimizer_seen = self.failure_agreed = self.closed = False
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self.failure: BaseException | None = None
+        self.last_failure: BaseException | None = None
+        self._defers = recipe.reduces_at == "boundary"
+        # In groups of one rank there is no sum to hold
+        self._holds = (
+            not self._defers
+            and recipe.gradients.over == GROUP
+            and group.inter_group.size > 1
+            and group.topology.inner > 1
+        )
         self.traffic = self.group.ledger
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
@@ -107,7 +233,6 @@ class Engine:
         self.transfers = capabilities.transfers(self)
         self.pool = Pool(device, memory, paged=bool(offloaded) and recipe.on_disk)
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
-        self.progress = Progress(recipe, self.group)
         # Waits until the save, or copy of averages, that is under way has read masters and states
         self.copying: Callable[[], None] | None = None
         # Parameters whose `.data` is a plain tensor off the device: nothing tells of writes to it
@@ -122,7 +247,8 @@ class Engine:
         for number, entry in enumerate(self.entries):
             entry.number = number
         self.unsharded: bool = all(flat.unsharded for flat in self.flats)
-        self.write_counters = WriteCounters(self.entries, self.progress)
+        # Entries that other ranks have stepped in a backward pass, and whose gradients are gone
+        self.stepped_early: set[Entry] = set()
         self.full_params_depth = 0
         self.full_params_write = False
         self.buffers = Buffers(self, specs)
@@ -169,7 +295,7 @@ class Engine:
         """
         if self.closed:
             return
-        self.progress.closed = True
+        self.closed = True
         if self.settle is not None:
             self.settle()
         for stepper in self.stepper.apart:
@@ -204,6 +330,63 @@ class Engine:
         """Whether some of the state is stored on NVMe."""
         return any(flat.storage.on_disk for flat in self.flats)
 
+    # -- which step, which pass ---------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        return "backward" if self.backward_open else "forward"
+
+    @property
+    def sync(self) -> bool:
+        """Whether this backward pass ends with reduced gradients."""
+        return self.synced and (self.follower is None or self.follower.synchronizes)
+
+    @property
+    def weight(self) -> float:
+        """What the gradients of every pass are multiplied with."""
+        return 1.0 if self.follower is None else self.follower.weight
+
+    @property
+    def deferring(self) -> bool:
+        """Whether gradients stay whole in this backward pass."""
+        return (self._defers or self.holds_whole) and not self.sync
+
+    @property
+    def holding(self) -> bool:
+        """Whether gradients are reduced inside each group only in this backward pass: the hop
+        between groups waits for the last micro-batch.
+        """
+        return self._holds and not self.holds_whole and not self.sync
+
+    @property
+    def awaited_by_others(self) -> bool:
+        """Whether other ranks wait for this one until the boundary, in this pass: an error of this
+        rank must not stop it alone.
+        """
+        return self.world_size > 1 and (torch.is_grad_enabled() or self.backward_open)
+
+    def context(self, move: str, unit: str) -> CollectiveContext:
+        """Return the context of a collective that starts now: its step and pass."""
+        return CollectiveContext(move, unit, self.step_count, self.phase)
+
+    def refuse_if_closed(self) -> None:
+        """Called when a backward pass comes to a part of a graph.
+
+        Raises:
+            RuntimeError: the model of the graph is gone.
+        """
+        if self.closed:
+            raise RuntimeError(
+                "backward() of a forward pass whose sharded model is gone (deleted, or unsharded)"
+                " since: its parameters cannot be gathered any more. Keep the model until then."
+            )
+
+    def failed(self, error: BaseException) -> None:
+        """Note an error that happened while other ranks wait for this one. This rank goes on; the
+        first error is raised at the boundary.
+        """
+        self.failure = self.failure or error
+
     # -- forward -----------------------------------------------------------------------------------
 
     @property
@@ -220,39 +403,18 @@ class Engine:
             in_autograd() and not self.closed and not self.full_params_depth
         )
 
-    @property
-    def step_count(self) -> int:
-        """Synchronized backward passes so far."""
-        return self.progress.step_count
-
-    @property
-    def phase(self) -> str:
-        """The pass under way: forward, or backward."""
-        return self.progress.phase
-
-    @property
-    def closed(self) -> bool:
-        """Whether the engine has let go of everything."""
-        return self.progress.closed
-
-    def use(self, entry: Entry, keeps: bool = False) -> torch.Tensor:
-        """Return the whole parameter for code in a forward pass whose unit does not own it. See
-        `Passes.use`.
-        """
-        return self.passes.use(entry, keeps)
-
     # -- outside a pass, with gradients: runtime/parameters/access.py -----------------------------
 
     @property
     def in_pass(self) -> bool:
         """Whether a forward or backward pass of the model is under way."""
-        return bool(self.stack) or (self.progress.backward_open and not self.full_params_depth)
+        return bool(self.stack) or (self.backward_open and not self.full_params_depth)
 
     def in_any_pass(self) -> bool:
         """Whether a pass of the model is under way. Ends a backward pass that was left open."""
-        if self.progress.backward_open and not in_autograd():
+        if self.backward_open and not in_autograd():
             self.passes.reset()
-        return bool(self.stack) or self.progress.backward_open
+        return bool(self.stack) or self.backward_open
 
     def begin_outside(self, entry: Entry) -> Unit:
         """Prepare for an operation with gradients outside a forward pass, which is about to use
@@ -330,25 +492,23 @@ class Engine:
 
     def make_stale(self) -> None:
         """Mark every copy of masters as stale: the masters have been written to."""
-        self.write_counters.all_of(self.entries)
+        count_writes(self, self.entries)
 
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""
-        if self.progress.backward_open and in_autograd():
+        if self.backward_open and in_autograd():
             raise RuntimeError(f"optimizer.step() was called in a gradient hook, but {IN_BACKWARD}")
-        if not self.progress.backward_open:
+        if not self.backward_open:
             self.gather.release_last_units()
         self.about_to_write()
         self.transfers.check()
-        if self.progress.failure_agreed and self.on_disk and self.world_size > 1:
+        if self.failure_agreed and self.on_disk and self.world_size > 1:
             agree_on_failure(
                 self,
-                self.progress.failure or self.progress.last_failure,
+                self.failure or self.last_failure,
                 "before the step: nothing has been stepped",
             )
-        elif self.progress.failure_agreed or (
-            self.progress.failure is not None and self.world_size == 1
-        ):
+        elif self.failure_agreed or (self.failure is not None and self.world_size == 1):
             self.tell_failure()
         self.reduce.refuse_changed()
         if any(flat.waits for flat in self.flats):
@@ -367,34 +527,26 @@ class Engine:
         """Raise the error of background work: the one not raised yet, or else the most recent."""
         if self.settle is not None:
             self.settle()  # another rank's work may have failed first: wait for this rank's error
-        failure = self.progress.failure or self.progress.last_failure
-        self.progress.failure, self.progress.failure_agreed = None, False
+        failure = self.failure or self.last_failure
+        self.failure, self.failure_agreed = None, False
         if failure is not None:
             raise failure
-
-    # -- backward ----------------------------------------------------------------------------------
-
-    def backward_event(self, accumulates: bool = False) -> None:
-        """Note that a backward pass has reached something of this engine. `accumulates`: a
-        parameter has got its gradient.
-        """
-        self.passes.event(accumulates)
 
     # -- other -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def unsynced(self) -> Iterator[None]:
-        before, self.progress.synced = self.progress.synced, False
+        before, self.synced = self.synced, False
         try:
             yield
         finally:
-            self.progress.synced = before
+            self.synced = before
 
     def reduce_pending(self) -> None:
         """Reduce the gradients that wait for the boundary, outside of a backward pass. Collective:
         every rank must call it, after the same backward passes.
         """
-        if self.progress.pending and self.progress.sync:
+        if self.pending and self.sync:
             self.passes.reduce_pending()
             self.buffers.after_pass(True)
 

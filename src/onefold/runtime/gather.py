@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +41,8 @@ class Gatherer:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.units, self.backward_event = engine.units, engine.backward_event
-        #: Called with the units that a backward pass went past without using them
-        self.passed_over: Callable[[list[Unit]], None] = lambda u: engine.reduce.passed_over(u)
-        self.recipe, self.group, self.progress = engine.recipe, engine.group, engine.progress
+        self.units = engine.units
+        self.engine, self.recipe, self.group = engine, engine.recipe, engine.group
         self.pool, self.up = engine.pool, engine.transfers.up
         self.sharded = [u for u in self.units if not u.resident]
         self.forward, self.backward = Order(self.sharded), Order(backwards(self.sharded))
@@ -112,7 +110,7 @@ class Gatherer:
             if unit in kept and self.group.broken is None:
                 unit.used = False
             elif not (
-                (keep and (unit.used or not self.released_early)) or self.progress.backward_open
+                (keep and (unit.used or not self.released_early)) or self.engine.backward_open
             ):
                 self.release(unit)
         self.pool.drain()
@@ -156,7 +154,7 @@ class Gatherer:
 
         def gone(_: weakref.ref[Graph]) -> None:
             if (gather := seen()) is not None and not (
-                gather.progress.closed or gather.progress.backward_open
+                gather.engine.closed or gather.engine.backward_open
             ):
                 gather.release_last_units()
 
@@ -168,7 +166,7 @@ class Gatherer:
             # Gather it again: this backward pass uses the new values of all units
             if any(flat.stale for flat in unit.flats):
                 self.release(unit)
-        if not self.progress.differentiating:
+        if not self.engine.differentiating:
             self.foresee_backward()
 
     def foresee_backward(self) -> None:
@@ -179,7 +177,7 @@ class Gatherer:
         # Units that every rank still holds need no gather and are not in the walk. The last units
         # are in it: if the pass skips one of them, `acquire` has to notice, since their reduction
         # waits for that.
-        over_model = any(g.of_model for g in self.progress.graphs)
+        over_model = any(g.of_model for g in self.engine.graphs)
         order.begin(
             [u for u in order.units if over_model and (u.ungathered or u.awaiting_backward)]
         )
@@ -225,7 +223,7 @@ class Gatherer:
         """The last units, if this forward pass keeps them. It looks at `graded`, since a
         re-entrant checkpoint runs its part of the pass without gradients.
         """
-        keeps = self.forward.walk and self.progress.graded and not self.progress.backward_open
+        keeps = self.forward.walk and self.engine.graded and not self.engine.backward_open
         return self.last if keeps else ()
 
     # -- one unit ----------------------------------------------------------------------------------
@@ -253,7 +251,9 @@ class Gatherer:
         if backward:
             self._sweep()
             if order.walk:
-                self.passed_over([u for u in (*others, *skipped) if not u.encloses(unit)])
+                self.engine.reduce.passed_over(
+                    [u for u in (*others, *skipped) if not u.encloses(unit)]
+                )
         self.wait(unit)
         unit.used, unit.unwanted = True, False
         order.seen.append(unit)
@@ -350,7 +350,7 @@ class Gatherer:
         unit.move(State.GATHERING)
         if not unit.resident:
             self.gathered[unit.index] = unit
-        context = self.progress.context("all-gather", unit.name)
+        context = self.engine.context("all-gather", unit.name)
         for flat in unit.flats:
             if flat.resident and not flat.stale:
                 continue
@@ -359,7 +359,7 @@ class Gatherer:
                 pending.then(partial(self.up.order, self.up.mark()))
             unit.pending.append(pending)
             # Not before: a launch that was interrupted is made again
-            flat.copied, flat.refreshed = flat.version, self.progress.writes
+            flat.copied, flat.refreshed = flat.version, self.engine.writes
 
     def buffer_of(self, unit: Unit, flat: Flat) -> torch.Tensor:
         """Return the buffer for the whole of `flat`; take one from the pool if it has none."""
@@ -442,7 +442,7 @@ class Gatherer:
 
     def maybe_release(self, unit: Unit) -> None:
         """Release the unit if its backward is over: nothing holds it any more."""
-        if not (self.progress.backward_open and unit.used and not unit.resident):
+        if not (self.engine.backward_open and unit.used and not unit.resident):
             return
         if not unit.needed_in_backward:
             self.release(unit)

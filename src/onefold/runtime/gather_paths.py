@@ -45,7 +45,7 @@ class Gather:
     exact: bool = True
 
     def __init__(self, flat: Flat, engine: Engine) -> None:
-        self.flat, self.progress = flat, engine.progress
+        self.flat, self.engine = flat, engine
         self.up = engine.transfers.up
         self.beside = self.up.asynchronous and not flat.spec.shares_memory
         self.cached: torch.Tensor | None = None
@@ -114,9 +114,9 @@ class Gather:
         try:
             self.flat.storage.put(full)
         except TierError as error:
-            if not self.progress.awaited_by_others:
+            if not self.engine.awaited_by_others:
                 raise
-            self.progress.failed(error)
+            self.engine.failed(error)
 
 
 def state_context(engine: Engine, unit_name: str) -> CollectiveContext:

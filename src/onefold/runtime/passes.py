@@ -35,6 +35,7 @@ from onefold.runtime.differentiate import (
 from onefold.runtime.open_passes import OpenPass, here, still_open
 from onefold.runtime.parameters.access import point, put
 from onefold.runtime.parameters.interval import disable_torch_function
+from onefold.runtime.parameters.values import refuse_if_computed_with
 from onefold.runtime.saved import is_in
 from onefold.runtime.storage import refuse_written
 from onefold.runtime.unit import State, Unit
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Graph:
     """The autograd graph of a forward pass, or of an operation outside passes. The hooks on its
-    outputs hold it: it lives as long as any part of the graph. It is among `Progress.graphs` until
+    outputs hold it: it lives as long as any part of the graph. It is among `Engine.graphs` until
     a backward pass has used it up.
 
     Attributes:
@@ -78,7 +79,7 @@ class Passes:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.progress = engine, engine.progress
+        self.engine = engine
         self.units, self.gather, self.reduce = engine.units, engine.gather, engine.reduce
         self.run_ahead = engine.group.run_ahead
         self.stack: list[OpenPass] = []
@@ -102,7 +103,7 @@ class Passes:
         `call`: the frame of the module's call. `part`: the caller called a part of the unit's module
         by itself, not the module.
         """
-        engine, progress = self.engine, self.progress
+        engine = self.engine
         with disable_torch_function():
             if not still_open(self.stack, call):
                 still_open(here.passes, call)  # of other models
@@ -115,7 +116,7 @@ class Passes:
                 graph = self._graph = Graph(outermost and unit.index == 0 and not part)
                 if outermost:
                     self._begin_forward(this, graph.of_model)
-                graph.since = progress.writes
+                graph.since = engine.writes
             self._entered.add(unit)
             # In one statement: Ctrl-C may come between two
             unit.in_use, this.in_use = unit.in_use + 1, True
@@ -131,14 +132,14 @@ class Passes:
         if recompute:
             self.event()
         # A re-entrant checkpoint runs its part of the pass without gradients
-        elif (torch.is_grad_enabled() or self.progress.graded) and not (borrows and unit.used):
+        elif (torch.is_grad_enabled() or self.engine.graded) and not (borrows and unit.used):
             unit.calls += 1
         if self.run_ahead is not None and not borrows:
-            self.run_ahead.comes(unit.index, self.progress.phase, again=not recompute)
+            self.run_ahead.comes(unit.index, self.engine.phase, again=not recompute)
         self.gather.acquire(unit, backward=recompute)
         if recompute:
             unit.recomputing = self.gather.reached
-            if not (borrows or unit.gradients or self.progress.differentiating):
+            if not (borrows or unit.gradients or self.engine.differentiating):
                 unit.gradients = unit.awaited  # of another forward pass, recomputed re-entrantly
 
     def leave(self, this: OpenPass, output: Any) -> Any:
@@ -147,7 +148,7 @@ class Passes:
         """
         unit, outermost, graph = this.unit, this.outermost, self._graph
         with disable_torch_function():
-            self.engine.computed(this.unit.name, self.progress.phase, this.began)
+            self.engine.computed(this.unit.name, self.engine.phase, this.began)
             self._no_longer_uses(this)
             if outermost:
                 output = copied_out(output, self.gather.by_storage)
@@ -171,7 +172,7 @@ class Passes:
         """Clean up after the forward pass of a unit's module raised."""
         with disable_torch_function():
             # The innermost unit comes first
-            self.raised_in = self.raised_in or (this.unit.name, self.progress.phase)
+            self.raised_in = self.raised_in or (this.unit.name, self.engine.phase)
             self._no_longer_uses(this)
             if this.outermost:
                 if this.beside is not here.passes:  # hooks on saved tensors are a thread's own
@@ -235,31 +236,31 @@ class Passes:
     # -- a forward pass over the model -------------------------------------------------------------
 
     def _begin_forward(self, this: OpenPass, of_model: bool) -> None:
-        engine, progress = self.engine, self.progress
-        if progress.backward_open:  # a backward pass raised before it came to its end
+        engine = self.engine
+        if engine.backward_open:  # a backward pass raised before it came to its end
             self.reset()
-        if progress.follower is not None:
-            progress.follower.forward_begins()
+        if engine.follower is not None:
+            engine.follower.forward_begins()
         engine.uninitialized.look()
         self.raised_in = None
         self._entered.clear()
-        graded = progress.graded = torch.is_grad_enabled()
+        graded = engine.graded = torch.is_grad_enabled()
         engine.transfers.check()
         self._look()
         check_in_place(self.units)
         root = self.units[0].module()
-        if progress.step_count < 2 and root is not None:  # most changes and wrappers come by now
+        if engine.step_count < 2 and root is not None:  # most changes and wrappers come by now
             check_not_wrapped(root)
-            if self._compared < progress.step_count and (now := modules_in(root)) != self._modules:
+            if self._compared < engine.step_count and (now := modules_in(root)) != self._modules:
                 refuse_changes(root, engine.entries, "a pass")
                 self._modules = now
                 engine.buffers.find(root)
-            self._compared = progress.step_count
+            self._compared = engine.step_count
         # A pass without gradients in between (a reference pass with adapters off) must not change
         # what the open graphs rely on
-        if graded or not progress.graphs:
+        if graded or not engine.graphs:
             self.reduce.follow_trainable()
-        if graded and not progress.graphs:
+        if graded and not engine.graphs:
             for unit in self.units:
                 unit.calls = 0
         this.outermost = True  # from here on there is something to end
@@ -270,19 +271,19 @@ class Passes:
             engine.buffers.before_pass()
 
     def _end_forward(self, this: OpenPass, aborted: bool) -> None:
-        engine, progress, graph = self.engine, self.progress, self._graph
+        engine, graph = self.engine, self._graph
         graded = torch.is_grad_enabled()
         self._borrowed.clear()
         for entry in engine.entries if aborted else ():
             entry.alias = None
         self.gather.end_forward(aborted)
         if graph is not None and graph.of_model and not aborted:
-            engine.buffers.after_pass(graded and progress.sync)
+            engine.buffers.after_pass(graded and engine.sync)
         engine.activations.end_forward()
         engine.wait_if_given_out()
         if graph is not None:
             if graded and not aborted:
-                progress.graphs.add(graph)
+                engine.graphs.add(graph)
             self.gather.release_when_gone(graph)
 
     def refresh(self, units: Iterable[Unit]) -> None:
@@ -296,15 +297,15 @@ class Passes:
             if unit.resident:
                 self.gather.wait(unit)
                 self.gather.launch(unit)
-            elif not unit.in_use and not self.progress.backward_open:
+            elif not unit.in_use and not self.engine.backward_open:
                 self.gather.release(unit, kept_too=True)  # kept from its next gather on
 
     def watch_outside(self, output: Any) -> None:
         """Hook what an operation outside passes has returned: a backward pass through it is one of
         this engine's.
         """
-        graph = Graph(False, self.progress.writes)
-        self.progress.graphs.add(graph)
+        graph = Graph(False, self.engine.writes)
+        self.engine.graphs.add(graph)
         self._watch(output, graph, None, whole=True)
 
     def _watch(self, output: Any, graph: Graph, unit: Unit | None, whole: bool) -> None:
@@ -316,9 +317,9 @@ class Passes:
             return
 
         def reached(_: torch.Tensor) -> None:
-            if self.progress.closed:  # a graph may outlive its model, unless it needs whole weights
+            if self.engine.closed:  # a graph may outlive its model, unless it needs whole weights
                 if early is not None:
-                    self.progress.refuse_if_closed()
+                    self.engine.refuse_if_closed()
                 return
             self.gather.reached += 1
             self._refuse_late(graph, whole)
@@ -343,9 +344,9 @@ class Passes:
         """Raise RuntimeError if parameters were written to since the forward pass of `graph`. Once
         its output was checked (`whole`), its units are not checked in that backward pass.
         """
-        if graph.since != self.progress.writes and (whole or graph not in self.reached):
+        if graph.since != self.engine.writes and (whole or graph not in self.reached):
             with disable_torch_function():
-                self.engine.write_counters.refuse_if_computed_with(graph.since)
+                refuse_if_computed_with(self.engine, graph.since)
 
     # -- a backward pass ---------------------------------------------------------------------------
 
@@ -355,9 +356,9 @@ class Passes:
 
         `accumulates`: the event is that a parameter has got its gradient.
         """
-        progress = self.progress
-        opens = not progress.backward_open and in_autograd()
-        if not opens and not (accumulates and progress.differentiating):
+        engine = self.engine
+        opens = not engine.backward_open and in_autograd()
+        if not opens and not (accumulates and engine.differentiating):
             return
         with disable_torch_function():
             refuse_transforms()
@@ -366,11 +367,11 @@ class Passes:
                 will_accumulate(entry.compute) for entry in self.engine.entries if entry.active
             )
             if reduces:
-                follower = progress.follower
-                progress.factor = 1.0 if follower is None else follower.backward_begins()
-            progress.differentiating = not reduces
+                follower = engine.follower
+                engine.factor = 1.0 if follower is None else follower.backward_begins()
+            engine.differentiating = not reduces
             if opens:
-                progress.backward_open, progress.creates_graph = True, torch.is_grad_enabled()
+                engine.backward_open, engine.creates_graph = True, torch.is_grad_enabled()
                 self.gather.begin_backward()
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             else:
@@ -379,49 +380,49 @@ class Passes:
                 self.reduce.begin_backward()
 
     def _end_backward(self) -> None:
-        progress, reduce = self.progress, self.reduce
+        engine, reduce = self.engine, self.reduce
         with disable_torch_function(), torch.no_grad():
             used = False
-            if not progress.differentiating:
+            if not engine.differentiating:
                 reduce.collect()
                 self.gather.join_rest(self.gather.backward)
                 used = bool(reduce.used)
-                if used and not progress.deferring:
+                if used and not engine.deferring:
                     self._reduce_rest(learn=True)
-                if progress.deferring or progress.holding:
-                    progress.pending = True
+                if engine.deferring or engine.holding:
+                    engine.pending = True
                 elif used:
-                    progress.pending = False
-            if used or (progress.differentiating and not progress.creates_graph):
-                progress.graphs -= self.reached
+                    engine.pending = False
+            if used or (engine.differentiating and not engine.creates_graph):
+                engine.graphs -= self.reached
             self._finish(used)
 
     def reduce_pending(self) -> None:
         """Reduce the gradients that wait for the boundary, as the backward pass of the boundary
-        would have. Collective. `Progress.sync` must hold.
+        would have. Collective. `Engine.sync` must hold.
         """
         with disable_torch_function(), torch.no_grad():
-            if self.progress.backward_open:  # a backward pass raised before it came to its end
+            if self.engine.backward_open:  # a backward pass raised before it came to its end
                 self.reset()
-            self.progress.backward_open, self.progress.factor = True, 1.0
+            self.engine.backward_open, self.engine.factor = True, 1.0
             self.reduce.begin_backward()
-            self.progress.pending = False
+            self.engine.pending = False
             self._reduce_rest(learn=False)
             self._finish(True)
 
     def reset(self) -> None:
         """Clean up after a forward or backward pass that raised."""
-        if not self.progress.differentiating:
+        if not self.engine.differentiating:
             self.reduce.drop()
-        self.progress.graphs.clear()
-        self.progress.pending = False
+        self.engine.graphs.clear()
+        self.engine.pending = False
         self._let_go()
 
     def _reduce_rest(self, learn: bool) -> None:
         self.reduce.launch_rest()
         agree_and_finish(self.engine, learn)
-        self.progress.step_count += 1
-        if not self.progress.optimizer_seen:  # code may step by itself, and some ranks own nothing
+        self.engine.step_count += 1
+        if not self.engine.optimizer_seen:  # code may step by itself, and some ranks own nothing
             for flat in self.engine.flats:
                 flat.bumps += flat.travels
 
@@ -441,7 +442,7 @@ class Passes:
         self.gather.end_backward()
         self.engine.activations.end_backward()
         # Not before: a pass that was interrupted is reset
-        self.progress.backward_open = self.progress.differentiating = False
+        self.engine.backward_open = self.engine.differentiating = False
 
     def _look(self) -> None:
         self.engine.memory.look()
@@ -466,7 +467,7 @@ keep_from_compiler(Passes._end_backward)
 #
 # | who writes                    | raises                              | a late backward pass                      |
 # |-------------------------------|-------------------------------------|-------------------------------------------|
-# | an optimizer's step           | `bumps`, on all ranks alike; and    | is refused (`WriteCounters` in            |
+# | an optimizer's step           | `bumps`, on all ranks alike; and    | is refused (`last_write` in           |
 # |                               | `last_write` of what has a gradient | parameters/values.py)                     |
 # | the engine, a load            | `bumps`, all `last_write`s          | is refused                                |
 # | code, also through `.data`    | torch's version counters            | is not: what it reads has the old values, |

@@ -108,9 +108,8 @@ class Reducer:
 
     def __init__(self, engine: Engine) -> None:
         self.units, self.gather = engine.units, engine.gather
-        self.stepper, self.computed = engine.stepper, engine.computed
-        self.backward_event = engine.backward_event
-        self.group, self.progress, self.memory = engine.group, engine.progress, engine.memory
+        self.stepper = engine.stepper
+        self.engine, self.group, self.memory = engine, engine.group, engine.memory
         self.pool, self._ledgers = engine.pool, engine.transfers.ledgers
         # The order of reductions, see runtime/order.py
         self.order = Order(self.units[::-1])
@@ -142,15 +141,15 @@ class Reducer:
 
     def arrived(self, entry: Entry) -> None:
         """Autograd has put the complete gradient of `entry` on the whole parameter."""
-        unit, flat, progress = entry.unit, entry.flat, self.progress
+        unit, flat, engine = entry.unit, entry.flat, self.engine
         if entry.box is not None:
             with disable_torch_function(), torch.no_grad():
                 entry.box.settle(entry.compute)
                 entry.box.settled = False
-        if not progress.backward_open or progress.differentiating:
-            self.backward_event(True)
+        if not engine.backward_open or engine.differentiating:
+            engine.passes.event(True)
         if flat.grad is None:
-            wide = progress.deferring  # accumulation never happens in 16 bits
+            wide = engine.deferring  # accumulation never happens in 16 bits
             flat.grad = self._buffer(flat, flat.dtypes.sums if wide else flat.dtypes.wire)
         unit.aside.append(entry)
         unit.aside_bytes += entry.nbytes
@@ -163,9 +162,9 @@ class Reducer:
                 if not unit.launched:
                     unit.ready = True
                     self.order.seen.append(unit)
-                    self.computed(unit.name, "backward", self.since)
+                    engine.computed(unit.name, "backward", self.since)
                     self.since = time.perf_counter()
-                    if not progress.deferring:
+                    if not engine.deferring:
                         self._advance()
                 self.gather.maybe_release(unit)
 
@@ -205,14 +204,14 @@ class Reducer:
         self, flat: Flat, filled: bool, parts: int, entries: list[Entry], grads: list[torch.Tensor]
     ) -> None:
         """Copy gradients into the flat buffer, or add them to those that are there (`filled`)."""
-        buffer, sums, progress = flat.grad, flat.dtypes.sums, self.progress
+        buffer, sums, engine = flat.grad, flat.dtypes.sums, self.engine
         assert buffer is not None
         if filled and buffer.dtype != sums:
             narrow = buffer
             buffer = self.pool.take(narrow.numel(), sums, self._category, flat.unit_name)
             flat.grad = buffer.copy_(narrow)
             self.pool.give(narrow)
-        scale = flat.early_scale * parts * progress.weight * progress.factor
+        scale = flat.early_scale * parts * engine.weight * engine.factor
         if len(entries) == 1 or any(grad.dtype != buffer.dtype for grad in grads):
             for entry, grad in zip(entries, grads, strict=True):
                 view = flat.view(buffer, entry)
@@ -246,7 +245,7 @@ class Reducer:
         for unit in units:
             if len(unit.gradients) == len(unit.awaited):
                 unit.ready = True
-        if not self.progress.deferring:
+        if not self.engine.deferring:
             self._advance()
 
     @property
@@ -254,7 +253,7 @@ class Reducer:
         """The ledger's category of whole gradients: GRADIENTS if they stay until the boundary,
         REDUCTION if they are about to be sent.
         """
-        return GRADIENTS if self.progress.deferring else REDUCTION
+        return GRADIENTS if self.engine.deferring else REDUCTION
 
     def _buffer(self, flat: Flat, dtype: torch.dtype) -> torch.Tensor:
         """Take a gradient buffer with zeros between the slots. The slots themselves are not
@@ -311,7 +310,7 @@ class Reducer:
     def _start(self, r: Reduction, buffer: torch.Tensor) -> None:
         """Start the hop of `r`, with `buffer`."""
         move = "all-reduce" if r.flat.whole_master else "reduce-scatter"
-        context = self.progress.context(move, r.unit.name)
+        context = self.engine.context(move, r.unit.name)
         r.under_way = r.hop.start(buffer, context)
         next(r.under_way)
 
@@ -327,7 +326,7 @@ class Reducer:
             if held is not None:  # what the group has of earlier micro-batches, [Note: held sums]
                 total.add_(held)
                 self.pool.give(held)
-            if self.progress.holding:
+            if self.engine.holding:
                 flat.held = self.pool.take(total.numel(), total.dtype, GRADIENTS, r.unit.name)
                 flat.held.copy_(total)
                 self.pool.give(total)
@@ -338,7 +337,7 @@ class Reducer:
             return
         r.total = total
         if flat.spec.broadcast_back:  # to the other ranks that hold them too
-            context = self.progress.context("all-reduce", r.unit.name)
+            context = self.engine.context("all-reduce", r.unit.name)
             r.gathering = broadcast_back(flat, total, context)
         else:
             self._hand_over(r, r.used)
@@ -363,7 +362,7 @@ class Reducer:
             r.down = True
             self.memory.add(GRADIENTS, -nbytes_of(r.total))
             there = [] if r.waits else [(get_grad(e.param), r.total[e.here]) for e in mine]
-            r.total = storage.accept(r.total, there, mine if self.progress.sync else [])
+            r.total = storage.accept(r.total, there, mine if self.engine.sync else [])
             if r.total is not None:
                 ledger.add(GRADIENTS, nbytes_of(r.total))
         if r.total is not None:
@@ -380,7 +379,7 @@ class Reducer:
                 return
         except TierError as error:
             # The other ranks wait for this one: all raise before the optimizer steps
-            self.progress.failed(error)
+            self.engine.failed(error)
             return
         for entry in entries:
             param, grad = entry.param, flat.shaped(total[entry.here], entry)
@@ -403,7 +402,7 @@ class Reducer:
         """Land everything and hand over the gradients of what any rank used."""
         while self.under_way:
             self._land(self.under_way.pop(0))
-        if self.progress.holding:
+        if self.engine.holding:
             self.held |= used_anywhere
             return
         used_anywhere, self.held = used_anywhere | self.held, set()
@@ -481,7 +480,7 @@ class Reducer:
         if nothing waits.
         """
         flat, slot = entry.flat, entry.slot
-        if self.progress.backward_open:
+        if self.engine.backward_open:
             return None
         if flat.grad is not None and entry.number in flat.filled:
             buffer, first, end = flat.grad, 0, flat.layout.numel
@@ -501,14 +500,14 @@ class Reducer:
         if found is None or entry.number not in flat.filled:
             return None
         return found[0].view(entry.slot.shape) / (
-            flat.early_scale * entry.parts * self.progress.weight
+            flat.early_scale * entry.parts * self.engine.weight
         )
 
     def forget(self, entry: Entry) -> None:
         """Drop what waits for the boundary of the gradient of `entry`: its `.grad` became None."""
         flat = entry.flat
         self.shown.pop(entry, None)
-        if self.progress.backward_open:
+        if self.engine.backward_open:
             return
         flat.filled.discard(entry.number)
         if flat.grad is not None and not flat.filled:
@@ -535,7 +534,7 @@ class Reducer:
         on the device also of those that wait for the boundary.
         """
         # In a backward pass buffers change owners: only the ledger's own count is right
-        if self.progress.backward_open:
+        if self.engine.backward_open:
             return self._ledgers[tier].held(GRADIENTS)
         flats = [flat for unit in self.units for flat in unit.flats]
         here = [flat for flat in flats if flat.storage.gradient_tier is tier]
@@ -559,7 +558,7 @@ class Reducer:
         for flat in unit.flats:
             if flat.unsharded:
                 continue
-            flat.follow_trainable(self.progress.pending)
+            flat.follow_trainable(self.engine.pending)
             if flat.hooked:
                 continue
             flat.hooked = True
@@ -595,7 +594,7 @@ def refuse_gradients(entry: Entry) -> None:
         if (
             (e := known()) is not None
             and (engine := e.engine()) is not None
-            and not engine.progress.closed
+            and not engine.closed
             and getattr(e.param, "_onefold_faced", False)
         ):
             raise ShardedParameterError(
@@ -613,7 +612,7 @@ def refuse_gradients(entry: Entry) -> None:
 
 def _arrival(reduce: weakref.ref[Reducer], entry: weakref.ref[Entry]) -> Any:
     def hook(_: torch.Tensor) -> None:
-        if (r := reduce()) is not None and (e := entry()) is not None and not r.progress.closed:
+        if (r := reduce()) is not None and (e := entry()) is not None and not r.engine.closed:
             r.arrived(e)
 
     return hook

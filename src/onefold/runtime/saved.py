@@ -74,8 +74,8 @@ class Handle:
 
     def read(self) -> torch.Tensor:
         gather, unit, alone = self.gather, self.unit, False
-        gather.progress.refuse_if_closed()
-        gather.backward_event()
+        gather.engine.refuse_if_closed()
+        gather.engine.passes.event()
         if self.stays:
             gather.acquire(unit, backward=True)
         else:

@@ -106,7 +106,7 @@ def seen(param: Any) -> Any:
         if not function or not engine.in_pass:
             return param
     with disable_torch_function():
-        return engine.use(entry, keeps=True)
+        return engine.passes.use(entry, keeps=True)
 
 
 # -- given to a function of torch ------------------------------------------------------------------
@@ -138,7 +138,7 @@ def wholes(op: Operator, args: Any, kwargs: Any) -> Any:
         if not (engine.computing if computes else engine.in_pass):
             return t
         about_itself = op.about_itself and op.name != "detach"
-        return entry.compute if about_itself else engine.use(entry)
+        return entry.compute if about_itself else engine.passes.use(entry)
 
     return mapped((args, kwargs), whole)
 
@@ -314,7 +314,7 @@ class Released(Elsewhere, Whole):
         if not engine.computing:
             return entry.param
         with disable_torch_function():
-            return engine.use(entry, keeps=True)
+            return engine.passes.use(entry, keeps=True)
 
 
 def _param_of(whole: Whole) -> nn.Parameter | None:

@@ -104,9 +104,9 @@ def _on_leaf(entry: Entry, hook: Any) -> Callable[[torch.Tensor], None]:
     def call(_: torch.Tensor) -> None:
         e = known()
         engine = e.engine() if e is not None else None
-        if e is None or engine is None or engine.progress.closed:
+        if e is None or engine is None or engine.closed:
             return
-        engine.backward_event(True)
+        engine.passes.event(True)
         if e.box is not None:
             with disable_torch_function(), torch.no_grad():
                 e.box.settle(e.compute)

@@ -74,7 +74,7 @@ class Owners:
     def engine(self) -> Engine | None:
         """The engine; None if the model has been freed or closed."""
         engine = self._engine()
-        return None if engine is None or engine.progress.closed else engine
+        return None if engine is None or engine.closed else engine
 
     def meet(self, subject: str) -> tuple[Group, Group]:
         """Return the group of the ranks that own the parts, and that of all ranks. `subject` is for
@@ -246,7 +246,7 @@ class IntervalSpec:
         subject = f"{what} of {self.said}, which every rank must call"
         engine = self.owners.engine
         of = CollectiveContext(move, subject, 0, "state")
-        return group, everyone, of if engine is None else engine.progress.context(move, subject)
+        return group, everyone, of if engine is None else engine.context(move, subject)
 
 
 def spec_of(value: Any) -> IntervalSpec | None:

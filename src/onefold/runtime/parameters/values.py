@@ -27,8 +27,8 @@ from onefold.runtime.parameters.operators import of_shape, part_of, unreduced_er
 from onefold.runtime.parameters.schema import operator_of, words
 
 if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry
-    from onefold.runtime.progress import Progress
 
 
 # -- without memory --------------------------------------------------------------------------------
@@ -229,7 +229,11 @@ def give_data(param: Any, value: torch.Tensor) -> None:
     """
     entry, engine = owner_of(param)
     spec, info = spec_of(param), param.__dict__["onefold"]
-    whole = engine.use(entry) if engine is not None and in_forward() and engine.computing else None
+    whole = (
+        engine.passes.use(entry)
+        if engine is not None and in_forward() and engine.computing
+        else None
+    )
     into: Any = param if whole is None else whole
     shape = shape_of(value)
     dtypes = into.dtype, into.dtype if whole is not None else param.__dict__["onefold"].declared
@@ -314,72 +318,61 @@ def written(param: torch.Tensor) -> int:
 # to the parameters that it steps.
 
 
-class WriteCounters:
-    """Counts the writes to an engine's masters. `entry.last_write` is the number of the last write
-    to that entry.
+def count_step(engine: Engine, entries: Sequence[Entry]) -> list[Entry]:
+    """Count a step of an optimizer over `entries` as a write to those with a gradient.
+
+    For an entry of which this rank owns no element, a gradient on any other rank counts.
+    Returns such entries that the other ranks have stepped.
     """
+    engine.writes += 1
+    others: list[Entry] = []
+    for entry in entries:
+        elsewhere = entry.graded_elsewhere or entry in engine.stepped_early
+        if elsewhere or get_grad(entry.param) is not None:
+            entry.last_write = engine.writes
+        if elsewhere:
+            others.append(entry)
+    engine.stepped_early.difference_update(entries)
+    for flat in {entry.flat: None for entry in entries}:
+        # All ranks alike, also one that owns nothing of it and so has no counter to go by
+        if flat.travels or any(entry.last_write == engine.writes for entry in flat.entries):
+            flat.bumps += 1
+    return others
 
-    def __init__(self, entries: Sequence[Entry], progress: Progress) -> None:
-        self._entries = entries  # the engine's own list, which it clears when it closes
-        self.progress = progress
-        # Those that other ranks have stepped in a backward pass, and whose gradients are gone
-        self.early: set[Entry] = set()
 
-    def stepped(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Count a step of an optimizer over `entries` as a write to those with a gradient.
+def count_writes(engine: Engine, entries: Iterable[Entry]) -> None:
+    """Count a write to the masters of all `entries`."""
+    engine.writes += 1
+    for entry in entries:
+        entry.last_write = engine.writes
+        entry.flat.bumps += 1
 
-        For an entry of which this rank owns no element, a gradient on any other rank counts.
-        Returns such entries that the other ranks have stepped.
-        """
-        self.progress.writes += 1
-        others: list[Entry] = []
-        for entry in entries:
-            elsewhere = entry.graded_elsewhere or entry in self.early
-            if elsewhere or get_grad(entry.param) is not None:
-                entry.last_write = self.progress.writes
-            if elsewhere:
-                others.append(entry)
-        self.early.difference_update(entries)
-        for flat in {entry.flat: None for entry in entries}:
-            # All ranks alike, also one that owns nothing of it and so has no counter to go by
-            if flat.travels or any(
-                entry.last_write == self.progress.writes for entry in flat.entries
-            ):
-                flat.bumps += 1
-        return others
 
-    def all_of(self, entries: Iterable[Entry]) -> None:
-        """Count a write to the masters of all `entries`."""
-        self.progress.writes += 1
-        for entry in entries:
-            entry.last_write = self.progress.writes
-            entry.flat.bumps += 1
+def refuse_if_computed_with(engine: Engine, since: int) -> None:
+    """Check the parameters upstream of the current autograd node. Called in a hook of a
+    backward pass.
 
-    def refuse_if_computed_with(self, since: int) -> None:
-        """Check the parameters upstream of the current autograd node. Called in a hook of a
-        backward pass.
-
-        Raises:
-            RuntimeError: a parameter among them was overwritten after write number `since`.
-        """
-        written = {
-            id(e.compute): e.slot.name
-            for e in self._entries
-            if e.last_write > since and e.flat.overwritten_since(e.last_write)
-        }
-        start: Any = torch._C._current_autograd_node()
-        found, seen, todo = list[str](), {start}, [start] if written else []
-        while todo:
-            node = todo.pop()
-            if (name := written.get(id(getattr(node, "variable", None)))) is not None:
-                found.append(name)
-            upstream = {n for n, _ in node.next_functions if n is not None} - seen
-            seen |= upstream
-            todo += upstream
-        if found:
-            others = f" and {len(found) - 1} others have" if len(found) > 1 else " has"
-            raise RuntimeError(
-                "backward() of a forward pass that ran before optimizer.step(), or before another"
-                f" write to the parameters: {min(found)!r}{others} changed since, so the gradients"
-                " would be wrong. Call backward() before step(), or run the forward pass again."
-            )
+    Raises:
+        RuntimeError: a parameter among them was overwritten after write number `since`.
+    """
+    written = {
+        id(e.compute): e.slot.name
+        for e in engine.entries
+        if e.last_write > since and e.flat.overwritten_since(e.last_write)
+    }
+    start: Any = torch._C._current_autograd_node()
+    found, seen, todo = list[str](), {start}, [start] if written else []
+    while todo:
+        node = todo.pop()
+        if (name := written.get(id(getattr(node, "variable", None)))) is not None:
+            found.append(name)
+        upstream = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= upstream
+        todo += upstream
+    if found:
+        others = f" and {len(found) - 1} others have" if len(found) > 1 else " has"
+        raise RuntimeError(
+            "backward() of a forward pass that ran before optimizer.step(), or before another"
+            f" write to the parameters: {min(found)!r}{others} changed since, so the gradients"
+            " would be wrong. Call backward() before step(), or run the forward pass again."
+        )
