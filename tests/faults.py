@@ -140,7 +140,7 @@ FAULTS = [
     Fault(
         "numbers",
         "a cached shard is not made anew after a step",
-        "runtime/gather_paths.py",
+        "runtime/gather.py",
         "self.cached is not None and self.cached_of == self.flat.version",
         "self.cached is not None and self.cached_of >= 0",
         [row("groups: 3 on 4, group=2, second_copy=True, clipped to 0.5")],

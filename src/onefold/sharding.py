@@ -27,7 +27,7 @@ from onefold.recipe import Recipe
 from onefold.recipe.rows import NATIVE
 from onefold.runtime.engine import Activations, Engine
 from onefold.runtime.flat import Entry, Flat, declare
-from onefold.runtime.gather_paths import Gather
+from onefold.runtime.gather import Gather
 from onefold.runtime.hooks import engine_of, engines, guard, install
 from onefold.runtime.hops import Hop, Native, Pairwise, Rows
 from onefold.runtime.parameters import gradient_hooks

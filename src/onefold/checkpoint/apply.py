@@ -33,7 +33,6 @@ from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.gather_paths import state_context
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import MasterParts
 from onefold.runtime.state.dicts import beside_parameters
@@ -218,7 +217,7 @@ class StateReader:
         if flat.shared:
             # The backend may not support float8
             wire = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer
-            context = state_context(self.engine, flat.unit_name)
+            context = self.engine.state_context(flat.unit_name)
             flat.holders.all_gather(wire, context, flat.index, move="state").wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
@@ -231,7 +230,7 @@ class StateReader:
         for group, found in by_group.items():
             for item, tensor in found.items() if group.rank == 0 else ():
                 self.read(item, 0, tensor.numel(), tensor)
-            group.broadcast([*found.values()], state_context(self.engine, "buffers"))
+            group.broadcast([*found.values()], self.engine.state_context("buffers"))
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor | OnDisk) -> None:
         """Read elements [start, stop) into `out`, on any tier. Does nothing after a first error."""

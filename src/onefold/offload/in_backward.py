@@ -34,10 +34,9 @@ from torch.optim.optimizer import Optimizer
 from onefold.device import current_stream, use_stream
 from onefold.offload.step import HALF, drop_stepped_gradients, step_flat
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.flat import Entry, Flat, Unit
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parameters.values import count_writes
-from onefold.runtime.unit import Unit
 
 #: If so many units are queued or being stepped, the backward pass waits. See [Note: gradients held
 #: at once].

@@ -10,9 +10,8 @@ from onefold.offload.in_backward import InBackwardStepper
 from onefold.offload.step import step_apart
 from onefold.quant.moments import moment_policy
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.flat import Entry, Flat, Unit
 from onefold.runtime.stepper import GroupVerdict, Stepper, refuse_cut
-from onefold.runtime.unit import Unit
 
 
 class OffloadStepper(Stepper):

@@ -303,7 +303,7 @@ def _parameter(found: Found) -> Parameter:
 
 
 def _looks_up_only(module: nn.Module) -> bool:
-    """Return whether a module's backward pass reads none of its parameters (runtime/unit.py)."""
+    """Return whether a module's backward pass reads none of its parameters (runtime/flat.py)."""
     return type(module) is nn.Embedding
 
 

@@ -401,7 +401,7 @@ def _groups(
 
 def at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
     """Return the names of the units that a forward pass uses last and the backward pass first
-    (runtime/unit.py): the last gathered unit and the units around it.
+    (runtime/flat.py): the last gathered unit and the units around it.
     """
     gathered = [u for u in units if not u.resident]
     around = [u for u in gathered if u is gathered[-1] or u.encloses(gathered[-1])]

@@ -7,7 +7,7 @@ step would buy; ways to send less between nodes; and what to say if nothing fits
          quarters or all of the optimizer, all states; to the host, to NVMe)
 
 If a part of the optimizer leaves, it is whole units, the last ones first, since their transfers have
-the longest time to hide (runtime/unit.py). On several ranks the choice starts at stage 1: stage 0
+the longest time to hide (runtime/flat.py). On several ranks the choice starts at stage 1: stage 0
 sends the same bytes and divides nothing.
 
 Over other axes the search takes every tensor-parallel degree that stays inside a node and divides the

@@ -27,7 +27,6 @@ from onefold.pretrained.merged import Merging
 from onefold.recipe.options import bytes_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.gather_paths import state_context
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import MasterParts, StateItem, tell_all
@@ -306,5 +305,5 @@ def _start(engine: Engine, masters: MasterParts, stretch: Stretch, into: torch.T
                 if (theirs := part(peer, group.rank)) is not None:
                     recvs.append((peer, theirs))
     return group.exchange(
-        sends, recvs, state_context(engine, flat.unit_name), flat.index, move="state"
+        sends, recvs, engine.state_context(flat.unit_name), flat.index, move="state"
     )

@@ -18,7 +18,7 @@ import torch
 from onefold.comm import CollectiveContext, Group, Pending
 from onefold.memory import GATHERED
 from onefold.quant.encoded_storage import EncodedIntervals, EncodedStorage
-from onefold.runtime.gather_paths import Gather
+from onefold.runtime.gather import Gather
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine

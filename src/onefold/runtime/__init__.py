@@ -3,10 +3,10 @@ commands.
 
 | question                                       | files, in the order to read them                       |
 |------------------------------------------------|--------------------------------------------------------|
-| Which blocks are units, and what are they?     | `units`, `unit`, `flat`                                |
+| Which blocks are units, and what are they?     | `units`, `flat`                                        |
 | What do other axes leave of a parameter?       | `boxes`                                                |
-| What happens in a step?                        | `engine`, `hooks`, `passes`, `order`       |
-| How does the whole of a unit come together?    | `gather` (when), `gather_paths` (how)                  |
+| What happens in a step?                        | `engine`, `hooks`, `passes`, `order`                   |
+| How does the whole of a unit come together?    | `gather`                                               |
 | How do gradients become this rank's sums?      | `reduce` (when), `hops` (how)                          |
 | What do ranks tell each other after a pass?    | `agree`                                                |
 | Where is a shard stored, and who steps it?     | `storage`, `stepper`                                   |

@@ -30,7 +30,6 @@ from onefold.comm import CollectiveContext, Group, alike, as_bytes, both
 from onefold.memory import STAGING, storage_of
 from onefold.recipe import Recipe
 from onefold.runtime.boxes import local_of
-from onefold.runtime.gather_paths import state_context
 from onefold.runtime.parameters.interval import ShardedParameterError, spec_of
 from onefold.runtime.parameters.parameter import WRAPPED
 from onefold.runtime.uninitialized import is_marked
@@ -38,8 +37,7 @@ from onefold.wording import few
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry
-    from onefold.runtime.unit import Unit
+    from onefold.runtime.flat import Entry, Unit
     from onefold.runtime.units import UnitSpec
 
 Key = TypeVar("Key")
@@ -142,7 +140,7 @@ class Buffers:
         has none: its model was on the meta device. Collective.
         """
         group, shared = self._group, self._shared(self._tables)
-        context = state_context(self._engine, "buffers")
+        context = self._engine.state_context("buffers")
         own = [b for sharing, found in shared.items() if len(sharing) > 1 for b in found]
         if own and not group.alone:
             without = group.any_of(bytes(map(is_marked, own)), _START)

@@ -39,7 +39,7 @@ from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.boxes import find_boxes
 from onefold.runtime.buffers import Buffers, check_in_place, refuse_changes
 from onefold.runtime.differentiate import in_autograd
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.flat import Entry, Flat, Unit, bind
 from onefold.runtime.gather import Gatherer
 from onefold.runtime.open_passes import OpenPass, still_open
 from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
@@ -49,7 +49,6 @@ from onefold.runtime.passes import Graph, Passes
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.stepper import Steppers
 from onefold.runtime.uninitialized import Uninitialized
-from onefold.runtime.unit import Unit, bind
 from onefold.runtime.units import UnitSpec, offloaded_units
 
 if TYPE_CHECKING:
@@ -368,6 +367,10 @@ class Engine:
     def context(self, move: str, unit: str) -> CollectiveContext:
         """Return the context of a collective that starts now: its step and pass."""
         return CollectiveContext(move, unit, self.step_count, self.phase)
+
+    def state_context(self, unit: str) -> CollectiveContext:
+        """Return the context of a collective over parameters or states of a unit."""
+        return CollectiveContext("state", unit, self.step_count, "state")
 
     def refuse_if_closed(self) -> None:
         """Called when a backward pass comes to a part of a graph.

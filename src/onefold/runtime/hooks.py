@@ -13,13 +13,13 @@ from torch import nn
 
 from onefold.runtime.differentiate import in_autograd, keep_from_compiler, mapped
 from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Unit
 from onefold.runtime.open_passes import still_open
 from onefold.runtime.parameters.parameter import (
     ShardedParameter,
     disable_torch_function,
     refuse_pickling,
 )
-from onefold.runtime.unit import Unit
 
 # -- which engine ----------------------------------------------------------------------------------
 #

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType
 
-    from onefold.runtime.unit import Unit
+    from onefold.runtime.flat import Unit
 
 
 class _Thread(threading.local):

@@ -55,7 +55,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
-from onefold.runtime.unit import Unit
+from onefold.runtime.flat import Unit
 
 
 class Order:

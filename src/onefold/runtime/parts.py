@@ -60,7 +60,6 @@ from onefold.layout import overlap
 from onefold.recipe.moments import BLOCK
 from onefold.runtime.boxes import Box
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.gather_paths import state_context
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.storage import OnDisk, in_memory
 
@@ -231,7 +230,7 @@ def to_first(engine: Engine, parts: HeldParts, item: StateItem) -> torch.Tensor 
         own.copy_(whole.view(own.shape))
         whole = None
     # On every rank, if only to send nothing: on NCCL an exchange is an operation of all ranks
-    _collect(engine, group, item, places, whole)
+    _collect(engine, group, item, whole, places)
     return every
 
 
@@ -253,8 +252,22 @@ def _to_first_holder(engine: Engine, parts: HeldParts, item: StateItem) -> torch
                 places[peer] = whole.view(-1)[a:b]
             else:
                 mine = parts.read(item, a, b)
-        _collect(engine, group, item, places, mine)
+        _collect(engine, group, item, mine, places)
     return whole
+
+
+def _collect(
+    engine: Engine,
+    group: Group,
+    item: StateItem,
+    mine: torch.Tensor | None,
+    places: Mapping[int, torch.Tensor],
+) -> None:
+    """Send `mine` to the first rank of `group`, which copies what each rank sends into its place."""
+    sizes = {p: place.numel() for p, place in places.items()}
+    came = _exchange(engine, group, item, {} if mine is None else {0: mine}, sizes)
+    for p, place in places.items():
+        place.copy_(came[p].view(place.shape))
 
 
 def own_whole(parts: HeldParts, item: StateItem) -> torch.Tensor:
@@ -276,15 +289,13 @@ def from_first(
     """
     box, group = item.box, engine.group
     if box is not None:
-        places, numel = dict[int, torch.Tensor](), 0
+        places, first = dict[int, torch.Tensor](), item.entry.flat.group.rank == 0
         if group.rank == 0:
             assert whole is not None
             places = box.parts(whole.reshape(item.shape), group.ranks)
             whole = places.pop(0)
-        elif item.entry.flat.group.rank == 0:
-            numel = box.numel
-        came = _deal(engine, group, item, places, numel)
-        whole = came if group.rank else whole
+        came = _exchange(engine, group, item, places, {0: box.numel} if first and group.rank else {})
+        whole = came.get(0, whole)
     within_holders(engine, parts, item, whole)
 
 
@@ -293,10 +304,9 @@ def within_holders(
 ) -> None:
     """Do the same from the first rank of the holders, whose `whole` is their box of the item."""
     entry, group = item.entry, item.entry.flat.group
-    first = group.rank == 0
-    row = whole.reshape(-1) if first and whole is not None else None
+    row = whole.reshape(-1) if group.rank == 0 and whole is not None else None
     for x, y in _chunks(item):
-        places: dict[int, torch.Tensor] = {}
+        places = dict[int, torch.Tensor]()
         a, b = overlap(parts.held(entry), (x, y))
         if row is not None and not group.alone:
             chunk = row[x:y].to(engine.device, item.dtype)
@@ -304,9 +314,9 @@ def within_holders(
                 i, j = overlap(parts.held(entry, peer), (x, y))
                 if i < j:
                     places[peer] = chunk[i - x : j - x]
-        part = _deal(engine, group, item, places, 0 if first or group.alone else b - a)
-        if row is not None:
-            part = row[a:b]
+        awaits = group.rank > 0 and not group.alone
+        came = _exchange(engine, group, item, places, {0: b - a} if awaits else {})
+        part = came.get(0) if row is None else row[a:b]
         if a < b and part is not None:
             parts.write(item, a, b, part.to(item.dtype))
 
@@ -324,7 +334,7 @@ def whole_masters(engine: Engine, flat: Flat) -> torch.Tensor:
                 at = entry.slot.start
                 full[at + a : at + b].copy_(parts.read(item, a, b))
         if not flat.whole_master:
-            context = state_context(engine, flat.unit_name)
+            context = engine.state_context(flat.unit_name)
             flat.owners_group.all_gather(full, context, flat.index, move="state").wait()
     return full
 
@@ -381,49 +391,22 @@ def _chunks(item: StateItem) -> list[tuple[int, int]]:
     return [(x, min(x + CHUNK, numel)) for x in range(0, numel, CHUNK)]
 
 
-def _collect(
-    engine: Engine,
-    group: Group,
-    item: StateItem,
-    places: Mapping[int, torch.Tensor],
-    mine: torch.Tensor | None,
-) -> None:
-    """Fill `places` on the first rank of `group`, {position: a view}, by what the ranks at these
-    positions give as `mine`.
-    """
-    recvs = [(p, _room(engine, item, place.numel())) for p, place in places.items()]
-    sends = [] if mine is None else [(0, mine.to(engine.device).reshape(-1))]
-    _exchange(engine, group, item, sends, recvs)
-    for place, (_, part) in zip(places.values(), recvs, strict=True):
-        place.copy_(part.view(place.shape))
-
-
-def _deal(
-    engine: Engine, group: Group, item: StateItem, places: Mapping[int, torch.Tensor], numel: int
-) -> torch.Tensor | None:
-    """Return what the first rank of `group` has for this one in `places`, {position: a view}: [numel],
-    or None if `numel` is 0.
-    """
-    sends = [(p, place.reshape(-1).to(engine.device, item.dtype)) for p, place in places.items()]
-    mine = _room(engine, item, numel) if numel else None
-    _exchange(engine, group, item, sends, [] if mine is None else [(0, mine)])
-    return mine
-
-
 def _exchange(
     engine: Engine,
     group: Group,
     item: StateItem,
-    sends: list[tuple[int, torch.Tensor]],
-    recvs: list[tuple[int, torch.Tensor]],
-) -> None:
-    flat = item.entry.flat
-    context = state_context(engine, flat.unit_name)
-    group.exchange(sends, recvs, context, flat.index, move="state").wait()
-
-
-def _room(engine: Engine, item: StateItem, numel: int) -> torch.Tensor:
-    return torch.empty(numel, dtype=item.dtype, device=engine.device)
+    sends: Mapping[int, torch.Tensor],
+    sizes: Mapping[int, int],
+) -> dict[int, torch.Tensor]:
+    """Send each tensor to the rank at its position in `group`. Returns what came from the ranks at the
+    positions of `sizes`, by position, each [its size] and on the device.
+    """
+    flat, device, dtype = item.entry.flat, engine.device, item.dtype
+    out = [(p, t.reshape(-1).to(device, dtype)) for p, t in sends.items()]
+    came = {p: torch.empty(numel, dtype=dtype, device=device) for p, numel in sizes.items()}
+    context = engine.state_context(flat.unit_name)
+    group.exchange(out, [*came.items()], context, flat.index, move="state").wait()
+    return came
 
 
 # -- moves on one rank -----------------------------------------------------------------------------

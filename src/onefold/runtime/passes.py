@@ -32,13 +32,13 @@ from onefold.runtime.differentiate import (
     tensors_in,
     will_accumulate,
 )
+from onefold.runtime.flat import State, Unit
 from onefold.runtime.open_passes import OpenPass, here, still_open
 from onefold.runtime.parameters.access import point, put
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.parameters.values import refuse_if_computed_with
 from onefold.runtime.saved import is_in
 from onefold.runtime.storage import refuse_written
-from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -458,7 +458,7 @@ keep_from_compiler(Passes._end_backward)
 # [Note: stale copies] Which copies of masters are stale after the masters were written to.
 #
 #     master ──┬── the resident whole (stages 0 to 2)                          ► refreshed before it is used
-#              ├── a cached shard: secondary or encoded (runtime/gather_paths.py)   ► made anew by the next gather
+#              ├── a cached shard: secondary or encoded (runtime/gather.py)   ► made anew by the next gather
 #              └── a gathered unit whose backward pass never came              ► released
 #
 # A flat buffer's masters have a number, `Flat.version`. Whoever has made a copy of them notes the number

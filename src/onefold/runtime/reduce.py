@@ -39,7 +39,7 @@ from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, TierError, nbytes
 from onefold.recipe import Tier
 from onefold.runtime.boxes import local_of
 from onefold.runtime.differentiate import keep_hooks_from_compiler
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.flat import Entry, Flat, Unit
 from onefold.runtime.hops import Hop, UnderWay, broadcast_back, drop, landed
 from onefold.runtime.order import Order, are_large, is_due
 from onefold.runtime.parameters.interval import (
@@ -49,7 +49,6 @@ from onefold.runtime.parameters.interval import (
     set_grad,
 )
 from onefold.runtime.parameters.operators import unreduced_error
-from onefold.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from onefold.comm import Pending

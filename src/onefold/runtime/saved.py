@@ -31,9 +31,8 @@ from onefold.runtime.differentiate import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from onefold.runtime.flat import Flat
+    from onefold.runtime.flat import Flat, Unit
     from onefold.runtime.gather import Gatherer
-    from onefold.runtime.unit import Unit
 
 #: The dtypes that autocast casts to.
 CASTS = frozenset((torch.bfloat16, torch.float16))

@@ -43,8 +43,7 @@ from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, Update
 from onefold.runtime.parameters.parameter import bare, face
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry, Flat
-    from onefold.runtime.unit import Unit
+    from onefold.runtime.flat import Entry, Flat, Unit
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from onefold.wording import few
 
 if TYPE_CHECKING:
     from onefold.comm import Group
-    from onefold.runtime.flat import Entry
-    from onefold.runtime.unit import Unit
+    from onefold.runtime.flat import Entry, Unit
 
 
 T = TypeVar("T", bound=torch.Tensor)

@@ -45,8 +45,7 @@ from onefold.runtime.parameters.values import Elsewhere, arriving, give_grad, se
 from onefold.runtime.saved import is_in, saving
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry
-    from onefold.runtime.unit import Unit
+    from onefold.runtime.flat import Entry, Unit
 
 
 # -- read as an attribute --------------------------------------------------------------------------

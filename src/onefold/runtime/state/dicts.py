@@ -27,7 +27,6 @@ from onefold.runtime.boxes import local_of
 from onefold.runtime.buffers import persistent, refuse_parts
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.gather_paths import state_context
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import (
@@ -214,7 +213,7 @@ def load_full_state_dict(
                 from_first(engine, parts, item, given.get(item.name))
         parts.finish()
         loaded = [local_of(b) for name, b in buffers.items() if name not in missing]
-        engine.group.broadcast(loaded, state_context(engine, "buffers"))
+        engine.group.broadcast(loaded, engine.state_context("buffers"))
         engine.make_stale()
         engine.uninitialized.given(
             {n for e in engine.entries if e.name in incoming for n in e.names}

@@ -19,7 +19,7 @@ from onefold.recipe.options import bytes_of
 from onefold.recipe.rows import FLAT, GROUP, NATIVE
 from onefold.runtime.boxes import is_dtensor, local_of
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.flat import Entry, Flat, Unit
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import (
@@ -31,7 +31,6 @@ from onefold.runtime.parts import (
     within_holders,
 )
 from onefold.runtime.uninitialized import fill_blank, mark, value_of
-from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec, offload_notes
 
 # -- notes for the user ----------------------------------------------------------------------------
