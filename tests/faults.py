@@ -448,8 +448,8 @@ FAULTS = [
         "scripts",
         "a backward pass behind the step uses the new weights in silence",
         "runtime/parameters/values.py",
-        "        if found:\n            others = f",
-        "        if found and not found:\n            others = f",
+        "    if found:\n        others = f",
+        "    if found and not found:\n        others = f",
         [
             "tests/scripts/test_late.py::test_a_step_between_forward_and_backward_is_an_error_that_names_a_parameter"
         ],
