@@ -531,7 +531,8 @@ class Program:
         self.running = "", "backward"
         self.under_way: list[Reduction] = []
         self.on_next_hop: list[Reduction] = []
-        self.summed = self.copied = 0  # bytes of sums that are freed, and of their copies
+        # Bytes of sums that were sent on, and of their casts to the masters' dtype
+        self.sent_on: list[tuple[int, int]] = []
         self.renewing = False
         order = backwards(self.units)
         self._goes_through(
@@ -561,9 +562,9 @@ class Program:
             while under_way:
                 self._land(under_way.pop(0))
         self.pool.drain()  # nothing more is sent
-        # Sums that were sent on are copied first if the masters have another dtype
-        self.ledger.add(GRADIENTS, self.copied)
-        self.ledger.add(GRADIENTS, -self.summed)
+        for summed, cast in self.sent_on:
+            self.ledger.add(GRADIENTS, cast)
+            self.ledger.add(GRADIENTS, -summed)
         while self.leaving:  # the host waits for them
             self.ledger.add(LEAVING, -self.leaving.pop(0))
         self.ledger.add(LEAVING, -self.adding)
@@ -711,16 +712,15 @@ class Program:
             self._leaves(flat, r.done, id(flat) in known)
         if flat.tiers is None and id(flat) not in self.has_grad:
             self.has_grad.add(id(flat))
-            if flat.landed != flat.dtypes.master:
-                local = sum(flat.local(slot) for slot in flat.layout.slots)
-                copied = local * flat.dtypes.master.itemsize
+            if flat.landed != d.master:
+                cast = nbytes // flat.landed.itemsize * d.master.itemsize
                 if late:
-                    self.copied += copied
+                    self.sent_on.append((nbytes, cast))
                 else:
-                    self.ledger.add(GRADIENTS, copied)
-                self.summed += nbytes
+                    self.ledger.add(GRADIENTS, cast)
+                    self.ledger.add(GRADIENTS, -nbytes)
         elif late:
-            self.summed += nbytes
+            self.sent_on.append((nbytes, 0))
         else:
             self.ledger.add(GRADIENTS, -nbytes)
             if flat.tiers is not None and self.window:

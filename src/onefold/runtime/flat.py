@@ -385,6 +385,21 @@ class Flat:
         """`entry` as a view of a buffer over the whole address space, in its logical shape."""
         return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
 
+    @cached_property
+    def _cuts(self) -> list[int]:
+        """The elements before each entry and its own, among those that this rank owns."""
+        cuts, end = list[int](), 0
+        for here in (entry.here for entry in self.entries):
+            numel = here.stop - here.start
+            start = here.start if numel else end
+            cuts += [start - end, numel]
+            end = start + numel
+        return [*cuts, self.owned[1] - self.owned[0] - end]
+
+    def split(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the elements of each entry in `part`, [owned]. One call makes all of them."""
+        return part.split_with_sizes(self._cuts)[1::2]
+
     def shaped(self, part: torch.Tensor, entry: Entry) -> torch.Tensor:
         """Return this rank's elements of `entry` as its optimizer sees them: in their logical shape
         if it owns all of them, and they are all there is.

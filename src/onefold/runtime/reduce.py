@@ -219,9 +219,9 @@ class Reducer:
                 else:
                     torch.mul(grad, scale, out=view) if scale != 1 else view.copy_(grad)
             return
-        views = flat.views(buffer)
-        everything = len(entries) == len(views)
-        views = [views[entry.index] for entry in entries]
+        everything = len(entries) == len(flat.entries)
+        every = flat.views(buffer) if everything else ()
+        views = [every[e.index] if every else flat.view(buffer, e) for e in entries]
         if filled:
             torch._foreach_add_(views, grads, alpha=scale)
             return
@@ -380,19 +380,20 @@ class Reducer:
             # The other ranks wait for this one: all raise before the optimizer steps
             self.engine.failed(error)
             return
-        for entry in entries:
-            param, grad = entry.param, flat.shaped(total[entry.here], entry)
-            before = get_grad(param)
-            if before is not None:
-                before.add_(grad)
-            elif grad.dtype == dtype:
-                set_grad(param, grad)
-                r.kept = True
+        before = [get_grad(entry.param) for entry in entries]
+        if total.dtype != dtype and None in before:  # one cast, not one a parameter
+            narrow, ledger = total, self._ledger(flat)
+            total = r.total = narrow.to(dtype)
+            ledger.add(GRADIENTS, nbytes_of(total))
+            ledger.add(GRADIENTS, -nbytes_of(narrow))
+        parts = flat.split(total)
+        for entry, there in zip(entries, before, strict=True):
+            grad = flat.shaped(parts[entry.index], entry)
+            if there is not None:
+                there.add_(grad)
             else:
-                grad = grad.to(dtype)
-                set_grad(param, grad)
-                self._ledger(flat).add(GRADIENTS, nbytes_of(grad))
-                r.kept = r.kept or not storage.offloaded
+                set_grad(entry.param, grad)
+                r.kept = True
 
     def _ledger(self, flat: Flat) -> MemoryLedger:
         return self._ledgers[flat.storage.gradient_tier]
