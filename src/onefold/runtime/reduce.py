@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onefold.device import has_streams
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, TierError, nbytes_of
 from onefold.recipe import Tier
@@ -56,8 +57,9 @@ if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
 
 
-#: Gradients wait on whole parameters until those of their unit have more bytes together.
-ASIDE = 1 << 20
+#: Gradients wait on whole parameters until those of their unit have more bytes together; on a device
+#: with streams, where a small model waits for the host's calls and not for bytes, until more.
+ASIDE, ASIDE_WITH_STREAMS = 1 << 20, 16 << 20
 
 
 @dataclass
@@ -110,6 +112,7 @@ class Reducer:
         self.stepper = engine.stepper
         self.engine, self.group, self.memory = engine, engine.group, engine.memory
         self.pool, self._ledgers = engine.pool, engine.transfers.ledgers
+        self.aside = ASIDE_WITH_STREAMS if has_streams(self.pool.device) else ASIDE
         # The order of reductions, see runtime/order.py
         self.order = Order(self.units[::-1])
         self.in_flight = engine.recipe.in_flight if engine.recipe.overlap else 0
@@ -153,7 +156,7 @@ class Reducer:
         unit.aside.append(entry)
         unit.aside_bytes += entry.nbytes
         unit.gradients.discard(entry.number)
-        if not unit.gradients or unit.aside_bytes > ASIDE:
+        if not unit.gradients or unit.aside_bytes > self.aside:
             with disable_torch_function(), torch.no_grad():
                 self._store(unit)
                 if unit.gradients:
