@@ -314,27 +314,36 @@ class Event:
 
 AWAY = {0: ["rank 0 gave up", "rank 1: not waiting", "unit", f"step {STEP}"]}
 OF_MESH = {2: ["rank 2 (dp 1, tp 0)"], "*": ["rank 3 (dp 1, tp 1): not waiting in any collective"]}
+GONE: dict[Any, list[str]] = {"*": ["rank 1", "unit", f"step {STEP}"]}
 EVENTS = [
-    *(Event(over_data, s, "stays away", words=AWAY) for s in (1, 3)),
-    *(Event(natively, s, "stays away", words={0: [*AWAY[0], "at the end of step 0"]}) for s in (0, 3)),
-    *(Event(over_data, s, "dies", 3, words={"*": ["rank 1", "unit", f"step {STEP}"]}) for s in (0, 3)),
+    Event(over_data, 3, "stays away", words=AWAY),
+    Event(natively, 0, "stays away", words={0: [*AWAY[0], "at the end of step 0"]}),
+    Event(over_data, 3, "dies", 3, words=GONE),
     Event(natively, 3, "dies"),
     Event(over_data, 3, "fails", words={0: ["rank 1", "unit", f"step {STEP}"]}),
-    Event(over_data, 3, "dies", 4, options={"shard_group": 2}, words={0: ["rank 1"], "*": ["unit"]}),
-    Event(natively, 3, "dies", 4, options={"shard_group": 2}),
     Event(over_data, 3, "stays away", 4, options=CODECS, words={0: ["rank 1"], "*": ["unit", f"step {STEP}"]}),
     Event(beside_tensors, 3, "dies", 4, 3, OF_MESH, stalls=(1,)),
-    Event(beside_tensors, 1, "dies in backward", 4, 3, OF_MESH, stalls=(1,)),
     Event(in_a_pipeline, 1, "dies", 4, 3, {2: ["rank 3: not waiting in any collective"]}, stalls=(2,)),
     Event(over_two_data_axes, 2, "dies", 4, 1, {"*": ["rank 1 (dp 0, ep 1): not waiting in any collective"]}),
     Event(over_a_mesh, 3, "stays away", 4, 3, {
         0: ["rank 0 (dp 0, tp 0) gave up", "rank 1 (dp 0, tp 1): waiting in "], 1: ["among ranks 1,3 (along dp)"],
         "*": ["rank 3 (dp 1, tp 1): not waiting in any collective"]}),
 ]  # fmt: skip
+#: With `--all`: the same at other stages and in groups.
+FURTHER = [
+    Event(over_data, 1, "stays away", words=AWAY),
+    Event(natively, 3, "stays away", words={0: [*AWAY[0], "at the end of step 0"]}),
+    Event(over_data, 0, "dies", 3, words=GONE),
+    Event(over_data, 3, "dies", 4, options={"shard_group": 2}, words={0: ["rank 1"], "*": ["unit"]}),
+    Event(natively, 3, "dies", 4, options={"shard_group": 2}),
+    Event(beside_tensors, 1, "dies in backward", 4, 3, OF_MESH, stalls=(1,)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "row", EVENTS, ids=lambda e: f"{e.setup.__name__} {e.stage} {e.name} {len(e.options)}"
+    "row",
+    [*EVENTS, *(pytest.param(e, marks=pytest.mark.slow) for e in FURTHER)],
+    ids=lambda e: f"{e.setup.__name__} {e.stage} {e.name} {len(e.options)}",
 )
 def test_a_rank_that_stops_is_an_error_on_every_other(row: Event) -> None:
     outcomes = outcomes_of(
