@@ -157,7 +157,7 @@ def backend_of(process_group: Any, device: torch.device) -> str:
     )
 
 
-def refuse_shared_device(places: Mapping[int, bytes], device: torch.device) -> None:
+def refuse_shared_device(places: Mapping[int, object], device: torch.device) -> None:
     """Raise ValueError if several ranks compute on one device. NCCL would refuse it too, later, and
     without naming a cure.
 
@@ -165,7 +165,7 @@ def refuse_shared_device(places: Mapping[int, bytes], device: torch.device) -> N
         places: what identifies each global rank's host and device.
         device: this rank's device.
     """
-    sharing: dict[bytes, list[int]] = {}
+    sharing: dict[object, list[int]] = {}
     for rank, place in places.items():
         sharing.setdefault(place, []).append(rank)
     together = max(sharing.values(), key=len)

@@ -42,7 +42,7 @@ each, because the order between a gather and a reduction may differ from rank to
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import pickle
 import struct
 import time
 import zlib
@@ -106,8 +106,6 @@ _KINDS = (
     "call",
     "agreement",
 )
-#: Bytes of words that tell other ranks what was asked for here.
-_WORDS = 256
 _START = CollectiveContext("control", "(start)", 0, "state")
 
 
@@ -182,24 +180,20 @@ class Shared:
             else f"{self.mesh.describe()} of ranks {self.mesh.ranks}, data={self.mesh.data}"
         )
         own = device_identity(self.device)
-        said = [
-            hashlib.sha256(str(each).encode()).digest()[:8]
-            for each in (mesh, self.per_node, host_identity(), own)
-        ]
-        payload = torch.frombuffer(bytearray(b"".join(said)), dtype=torch.uint8)
-        told = [bytes(t.tolist()) for t in group.exchange_control(payload, _START)]
-        if any(each[:8] != said[0] for each in told):
+        told = group.tell((mesh, self.per_node, host_identity(), own), _START)
+        meshes, per_node, hosts, devices = zip(*told, strict=True)
+        if len({*meshes}) > 1:
             raise ValueError(
                 "ranks were given different meshes, or different axes as data: this one has"
                 f" {mesh}. Every rank must give shard() the same."
             )
         if self.backend != "gloo" and own:
-            places = {rank: each[16:] for rank, each in zip(self.ranks, told, strict=True)}
-            refuse_shared_device(places, self.device)
-        if self.per_node is None or any(each[8:16] != said[1] for each in told):
-            first: dict[bytes, int] = {}
-            hosts = [first.setdefault(each[16:24], len(first)) for each in told]
-            self.per_node = dict(zip(self.ranks, hosts, strict=True))
+            places = zip(hosts, devices, strict=True)
+            refuse_shared_device(dict(zip(self.ranks, places, strict=True)), self.device)
+        if self.per_node is None or any(each != self.per_node for each in per_node):
+            first: dict[str, int] = {}
+            numbers = [first.setdefault(host, len(first)) for host in hosts]
+            self.per_node = dict(zip(self.ranks, numbers, strict=True))
 
     def name_nodes(self, inner: int) -> None:
         """Set what counts as a node. `inner`: ranks of each group."""
@@ -862,15 +856,16 @@ class Group:
             step *= 2
         return list(have.roll(self.rank, 0).unbind())
 
-    def tell(
-        self, text: str, limit: int, context: CollectiveContext, kind: str = "control"
-    ) -> list[str]:
-        """Return every rank's text, in rank order: the first `limit` bytes of it."""
+    def tell(self, value: Any, context: CollectiveContext, kind: str = "control") -> list[Any]:
+        """Return every rank's value, which pickle knows, in rank order. Waits."""
         if self.alone:  # a simulation has no values in its tensors
-            return [text] * self.size
-        sent = bytearray(text.encode()[:limit].ljust(limit, b"\0"))
-        told = self.exchange_control(torch.frombuffer(sent, dtype=torch.uint8), context, kind)
-        return [bytes(t.tolist()).rstrip(b"\0").decode(errors="ignore") for t in told]
+            return [value] * self.size
+        said = pickle.dumps(value)
+        length = torch.tensor([len(said)], device="cpu").view(torch.uint8)
+        lengths = torch.stack(self.exchange_control(length, context, kind)).view(torch.int64)
+        mine = torch.frombuffer(bytearray(said.ljust(int(lengths.max()), b"\0")), dtype=torch.uint8)
+        told = self.exchange_control(mine, context, kind)
+        return [pickle.loads(bytes(t.numpy())) for t in told]  # stops before the zeros
 
     def any_of(self, bits: bytes, context: CollectiveContext, kind: str = "agreement") -> bytes:
         """Return the bitwise or of `bits` over all ranks, which give equally many. Waits.
@@ -921,7 +916,7 @@ class Group:
         """
         said = both(struct.pack("<II", digest, value.nbytes))
         if not self.alone and not alike(self.any_of(said, context, "call")):
-            words = self.tell(asked, _WORDS, context, "call")
+            words = self.tell(asked, context, "call")
             by_rank = sorted(zip(self.ranks, words, strict=True))
             other, theirs = next(
                 ((rank, said) for rank, said in by_rank if said != asked),

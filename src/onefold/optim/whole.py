@@ -329,7 +329,7 @@ class WholeStep(Stepper):
             " from the last checkpoint."
         )
         said = "" if error is None else f"{type(error).__name__}: {error}"
-        told = dict(zip(group.ranks, group.tell(said, 256, context), strict=True))
+        told = dict(zip(group.ranks, group.tell(said, context), strict=True))
         failed = "; ".join(f"rank {rank} ({told[rank]})" for rank in sorted(told) if told[rank])
         raise RuntimeError(
             f"{name}.step() failed on {failed}, which steps some of the matrices for all."

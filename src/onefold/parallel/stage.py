@@ -68,11 +68,7 @@ def unshard(module: nn.Module) -> None:
     if engine.backward_open:  # a backward pass raised before it came to its end
         engine.passes.reset()
     with disable_torch_function(), torch.no_grad():
-        engine.transfers.check()
-        # First: writes to units that are not kept are not looked for
         engine.gather.keep(engine.gather.sharded, holding=True)
-        engine.passes.refresh(engine.units)
-        engine.gather.gather_kept()
 
 
 def reshard(module: nn.Module) -> None:

@@ -36,9 +36,6 @@ from onefold.memory import TierError
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
 
-_TOLD = 512  # bytes of a message about what went wrong
-_UPDATES = 1 << 14  # bytes of updates that differ
-
 
 def agree_and_finish(engine: Engine, learn: bool) -> None:
     """Exchange which parameters were used and which orders were seen; then set the gradients.
@@ -71,10 +68,10 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
     group.updates.clear()
     walked, done, *found = (anywhere.read(len(part)) for part in told)
     if not alike(done):
-        texts = group.tell(f"{launched.hex()} {updates}", _UPDATES, context)
-        if any(not text.startswith(f"{launched.hex()} ") for text in texts):
+        texts = group.tell((launched, updates), context)
+        if any(text[0] != launched for text in texts):
             raise group.out_of_order(context)
-        said = {r: t.partition(" ")[2] for r, t in zip(group.ranks, texts, strict=True)}
+        said = {r: text for r, (_, text) in zip(group.ranks, texts, strict=True)}
         raise StallError(
             f"rank {group.ranks[group.rank]} found at the end of the backward pass of step"
             f" {context.step} that the ranks have stepped differently: "
@@ -103,7 +100,7 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
     kind = "" if isinstance(error, TierError) else f"{type(error).__name__}: "
     said = f"{kind}{error}" if error is not None else ""
     context = CollectiveContext("control", "(NVMe)", engine.step_count, "optimizer")
-    told = engine.group.tell(said, _TOLD, context)
+    told = engine.group.tell(said, context)
     wrong = [(rank, message) for rank, message in enumerate(told) if message]
     if wrong:
         engine.failure, engine.failure_agreed = None, False

@@ -41,8 +41,6 @@ memory; when it is gathered again, the DTensor gets it back.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +50,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onefold.comm import CollectiveContext, Group, alike, both
+from onefold.comm import CollectiveContext, Group
 from onefold.layout.holders import AxisCut, Holders, Mesh, TensorBox, region_of
 
 if TYPE_CHECKING:
@@ -256,23 +254,27 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
     whole = Holders.of(dict.fromkeys(mesh.ranks), mesh.data_of)
     if mesh.plain:
         return whole
-    context = CollectiveContext("control", "(axes)", 0, "state")
     kinds: dict[Any, list[Any]] = {}
     said = []
     for f in (found for spec in specs for found in spec.found if is_dtensor(found.param)):
         param: Any = f.param
         _refuse(f.names[0], param, mesh)
         kinds.setdefault((param.device_mesh, param.placements), []).append(f)
-        said.append((f.names[0], param.placements, tuple(param.device_mesh.shape)))
-    digest = hashlib.sha256(repr(said).encode()).digest()[:8]
-    if not alike(group.any_of(both(digest), context)):
+        said.append((f.names[0], str(param.placements), tuple(param.device_mesh.shape)))
+    context = CollectiveContext("control", "(axes)", 0, "state")
+    told = group.tell((said, [device_mesh.get_coordinate() for device_mesh, _ in kinds]), context)
+    if any(theirs != said for theirs, _ in told):
         raise ValueError(
             "ranks of the mesh have different DTensors among their parameters, other placements of"
             " them, or device meshes of other shapes. Every rank must parallelize the same model by"
             " the same plan."
         )
-    for (device_mesh, placements), of_kind in kinds.items():
-        coordinates = _coordinates(device_mesh, group, context)
+    for number, ((device_mesh, placements), of_kind) in enumerate(kinds.items()):
+        coordinates = {
+            rank: tuple(at[number]) for rank, (_, at) in zip(group.ranks, told, strict=True)
+        }
+        if group.stands_for_all:  # nobody answers
+            coordinates = _in_root_mesh(device_mesh, group.ranks)
         keys = {
             rank: tuple(c for c, p in zip(at, placements, strict=True) if divides(p))
             for rank, at in coordinates.items()
@@ -287,17 +289,12 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
     return whole
 
 
-def _coordinates(
-    device_mesh: Any, group: Group, context: CollectiveContext
-) -> dict[int, tuple[int, ...]]:
-    """Return the coordinates of every global rank in its own such device mesh. Collective."""
-    if group.stands_for_all:  # nobody answers: they are those in the mesh that this one is cut from
-        root = device_mesh._get_root_mesh()
-        kept = [root.mesh_dim_names.index(name) for name in device_mesh.mesh_dim_names]
-        every = zip(_ranks_in(root), product(*map(range, root.shape)), strict=True)
-        return {rank: tuple(at[i] for i in kept) for rank, at in every if rank in group.ranks}
-    told = group.tell(json.dumps(device_mesh.get_coordinate()), 64, context)
-    return {rank: tuple(json.loads(at)) for rank, at in zip(group.ranks, told, strict=True)}
+def _in_root_mesh(device_mesh: Any, ranks: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Return the coordinates of global ranks in meshes that are cut as this one is."""
+    root = device_mesh._get_root_mesh()
+    kept = [root.mesh_dim_names.index(name) for name in device_mesh.mesh_dim_names]
+    every = zip(_ranks_in(root), product(*map(range, root.shape)), strict=True)
+    return {rank: tuple(at[i] for i in kept) for rank, at in every if rank in ranks}
 
 
 def _ranks_in(device_mesh: Any) -> list[int]:

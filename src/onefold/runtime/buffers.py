@@ -18,7 +18,6 @@ written to a buffer (writes through `.data` change no version counter).
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -283,18 +282,12 @@ def check_not_wrapped(module: nn.Module | None) -> None:
         raise RuntimeError(WRAPPED)
 
 
-def modules_in(root: nn.Module) -> list[tuple[weakref.ref[nn.Module], int]]:
-    """Return the modules of `root`, and how many parameters each has: what may not change. Which
-    parameters these are does not matter here, since `torch.func.functional_call` puts others there.
-    """
-    return [
-        (weakref.ref(m), sum(p is not None for p in m._parameters.values())) for m in root.modules()
-    ]
-
-
-def refuse_changes(root: nn.Module | None, entries: Iterable[Entry], call: str) -> None:
+def refuse_changes(
+    root: nn.Module | None, entries: Iterable[Entry], call: str, replaced: bool = True
+) -> None:
     """Check that the parameters that `shard()` found are those of the model, before `call`.
-    Parameters added later would train on every rank by itself.
+    Parameters added later would train on every rank by itself. Without `replaced`, others may be in
+    their places, as `torch.func.functional_call` puts them there.
 
     Raises:
         RuntimeError: the model has other parameters now, or other ties between them; the message
@@ -306,7 +299,7 @@ def refuse_changes(root: nn.Module | None, entries: Iterable[Entry], call: str) 
     now = dict(root.named_parameters(remove_duplicate=False))
     known, there = set(map(id, then.values())), set(map(id, now.values()))
     lists = {
-        "replaced": [n for n, p in now.items() if n in then and p is not then[n]],
+        "replaced": [n for n, p in now.items() if replaced and n in then and p is not then[n]],
         "added": [n for n, p in now.items() if n not in then and id(p) not in known],
         "removed": [n for n, p in then.items() if n not in now and id(p) not in there],
     }

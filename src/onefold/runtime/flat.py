@@ -522,8 +522,6 @@ class Flat:
 # | GATHERING | GATHERED  | its bytes have arrived                                    |
 # | GATHERED  | SHARDED   | released: the buffer goes back to the pool                |
 # | GATHERED  | GATHERING | the resident copy is refreshed: its masters were written to |
-#
-# Any other move is a bug of the engine and raises.
 
 
 class State(enum.Enum):
@@ -531,17 +529,6 @@ class State(enum.Enum):
     FETCHING = "fetching"
     GATHERING = "gathering"
     GATHERED = "gathered"
-
-
-_ALLOWED = {
-    (State.SHARDED, State.FETCHING),
-    (State.FETCHING, State.GATHERING),
-    (State.FETCHING, State.SHARDED),
-    (State.SHARDED, State.GATHERING),
-    (State.GATHERING, State.GATHERED),
-    (State.GATHERED, State.SHARDED),
-    (State.GATHERED, State.GATHERING),
-}
 
 
 class Unit:
@@ -652,13 +639,6 @@ class Unit:
     def encloses(self, other: Unit) -> bool:
         """Whether the other unit's module lies inside this one's."""
         return self is not other and (self.path == "" or other.path.startswith(self.path + "."))
-
-    def move(self, state: State) -> None:
-        if (self.state, state) not in _ALLOWED:
-            raise AssertionError(
-                f"unit {self.name!r} cannot go from {self.state.value} to {state.value}"
-            )
-        self.state = state
 
 
 def bind(

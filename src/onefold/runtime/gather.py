@@ -228,11 +228,15 @@ class Gatherer:
         self.pool.drain()
 
     def keep(self, units: Collection[Unit], holding: bool) -> None:
-        """Let units stay gathered over passes until `let_go`, from their next gather on. Unless
-        `holding`, passes with gradients release them.
+        """Gather units, and let them stay gathered over passes until `let_go`. Unless `holding`,
+        passes with gradients release them.
         """
+        self.engine.transfers.check()
+        # First: writes to units that are not kept are not looked for
         self.kept, self.holding = dict.fromkeys(units), holding
         self.keeping = self.kept if holding else ()
+        self.engine.passes.refresh(self.units)
+        self.gather_kept()
 
     def gather_kept(self) -> None:
         """Launch the gathers of the units that stay gathered and are not gathered yet."""
@@ -459,7 +463,8 @@ class Gatherer:
 
     def launch(self, unit: Unit) -> None:
         """Start the gather of every flat buffer of the unit."""
-        unit.move(State.GATHERING)
+        assert unit.state is not State.GATHERING, unit.name
+        unit.state = State.GATHERING
         if not unit.resident:
             self.gathered[unit.index] = unit
         context = self.engine.context("all-gather", unit.name)
@@ -484,7 +489,7 @@ class Gatherer:
         """Start reading this rank's part of the unit, if it is stored on a disk."""
         wanted = [f for f in unit.flats if f.storage.reads_ahead and not f.gather.fresh]
         if unit.state is State.SHARDED and wanted:
-            unit.move(State.FETCHING)
+            unit.state = State.FETCHING
             for flat in wanted:
                 self.buffer_of(unit, flat)
                 flat.storage.fetch()
@@ -498,7 +503,7 @@ class Gatherer:
         for pending in unit.pending if comes else ():
             pending.wait()
         unit.pending.clear()
-        unit.move(State.GATHERED)
+        unit.state = State.GATHERED
         for flat in unit.flats:
             if not flat.resident:
                 flat.point_at(flat.full)
@@ -509,8 +514,9 @@ class Gatherer:
         unit.recomputing = None
         if unit in self.keeping and not kept_too and self.group.broken is None:
             return
+        assert unit.state is not State.SHARDED, unit.name
         self.wait(unit, comes=self.group.broken is None)
-        unit.move(State.SHARDED)
+        unit.state = State.SHARDED
         self.gathered.pop(unit.index, None)
         if self.holds_fp32 and torch.is_autocast_enabled(self.pool.device.type):
             torch.clear_autocast_cache()  # [Note: casts are handles] in runtime/saved.py

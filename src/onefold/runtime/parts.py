@@ -46,7 +46,6 @@ would gather themselves otherwise.
 
 from __future__ import annotations
 
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -294,7 +293,9 @@ def from_first(
             assert whole is not None
             places = box.parts(whole.reshape(item.shape), group.ranks)
             whole = places.pop(0)
-        came = _exchange(engine, group, item, places, {0: box.numel} if first and group.rank else {})
+        came = _exchange(
+            engine, group, item, places, {0: box.numel} if first and group.rank else {}
+        )
         whole = came.get(0, whole)
     within_holders(engine, parts, item, whole)
 
@@ -358,32 +359,24 @@ def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
         RuntimeError: another rank has called something else.
     """
     group = engine.group
-    if group.alone:
-        return [value]
-    text = pickle.dumps((call, value))
     context = CollectiveContext(
         "control", f"({call}, which every rank must call)", engine.step_count, "state"
     )
     try:
-        length = torch.tensor([len(text)], device="cpu").view(torch.uint8)
-        lengths = group.exchange_control(length, context, "call")
-        longest = max(int(part.view(torch.int64)) for part in lengths)
-        mine = torch.frombuffer(bytearray(text.ljust(longest, b"\0")), dtype=torch.uint8)
-        parts = group.exchange_control(mine, context, "call")
+        told = group.tell((call, value), context, "call")
     except StallError as error:
         raise StallError(
             f"{call} is a collective on this model: call it on every rank, at the same place."
             f" {error}"
         ) from None
-    by_number = sorted(range(group.size), key=lambda position: group.ranks[position])
-    said = [pickle.loads(bytes(parts[p].numpy())) for p in by_number]  # stops before the zeros
-    other = next((rank for rank, (name, _) in enumerate(said) if name != call), None)
+    said = dict(sorted(zip(group.ranks, told, strict=True)))
+    other = next((rank for rank, (name, _) in said.items() if name != call), None)
     if other is not None:
         raise RuntimeError(
-            f"rank {group.ranks[group.rank]} called {call} while rank {sorted(group.ranks)[other]}"
-            f" called {said[other][0]}: every rank must call the same, in the same order."
+            f"rank {group.ranks[group.rank]} called {call} while rank {other} called"
+            f" {said[other][0]}: every rank must call the same, in the same order."
         )
-    return [value for _, value in said]
+    return [value for _, value in said.values()]
 
 
 def _chunks(item: StateItem) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ import torch
 
 from onefold.memory import storage_of
 from onefold.runtime.agree import agree_and_finish
-from onefold.runtime.buffers import check_in_place, check_not_wrapped, modules_in, refuse_changes
+from onefold.runtime.buffers import check_in_place, check_not_wrapped, refuse_changes
 from onefold.runtime.differentiate import (
     TRANSFORMS,
     in_autograd,
@@ -90,9 +90,7 @@ class Passes:
         # [Note: kept by hand], `saved_apart` of the unit when code first got the parameter itself
         self._borrowed: dict[Unit, int | None] = {}
         self._entered: set[Unit] = set()  # those whose module was called
-        # The modules that shard() found, and the last step in which they were compared
-        root = self.units[0].module()
-        self._modules, self._compared = [] if root is None else modules_in(root), -1
+        self._compared = -1  # the last step in which the model was compared with what shard() found
 
     # -- a unit's module ---------------------------------------------------------------------------
 
@@ -249,11 +247,10 @@ class Passes:
         self._look()
         check_in_place(self.units)
         root = self.units[0].module()
-        if engine.step_count < 2 and root is not None:  # most changes and wrappers come by now
+        if self._compared < engine.step_count < 2:  # most changes and wrappers come by now
             check_not_wrapped(root)
-            if self._compared < engine.step_count and (now := modules_in(root)) != self._modules:
-                refuse_changes(root, engine.entries, "a pass")
-                self._modules = now
+            refuse_changes(root, engine.entries, "a pass", replaced=False)
+            if root is not None:
                 engine.buffers.find(root)
             self._compared = engine.step_count
         # A pass without gradients in between (a reference pass with adapters off) must not change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -418,18 +419,6 @@ def fetch(params: Iterable[nn.Parameter]) -> None:
 # and released in each pass as usual.
 
 
-def fitting(engine: Engine, limit: int | None) -> list[Unit]:
-    """Return the units that stay gathered: those that fit under `limit` bytes, taken in the agreed
-    order of the forward pass, which is the same on every rank.
-    """
-    chosen, left = [], limit
-    for unit in engine.gather.forward.units:
-        if left is None or unit.gathered_bytes <= left:
-            chosen.append(unit)
-            left = None if left is None else left - unit.gathered_bytes
-    return chosen
-
-
 @contextlib.contextmanager
 def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator[nn.Module]:
     """Context in which passes without gradients (generating, evaluating) keep units gathered, in
@@ -451,8 +440,8 @@ def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator
         RuntimeError: it was entered inside a pass of the model, or inside itself.
     """
     engine = engine_of(module)
-    left = None if limit is None else bytes_of("limit", limit)
-    gather = engine.gather
+    left = math.inf if limit is None else bytes_of("limit", limit)
+    gather, units = engine.gather, list[Unit]()
     if engine.in_any_pass():
         raise RuntimeError(
             "keep_gathered was entered inside a pass of the model; enter it outside."
@@ -462,14 +451,13 @@ def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator
         raise RuntimeError(
             f"keep_gathered was entered inside {outer} of the same model; leave that first."
         )
-    gather.keep(fitting(engine, left), holding=False)
+    for unit in gather.forward.units:  # in the order that is the same on every rank
+        if unit.gathered_bytes <= left:
+            units.append(unit)
+            left -= unit.gathered_bytes
     try:
         with disable_torch_function(), torch.no_grad():
-            engine.transfers.check()
-            engine.passes.refresh(engine.units)
-            gather.gather_kept()
-            for unit in gather.kept:
-                gather.wait(unit)
+            gather.keep(units, holding=False)
         yield module
     finally:
         if not engine.closed:
