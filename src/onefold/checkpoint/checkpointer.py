@@ -16,7 +16,6 @@ from onefold.checkpoint.loading import Loaded, load
 from onefold.checkpoint.progress import moved
 from onefold.checkpoint.saving import save, save_async, step_of
 from onefold.checkpoint.together import Together, meet
-from onefold.comm import CollectiveContext
 from onefold.runtime.hooks import engine_of
 
 LOCK = ".lock"
@@ -130,7 +129,7 @@ class Checkpointer:
         """Return whether the save is still under way on any rank. All ranks must decide alike."""
         # On the training's communicator: the save itself uses the checkpoint's communicator
         mine = bytes([255, running(self._engine) is not None])  # no other message has this length
-        context = CollectiveContext("control", "(checkpoint)", self._engine.step_count, "state")
+        context = self._engine.context("control", "(checkpoint)", "state")
         return bool(self._engine.group.any_of(mine, context)[1])
 
     def wait(self) -> None:

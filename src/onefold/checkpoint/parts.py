@@ -41,7 +41,7 @@ from onefold.recipe.moments import grain_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.parts import HeldParts, MasterParts, accounted
+from onefold.runtime.parts import HeldParts, MasterParts
 from onefold.runtime.state.dicts import beside_parameters
 from onefold.runtime.storage import OnDisk
 
@@ -130,11 +130,10 @@ def collect(
                 names = entry.names
                 item = Item("state", names[0], key) if key else Item("parameter", names[0])
                 aliases = () if key else names[1:]
-                mine, box = accounted(held, entry, key), entry.region
-                shape = mine.shape if box is None else entry.shape
-                out.tensors.append(
-                    PieceToWrite(item, shape, mine.start, mine.stop, mine.place, aliases, box)
-                )
+                place, box = held.place(entry, key, start, stop), entry.region
+                shape, *here = entry.outside(start, stop, key)
+                shape = shape if box is None else entry.shape
+                out.tensors.append(PieceToWrite(item, shape, *here, place, aliases, box))
         for entry, key, value in states.wholes:
             if first or entry.flat.divided:
                 out.add_own(Item("state", entry.name, key), value)

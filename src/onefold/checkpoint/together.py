@@ -46,7 +46,7 @@ def meet(engine: Engine, call: str) -> None:
     if engine.group.alone:
         return settle(engine)
     payload = torch.tensor([CALLS.index(call)], dtype=torch.uint8, device="cpu")
-    context = CollectiveContext("control", f"({call})", engine.step_count, "state")
+    context = engine.context("control", f"({call})", "state")
     said = [int(p.item()) for p in engine.group.exchange_control(payload, context)]
     other = next((rank for rank, code in enumerate(said) if code != CALLS.index(call)), None)
     if other is not None:

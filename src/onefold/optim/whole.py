@@ -337,7 +337,7 @@ class WholeStep(Stepper):
 
 
 def _context(engine: Engine, move: str = "control") -> CollectiveContext:
-    return CollectiveContext(move, _WHERE, engine.step_count, "optimizer")
+    return engine.context(move, _WHERE, "optimizer")
 
 
 def _has_whole(flat: Flat) -> bool:

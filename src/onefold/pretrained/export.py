@@ -37,8 +37,9 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.parts import MasterParts, accounted
+from onefold.runtime.parts import MasterParts
 from onefold.runtime.state.dicts import beside_parameters
+from onefold.runtime.storage import OnDisk
 
 #: The default for the bytes of tensors in one file.
 MAX_SHARD_BYTES = 5_000_000_000
@@ -255,9 +256,11 @@ def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Ten
     """
     parts = MasterParts()
     for entry in engine.entries:
-        mine = accounted(parts, entry)
-        at = mine.start
-        for piece in mine.pieces():
+        at, stop = entry.accounted()
+        if at == stop:
+            continue
+        place = parts.place(entry, "", at, stop)
+        for piece in place.pieces() if isinstance(place, OnDisk) else [place]:
             if entry.region is not None:
                 yield from _rows(entry, at, piece)
             else:

@@ -30,7 +30,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 import onefold.runtime.updates as updates_of
-from onefold.comm import CollectiveContext, StallError, alike, both
+from onefold.comm import StallError, alike, both
 from onefold.memory import TierError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
     checksum = zlib.crc32(updates.encode(), zlib.crc32(launched))
     told = [both(struct.pack("<III", *seen)), both(struct.pack("<I", checksum))]
     told += [_bits(*field) for field in fields]
-    context = CollectiveContext("control", "(end of backward)", engine.step_count, "backward")
+    context = engine.context("control", "(end of backward)", "backward")
     anywhere = io.BytesIO(group.any_of(b"".join(told), context))
     group.shared.heard = engine.step_count
     group.updates.clear()
@@ -99,7 +99,7 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
     # The error raised below is a TierError too, so this name is left out
     kind = "" if isinstance(error, TierError) else f"{type(error).__name__}: "
     said = f"{kind}{error}" if error is not None else ""
-    context = CollectiveContext("control", "(NVMe)", engine.step_count, "optimizer")
+    context = engine.context("control", "(NVMe)", "optimizer")
     told = engine.group.tell(said, context)
     wrong = [(rank, message) for rank, message in enumerate(told) if message]
     if wrong:

@@ -364,13 +364,15 @@ class Engine:
         """
         return self.world_size > 1 and (torch.is_grad_enabled() or self.backward_open)
 
-    def context(self, move: str, unit: str) -> CollectiveContext:
-        """Return the context of a collective that starts now: its step and pass."""
-        return CollectiveContext(move, unit, self.step_count, self.phase)
+    def context(self, move: str, unit: str, phase: str | None = None) -> CollectiveContext:
+        """Return the context of a collective that starts now: its step, and its phase, by default the
+        pass under way.
+        """
+        return CollectiveContext(move, unit, self.step_count, phase or self.phase)
 
     def state_context(self, unit: str) -> CollectiveContext:
         """Return the context of a collective over parameters or states of a unit."""
-        return CollectiveContext("state", unit, self.step_count, "state")
+        return self.context("state", unit, "state")
 
     def refuse_if_closed(self) -> None:
         """Called when a backward pass comes to a part of a graph.
@@ -443,7 +445,7 @@ class Engine:
         self.told_of_overflow()
         values = (group or self.group).gather_values(
             found.detach().to(self.device),
-            CollectiveContext("control", "(overflow check)", self.step_count, "optimizer"),
+            self.context("control", "(overflow check)", "optimizer"),
         )
         found.fill_(values.max().to(found.device))
 

@@ -15,7 +15,7 @@ callers know no tiers or formats.
     rank 0's whole        ──── `from_first` ───────────────────────►   every rank's `write`
     masters of all ranks  ──── `whole_masters` ────────────────────►   a whole flat buffer on every rank
     a whole on each rank  ──── `from_own` (no traffic) ────────────►   this rank's `write`
-    this rank's `place`   ──── `accounted` (no traffic) ───────────►   this rank's file
+    this rank's `place`   ──── what it accounts for (no traffic) ──►   this rank's file
 
 | parts             | file                      | items                                                                |
 |-------------------|---------------------------|----------------------------------------------------------------------|
@@ -35,7 +35,7 @@ their first rank, and these exchange boxes with rank 0:
 | `optimizer.load_state_dict`                                  | `from_first`, or `from_own`    |
 | `full_params`, `parameter.onefold.gather()`, `unshard`       | `whole_masters`                |
 | leaving `full_params(write=True)`                            | `within_holders`               |
-| `save`, `export`                                             | `accounted`                    |
+| `save`, `export`                                             | `place`, for what is accounted |
 | `load`                                                       | `place`, for what it reads     |
 
 `to_first` and `from_first` move at most `CHUNK` elements at a time: a device never holds more of an
@@ -50,11 +50,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.comm import CollectiveContext, Group, StallError
+from onefold.comm import Group, StallError
 from onefold.layout import overlap
 from onefold.recipe.moments import BLOCK
 from onefold.runtime.boxes import Box
@@ -359,9 +359,7 @@ def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
         RuntimeError: another rank has called something else.
     """
     group = engine.group
-    context = CollectiveContext(
-        "control", f"({call}, which every rank must call)", engine.step_count, "state"
-    )
+    context = engine.context("control", f"({call}, which every rank must call)", "state")
     try:
         told = group.tell((call, value), context, "call")
     except StallError as error:
@@ -411,28 +409,3 @@ def from_own(parts: HeldParts, item: StateItem, whole: torch.Tensor) -> None:
         whole = item.box.part(whole.reshape(item.shape))
     a, b = parts.held(item.entry)
     parts.write(item, a, b, whole.reshape(-1)[a:b].to(item.dtype))
-
-
-class Accounted(NamedTuple):
-    """Elements [start, stop) of an item of `shape` (in items that stand for elements, for a packed
-    state), which this rank accounts for.
-    """
-
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    place: torch.Tensor | OnDisk
-
-    def pieces(self) -> Iterable[torch.Tensor]:
-        """Return the elements in order, in tensors that fit into memory."""
-        if isinstance(self.place, OnDisk):
-            return self.place.pieces()
-        return [self.place] if self.place.numel() else []
-
-
-def accounted(parts: HeldParts, entry: Entry, key: str = "") -> Accounted:
-    """Return what this rank accounts for of a parameter or of its state `key`, for its file. Local.
-    All ranks together account for each element once.
-    """
-    start, stop = parts.accounted(entry)
-    return Accounted(*entry.outside(start, stop, key), parts.place(entry, key, start, stop))

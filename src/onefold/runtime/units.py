@@ -78,37 +78,35 @@ class UnitSpec:
 
 def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[UnitSpec]:
     """Return the units of `root`: the root's own first, then in the order of `named_modules()`."""
-    modules = dict(root.named_modules())
+    modules, parameters = dict(root.named_modules()), parameters_of(root)
     units = {*(_blocks(root) if wanted is None else _named(modules, wanted))}
     if wanted is None:
-        units |= {*_large_rest(modules, units)}
+        units |= {*_large_rest(modules, units, parameters)}
     specs = {
         name: UnitSpec(name, module)
         for name, module in modules.items()
         if not name or module in units or isinstance(module, OwnUnit)
     }
-    for found in parameters_of(root):
+    for found in parameters:
         specs[_owner(found.place_names, specs)].found.append(found)
     return [spec for spec in specs.values() if spec.found or spec.name == ""]
 
 
-def parameters_of(root: nn.Module) -> Iterable[Found]:
+def parameters_of(root: nn.Module) -> list[Found]:
     """Return every parameter of `root` with the places that refer to it, in the order of
     `root.named_parameters()`.
     """
     by_id: dict[int, Found] = {}
-    seen: set[int] = set()
-    for prefix, module in root.named_modules(remove_duplicate=False):
-        for attribute, param in module._parameters.items():
-            if param is None:
-                continue
-            found = by_id.setdefault(id(param), Found(param))
-            found.names.append(f"{prefix}.{attribute}" if prefix else attribute)
-            if id(module) not in seen:
-                found.place_names.append(found.names[-1])
-                found.places.append((module, attribute))
-        seen.add(id(module))
-    return by_id.values()
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for name, param in root.named_parameters(remove_duplicate=False):
+        found = by_id.setdefault(id(param), Found(param))
+        found.names.append(name)
+        prefix, _, attribute = name.rpartition(".")
+        place = modules[prefix], attribute
+        if place not in found.places:
+            found.place_names.append(name)
+            found.places.append(place)
+    return list(by_id.values())
 
 
 def _owner(names: list[str], specs: dict[str, UnitSpec]) -> str:
@@ -142,27 +140,29 @@ def _is_repeated(module: nn.Module) -> bool:
     return max(kinds.values(), default=0) > (not isinstance(module, nn.ModuleList))
 
 
-def _large_rest(modules: dict[str, nn.Module], blocks: set[nn.Module]) -> list[nn.Module]:
+def _large_rest(
+    modules: dict[str, nn.Module], blocks: set[nn.Module], parameters: Iterable[Found]
+) -> list[nn.Module]:
     """Return the modules outside of the blocks, with parameters of their own that no other module
     has, as large as half a block.
     """
     if not blocks:
         return []
     inside = tuple(f"{name}." for name, module in modules.items() if module in blocks)
-    enough = sum(p.numel() for b in blocks for p in b.parameters()) / len(blocks) / 2
-    own = {
-        name: [p for p in module._parameters.values() if p is not None]
-        for name, module in modules.items()
-    }
-    places = Counter(id(p) for params in own.values() for p in params)
+    enough = max(1, sum(p.numel() for b in blocks for p in b.parameters()) / len(blocks) / 2)
+    own, shared = Counter[nn.Module](), set[nn.Module]()
+    for found in parameters:
+        for module, _ in found.places:
+            own[module] += found.param.numel()
+            shared |= {module} if len(found.places) > 1 else set()
     return [
-        modules[name]
-        for name, params in own.items()
+        module
+        for name, module in modules.items()
         if name
+        and own[module] >= enough
+        and module not in shared
         and not f"{name}.".startswith(inside)
-        and not isinstance(modules[name], (nn.ParameterList, nn.ParameterDict))
-        and all(places[id(p)] == 1 for p in params)
-        and sum(p.numel() for p in params) >= max(enough, 1)
+        and not isinstance(module, (nn.ParameterList, nn.ParameterDict))
     ]
 
 
