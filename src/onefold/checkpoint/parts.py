@@ -130,10 +130,10 @@ def collect(
                 names = entry.names
                 item = Item("state", names[0], key) if key else Item("parameter", names[0])
                 aliases = () if key else names[1:]
-                place, box = held.place(entry, key, start, stop), entry.region
-                shape, *here = entry.outside(start, stop, key)
+                mine, box = held.place(entry, key, start, stop), entry.region
+                shape, a, b = entry.outside(start, stop, key)
                 shape = shape if box is None else entry.shape
-                out.tensors.append(PieceToWrite(item, shape, *here, place, aliases, box))
+                out.tensors.append(PieceToWrite(item, shape, a, b, mine, aliases, box))
         for entry, key, value in states.wholes:
             if first or entry.flat.divided:
                 out.add_own(Item("state", entry.name, key), value)

@@ -55,7 +55,7 @@ from onefold.recipe import Recipe, Tier
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.optimizers import PLANNED
 from onefold.recipe.rows import GROUP
-from onefold.runtime.order import are_large, is_due
+from onefold.runtime.reduce import are_large, is_due
 
 _FP32 = 4
 COMPUTE, HOST, DISK = "compute", "host", "disk"

@@ -5,7 +5,7 @@ commands.
 |------------------------------------------------|--------------------------------------------------------|
 | Which blocks are units, and what are they?     | `units`, `flat`                                        |
 | What do other axes leave of a parameter?       | `boxes`                                                |
-| What happens in a step?                        | `engine`, `hooks`, `passes`, `order`                   |
+| What happens in a step?                        | `engine`, `hooks`, `passes`                            |
 | How does the whole of a unit come together?    | `gather`                                               |
 | How do gradients become this rank's sums?      | `reduce` (when), `hops` (how)                          |
 | What do ranks tell each other after a pass?    | `agree`                                                |

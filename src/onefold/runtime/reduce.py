@@ -8,7 +8,7 @@
 When autograd has put a gradient on a whole parameter, it waits there for others of its unit: they
 are copied into the unit's flat buffer together, because the number of calls is what that costs. When
 the unit has all its gradients, its buffer is exchanged and summed in an agreed order (see
-[Note: reductions keep one order] in runtime/order.py and [Note: sums are local and in
+[Note: reductions keep one order] and [Note: sums are local and in
 rank order] in comm/group.py). The sums become `.grad` of the optimizer's parameters.
 
 [Note: unused parameters] Every backward pass ends with one small exchange in which the ranks tell
@@ -19,6 +19,13 @@ it would in one process. A parameter that another rank used gets its gradient he
 only the hop inside the group. The group's sums are held, and the hop between groups carries them
 once a step.
 
+[Note: reductions keep one order] Units are reduced in an order that all ranks agree on. A unit that
+is ready early waits for those before it. A unit that this rank did not use takes part with zeros:
+
+- if its module was not called, as soon as those before it are launched;
+- if it was called and the backward pass goes past it, from then on (`Reducer.passed_over`);
+- else at the end of the backward pass (`Reducer.launch_rest`).
+
 [Note: a buffer is reduced whole] What travels is a whole flat buffer, or nothing if none of its
 parameters train. Parameters that were frozen after `shard()` travel as zeros. (Those frozen before
 are in flat buffers of their own.)
@@ -28,7 +35,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +45,12 @@ from onefold.device import has_streams
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, TierError, nbytes_of
 from onefold.recipe import Tier
+from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.runtime.boxes import local_of
 from onefold.runtime.differentiate import keep_hooks_from_compiler
 from onefold.runtime.flat import Entry, Flat, Unit
+from onefold.runtime.gather import Order
 from onefold.runtime.hops import Hop, UnderWay, broadcast_back, drop, landed
-from onefold.runtime.order import Order, are_large, is_due
 from onefold.runtime.parameters.interval import (
     ShardedParameterError,
     disable_torch_function,
@@ -113,7 +121,7 @@ class Reducer:
         self.engine, self.group, self.memory = engine, engine.group, engine.memory
         self.pool, self._ledgers = engine.pool, engine.transfers.ledgers
         self.aside = ASIDE_WITH_STREAMS if has_streams(self.pool.device) else ASIDE
-        # The order of reductions, see runtime/order.py
+        # The order of reductions, see runtime/gather.py
         self.order = Order(self.units[::-1])
         self.in_flight = engine.recipe.in_flight if engine.recipe.overlap else 0
         self.under_way: list[Reduction] = []
@@ -572,6 +580,37 @@ class Reducer:
                         entry.compute, _arrival(weakref.ref(self), weakref.ref(entry))
                     )
                     refuse_gradients(entry)
+
+
+# -- when a reduction is due -----------------------------------------------------------------------
+#
+# Of reductions with a `unit`, `sent_bytes` and `is_last` (they are on their last hop), the oldest
+# first. What is due depends on the launches alone, not on when a rank was ready. So all ranks start
+# next hops in the same order among their launches. Backends without tags need that.
+
+
+def is_due(flying: Sequence[Any], in_flight: int) -> bool:
+    """Whether to wait for the oldest reduction: too many are in flight, in number or in bytes, or it
+    has a further hop and another unit has been launched since.
+    """
+    if len(flying) > in_flight:
+        return not in_flight or sum([r.sent_bytes for r in flying]) > SMALL_TRAFFIC
+    if len(flying) < 2 or flying[0].unit == flying[-1].unit:
+        return False
+    return not flying[0].is_last or are_large(flying)
+
+
+def are_large(flying: Sequence[Any]) -> bool:
+    """Whether reductions of several units are in flight, with more than LARGE_TRAFFIC bytes. A small
+    unit that follows a large one (a norm behind a head) is no reason to wait for that one.
+    """
+    if len(flying) < 2 or 2 * sum([r.sent_bytes for r in flying]) <= LARGE_TRAFFIC:
+        return False
+    newest = sum([r.sent_bytes for r in flying if r.unit == flying[-1].unit])
+    return bool(flying[0].unit != flying[-1].unit) and newest > SMALL_TRAFFIC
+
+
+# -- memory, and hooks of gradients -----------------------------------------------------------------
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
