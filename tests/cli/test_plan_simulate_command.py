@@ -26,7 +26,6 @@ def test_the_table_says_exact_line_by_line() -> None:
     ):
         row = next(line for line in lines if name in line)
         assert row.rstrip().endswith("exact"), row
-    assert any("takes" in line and "gathered units" in line for line in lines)
 
 
 @pytest.mark.slow
@@ -36,10 +35,9 @@ def test_a_mesh_is_simulated_as_a_rank_of_each_stage_that_differs() -> None:
     shown = CliRunner().invoke(app, ask)
     assert shown.exit_code == 0, shown.output
     lines = shown.output.splitlines()
-    for name in ("at rest: master weights", "sent along dp", "sent along pp"):
-        row = next(line for line in lines if name in line)
-        assert row.rstrip().endswith("exact") and len(row.split("  ")) > 4, row
-    assert "stage 0" in shown.output and "stage 3" in shown.output
+    for name in ("at rest: master weights", "sent: dp", "sent: pp"):
+        rows = [line for line in lines if name in line]
+        assert len(rows) > 1 and all(row.rstrip().endswith("exact") for row in rows), rows
     shown = CliRunner().invoke(app, [*ask, "--rank", "13", "--json"])
     (found,) = json.loads(shown.stdout)["simulation"]
     assert (found["rank"], found["stage"], found["exact"]) == (13, 3, True)
