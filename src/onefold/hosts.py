@@ -2,7 +2,7 @@
 
 TRL's GRPO and RLOO with `use_vllm=True` send weights from a sharded model to vLLM:
 
-every rank   runs onefold.stream_params, one bucket at a time, with adapters merged
+every rank   runs onefold.stream_params, one unit at a time, with adapters merged
 server       rank 0 sends the tensors to the server; the other ranks only take part
 colocate     every rank gives the tensors to the engine in its own process
 
@@ -20,15 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.pretrained.merged import Merging
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.hooks import is_sharded
 
 #: TRL's method that yields (name, whole tensor) of each parameter for vLLM.
 _HOOK = "_iter_named_params"
 _MODULE = "trl.generation.vllm_generation"
-#: Bytes of whole tensors that are gathered at a time, where the name `deepspeed` is served.
-BUCKET: int | str = "1GB"
 
 
 def in_precision(recipe: Recipe, dtype: torch.dtype | None, asked: str) -> Recipe:
@@ -68,73 +65,44 @@ def refuse_without_hook() -> None:
         )
 
 
-class StreamsWeights:
-    """Mixed into a trainer's VLLMGeneration; see `connect`.
-
-    Attributes:
-        onefold_bucket: bytes of whole tensors that are gathered at a time.
-    """
-
-    model: Any
-    onefold_bucket: int | str
-
-    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter, whole, under the base model's name. Collective: every rank must
-        iterate to the end.
-        """
-        if not is_sharded(self.model):
-            yield from super()._iter_named_params()  # type: ignore[misc]
-            return
-        yield from _weights(self.model, self.onefold_bucket)
-
-
-def connect(trainer: Any, bucket: int | str) -> None:
+def connect(trainer: Any) -> None:
     """Make a trainer stream the sharded model's weights to vLLM.
 
     Raises:
         NotImplementedError: the trainer does not send its weights by TRL's VLLMGeneration.
     """
-    generation = getattr(trainer, "vllm_generation", None)
-    if generation is None or not hasattr(type(generation), _HOOK):
+    kind = type(getattr(trainer, "vllm_generation", None))
+    if not hasattr(kind, _HOOK):
         raise NotImplementedError(
             f"use_vllm=True: {type(trainer).__name__} does not send its weights by TRL's"
             " VLLMGeneration: leave use_vllm out, and the ranks that train generate themselves."
         )
-    kind = type(generation)
-    generation.__class__ = type(f"Streaming{kind.__name__}", (StreamsWeights, kind), {})
-    generation.onefold_bucket = bucket
+    _stream(kind)
 
 
 def stream_under_the_name() -> None:
-    """Make TRL's VLLMGeneration stream the weights of models that Onefold has sharded.
+    """Make TRL stream weights where the name `deepspeed` is served.
 
     With DeepSpeed, TRL would gather the whole of a model with adapters at once, to merge them.
     """
-    kind = getattr(sys.modules.get(_MODULE), "VLLMGeneration", None)
+    if kind := getattr(sys.modules.get(_MODULE), "VLLMGeneration", None):
+        _stream(kind)
+
+
+def _stream(kind: Any) -> None:
+    """Make this class of TRL stream the weights of models that Onefold has sharded."""
     plain = getattr(kind, _HOOK, None)
-    if kind is None or plain is None or hasattr(plain, "onefold_bucket"):
+    if plain is None or hasattr(plain, "onefold"):
         return
 
     def _iter_named_params(self: Any) -> Iterator[tuple[str, Tensor]]:
-        if is_sharded(self.model):
-            return _weights(self.model, BUCKET)
-        return plain(self)
+        return _weights(self.model) if is_sharded(self.model) else plain(self)
 
-    _iter_named_params.onefold_bucket = BUCKET  # type: ignore[attr-defined]
+    _iter_named_params.onefold = True  # type: ignore[attr-defined]
     setattr(kind, _HOOK, _iter_named_params)
 
 
-def _weights(model: nn.Module, bucket: int | str) -> Iterator[tuple[str, Tensor]]:
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    # vLLM keeps its own buffers
     adapted = bool(getattr(model, "peft_config", None))
-    parameters = _names(model)
-    for name, whole in onefold.stream_params(model, bucket, merge_adapters=adapted):
-        if name in parameters:  # vLLM keeps its own buffers
-            yield name, whole
-
-
-def _names(model: nn.Module) -> set[str]:
-    """Return the names of parameters as `stream_params` yields them: the base model's names."""
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if not getattr(model, "peft_config", None):
-        return own
-    return {plain for name, plain in Merging.of(model).names.items() if name in own}
+    return onefold.stream_params(model, merge_adapters=adapted, buffers=False)

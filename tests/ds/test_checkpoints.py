@@ -215,9 +215,6 @@ def test_zero_to_fp32_reads_tags_leaves_frozen_out_and_writes_files_of_a_size(fo
         index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
         assert index == {n: name for name, part in parts.items() for n in part}
         assert len(files) > 1 and max(f.stat().st_size for f in files) < 2000
-    # What Lightning asks for
-    state = torch.load(read.get_model_state_file(str(folder / "whole/global_step3"), 3))
-    assert state["epoch"] == 3 and state["global_steps"] == 3
 
 
 @slow

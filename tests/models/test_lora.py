@@ -83,16 +83,15 @@ def merged_by_hand(run: Run) -> dict[str, torch.Tensor]:
 
 
 def streamed(run: Run, merged: dict[str, torch.Tensor]) -> None:
-    """Every rank is given the merged model's tensors, whatever the bucket. Collective."""
+    """Every rank is given the merged model's tensors. Collective."""
     import onefold
 
-    for bucket in (2_000, "1MB"):
-        given = dict(onefold.stream_params(run.model, bucket, "master", merge_adapters=True))
-        assert given.keys() <= merged.keys() and len(merged.keys() - given.keys()) <= 1  # tied
-        for name, tensor in given.items():
-            assert type(tensor) is torch.Tensor
-            near = 1e-6 if merged[name].dtype == tensor.dtype else 1e-2
-            assert torch.allclose(tensor.float(), merged[name].float(), rtol=near, atol=1e-6), name
+    given = dict(onefold.stream_params(run.model, "master", merge_adapters=True))
+    assert given.keys() <= merged.keys() and len(merged.keys() - given.keys()) <= 1  # tied
+    for name, tensor in given.items():
+        assert type(tensor) is torch.Tensor
+        near = 1e-6 if merged[name].dtype == tensor.dtype else 1e-2
+        assert torch.allclose(tensor.float(), merged[name].float(), rtol=near, atol=1e-6), name
     plain = dict(onefold.stream_params(run.model))
     assert any("lora_A" in name for name in plain)
 

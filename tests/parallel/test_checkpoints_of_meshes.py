@@ -91,7 +91,7 @@ def test_exports_averages_and_streams_are_whole(folder: Path) -> None:
     average.update()
     seen = look(job, Seen())
     half = {name: before[name].lerp(w, 0.5) for name, w in seen.weights.items()}
-    found = {n: t.clone() for n, t in onefold.stream_params(job.model, bucket=2000)}
+    found = {n: t.clone() for n, t in onefold.stream_params(job.model)}
     onefold.export(job.model, folder / "hf", max_shard_bytes=4000)
     with average.applied():
         onefold.export(job.model, folder / "averaged")

@@ -358,9 +358,7 @@ def model_refused(name: str, value: Any) -> None:
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: config_refused(tp_size=2), "In place of tp_size=2, load the model with"),
-    (lambda: config_refused(cp_size=4), "In place of cp_size=4, call onefold.shard"),
-    (lambda: config_refused(dp_shard_size=2, dp_replicate_size=2), "dp_replicate_size=2, give"),
+    (lambda: config_refused(tp_size=2), "In place of tp_size and dp_replicate_size, load"),
     (lambda: loaded_with(tp_size=2, pp_size=2), "pipelines do not train"),
     (lambda: loaded_with(tp_size=2, cp_size=2), "names cp_size"),
     (lambda: model_refused("_is_fsdp_managed_module", True), "has applied its FSDP"),

@@ -157,7 +157,7 @@ def test_adapters_are_saved_as_by_peft_merged_and_come_back(kind: str, folder: P
             assert not differences(merged, given, 1e-6, 1e-6)
             for name, size in (("whole", 1 << 30), ("small", 4096)):
                 place = folder / f"merged {stage} {name}"
-                onefold.pretrained.export_merged(model, out, place, max_shard_bytes=size)
+                onefold.pretrained.export_merged(model, place, max_shard_bytes=size)
                 dist.barrier()
                 opened = transformers.AutoModelForCausalLM.from_pretrained(place)
                 assert not differences(opened.state_dict(), given, 1e-6, 1e-6)

@@ -1,5 +1,5 @@
-"""Whole tensors in buckets (`onefold.stream_params`): the same on every rank, of every recipe, and
-never more bytes than were asked for.
+"""Whole tensors (`onefold.stream_params`): the same on every rank, of every recipe, and never more
+than a unit of them.
 """
 
 from __future__ import annotations
@@ -67,26 +67,24 @@ def streams(recipe: dict[str, Any]) -> None:
     with onefold.full_params(model):
         expected = {n: t.detach().clone() for n, t in model.state_dict().items()}
     compute = torch.bfloat16 if "precision" in recipe else None
-    for bucket in (600, 2_000, "1MB"):
-        for dtype in ("compute", "master", torch.float64):
-            seen: list[str] = []
-            for name, value in onefold.stream_params(model, bucket, dtype):
-                seen.append(name)
-                wanted = expected[name]
-                if not name.startswith("norm."):
-                    to = {"compute": compute, "master": None}.get(dtype, dtype)
-                    # What is frozen rests in the compute dtype
-                    to = value.dtype if to is None and name.startswith("frozen") else to
-                    wanted = wanted.to(to or wanted.dtype)
-                assert type(value) is Tensor and value.dtype == wanted.dtype, (name, dtype)
-                assert torch.equal(value, wanted), (name, bucket, dtype)
-                if (bucket, dtype, recipe) == (600, "master", {"stage": 3}):
-                    assert (
-                        looks.held(model)["device"].get("gathered units", 0) <= 1280
-                    )  # the largest tensor
-            assert sorted(seen) == sorted(expected.keys() - {"head.weight"})
+    for dtype in ("compute", "master", torch.float64):
+        seen: list[str] = []
+        for name, value in onefold.stream_params(model, dtype):
+            seen.append(name)
+            wanted = expected[name]
+            if not name.startswith("norm."):
+                to = {"compute": compute, "master": None}.get(dtype, dtype)
+                # What is frozen rests in the compute dtype
+                to = value.dtype if to is None and name.startswith("frozen") else to
+                wanted = wanted.to(to or wanted.dtype)
+            assert type(value) is Tensor and value.dtype == wanted.dtype, (name, dtype)
+            assert torch.equal(value, wanted), (name, dtype)
+            if (dtype, recipe) == ("master", {"stage": 3}):
+                held = looks.held(model)["device"].get("gathered units", 0)
+                assert held <= 1536, held  # the largest unit (1280), and padding
+        assert sorted(seen) == sorted(expected.keys() - {"head.weight"})
     # Copies: training goes on beside them
-    name, kept = next(iter(onefold.stream_params(model, 600, "master")))
+    name, kept = next(iter(onefold.stream_params(model, "master")))
     before = kept.clone()
     step(model, optimizer)
     assert torch.equal(kept, before), name
@@ -94,7 +92,7 @@ def streams(recipe: dict[str, Any]) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_tensors_are_whole_in_every_bucket(recipe: dict[str, Any]) -> None:
+def test_tensors_are_whole(recipe: dict[str, Any]) -> None:
     streams(recipe)
 
 
@@ -108,12 +106,11 @@ def test_ranks_in_groups_have_them_too(recipe: dict[str, Any]) -> None:
 def test_what_cannot_be_is_refused_on_every_rank() -> None:
     model, optimizer = made(stage=3)
     for words, given in {
-        "bucket='no size'": ("no size",), "bucket=0": (0,), "torch.int32": ("1MB", torch.int32),
-        "give all ranks the same": (1000 + dist.get_rank(),),
+        "torch.int32": (torch.int32,), "give all ranks the same": (["master", "compute"][dist.get_rank()],),
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=words):
             list(onefold.stream_params(model, *given))
-    stream = onefold.stream_params(model, 600)
+    stream = onefold.stream_params(model)
     next(stream)
     step(model, optimizer)
     with pytest.raises(RuntimeError, match="trained"):

@@ -172,24 +172,14 @@ def export_command(
     """Write the model in a checkpoint as safetensors that transformers' from_pretrained opens."""
     import torch
 
-    from onefold.pretrained.export_folder import export_folder
+    from onefold.pretrained.export import export_folder
 
-    limit, kind, done = (
-        bytes_of("--max-shard", max_shard),
-        dtype and getattr(torch, DTYPES[dtype]),
-        0,
-    )
+    limit, kind = bytes_of("--max-shard", max_shard), dtype and getattr(torch, DTYPES[dtype])
     with (
         contextlib.closing(_opened(path)) as source,
         progress(f"exporting to {target}", None, as_json) as advance,
     ):
-
-        def written(now: int, total: int) -> None:
-            nonlocal done
-            advance(now - done, total)
-            done = now
-
-        export_folder(source, target, kind, limit, written, beside=beside, overwrite=overwrite)
+        export_folder(source, target, kind, limit, advance, beside=beside, overwrite=overwrite)
         said = source.describe
     show(as_json, "export", {"source": said, **_made(target)})
     return 0

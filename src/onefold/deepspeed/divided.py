@@ -20,30 +20,44 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from onefold.device import available, default_device
 from onefold.runtime.parameters.operators import convert
 from onefold.runtime.parameters.schema import operator_of, words
 from onefold.runtime.state.start import KEEPER
 
-#: The attribute for the number that a parameter got under `Init`, the same on all ranks.
-NUMBER = "_onefold_init_number"
-#: The attribute for this rank's interval of the values.
-_VALUES = "_onefold_init_values"
-#: The attribute that marks a parameter that stays whole.
-_STAYS = "_onefold_init_stays"
+#: The attribute for what this rank keeps of a parameter that was made under `Init`.
+EARLY = "_onefold_early"
 _numbers = itertools.count()
 
 #: Operations that need no values, besides questions and new tensors.
 _OF_AUTOGRAD = words(
     "grad__set__ requires_grad__set__ register_hook register_post_accumulate_grad_hook"
 )
+
+
+@dataclass
+class Early:
+    """What a rank keeps of a parameter from `Init` on, until an engine has it.
+
+    Attributes:
+        number: the same on all ranks.
+        values: this rank's interval; None while the parameter is whole.
+        stays: it is never divided.
+    """
+
+    number: int
+    values: Tensor | None = None
+    stays: bool = False
+
 
 _MAKES_PARAMETERS = nn.Parameter.__new__.__code__
 
@@ -67,7 +81,8 @@ class _Divided:
                 return func(*args, **kwargs)
         if op.name == "data__set__" and isinstance(args[0], DividedParameter):
             return _set_data(*args)
-        if gathers and (used := list(_among([args, kwargs]))):
+        leaves = tree_leaves((args, kwargs)) if gathers else []
+        if used := [leaf for leaf in leaves if isinstance(leaf, DividedParameter)]:
             gathers[-1](used)
             if op.name == "detach" and sys._getframe(1).f_code is _MAKES_PARAMETERS:
                 # nn.Parameter(param) asks for a tensor of the class that `param` has
@@ -90,7 +105,8 @@ class DividedParameter(_Divided, nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         with torch._C.DisableTorchFunctionSubclass():
             new = nn.Parameter(self.data.as_subclass(Tensor), self.requires_grad)
-        stand_in(new, self.__dict__[_VALUES].clone(), next(_numbers))
+        note(new)
+        _hide(new, self.__dict__[EARLY].values.clone())
         memo[id(self)] = new
         return new
 
@@ -110,9 +126,7 @@ class Intervals:
     def give_up(self, params: Sequence[nn.Parameter]) -> None:
         gather(params)
         for param in params:
-            param.__dict__.pop(KEEPER)
-            param.__dict__.pop(NUMBER)
-            param.__dict__.pop(_STAYS, None)
+            del param.__dict__[KEEPER], param.__dict__[EARLY]
 
 
 _KEPT = Intervals()
@@ -126,7 +140,8 @@ def gather(params: Sequence[nn.Parameter]) -> list[bool]:
     """
     replaced = agreed([not isinstance(p, DividedParameter) for p in params])
     for param, is_replaced in zip(params, replaced, strict=True):
-        values = param.__dict__.pop(_VALUES, None)
+        early = param.__dict__[EARLY]
+        values, early.values = early.values, None
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             like = param.data.as_subclass(Tensor)
             if isinstance(param, DividedParameter):
@@ -140,25 +155,21 @@ def gather(params: Sequence[nn.Parameter]) -> list[bool]:
     return replaced
 
 
-def number(param: nn.Parameter) -> None:
-    """Give the parameter its number. All ranks make parameters in the same order."""
-    param.__dict__.setdefault(NUMBER, next(_numbers))
+def note(param: nn.Parameter, stays: bool = False) -> None:
+    """Number a parameter. All ranks make them in the same order. `stays`: it must not be divided."""
+    early = param.__dict__.setdefault(EARLY, Early(next(_numbers)))
+    early.stays |= stays
     param.__dict__[KEEPER] = _KEPT
 
 
 def can_divide(param: nn.Parameter) -> bool:
     """Whether it is a plain parameter with values here. Others stay whole until `onefold.shard`."""
-    return type(param) is nn.Parameter and _STAYS not in param.__dict__ and _has_values(param)
+    return type(param) is nn.Parameter and not param.__dict__[EARLY].stays and _has_values(param)
 
 
 def _has_values(param: nn.Parameter) -> bool:
     there = not param.is_meta and not isinstance(param, nn.parameter.UninitializedParameter)
     return there and param.layout is torch.strided and param.numel() > 0
-
-
-def stays(param: nn.Parameter) -> None:
-    """Mark a parameter that must not be divided."""
-    param.__dict__[_STAYS] = True
 
 
 def divide(param: nn.Parameter, source: int) -> None:
@@ -172,54 +183,47 @@ def divide(param: nn.Parameter, source: int) -> None:
         if _has_values(param):
             broadcast(param.data, source)
         return
-    world, flat = dist.get_world_size(), param.data.detach().reshape(-1)
-    each = -(-flat.numel() // world)
-    mine = torch.empty(each, dtype=flat.dtype, device=_wire(flat.device))
+    wire, each = _wire(param.device), -(-param.numel() // dist.get_world_size())
+    mine = torch.empty(each, dtype=param.dtype, device=wire)
     parts = None
     if dist.get_rank() == source:
-        # The last rank's interval may be shorter
-        parts = [torch.zeros_like(mine) for _ in range(world)]
-        for rank, part in enumerate(parts):
-            values = flat[rank * each : (rank + 1) * each]
-            part[: values.numel()].copy_(values)
-        parts = [as_bytes(part) for part in parts]
+        parts = [as_bytes(part.to(wire)) for part in _intervals(param)]
     dist.scatter(as_bytes(mine), parts, src=source)
-    stand_in(param, mine.to(flat.device))
+    _hide(param, mine.to(param.device))
 
 
-def keep(param: nn.Parameter, values: Tensor | None) -> None:
+def hold(param: nn.Parameter, values: Tensor | None = None) -> None:
     """Divide a whole parameter without communication.
 
     Args:
         values: this rank's interval; None cuts it from the values that the parameter has here.
     """
-    if not can_divide(param):
-        return
-    stand_in(param, interval_here(param) if values is None else values)
+    if can_divide(param):
+        _hide(param, interval(param) if values is None else values)
 
 
-def interval_here(param: nn.Parameter) -> Tensor:
-    """Cut this rank's interval from the values that a whole parameter has here."""
-    flat = param.data.detach().reshape(-1)
-    each = -(-flat.numel() // dist.get_world_size())
-    values = flat.new_zeros(each)
-    mine = flat[dist.get_rank() * each : (dist.get_rank() + 1) * each]
-    values[: mine.numel()].copy_(mine)
-    return values
+def interval(param: nn.Parameter) -> Tensor:
+    """Return this rank's interval of the values that a whole parameter has here."""
+    return _intervals(param)[dist.get_rank()].clone()
+
+
+def _intervals(param: nn.Parameter) -> tuple[Tensor, ...]:
+    """Return the ranks' intervals of a whole parameter; the last ones are filled up with zeros."""
+    flat, world = param.data.detach().reshape(-1), dist.get_world_size()
+    padded = flat.new_zeros(-(-flat.numel() // world) * world)
+    padded[: flat.numel()].copy_(flat)
+    return padded.split(padded.numel() // world)
 
 
 def values_of(param: nn.Parameter) -> Tensor | None:
     """Return this rank's interval; None if the parameter is whole here."""
-    values: Tensor | None = param.__dict__.get(_VALUES)
-    return values
+    early: Early | None = param.__dict__.get(EARLY)
+    return None if early is None else early.values
 
 
-def stand_in(param: nn.Parameter, values: Tensor, count: int | None = None) -> None:
-    """Keep this rank's interval `values` in an attribute, and one element as the data."""
-    param.__dict__[_VALUES] = values
-    param.__dict__[KEEPER] = _KEPT
-    if count is not None:
-        param.__dict__[NUMBER] = count
+def _hide(param: nn.Parameter, values: Tensor) -> None:
+    """Keep this rank's interval `values`, and one element as the data."""
+    param.__dict__[EARLY].values = values
     with torch._C.DisableTorchFunctionSubclass():
         param.data = _nothing(values.dtype, param.device, param.shape)
         param.__class__ = DividedParameter
@@ -231,7 +235,7 @@ def cast(param: nn.Parameter, dtype: torch.dtype) -> None:
     if values is None:
         param.data = param.data.to(dtype)
     else:
-        stand_in(param, values.to(dtype))
+        _hide(param, values.to(dtype))
 
 
 def broadcast(tensor: Tensor, source: int) -> None:
@@ -294,17 +298,6 @@ def _follow(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Tensor:
         one = tensor.detach().as_subclass(Tensor).as_strided((), ())
         made = func(one, *args, **kwargs)
         return made.detach().expand(tensor.shape).as_subclass(StandIn)
-
-
-def _among(given: Any) -> Iterator[nn.Parameter]:
-    """Yield the divided parameters among arguments."""
-    if isinstance(given, DividedParameter):
-        yield given
-    elif isinstance(given, dict):
-        yield from _among(list(given.values()))
-    elif isinstance(given, (list, tuple)):
-        for one in given:
-            yield from _among(one)
 
 
 def _refuse(what: str, args: Any) -> NoReturn:

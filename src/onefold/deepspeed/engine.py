@@ -23,7 +23,6 @@ import contextlib
 import logging
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from onefold.deepspeed.meaning import DeepSpeedConfig
 from onefold.deepspeed.passes import EngineMisuse, Passes
 from onefold.deepspeed.scaling import LossScaler, scale_gradients
 from onefold.deepspeed.state import show_scale, whole_in, write_whole
-from onefold.device import available, synchronize
+from onefold.device import available
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.wording import few
 
@@ -137,7 +136,6 @@ class DeepSpeedEngine(nn.Module):
         self._held = ""
         self._stepping = self._step_applied = self.keeps_gradients = False
         self._norm = None
-        self._seconds: dict[str, float] = {}
         runtime = onefold.engine_of(module)
         self.global_rank, self.world_size, self.device = (
             runtime.rank,
@@ -155,7 +153,7 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
-        with self._timed("forward"), self._autocast.context(self.device):
+        with self._autocast.context(self.device):
             return self.module(*args, **kwargs)
 
     def backward(
@@ -189,7 +187,7 @@ class DeepSpeedEngine(nn.Module):
         _check_loss("backward", loss)
         loss = loss / self.settings.gradient_accumulation_steps if scale_wrt_gas else loss
         scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
-        with self._timed("backward"), self._passes.of_engine():
+        with self._passes.of_engine():
             scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
         return loss
 
@@ -235,8 +233,7 @@ class DeepSpeedEngine(nn.Module):
         self._step_applied, self._stepping = False, True
         try:
             if self.is_gradient_accumulation_boundary():
-                with self._timed("step"):
-                    self._optimizer_step(lr_kwargs or {})
+                self._optimizer_step(lr_kwargs or {})
                 self._report()
         finally:
             self._stepping = False
@@ -549,18 +546,12 @@ class DeepSpeedEngine(nn.Module):
             True, on every rank, once the file is complete.
 
         Raises:
-            RuntimeError: rank 0 could not write it (raised on every rank).
+            CheckpointError: rank 0 could not write it (raised on every rank).
         """
-        path, error = Path(save_dir) / save_filename, None
         whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters)
-        if self.global_rank == 0:
-            try:
-                write_whole(whole, path)
-            except Exception as failure:
-                error = f"rank 0 could not write {path}: {type(failure).__name__}: {failure}."
-        error = Together.of(onefold.engine_of(self.module)).from_first(error)
-        if error is not None:
-            raise RuntimeError(error)
+        with Together.of(onefold.engine_of(self.module)).each_rank():
+            if self.global_rank == 0:
+                write_whole(whole, Path(save_dir) / save_filename)
         return True
 
     #: The former name
@@ -575,19 +566,13 @@ class DeepSpeedEngine(nn.Module):
         Other ranks get an empty dict: with None, `save_pretrained` would call `state_dict()`.
         Without frozen parameters it has those that peft writes beside adapters.
         """
-        whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters, True)
-        return whole if self.global_rank == 0 else {}
+        return whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters, True)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """Return the whole model in fp32 on rank 0, and an empty dict elsewhere. Every rank must
         call it. See `onefold.full_state_dict`.
         """
-        whole = onefold.full_state_dict(self.module)
-        if exclude_frozen_parameters:
-            for name, p in self.module.named_parameters(remove_duplicate=False):
-                if not p.requires_grad:
-                    whole.pop(name, None)
-        return whole
+        return whole_in(self.module, torch.float32, exclude_frozen_parameters)
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: Any, tag: str, rank: int = 0) -> str:
         """Return the folder of a checkpoint's optimizer states: one folder holds all of it."""
@@ -654,35 +639,13 @@ class DeepSpeedEngine(nn.Module):
                 " 1e-4}}."
             )
 
-    # -- progress ----------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        if not self.settings.wall_clock_breakdown:
-            yield
-            return
-        synchronize(self.device)
-        begin = time.perf_counter()
-        yield
-        synchronize(self.device)
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
-
     def _report(self) -> None:
-        """Print a progress line every `steps_per_print` steps.
-
-        If only `wall_clock_breakdown` is set, print one at every step.
-        """
-        every = self.settings.steps_per_print or int(self.settings.wall_clock_breakdown)
-        if not every or self.global_steps % every:
-            return
-        if self.global_rank == 0:
+        """Print a progress line every `steps_per_print` steps."""
+        every = self.settings.steps_per_print
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
             rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
-            times = "".join(
-                f", {phase} {1e3 * s / every:.1f} ms" for phase, s in self._seconds.items()
-            )
             counts = f"step {self.global_steps}, skipped {self.skipped_steps}"
-            print(f"{counts}, lr [{rates}], loss scale {self.cur_scale:g}{times}", flush=True)
-        self._seconds.clear()
+            print(f"{counts}, lr [{rates}], loss scale {self.cur_scale:g}", flush=True)
 
 
 def _check_loss(call: str, loss: Any) -> None:

@@ -20,6 +20,7 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -28,15 +29,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from onefold.deepspeed import divided
-from onefold.deepspeed.divided import NUMBER, broadcast
+from onefold.deepspeed.divided import EARLY, broadcast
 from onefold.deepspeed.parameter_facts import (
     CHECKED,
     DEPTH,
     LOCAL,
     PASSES,
+    SHOWN,
     alone,
     give_facts,
-    has_facts,
 )
 from onefold.deepspeed.rendezvous import leave, rendezvous
 from onefold.runtime.engine import Engine
@@ -74,9 +75,9 @@ class _Early:
         if source is not None:
             divided.divide(param, source)
         elif written:
-            divided.keep(param, None)
+            divided.hold(param)
         elif same and self.values is not None:
-            divided.keep(param, self.values)
+            divided.hold(param, self.values)
         else:  # given another shape on every rank
             divided.divide(param, 0)
 
@@ -108,20 +109,19 @@ class GatheredParameters:
         self._held: list[tuple[nn.Parameter, bool, Any]] = []
         self._wholes: list[Engine] = []
         self._params = _ordered(params, modifier_rank is not None) if enabled else []
-        # On one rank nothing is gathered; `ds_status` still tells that this context is entered
-        self._told = [p for p in _listed(params) if has_facts(p)] if enabled and alone() else []
 
     def __enter__(self) -> None:
-        for param in self._told:
-            param.__dict__[DEPTH] = param.__dict__.get(DEPTH, 0) + 1
-        fresh: list[nn.Parameter] = []
+        fresh: dict[Engine, list[Entry]] = {}
         for param in self._params:
             depth = param.__dict__.get(DEPTH, 0)  # if any, an outer context has gathered it
             param.__dict__[DEPTH] = depth + 1
-            if depth:
+            entry, engine = owner_of(param)
+            if (
+                depth or alone()
+            ):  # on one rank nothing is gathered; `ds_status` tells of the context
                 self._held.append((param, True, None))
             elif isinstance(param, ShardedParameter):
-                fresh.append(param)
+                fresh.setdefault(engine, []).append(entry)
             else:
                 self._held.append((param, False, _Early(param)))
         early = [param for param, _, kept in self._held if isinstance(kept, _Early)]
@@ -133,10 +133,10 @@ class GatheredParameters:
             replaced = dict(zip(map(id, early), divided.gather(early), strict=True))
             for param, _, kept in self._held:
                 if replaced.get(id(param)) and isinstance(kept, _Early) and kept.values is not None:
-                    kept.values = divided.interval_here(param)  # the old one is out of date
-        for engine, entries in _by_engine(fresh):
+                    kept.values = divided.interval(param)  # the old one is out of date
+        for engine, entries in fresh.items():
             self._gather(engine, entries)
-        seen = (*self._told, *(param for param, _, _ in self._held))
+        seen = (param for param, _, _ in self._held)
         self._checked = [(p, p._version) for p in seen if CHECKED in p.__dict__]
 
     def _gather(self, engine: Engine, entries: list[Entry]) -> None:
@@ -145,8 +145,9 @@ class GatheredParameters:
             _refuse_unwritable(entries)
         engine.uninitialized.look()
         all_of_it = len(entries) == len(engine.entries)
-        for flat, wanted in _by_flat(entries):
-            full = whole_masters(engine, flat)
+        # The parameters of one flat buffer are gathered together
+        for flat in dict.fromkeys(entry.flat for entry in entries):
+            full, wanted = whole_masters(engine, flat), [e for e in entries if e.flat is flat]
             for entry in wanted:
                 engine.uninitialized.refuse("GatheredParameters would show", entry.names)
                 whole = flat.view(full, entry)
@@ -170,8 +171,6 @@ class GatheredParameters:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for param in self._told:
-            param.__dict__[DEPTH] -= 1
         held, self._held = self._held, []
         dropped = [p for p, version in self._checked if p._version != version]
         while self._wholes:
@@ -185,7 +184,7 @@ class GatheredParameters:
         with torch.no_grad():
             for param, nested, kept in held:
                 param.__dict__[DEPTH] -= 1
-                if writes and not isinstance(kept, _Early):
+                if writes and not isinstance(kept, _Early) and not alone():
                     broadcast(param.data, self.modifier_rank or 0)
                 if nested:
                     param.__dict__[_WRITTEN] = writes or param.__dict__.get(_WRITTEN, False)
@@ -234,9 +233,8 @@ def partition(
             context.close(0 if has_been_updated else None)
 
 
-def mark_parameters(params: Iterable[nn.Parameter]) -> None:
-    """Give the parameters the attributes and methods of parameter_facts.py."""
-    give_facts(params, {call.__name__: call for call in (all_gather, partition)})
+SHOWN["all_gather"] = partial(partial, all_gather)
+SHOWN["partition"] = partial(partial, partition)
 
 
 def _listed(params: Any) -> Iterable[Any]:
@@ -246,51 +244,30 @@ def _listed(params: Any) -> Iterable[Any]:
 
 
 def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
-    """Return the parameters that some rank does not hold whole, each once.
+    """Return the parameters that some rank does not hold whole, each once; on one rank those that
+    tell of it.
 
     The order is the same on all ranks, even if callers have collected them in a set.
     """
-    if alone():
-        return []
-    found: dict[int, nn.Parameter] = {}
+    found: dict[int, tuple[tuple[int, int], nn.Parameter]] = {}
     for p in _listed(params):
-        own = getattr(p, "__dict__", {})
-        entry = entry_of(p)
-        if entry is None:
-            if NUMBER in own:
-                found[id(p)] = p
-        elif (engine := entry.engine()) is not None and engine.in_pass:
+        own, key = getattr(p, "__dict__", {}), None
+        entry, engine = owner_of(p)
+        if alone():
+            key = (0, own["ds_id"]) if "ds_id" in own else None
+        elif engine is None:
+            key = (0, own[EARLY].number) if EARLY in own else None
+        elif engine.in_pass:
             if writes:
                 raise RuntimeError(
                     f"GatheredParameters(modifier_rank=...) was given parameter"
                     f" {entry.slot.name!r} inside a pass of its model: change it outside."
                 )
-        elif isinstance(p, ShardedParameter) or DEPTH in own:
-            found[id(p)] = p
-    return sorted(found.values(), key=_number)
-
-
-def _number(param: nn.Parameter) -> tuple[int, int]:
-    entry = entry_of(param)
-    return (0, param.__dict__.get(NUMBER, 0)) if entry is None else (1, entry.number)
-
-
-def _by_engine(params: list[nn.Parameter]) -> Iterator[tuple[Engine, list[Entry]]]:
-    """Group parameters by engine, in the order of each engine's first parameter."""
-    entries: dict[int, tuple[Engine, list[Entry]]] = {}
-    for param in params:
-        entry, engine = owner_of(param)
-        assert entry is not None
-        entries.setdefault(id(engine), (engine, []))[1].append(entry)
-    yield from entries.values()
-
-
-def _by_flat(entries: list[Entry]) -> Iterator[tuple[Any, list[Entry]]]:
-    """Group entries by flat buffer. The parameters of one buffer are gathered together."""
-    flats: dict[int, tuple[Any, list[Entry]]] = {}
-    for entry in entries:
-        flats.setdefault(id(entry.flat), (entry.flat, []))[1].append(entry)
-    yield from flats.values()
+        elif isinstance(p, ShardedParameter) or own.get(DEPTH):
+            key = (1, entry.number)
+        if key is not None:
+            found[id(p)] = (key, p)
+    return [p for _, p in sorted(found.values(), key=lambda of: of[0])]
 
 
 def _refuse_unwritable(entries: list[Entry]) -> None:
@@ -334,7 +311,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 def mark(model: nn.Module) -> None:
     """Give the parameters of a model at stage 3 the attributes of parameter_facts.py."""
     params = [entry.param for entry in engine_of(model).entries]
-    mark_parameters(params)
+    give_facts(params)
     if alone():
         _count_passes(model, params)
     for module in model.modules():
@@ -375,35 +352,20 @@ class ParameterOffload:
         forward_hooks, backward_hooks: handles of hooks that TRL removes: one that does nothing.
     """
 
-    forward_hooks: list[Any]
-    backward_hooks: list[Any]
-
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self._register_deepspeed_module(module)
+        self.module = weakref.proxy(module)
+        self._register_deepspeed_module()
 
     def __enter__(self) -> None:
         self.forward_hooks, self.backward_hooks = [], []
 
     def __exit__(self, *_: Any) -> None:
-        self._register_deepspeed_module(self.module)
+        self._register_deepspeed_module()
 
     def empty_partition_cache(self) -> None:
         """Do nothing: gathered weights are released after each use."""
 
-    @property
-    def module(self) -> nn.Module:
-        """The model of the engine.
-
-        Raises:
-            RuntimeError: it is gone.
-        """
-        module = self._module()
-        if module is None:
-            raise RuntimeError("the model of this optimizer is gone: keep the engine.")
-        return module
-
-    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
+    def _register_deepspeed_module(self, module: Any = None, count: Any = None) -> None:
         self.forward_hooks, self.backward_hooks = (
             [RemovableHandle(OrderedDict())],
             [RemovableHandle(OrderedDict())],

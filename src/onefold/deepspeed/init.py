@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from onefold.deepspeed import divided
-from onefold.deepspeed.gathered import mark_parameters
 from onefold.deepspeed.meaning import DeepSpeedConfig
-from onefold.deepspeed.parameter_facts import alone, check_writes
+from onefold.deepspeed.parameter_facts import alone, check_writes, give_facts
 from onefold.deepspeed.rendezvous import leave, rendezvous
 from onefold.deepspeed.setup import join
 from onefold.recipe import COMPUTE_DTYPES
@@ -126,14 +125,12 @@ class Init:
 
     def _note(self, param: nn.Parameter, stays: bool = False) -> None:
         """Note a parameter that a module has registered. With `stays` it is never divided."""
-        if id(param) in self._made or divided.NUMBER in param.__dict__ or param.is_meta:
+        if id(param) in self._made or divided.EARLY in param.__dict__ or param.is_meta:
             return
         self._made[id(param)] = param
-        mark_parameters([param])
+        give_facts([param])
         if not alone():
-            divided.number(param)
-            if stays:
-                divided.stays(param)
+            divided.note(param, stays)
             self._add([param])
 
     def _gather(self, params: Sequence[nn.Parameter]) -> None:
@@ -170,7 +167,7 @@ class Init:
                 if param is not None:
                     self._note(param, isinstance(module, ParametrizationList))
         made = [param for param in self._made.values() if entry_of(param) is None]
-        mark_parameters(made)
+        give_facts(made)
         if self._checks:
             check_writes(made)
         if not alone():

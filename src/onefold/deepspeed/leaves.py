@@ -44,39 +44,50 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
-def _of_class(model: nn.Module, wanted: Iterable[type | str], flag: bool) -> list[nn.Module]:
-    """Mark the modules of these classes, given by class, by name or by full name."""
-    known = tuple(wanted)
-    if not all(isinstance(w, (type, str)) for w in known):
-        raise ValueError(f"leaf modules {known!r}: expected classes, or names of classes.")
-    found = []
-    for module in model.modules():
-        kind = type(module)
-        names = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-        if any(isinstance(module, w) if isinstance(w, type) else w in names for w in known):
-            set_z3_leaf_module(module, flag)
-            found.append(module)
-    return found
+def _is_a(name: str, module: nn.Module, wanted: Any) -> bool:
+    """Whether the module is of this class, given by class, by name or by full name."""
+    if not isinstance(wanted, (type, str)):
+        raise ValueError(f"leaf module {wanted!r}: expected a class, or the name of one.")
+    kind = type(module)
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
 
 
-def _named(
-    model: nn.Module, wanted: Iterable[str], fits: Callable[[str, str], bool], flag: bool
-) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules whose names fit. Also return those of `wanted` that none fits."""
+def _is_called(name: str, module: nn.Module, wanted: Any) -> bool:
+    return bool(name == wanted)
+
+
+def _ends_so(name: str, module: nn.Module, wanted: Any) -> bool:
+    return name.endswith(wanted)
+
+
+def _mark(
+    model: nn.Module,
+    wanted: Iterable[Any],
+    fits: Callable[[str, nn.Module, Any], bool],
+    flag: bool = True,
+    must: bool = False,
+) -> tuple[list[nn.Module], list[Any]]:
+    """Mark the modules that fit one of `wanted`. Returns them, and those of `wanted` that none fits.
+
+    Raises:
+        ValueError: with `must`, no module is of the classes, or a name or a suffix fits none.
+    """
     found: dict[int, nn.Module] = {}
     missing = []
-    for text in wanted:
-        fitting = [module for name, module in model.named_modules() if fits(name, text)]
+    for one in wanted:
+        fitting = [module for name, module in model.named_modules() if fits(name, module, one)]
         for module in fitting:
             set_z3_leaf_module(module, flag)
             found[id(module)] = module
         if not fitting:
-            missing.append(text)
+            missing.append(one)
+    if must and missing and not (fits is _is_a and found):
+        raise ValueError(
+            f"leaf modules {missing!r}: the model has none such; give classes or names."
+        )
     return list(found.values()), missing
-
-
-def _none_such(what: Any) -> ValueError:
-    return ValueError(f"leaf modules {what!r}: the model has none such; give classes or names.")
 
 
 def set_z3_leaf_modules(
@@ -87,21 +98,13 @@ def set_z3_leaf_modules(
     Raises:
         ValueError: there is none, and `raise_if_not_found`.
     """
-    wanted = list(leaf_module_classes)
-    found = _of_class(model, wanted, True)
-    if not found and raise_if_not_found:
-        raise _none_such(wanted)
-    return found
+    return _mark(model, leaf_module_classes, _is_a, True, raise_if_not_found)[0]
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    wanted = list(leaf_module_classes)
-    found = _of_class(model, wanted, False)
-    if not found and raise_if_not_found:
-        raise _none_such(wanted)
-    return found
+    return _mark(model, leaf_module_classes, _is_a, False, raise_if_not_found)[0]
 
 
 def set_z3_leaf_modules_by_name(
@@ -116,10 +119,7 @@ def set_z3_leaf_modules_by_name(
     Raises:
         ValueError: a name is missing, and `raise_if_not_found`.
     """
-    found, missing = _named(model, module_names, str.__eq__, flag)
-    if missing and raise_if_not_found:
-        raise _none_such(missing)
-    return found, missing
+    return _mark(model, module_names, _is_called, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -134,19 +134,16 @@ def set_z3_leaf_modules_by_suffix(
     Raises:
         ValueError: a suffix fits none, and `raise_if_not_found`.
     """
-    found, missing = _named(model, module_name_suffixes, str.endswith, flag)
-    if missing and raise_if_not_found:
-        raise _none_such(missing)
-    return found, missing
+    return _mark(model, module_name_suffixes, _ends_so, flag, raise_if_not_found)
 
 
 def mark_configured(model: nn.Module, section: LeafModules) -> list[nn.Module]:
     """Mark the leaf modules that `zero_optimization.leaf_module` names, and return all of the
     model's. What fits no module is named in a warning.
     """
-    _of_class(model, section.classes, True)
-    for key, fits in (("names", str.__eq__), ("name_suffixes", str.endswith)):
-        _, missing = _named(model, getattr(section, key), fits, True)
+    _mark(model, section.classes, _is_a)
+    for key, fits in (("names", _is_called), ("name_suffixes", _ends_so)):
+        _, missing = _mark(model, getattr(section, key), fits)
         if missing:
             logger.warning("zero_optimization.leaf_module.%s fits no module: %s", key, missing)
     return get_z3_leaf_modules(model)

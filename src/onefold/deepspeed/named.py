@@ -53,7 +53,7 @@ class Spec:
     """What to make.
 
     Attributes:
-        name: a class of torch.optim, "Lion", one of DeepSpeed's schedules, or a class of
+        name: a class of torch.optim, Lion, one of DeepSpeed's schedules, or a class of
             torch.optim.lr_scheduler.
         params: its arguments, without the parameters or the optimizer; those of muon.py for "Muon".
         given: its name in the file.
@@ -65,8 +65,14 @@ class Spec:
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return the class of a name in `OF_DEEPSPEED`: torch's, or Onefold's `Lion`."""
-    found: type[torch.optim.Optimizer] = OF_DEEPSPEED[name].load(package=False)
+    """Return the class of a name in `OF_DEEPSPEED`.
+    Raises: DeepSpeedConfigError: its package is not installed.
+    """
+    row = OF_DEEPSPEED[name]
+    try:
+        found: type[torch.optim.Optimizer] = row.load()
+    except ImportError:
+        raise DeepSpeedConfigError(f"{name} is not in torch: pip install {row.package}.") from None
     return found
 
 
@@ -100,6 +106,8 @@ def optimizer_of(section: Named) -> Spec:
             if not params.keys() & {"fused", "foreach", "capturable", "differentiable"}:
                 params["fused"] = True
         params = {key: value for key, value in params.items() if key not in _OF_ADAM}
+    if name == "Lion":  # DeepSpeed's defaults
+        params = {"lr": 1e-3, "betas": (0.9, 0.999)} | params
     return Spec(name, params, given)
 
 

@@ -1,6 +1,6 @@
 """DeepSpeed's optimizers by name, and its classes of wrapped optimizers, for `isinstance`.
 
-An engine's optimizer is torch's own, of any class, or Onefold's Lion. It counts as:
+An engine's optimizer is torch's own, of any class, or Lion of lion-pytorch. It counts as:
 
 | class                                                        | which                                          |
 |--------------------------------------------------------------|------------------------------------------------|
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.deepspeed.lion import Lion
+from onefold.deepspeed.named import optimizer_class
 
 if TYPE_CHECKING:
     from onefold.deepspeed.engine import DeepSpeedEngine
@@ -192,20 +192,19 @@ class DeepSpeedCPUAdagrad(metaclass=_Kind):
         return _made("DeepSpeedCPUAdagrad", torch.optim.Adagrad, model_params, **options)
 
 
-class DeepSpeedCPULion(Lion):
-    """Lion. Options of other optimizers in the parameter groups are dropped."""
+class DeepSpeedCPULion(metaclass=_Kind):
+    """Lion of lion-pytorch, by DeepSpeed's name."""
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         model_params: Iterable[Any],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
-    ) -> None:
-        options = ("lr", "betas", "weight_decay")
-        super().__init__(_groups(model_params, options), lr, betas, weight_decay)
+    ) -> Any:
+        options = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
+        return _made("DeepSpeedCPULion", optimizer_class("Lion"), model_params, **options)
 
 
-class FusedLion(DeepSpeedCPULion):
-    """`DeepSpeedCPULion` under DeepSpeed's name for the GPU."""
+FusedLion = DeepSpeedCPULion  # DeepSpeed's name for the GPU

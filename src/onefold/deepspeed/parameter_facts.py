@@ -18,11 +18,10 @@ these attributes. On one rank nothing is divided. The status is NOT_AVAILABLE ou
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from enum import Enum
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,21 +78,14 @@ class LocalPart(Tensor):
         own.copy_(value)
 
 
-def give_facts(
-    params: Iterable[nn.Parameter], calls: Mapping[str, Callable[..., Any]] = MappingProxyType({})
-) -> None:
-    """Give the parameters the attributes `ds_*`. All ranks give them in the same order.
-
-    Args:
-        calls: methods that the parameters get: {name: function of the parameter}.
-    """
-    _install(calls)
+def give_facts(params: Iterable[nn.Parameter]) -> None:
+    """Give the parameters the attributes `ds_*`. All ranks give them in the same order."""
+    _show()
     for param in params:
         if isinstance(param, nn.parameter.UninitializedParameter):
             continue
         own = param.__dict__
-        if "ds_id" not in own:
-            own["ds_id"] = next(_ids)
+        own.setdefault("ds_id", next(_ids))
         own["ds_shape"], own["ds_numel"] = torch.Size(param.shape), param.numel()
         own.setdefault("ds_active_sub_modules", set())
 
@@ -157,44 +149,38 @@ def _persists(param: nn.Parameter) -> bool:
 
 # -- on the class of tensors -------------------------------------------------------------------------
 
-_FACTS: dict[str, Callable[[nn.Parameter], Any]] = {
-    "ds_tensor": local_part,
-    "ds_persist": _persists,
-}
-
 
 def _status(tensor: Tensor) -> ZeroParamStatus:
     # TRL's fused losses also ask plain tensors: a parameter that was saved for the backward pass
     # comes back as a plain tensor, whole.
     if not isinstance(tensor, nn.Parameter):
         return ZeroParamStatus.AVAILABLE
+    return status_of(_known("ds_status", tensor))
+
+
+def _known(name: str, tensor: Any) -> nn.Parameter:
+    """Return `tensor`. Raises: AttributeError: it has none of the attributes."""
     if not has_facts(tensor):
-        raise _lacks(tensor, "ds_status")
-    return status_of(tensor)
+        raise AttributeError(
+            f"{type(tensor).__name__!r} object has no attribute {name!r}: only parameters made under"
+            " deepspeed.zero.Init, or of an engine at stage 3, have it."
+        )
+    found: nn.Parameter = tensor
+    return found
 
 
-def _lacks(tensor: Tensor, name: str) -> AttributeError:
-    return AttributeError(
-        f"{type(tensor).__name__!r} object has no attribute {name!r}: only parameters made under"
-        " deepspeed.zero.Init, or of an engine at stage 3, have it."
-    )
+#: {attribute: returns it for a parameter}, of what changes over time.
+SHOWN: dict[str, Callable[[nn.Parameter], Any]] = {"ds_tensor": local_part, "ds_persist": _persists}
 
 
-def _fact(name: str, function: Callable[[nn.Parameter], Any]) -> property:
-    def get(tensor: Tensor) -> Any:
-        if not has_facts(tensor):
-            raise _lacks(tensor, name)
-        return function(tensor)  # type: ignore[arg-type]
-
-    return property(get)
-
-
-def _install(calls: Mapping[str, Callable[..., Any]]) -> None:
-    """Put what changes over time on torch's class of tensors, once, in a process that uses them."""
+def _show() -> None:
+    """Put what changes over time on torch's class of tensors, once, in a process that uses it."""
     if "ds_status" in Tensor.__dict__:
         return
     Tensor.ds_status = property(_status)  # type: ignore[attr-defined]
-    for name, function in _FACTS.items():
-        setattr(Tensor, name, _fact(name, function))
-    for name, call in calls.items():
-        setattr(Tensor, name, _fact(name, functools.partial(functools.partial, call)))
+    for name in SHOWN:
+        setattr(Tensor, name, property(partial(_read, name)))
+
+
+def _read(name: str, tensor: Tensor) -> Any:
+    return SHOWN[name](_known(name, tensor))

@@ -304,8 +304,7 @@ class DeepSpeedSource(Source):
         steps, skipped, samples: optimizer steps, those skipped for an overflow among them, and
             samples of all ranks.
         scheduler: the state of the learning-rate schedule, or None.
-        scaler: the attributes of the loss scaler (`cur_scale`, `cur_iter`, ...), or None. A dynamic
-            scaler's attributes are included under torch's names as well.
+        scaler: the attributes of the loss scaler (`cur_scale`, `cur_iter`, ...), or None.
         extra: the client state that the run gave to `save_checkpoint`.
 
     Raises:
@@ -345,7 +344,7 @@ class DeepSpeedSource(Source):
         self.samples = int(model.get("global_samples") or 0)
         # Copied, because a memory-mapped tensor changes or disappears with its file.
         self.scheduler: Mapping[str, Any] | None = copy.deepcopy(model.get("lr_scheduler"))
-        self.scaler = _as_torch_names_it(first.scaler)
+        self.scaler = first.scaler
         self.extra = copy.deepcopy({k: v for k, v in model.items() if k not in _OWN})
         self._names = [list(named) for named in model["param_shapes"]]
         self._first = self._shards[0] = first
@@ -530,25 +529,6 @@ def _cuts(begin: int, each: int, start: int, stop: int) -> Iterator[tuple[int, i
         upto = min(stop, (rank + 1) * each)
         yield rank, begin + start - rank * each, begin + upto - rank * each
         start = upto
-
-
-def _as_torch_names_it(scaler: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Add the entries of `torch.amp.GradScaler` to a dynamic scaler's state.
-
-    Hysteresis gets no such entry, because torch's scaler has none.
-    """
-    if scaler is None or "cur_iter" not in scaler:
-        return scaler
-    window, factor = int(scaler["scale_window"]), float(scaler["scale_factor"])
-    since = int(scaler["cur_iter"]) - int(scaler["last_overflow_iter"]) - 1
-    return {
-        **scaler,
-        "scale": scaler["cur_scale"],
-        "growth_factor": factor,
-        "backoff_factor": 1 / factor,
-        "growth_interval": window,
-        "_growth_tracker": max(0, since) % window,
-    }
 
 
 open_source = DeepSpeedSource

@@ -15,13 +15,13 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from onefold.comm import StallError
 from onefold.comm.pending import GRACE, default_store, within
+from onefold.wording import few
 
 #: The next rendezvous's number. It is the same on every rank, because no rank can skip one.
 _count = itertools.count()
@@ -46,7 +46,12 @@ def rendezvous(doing: Callable[[], str], params: Sequence[nn.Parameter]) -> None
     if world == 1 or dist.get_backend() == "fake":
         return
     number, patience = next(_count), _patience()
-    same = hashlib.md5(f"{doing()} {[_face(p) for p in params]}".encode()).hexdigest()
+    # Not the dtypes: rank 0 alone may have loaded values of another dtype
+    shapes = [
+        None if isinstance(p, nn.parameter.UninitializedParameter) else tuple(p.shape)
+        for p in params
+    ]
+    same = hashlib.md5(f"{doing()} {shapes}".encode()).hexdigest()
     try:
         limit = patience.total_seconds() + GRACE
         said = within(limit, lambda: _verdict(number, same, world, patience))
@@ -75,15 +80,6 @@ def leave(error: BaseException) -> None:
     with contextlib.suppress(RuntimeError):
         key = f"onefold/init/{next(_count)}/go"
         within(GRACE, lambda: default_store().set(key, _LEFT + text.encode()))
-
-
-def _face(param: nn.Parameter) -> Any:
-    """Return what is compared of a parameter: its shape.
-
-    The dtype is left out, because rank 0 alone may have loaded values of another dtype.
-    """
-    lazy = isinstance(param, nn.parameter.UninitializedParameter)
-    return None if lazy else tuple(param.shape)
 
 
 def _verdict(number: int, same: str, world: int, patience: timedelta) -> bytes:
@@ -125,20 +121,13 @@ def _different(place: str, mine: str) -> str:
 
     with contextlib.suppress(RuntimeError):
         said = within(2 * GRACE, exchange)
-    groups: dict[str, list[int]] = {}
-    for r in sorted(said):
-        groups.setdefault(said[r], []).append(r)
-    told = [
-        f"on {f'rank {of[0]}' if len(of) == 1 else f'ranks {_short(of)}'} {what}"
-        for what, of in groups.items()
-    ]
+    told = {what: [str(r) for r in said if said[r] == what] for what in said.values()}
+    each = (
+        f"on {'ranks' if len(of) > 1 else 'rank'} {few(of, 8)} {what}" for what, of in told.items()
+    )
     return (
         f"the ranks do different things with parameters made under deepspeed.zero.Init:"
-        f" {'; '.join(told)}. Each rank keeps a part of such a parameter, so every rank must read or"
+        f" {'; '.join(each)}. Each rank keeps a part of such a parameter, so every rank must read or"
         " change it: take the condition on the rank away, or change it after the model is made,"
         " inside `with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`."
     )
-
-
-def _short(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

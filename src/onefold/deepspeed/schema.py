@@ -69,6 +69,7 @@ LOOP = Inert(
     "monitors and profilers are not part of Onefold: log from your loop, or see onefold.observe"
 )
 INSIDE = Inert("it steers a mechanism inside DeepSpeed that has no counterpart here")
+TIMES = Inert("onefold.observe.meter.Meter measures phases without waiting for the device in each")
 MEAN = Inert(
     "gradients are averaged from a sum in fp32, where the place of the division does not matter"
 )
@@ -296,7 +297,7 @@ class Root(Section):
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     communication_data_type: Dtype | None = None
     steps_per_print: Annotated[float, Field(ge=1)] | None = None
-    wall_clock_breakdown: bool = False
+    wall_clock_breakdown: Annotated[bool, TIMES] = False
     dataloader_drop_last: bool = False
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], _lower] = "mean"
     managed_gradient_accumulation: bool = True

@@ -105,6 +105,9 @@ REFUSED: Mapping[str, str] = {
     "a checkpoint is one folder, which onefold.load reads on any number of ranks as it is": (
         "checkpoint.DeepSpeedCheckpoint checkpoint.ds_to_universal elasticity"
     ),
+    "`python zero_to_fp32.py . OUTPUT` in the checkpoint's folder writes the whole model": (
+        "utils.zero_to_fp32.get_model_state_file utils.zero_to_fp32.get_optim_files"
+    ),
     "compression, curricula and data routing are not part of Onefold": (
         "compression runtime.data_pipeline"
     ),

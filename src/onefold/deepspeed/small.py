@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map
 from onefold.deepspeed.comm import get_rank, local_rank
 from onefold.deepspeed.serving import VERSION as __version__
 from onefold.device import (
-    MemoryFigures,
     available,
     backend_name,
     default_device,
@@ -66,8 +65,8 @@ class ZeRORuntimeException(RuntimeError):
 
 
 class Accelerator:
-    """The object that `get_accelerator()` returns: the methods that scripts use most, and
-    torch.random's.
+    """The object that `get_accelerator()` returns: the methods that scripts use most, torch.random's,
+    and torch.accelerator's of memory and waiting, which answer 0 without an accelerator.
     """
 
     def is_available(self) -> bool:
@@ -98,41 +97,6 @@ class Accelerator:
     def set_device(self, device_index: int) -> None:
         if available():
             torch.accelerator.set_device_index(device_index)
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        if available():
-            torch.accelerator.synchronize()
-
-    def empty_cache(self) -> None:
-        if available():
-            torch.accelerator.memory.empty_cache()
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        if available():
-            torch.accelerator.memory.reset_peak_memory_stats()
-
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return self._figures().allocated
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return self._figures().allocated_peak
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        return self._figures().reserved
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        return self._figures().reserved_peak
-
-    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
-
-    def _figures(self) -> MemoryFigures:
-        """Return the memory figures of this rank's device; zeros without an accelerator."""
-        return memory_figures(self._own()) or MemoryFigures(0, 0, 0, 0)
-
-    def _own(self) -> torch.device:
-        return torch.device(self.current_device_name())
 
     def available_memory(self, device_index: int | None = None) -> int:
         return free_memory() if available() else free_host_memory()
@@ -168,22 +132,34 @@ class Accelerator:
         torch.manual_seed(seed)
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        state = rng_state(self._own())
+        state = rng_state(torch.device(self.current_device_name()))
         return torch.get_rng_state() if state is None else state
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         if available():
-            set_rng_state(new_state, self._own())
+            set_rng_state(new_state, torch.device(self.current_device_name()))
         else:
             torch.set_rng_state(new_state)
 
     def __getattr__(self, name: str) -> Any:
+        name = _FORMER.get(name, name)
         if name in torch.random.__all__:
             return getattr(torch.random, name)
+        if name in (*torch.accelerator.memory.__all__, "synchronize"):
+            return getattr(torch.accelerator, name) if available() else lambda *_: 0
         raise AttributeError(
             f"get_accelerator() has no {name!r} here: the name deepspeed is served by Onefold, whose"
             " accelerator answers what scripts ask most. Use torch.accelerator."
         )
+
+
+#: {former name of one of torch.accelerator's functions: its name}
+_FORMER = {
+    "memory_cached": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+}
 
 
 def get_accelerator() -> Accelerator:

@@ -1,24 +1,19 @@
 """`deepspeed.utils.zero_to_fp32`: the whole model from a checkpoint, without an engine.
 
-    runs/a/latest            "global_step300"
-    runs/a/zero_to_fp32.py   python runs/a/zero_to_fp32.py runs/a OUTPUT
-    runs/a/global_step300/   Onefold's checkpoint, or DeepSpeed's
-
-Lightning's converter asks for two of DeepSpeed's files and unpickles them. For an Onefold
-checkpoint it gets in-memory files with the entries that it reads.
+runs/a/latest            "global_step300"
+runs/a/zero_to_fp32.py   python runs/a/zero_to_fp32.py runs/a OUTPUT
+runs/a/global_step300/   Onefold's checkpoint, or DeepSpeed's
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +24,7 @@ from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.source import Item, Source
 from onefold.deepspeed.checkpoints import said_by_engine
 from onefold.deepspeed.parameter_facts import DEPTH, alone
-from onefold.deepspeed.reader import DeepSpeedSource, named_in, recognizes
+from onefold.deepspeed.reader import DeepSpeedSource, named_in
 from onefold.deepspeed.state import write_whole
 from onefold.recipe.options import bytes_of
 from onefold.runtime.hooks import is_sharded
@@ -37,8 +32,6 @@ from onefold.runtime.hooks import is_sharded
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
-    "get_model_state_file",
-    "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
 ]
 _LATEST = "latest"
@@ -135,69 +128,31 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Raises:
         CheckpointError: see `get_fp32_state_dict_from_zero_checkpoint`.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     target = Path(output_dir)
     single = target.suffix in _FILES
     safe = safe_serialization or target.suffix == ".safetensors"
-    limit = math.inf
-    if max_shard_size is not None and not single:
-        limit = bytes_of("max_shard_size", max_shard_size)
+    stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
+    folder = target.parent if single else target
+    unlimited = single or max_shard_size is None
     with _opened(checkpoint_dir, tag) as source:
         tensors = _tensors(source, exclude_frozen_parameters)
-        nbytes = {item: 4 * math.prod(source.stored(item).shape) for item in tensors}
-        files: list[dict[Item, list[str]]] = [{}]
-        for item, names in tensors.items():
-            if files[-1] and sum(nbytes[i] for i in files[-1]) + nbytes[item] > limit:
-                files.append({})
-            files[-1][item] = names
-        stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
-        folder = target.parent if single else target
+        made = split_state_dict_into_shards_factory(
+            {name: item for item, names in tensors.items() for name in names},
+            get_storage_size=lambda item: 4 * math.prod(source.stored(item).shape),
+            get_storage_id=lambda item: item,
+            filename_pattern=target.name if single else f"{stem}{{suffix}}{suffix}",
+            max_shard_size=1 << 62 if unlimited else bytes_of("max_shard_size", max_shard_size),
+        )
         folder.mkdir(parents=True, exist_ok=True)
-        where: dict[str, str] = {}
-        for number, held in enumerate(files, 1):
-            counted = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
-            file = target.name if single else f"{stem}{counted}{suffix}"
-            state = _state(source, held)
-            write_whole(state, folder / file)
-            where |= dict.fromkeys(state, file)
-            del state  # before the next file's values are read
-    if len(files) > 1:
-        index = {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": where}
+        for file, names in made.filename_to_tensors.items():
+            held = {item: own for item, own in tensors.items() if own[0] in names}
+            write_whole(_state(source, held), folder / file)
+    if made.is_sharded:
+        index = {"metadata": made.metadata, "weight_map": made.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / f"{stem}{suffix}.index.json").write_text(text, encoding="utf-8")
-
-
-def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> Any:
-    """Return what `torch.load` takes for DeepSpeed's file of model states.
-
-    For a DeepSpeed checkpoint this is the file's path. For an Onefold checkpoint it is an in-memory
-    file with the client state and the counts of steps, and an empty module.
-    """
-    folder = Path(checkpoint_dir)
-    if recognizes(folder):
-        with contextlib.closing(DeepSpeedSource(folder)) as source:
-            return str(source.files["model"][0])
-    with _opened(folder, None) as source:
-        said = said_by_engine(source)
-    if said is None:
-        raise CheckpointError(
-            f"{folder} was not saved by an engine of deepspeed.initialize: it has no client state."
-        )
-    return _pickled({**said["client_state"], **said["engine"]["counts"], "module": {}})
-
-
-def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
-    """Return what `torch.load` takes for DeepSpeed's files of optimizer states.
-
-    For a DeepSpeed checkpoint these are the files' paths. For an Onefold checkpoint it is one
-    in-memory file with the stage, without states.
-    """
-    folder = Path(checkpoint_dir)
-    if recognizes(folder):
-        with contextlib.closing(DeepSpeedSource(folder)) as source:
-            return [str(file) for file in source.files["optim"]]
-    with _opened(folder, None) as source:
-        stage = source.saved_by.get("stage")
-    return [_pickled({"optimizer_state_dict": {"zero_stage": stage}})]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -280,10 +235,3 @@ def _frozen_in(source: Source) -> frozenset[str]:
         for item in source.items()
         if item.kind == "parameter" and item.name not in trained
     )
-
-
-def _pickled(value: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return file

@@ -20,8 +20,8 @@ from onefold.recipe import Recipe
 from onefold.runtime.hooks import is_sharded
 
 logger = logging.getLogger("onefold")
-#: The attribute of such a model that names the folder of its weights.
-_WEIGHTS = "_onefold_weights"
+#: Attributes of such a model: the folder of its weights, and how many ranks divide a replica.
+_WEIGHTS, _REPLICA = "_onefold_weights", "_onefold_replica"
 
 
 def from_pretrained(
@@ -51,12 +51,15 @@ def from_pretrained(
         CheckpointError: there is no configuration that transformers knows, or the weights are of
             another model.
         FileNotFoundError: there is no such folder, and no such model in the hub or its cache.
-        ValueError: `distributed_config` has a pipeline, a name that transformers does not know, or
-            weights that must be read whole.
+        ValueError: `distributed_config` has a pipeline, or a name that transformers does not know.
     """
     folder = Path(name) if Path(name).is_dir() else _of_hub(str(name))
+    replica = None
     if distributed_config is not None:
-        return _parallelized(folder, kind, dtype, distributed_config, options)
+        config = _known(distributed_config)
+        if config.tp_size > 1:
+            return _parallelized(folder, kind, dtype, config, options)
+        replica = config.fsdp_size if config.dp_replicate_size > 1 else None
     model = on_meta(folder, kind, dtype, **options)
     reason = read_whole(folder, model)
     if reason:
@@ -65,13 +68,12 @@ def from_pretrained(
         whole: nn.Module = chosen.from_pretrained(folder, dtype=dtype or "auto", **options)
         return whole.train()
     setattr(model, _WEIGHTS, str(folder))
+    setattr(model, _REPLICA, replica)
     return model
 
 
-def _parallelized(
-    folder: Path, kind: Any, dtype: Any, config: Any, options: dict[str, Any]
-) -> nn.Module:
-    """Return a model that transformers has parallelized, without its FSDP."""
+def _known(config: Any) -> Any:
+    """Return a DistributedConfig that can be trained. Raises: ValueError: it cannot be."""
     from transformers.distributed import DistributedConfig
 
     if isinstance(config, dict):
@@ -96,8 +98,14 @@ def _parallelized(
             " divide its experts, and call onefold.shard(model, recipe, mesh=..., data=...) before"
             " the Trainer is made."
         )
-    if config.tp_size == 1:
-        return _on_data_axes(folder, kind, dtype, config, options)
+    return config
+
+
+def _parallelized(
+    folder: Path, kind: Any, dtype: Any, config: Any, options: dict[str, Any]
+) -> nn.Module:
+    """Return a model that transformers has parallelized, without its FSDP."""
+    from transformers.distributed import DistributedConfig
 
     class WithoutFSDP(DistributedConfig):
         """transformers calls its FSDP where the data axes have more than one rank."""
@@ -111,28 +119,6 @@ def _parallelized(
     )
     model.config.distributed_config = config
     trained: nn.Module = model.train()
-    return trained
-
-
-def _on_data_axes(
-    folder: Path, kind: Any, dtype: Any, config: Any, options: dict[str, Any]
-) -> nn.Module:
-    """Return a model on the meta device with its meshes. transformers makes no mesh of such sizes
-    without its FSDP.
-    """
-    from transformers.distributed.utils import initialize_distributed_mesh
-
-    model: Any = on_meta(folder, kind, dtype, **options)
-    if reason := read_whole(folder, model):
-        raise ValueError(f"distributed_config= reads weights in parts, and {reason}")
-    meshes: Any = initialize_distributed_mesh(config)[1]  # None: every size is 1
-    if meshes is not None:
-        model.config.distributed_config, model._mesh_manager = config, meshes
-        # Trainer then neither moves nor wraps the model
-        model._is_distributed_loading_by_transformers = True
-        model._tp_size, model._fsdp_size = 1, config.fsdp_size
-    setattr(model, _WEIGHTS, str(folder))
-    trained: nn.Module = model
     return trained
 
 
@@ -170,7 +156,8 @@ def shard(model: Any, recipe: Recipe, device: Any) -> None:
     Adapters that take no gradient (a reference beside the trained adapter) are not quantized with
     the frozen base: they are small, and are switched on and off.
     """
-    folder = getattr(model, _WEIGHTS, None)
+    folder, replica = getattr(model, _WEIGHTS, None), getattr(model, _REPLICA, None)
+    recipe = recipe if replica is None else recipe.replace(shard_group=replica)
     # Parameters that the folder lacks (a new head) are initialized as transformers does
     init = model._init_weights if folder is not None else None
     idle = _idle_adapters(model) if recipe.frozen is not None else []

@@ -34,25 +34,6 @@ _OF_DDP = (
     "ddp_static_graph",
 )
 
-#: What stands in place of a size of accelerate's ParallelismConfig.
-_INSTEAD = {
-    "dp_replicate_size": "give the recipe shard_group=",
-    "dp_shard_size": "the ranks of the recipe's group divide the state",
-    "tp_size": "load the model with onefold.hf.from_pretrained(..., distributed_config=...)",
-    "cp_size": "call onefold.shard(model, recipe, mesh=..., data=...) before the Trainer is made, with"
-    " the axis of context parallelism in data",
-}
-_INSTEAD["sp_size"] = _INSTEAD["cp_size"]
-
-
-def _instead(config: Any) -> str:
-    """Return the sentence that refuses a ParallelismConfig."""
-    sizes = {name: getattr(config, name, None) or 1 for name in _INSTEAD}
-    asked = [name for name, size in sizes.items() if size > 1]
-    return "parallelism_config= is for accelerate's FSDP and DeepSpeed: leave it out." + "".join(
-        f" In place of {name}={sizes[name]}, {_INSTEAD[name]}." for name in asked
-    )
-
 
 def refuse_arguments(args: Any, recipe: Recipe) -> None:
     """Raise ValueError or NotImplementedError for training arguments that contradict a recipe."""
@@ -75,7 +56,13 @@ def refuse_arguments(args: Any, recipe: Recipe) -> None:
                 " `accelerate config`."
             )
     if getattr(args, "parallelism_config", None) is not None:
-        raise NotImplementedError(_instead(args.parallelism_config))
+        raise NotImplementedError(
+            "parallelism_config= is for accelerate's FSDP and DeepSpeed: leave it out. In place of"
+            " tp_size and dp_replicate_size, load the model with onefold.hf.from_pretrained(...,"
+            " distributed_config=...) (or give the recipe shard_group=). In place of cp_size and"
+            " sp_size, call onefold.shard(model, recipe, mesh=..., data=...) before the Trainer is"
+            " made, with the axis of context parallelism in data."
+        )
     if recipe.reduce_op == "sum":
         raise ValueError(
             'the recipe has reduce_op="sum", and Trainer multiplies its loss by the number of ranks'
@@ -87,10 +74,6 @@ def refuse_arguments(args: Any, recipe: Recipe) -> None:
             f"this process sees {args.n_gpu} GPUs and no launcher, so that Trainer would copy the"
             " model to each with DataParallel. Start one process a GPU: torchrun --nproc-per-node"
             f" {args.n_gpu} script.py."
-        )
-    if str(args.parallel_mode).endswith(("TPU", "SAGEMAKER_MODEL_PARALLEL")):
-        raise NotImplementedError(
-            f"{args.parallel_mode} is not supported by onefold.hf: train on GPUs or CPUs."
         )
     if args.auto_find_batch_size:
         raise NotImplementedError(

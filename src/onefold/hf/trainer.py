@@ -83,8 +83,6 @@ class TrainerMixin(_Host):
 
     Attributes:
         recipe: the recipe by which the model is sharded.
-        vllm_bucket: bytes of whole weights that are sent to vLLM at a time; see
-            `onefold.stream_params`.
 
     Raises:
         ValueError, NotImplementedError: arguments contradict each other, or ask for something that
@@ -92,7 +90,6 @@ class TrainerMixin(_Host):
     """
 
     recipe: Recipe
-    vllm_bucket: int | str = "1GB"
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -119,7 +116,7 @@ class TrainerMixin(_Host):
         if hasattr(self, "_dist"):  # TRL's, where it generates
             self._dist = WholeWeights(self.model)
         if getattr(self.args, "use_vllm", False):
-            hosts.connect(self, self.vllm_bucket)
+            hosts.connect(self)
 
     # -- before the first batch --------------------------------------------------------------------
 

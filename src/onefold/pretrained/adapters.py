@@ -26,11 +26,10 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import closed_on_error
 from onefold.checkpoint.together import Together, meet
-from onefold.pretrained.export import converted, masters, stream
+from onefold.pretrained.export import begin, converted, masters, wholes, write
 from onefold.pretrained.fitted import Fitted, Outline, refuse_shapes
-from onefold.pretrained.hf_names import Layout, whole
+from onefold.pretrained.hf_names import Whole, whole
 from onefold.pretrained.huggingface import HuggingFaceSource, load_fitted, refuse_differences
-from onefold.pretrained.streams import Pieces, Progress, Sheet
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.state.start import showing
 from onefold.wording import few
@@ -45,17 +44,15 @@ def save_adapters(
     folder: str | os.PathLike[str],
     adapter: str | None = None,
     dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
     *,
     overwrite: bool = False,
 ) -> Path:
     """Write the adapters of a sharded peft model, without its base model. Collective.
 
-    Each rank writes its own intervals, as in `onefold.export`. Embedding layers of the base model
-    are written too where peft's `save_pretrained` writes them: if adapters are on them, or if their
-    number of tokens was changed. Their values are those that the model computes with (decoded under
-    `frozen="nf4"`, bf16 under bf16). Prompts, which peft computes from their encoder, are written by
-    the first rank.
+    Embedding layers of the base model are written too where peft's `save_pretrained` writes them: if
+    adapters are on them, or if their number of tokens was changed. Their values are those that the
+    model computes with (decoded under `frozen="nf4"`, bf16 under bf16). Prompts, which peft computes
+    from their encoder, are written as computed.
 
     Args:
         model: the return value of `onefold.shard` for a PeftModel, or for a transformers model
@@ -63,59 +60,40 @@ def save_adapters(
         folder: the folder to create.
         adapter: the adapter's name; None for the active one.
         dtype: dtype in the file. None keeps the dtype of the master weights, without loss.
-        progress: as for `onefold.export`.
-        overwrite: the same.
+        overwrite: as for `onefold.export`.
 
     Raises:
         CheckpointError: on every rank: there is no such adapter, `folder` exists, or the disk has
             no space or gives no permission.
     """
     engine = engine_of(model)
-    prompts: dict[str, torch.Tensor] = {}
+    begin([engine])
     engine.uninitialized.look()
+    together, adapter = Together.of(engine), _adapter(model, adapter)
+    prompts: dict[str, torch.Tensor] = {}
     if _is_prompt(model, adapter):
         engine.uninitialized.refuse("save_adapters() would write")
-
-    def sheet() -> Sheet:
-        together = Together.of(engine)
-        if _is_prompt(model, adapter):
-            # Every rank asks: the encoder is a part of the model
-            names, computed = _prompts(model, _adapter(model, adapter))
-            names = together.from_first(names)
-            prompts.update(computed)
-        else:
-            names = together.said_by_first(lambda: adapter_names(model, adapter, "auto"))
-        outline = Outline.of(model)
-        first = {name: names_[0] for names_ in outline.ties for name in names_}
-        engine.uninitialized.refuse(
-            "save_adapters() would write", {first[n] for n in names.values()}
-        )
-        stepped = outline.dtypes | masters(engine)
-        dtypes = {key: converted(stepped[name], dtype) for key, name in names.items()}
-        copies: dict[str, list[str]] = {}
-        made = {}
-        for key, name in names.items():
-            copies.setdefault(first[name], []).append(key)
-            _, shape = outline.tensors[name]
-            made[key] = shape, whole(key, shape)
-        for key, tensor in prompts.items():
-            shape = tuple(tensor.shape)
-            copies[key], made[key] = [key], (shape, whole(key, shape))
-            dtypes[key] = converted(tensor.dtype, dtype)
-        return Sheet.of(Layout(made, []), dtypes, copies, FILES, 1 << 62)
+        # Every rank asks: the encoder is a part of the model
+        names, prompts = _prompts(model, adapter)
+        names = together.from_first(names)
+    else:
+        names = together.said_by_first(lambda: adapter_names(model, adapter, "auto"))
+    outline, makes = Outline.of(model), wholes(engine, model)
+    first = {name: group[0] for group in outline.ties for name in group}
+    engine.uninitialized.refuse("save_adapters() would write", {first[n] for n in names.values()})
+    stepped = outline.dtypes | masters(engine)
+    tensors = {}
+    for key, name in names.items():
+        to = converted(stepped[name], dtype)
+        tensors[key] = Whole.of(outline.tensors[name][1], to, partial(makes[first[name]], to))
+    for key, value in prompts.items():
+        to = converted(value.dtype, dtype)
+        tensors[key] = Whole.of(tuple(value.shape), to, partial(value.to, "cpu", to))
 
     def beside(there: Path) -> None:
         _save_config(model, adapter, there)
 
-    def with_prompts(pieces: Pieces) -> Pieces:
-        yield from pieces
-        for key, tensor in prompts.items() if engine.rank == 0 else ():
-            yield key, 0, tensor.reshape(-1)
-
-    together = Together.of(engine)
-    return stream(
-        [model], together, Path(folder), sheet, beside, progress, overwrite, change=with_prompts
-    )
+    return write(together, Path(folder), tensors, beside, 1 << 62, overwrite, FILES)
 
 
 def load_adapters(
@@ -270,9 +248,8 @@ def _fit(source: HuggingFaceSource, model: nn.Module, names: dict[str, str]) -> 
     return fitted
 
 
-def _is_prompt(model: Any, adapter: str | None) -> bool:
-    known = getattr(model, "peft_config", None) or {}
-    return bool(known) and bool(known[_adapter(model, adapter)].is_prompt_learning)
+def _is_prompt(model: Any, adapter: str) -> bool:
+    return bool(model.peft_config[adapter].is_prompt_learning)
 
 
 def _prompts(model: Any, adapter: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
@@ -291,9 +268,9 @@ def _prompts(model: Any, adapter: str) -> tuple[dict[str, str], dict[str, torch.
     return layers, {key: value for key, value in found.items() if key not in layers}
 
 
-def _save_config(model: Any, adapter: str | None, folder: Path) -> None:
+def _save_config(model: Any, adapter: str, folder: Path) -> None:
     """Write adapter_config.json and the model card README.md, as peft's `save_pretrained` does."""
-    config = copy.deepcopy(model.peft_config[_adapter(model, adapter)])
+    config = copy.deepcopy(model.peft_config[adapter])
     base = getattr(model, "get_base_model", None)
     inner: Any = base() if callable(base) else model
     if config.base_model_name_or_path is None:

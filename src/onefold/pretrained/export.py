@@ -1,21 +1,26 @@
-"""Export a model as a folder that other libraries open: safetensors in Hugging Face's layout,
+"""Write a model as a folder that other libraries open: safetensors in Hugging Face's layout,
 configuration, tokenizer.
 
-    onefold.export        from a sharded model: each rank writes its own intervals into the same files (streams.py)
-    export_folder.py      from a checkpoint, in one process: tensor by tensor
+    onefold.export        from a sharded model, by its ranks
+    export_folder         from a checkpoint, in one process
 
-The folder gets its name when it is complete. An error on one rank is raised on all ranks, and the
-unfinished folder is removed.
+    plan (shapes on the meta device) ──► files ──► each tensor in turn: whole on the first rank, written
+
+A tensor is a `Whole`: a stand-in, and a function that makes it whole. The folder gets its name when
+it is complete. An error on one rank is raised on all ranks, and the unfinished folder is removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +31,19 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import Export, flush
 from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.saving import check_moment
-from onefold.checkpoint.tensorfile import CHUNK
+from onefold.checkpoint.source import Source
+from onefold.checkpoint.tensorfile import Planned, write_tensors
 from onefold.checkpoint.together import Together, meet
-from onefold.layout.holders import BoxInterval, runs
+from onefold.comm import StallError
 from onefold.optim.clip import across_stages
 from onefold.pretrained.fitted import Outline
-from onefold.pretrained.hf_names import Layout, is_transformers, writing
-from onefold.pretrained.streams import Pieces, Progress, Sheet
+from onefold.pretrained.hf_names import Whole, is_transformers, writing
+from onefold.reading import read_json
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.parts import MasterParts
+from onefold.runtime.parts import MasterParts, StateItem, to_first
 from onefold.runtime.state.dicts import beside_parameters
-from onefold.runtime.storage import OnDisk
 
 #: The default for the bytes of tensors in one file.
 MAX_SHARD_BYTES = 5_000_000_000
@@ -51,13 +55,15 @@ TOKENIZER = (
     "processor_config.json",
 )  # fmt: skip
 
+#: Returns a tensor in a dtype, whole on the host of the first rank, None elsewhere. Collective.
+Make = Callable[[torch.dtype], torch.Tensor | None]
+
 
 def export(
     model: nn.Module | Sequence[nn.Module],
     folder: str | os.PathLike[str],
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress | None = None,
     *,
     tokenizer: Any = None,
     overwrite: bool = False,
@@ -65,18 +71,19 @@ def export(
     """Write a sharded model as a folder that transformers' `from_pretrained` opens. Collective.
 
     A transformers model is written as its `save_pretrained` does: the same names, tied weights
-    once, config.json. Any other model becomes safetensors with the names of its state dict. No rank
-    holds more than its shard and a few MiB. All ranks must share the file system of `folder`.
+    once, config.json. Any other model becomes safetensors with the names of its state dict. The
+    first rank writes. It holds one whole tensor at a time besides its shard (all that transformers
+    joins or divides together, such as the experts of a layer); other ranks hold a few MiB.
 
     Args:
         model: the return value of `onefold.shard`, or a list of those of this rank's stages of a
-            pipeline, whose names are those of the whole model. All ranks of all stages call it.
+            pipeline, whose names are those of the whole model. All ranks of all stages call it, and
+            the first of each stage writes its tensors; they share the file system of `folder`.
         folder: the folder to create, with its parents.
         dtype: dtype of floating-point parameters in the files. None: each parameter's compute dtype
             (bf16 under bf16). "master": the master weights' dtype (fp32 under bf16).
         max_shard_bytes: the most bytes of tensors in one file. A larger model becomes several files
             with an index.
-        progress: called on each rank with (bytes written, bytes to write) of that rank.
         tokenizer: anything with `save_pretrained(folder)`. None copies the tokenizer of the folder
             from which the model was loaded.
         overwrite: replace a model at `folder`, atomically, after the new one is complete.
@@ -92,7 +99,16 @@ def export(
     if not stages:
         raise ValueError("export was given no stage: give the modules of this rank's stages.")
     engines = [engine_of(each) for each in stages]
-    outline = Outline()
+    begin(engines)
+    asked: Any = None if dtype == "master" else dtype
+    check_arguments(asked, max_shard_bytes)
+    if getattr(stages[0], "peft_config", None):
+        raise CheckpointError(
+            "this model is one of peft, adapters around another: onefold.save_adapters(model,"
+            " folder) writes the adapters. To export the merged model, call merge_and_unload()"
+            " before shard()."
+        )
+    outline, makes = Outline(), dict[str, Make]()
     for each, engine in zip(stages, engines, strict=True):
         engine.uninitialized.look()
         engine.uninitialized.refuse("export() would write")
@@ -100,130 +116,207 @@ def export(
         outline.add(Outline.of(each))
         if dtype == "master":
             outline.dtypes |= masters(engine)
-    together = Together.of(engines[0])
+        makes |= wholes(engine, each)
+    together, owners = Together.of(engines[0]), dict[str, int]()
     if stages[0] is not model:
         together = Together.across(engines[0], across_stages(engines))
         own, outline = outline, Outline()
-        for said in together.all_gather(own):
+        for rank, (said, first) in enumerate(together.all_gather((own, engines[0].rank == 0))):
             outline.add(said)
-    asked: Any = None if dtype == "master" else dtype
-    model = stages[0]
-
-    def sheet() -> Sheet:
-        check_arguments(asked, max_shard_bytes)
-        if getattr(model, "peft_config", None):
-            raise CheckpointError(
-                "this model is one of peft, adapters around another: onefold.save_adapters(model,"
-                " folder) writes the adapters. To export the merged model, call merge_and_unload()"
-                " before shard()."
-            )
-        return plan(outline, model if is_transformers(model) else None, asked, max_shard_bytes)
+            if first:
+                owners = dict.fromkeys(said.tensors, rank) | owners
+    kind = stages[0] if is_transformers(stages[0]) else None
 
     def beside(there: Path) -> None:
-        if is_transformers(model):
-            save_configuration(model, asked or first_dtype(outline), there)
+        if kind is not None:
+            save_configuration(kind, asked or first_dtype(outline), there)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(there))
-        elif is_transformers(model):
-            copy_files(
-                Path(str(getattr(model.config, "_name_or_path", "") or "/")), TOKENIZER, there
-            )
+        elif kind is not None:
+            near = Path(str(getattr(kind.config, "_name_or_path", "") or "/"))
+            copy_files(near, TOKENIZER, there)
 
-    return stream(stages, together, Path(folder), sheet, beside, progress, overwrite)
+    tensors = plan(outline, makes, kind, asked, owners=owners)
+    return write(together, Path(folder), tensors, beside, max_shard_bytes, overwrite)
 
 
-def stream(
-    models: Sequence[nn.Module],
-    together: Together,
-    target: Path,
-    sheet: Callable[[], Sheet],
-    beside: Callable[[Path], None],
-    progress: Progress | None,
-    overwrite: bool,
-    change: Callable[[Pieces], Pieces] | None = None,
-    renamed: Mapping[str, str] | None = None,
-) -> Path:
-    """Write the tensors of sharded models that a `Sheet` places into a new folder. Collective.
+def begin(engines: Iterable[Engine]) -> None:
+    """Check that all ranks export, and that this is a moment to do so. Collective."""
+    for engine in engines:
+        meet(engine, "export")
+        check_moment(engine, "export", None)
+
+
+def wholes(engine: Engine, model: nn.Module) -> dict[str, Make]:
+    """Return what makes each parameter (by its first name) and each buffer whole. Neighbours in the
+    order of units decode an encoded flat buffer once.
+    """
+    parts = MasterParts()
+
+    def parameter(entry: Any, dtype: torch.dtype) -> torch.Tensor | None:
+        return to_first(engine, parts, StateItem(entry, "", dtype))
+
+    def buffer(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return value.detach().to("cpu", dtype)
+
+    buffers = beside_parameters(engine, model)[0].items()
+    makes: dict[str, Make] = {name: partial(buffer, value) for name, value in buffers}
+    return makes | {entry.name: partial(parameter, entry) for entry in engine.entries}
+
+
+def plan(
+    outline: Outline,
+    makes: Mapping[str, Make],
+    model: nn.Module | None,
+    dtype: torch.dtype | None,
+    tied_once: bool = False,
+    owners: Mapping[str, int] | None = None,
+) -> dict[str, Whole]:
+    """Return the files' tensors for those of `outline`.
 
     Args:
-        models: one, or this rank's stages of a pipeline.
-        together: the ranks of all of them.
-        sheet: makes the sheet. It depends on shapes only, so every rank makes the same.
+        makes: what makes them whole; without those in which this rank has no part.
+        model: the transformers model that the tensors belong to: names are converted by its rules.
+            None: names do not change.
+        dtype: dtype of floating-point parameters; None for those in `outline.dtypes`.
+        tied_once: without a `model`, write a tied parameter under its first name only.
+        owners: the rank that writes each tensor, if it is not the first one.
+    """
+    once = _tied_patterns(model) if model is not None else None
+    unwanted = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    found: dict[str, Whole] = {}
+    for names in outline.ties:
+        first = names[0]
+        kept = _kept(names, once) if once is not None else names[:1] if tied_once else names
+        kind, shape = outline.tensors[first]
+        to = converted(outline.dtypes[first], dtype if kind == "parameter" else None)
+        make, owner = makes.get(first), (owners or {}).get(first, 0)
+        tensor = Whole.of(shape, to, None if make is None else partial(make, to), owner)
+        found |= {name: tensor for name in kept if name not in unwanted}
+    in_order = {name: found[name] for name in outline.tensors if name in found}
+    return in_order if model is None else writing(in_order, model)
+
+
+def write(
+    together: Together,
+    target: Path,
+    tensors: Mapping[str, Whole],
+    beside: Callable[[Path], None],
+    limit: int,
+    overwrite: bool,
+    name: str = "model",
+) -> Path:
+    """Write tensors, and what is beside them, into a new folder. Collective.
+
+    Args:
         beside: adds small files to the folder. Called on the first rank.
-        change: converts this rank's pieces, which have the sheet's names, to the pieces to write.
-        renamed: {name in the model: name in the sheet}, where they differ.
+        limit: the most bytes of tensors in one file.
+        name: how the files are called.
 
     Raises:
         CheckpointError: on every rank; the unfinished folder is removed.
     """
-    engines = [engine_of(model) for model in models]
-    for engine in engines:
-        meet(engine, "export")
-        check_moment(engine, "export", None)
-    made: Export | None = None
-    planned: Sheet | None = None
+    files, made = files_of(tensors, limit, name), None
     with contextlib.ExitStack() as unless_whole:  # a failure removes the folder
         with together.each_rank():
-            planned = sheet()
             if together.rank == 0:
                 made = unless_whole.enter_context(Export(target, overwrite))
-                planned.files.create(made.folder)
+                _prepare(made.folder, files, name)
                 beside(made.folder)
-        assert planned is not None
         there = Path(together.from_first(str(made.folder.resolve()) if made is not None else ""))
         with together.each_rank(), disable_torch_function(), torch.no_grad():
-            if not there.is_dir():
-                raise CheckpointError(
-                    f"{there}, made by the first rank, is not there: export to a folder that all"
-                    " ranks share."
-                )
-            names = renamed or {}
-            total = planned.nbytes_of(
-                (names.get(name, name), start, stop)
-                for engine, model in zip(engines, models, strict=True)
-                for name, start, stop in _intervals(engine, model)
-            )
-            mine: Pieces = (
-                (names.get(name, name), start, data)
-                for engine, model in zip(engines, models, strict=True)
-                for name, start, data in _own(engine, model)
-            )
-            planned.write(there, mine if change is None else change(mine), total, progress)
+            write_files(there, files, together.rank)
         with together.each_rank():
             if made is not None:
                 finish(made, overwrite)
     return target
 
 
-def plan(
-    outline: Outline,
-    model: nn.Module | None,
-    dtype: torch.dtype | None,
-    limit: int,
-    tied_once: bool = False,
-) -> Sheet:
-    """Plan the files for the tensors of `outline`.
-
-    Args:
-        model: the transformers model that the tensors belong to: names are converted by its rules.
-            None: names do not change.
-        dtype: dtype of floating-point parameters; None for those in `outline.dtypes`.
-        tied_once: without a `model`, write a tied parameter under its first name only.
+def files_of(
+    tensors: Mapping[str, Whole], limit: int, name: str = "model"
+) -> dict[str, dict[str, Whole]]:
+    """Divide tensors among files of at most `limit` bytes, or of one larger tensor. In a file the
+    widest dtypes come first, which aligns every element to its size.
     """
-    once = _tied_patterns(model) if model is not None else None
-    unwanted = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    copies, shapes, dtypes = {}, {}, {}
-    for names in outline.ties:
-        kept = _kept(names, once) if once is not None else names[:1] if tied_once else names
-        copies[names[0]] = [n for n in kept if n not in unwanted]
-        kind, shape = outline.tensors[names[0]]
-        own = outline.dtypes[names[0]]
-        for kept_name in copies[names[0]]:
-            shapes[kept_name] = shape
-            dtypes[kept_name] = converted(own, dtype if kind == "parameter" else None)
-    in_order = {n: shapes[n] for n in outline.tensors if n in shapes}
-    layout = Layout.as_it_is(in_order) if model is None else writing(in_order, model)
-    return Sheet.of(layout, dtypes, copies, "model", limit)
+    groups: list[dict[str, Whole]] = [{}]
+    filled, owner = 0, 0
+    for key, tensor in tensors.items():
+        if groups[-1] and (filled + tensor.nbytes > limit or tensor.owner != owner):
+            groups.append({})
+            filled = 0
+        groups[-1][key] = tensor
+        filled, owner = filled + tensor.nbytes, tensor.owner
+    many = len(groups) > 1
+    return {
+        f"{name}{f'-{number:05d}-of-{len(groups):05d}' if many else ''}.safetensors": dict(
+            sorted(group.items(), key=lambda of: -of[1].like.itemsize)
+        )
+        for number, group in enumerate(groups, 1)
+    }
+
+
+def _prepare(folder: Path, files: Mapping[str, Mapping[str, Whole]], name: str) -> int:
+    """Write the index of several files. Returns their bytes.
+    Raises: CheckpointError: the disk has no space for them.
+    """
+    tensors = [tensor for group in files.values() for tensor in group.values()]
+    size, free = sum(t.nbytes for t in tensors), shutil.disk_usage(folder).free
+    if free < size:
+        raise CheckpointError(
+            f"{folder.parent} has {free / 2**20:,.2f} MiB free, and {size / 2**20:,.2f} MiB are to be"
+            " written; free space there, or choose another disk."
+        )
+    if len(files) > 1:
+        count = sum(tensor.like.numel() for tensor in tensors)
+        index = {
+            "metadata": {"total_parameters": count, "total_size": size},
+            "weight_map": dict(sorted((key, file) for file in files for key in files[file])),
+        }
+        path = folder / f"{name}.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return size
+
+
+def write_files(folder: Path, files: Mapping[str, Mapping[str, Whole]], rank: int = 0) -> None:
+    """Write the files that this rank owns, and take part in making the tensors of others whole.
+    After an error it goes on taking part, and raises at the end.
+    """
+    error: Exception | None = None
+    for file, group in files.items():
+        left = iter([tensor for tensor in group.values() if tensor.make is not None])
+
+        def following() -> torch.Tensor:
+            made: torch.Tensor = next(left).make()  # type: ignore[misc, assignment] # noqa: B023
+            return made
+
+        if error is None and any(tensor.owner == rank for tensor in group.values()):
+            try:
+                if not folder.is_dir():
+                    raise CheckpointError(
+                        f"{folder}, made by the first rank, is not there: export to a folder that"
+                        " all ranks share."
+                    )
+                planned = [
+                    Planned(key, tensor.like.dtype, tuple(tensor.like.shape), following)
+                    for key, tensor in group.items()
+                ]
+                write_tensors(folder / file, planned)
+            except StallError:
+                raise
+            except Exception as raised:
+                error = raised
+        for tensor in left:
+            assert tensor.make is not None
+            tensor.make()
+    if error is not None:
+        raise error
+
+
+def finish(made: Export, overwrite: bool) -> None:
+    for file in made.folder.rglob("*"):
+        if file.is_file() and file.suffix != ".safetensors":
+            flush(file)
+    made.commit(overwrite)
 
 
 def converted(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
@@ -234,62 +327,6 @@ def converted(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 def masters(engine: Engine) -> dict[str, torch.dtype]:
     """Return {every name of every parameter: dtype of its master weights}."""
     return {name: entry.flat.dtypes.master for entry in engine.entries for name in entry.names}
-
-
-def _intervals(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, start, stop) of the pieces that `_own` yields."""
-    for entry in engine.entries:
-        start, stop = entry.accounted()
-        if entry.region is not None:
-            for run in runs(BoxInterval(entry.region, start, stop), entry.shape):
-                yield entry.name, run.at, run.at + run.length
-            continue
-        yield entry.name, start, stop
-    for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
-        yield name, 0, value.numel()
-
-
-def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield what this rank writes: its share of every parameter and, on the first rank, the
-    buffers. Encoded weights are decoded one flat buffer at a time. Weights on NVMe are read piece
-    by piece. The part of a box is yielded row by row.
-    """
-    parts = MasterParts()
-    for entry in engine.entries:
-        at, stop = entry.accounted()
-        if at == stop:
-            continue
-        place = parts.place(entry, "", at, stop)
-        for piece in place.pieces() if isinstance(place, OnDisk) else [place]:
-            if entry.region is not None:
-                yield from _rows(entry, at, piece)
-            else:
-                yield entry.name, at, piece
-            at += piece.numel()
-    for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
-        yield name, 0, value.detach().reshape(-1)
-
-
-def _rows(entry: Entry, at: int, piece: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield `piece`, the elements of this rank's box of a parameter from element `at` on, in runs of
-    the whole parameter.
-    """
-    assert entry.region is not None
-    step = CHUNK // piece.element_size()
-    for start in range(0, piece.numel(), step):
-        part = piece[start : start + step].detach().cpu()  # one copy for many rows
-        first = at + start
-        interval = BoxInterval(entry.region, first, first + part.numel())
-        for run in runs(interval, entry.shape):
-            here = run.start - first
-            yield entry.name, run.at, part[here : here + run.length]
-
-
-def finish(made: Export, overwrite: bool) -> None:
-    for file in made.folder.rglob("*"):
-        if file.is_file() and file.suffix != ".safetensors":
-            flush(file)
-    made.commit(overwrite)
 
 
 def check_arguments(dtype: Any, max_shard_bytes: Any) -> None:
@@ -363,3 +400,103 @@ def copy_files(near: Path, names: Iterable[str], folder: Path) -> None:
         path = path_in(near, name) if whole else near / name
         if path.is_file():
             shutil.copyfile(path, folder / name)
+
+
+# -- from a checkpoint -----------------------------------------------------------------------------
+
+
+def export_folder(
+    source: Source,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int, int], object] | None = None,
+    *,
+    beside: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write the model in a checkpoint as a folder that `from_pretrained` opens. Runs in one
+    process, tensor by tensor.
+
+    Args:
+        source: an opened checkpoint.
+        folder: as for `export`.
+        dtype: dtype of floating-point parameters in the files; None for the checkpoint's own, which
+            is that of its master weights.
+        max_shard_bytes: as for `export`.
+        progress: called for each tensor that has been read, with (its bytes, the bytes of all).
+        beside: the folder with config.json and the tokenizer's files; None for the source's own.
+        overwrite: as for `export`.
+
+    Raises:
+        CheckpointError: the source is damaged, or `folder` cannot be written to.
+    """
+    check_arguments(dtype, max_shard_bytes)
+    near = Path(beside) if beside is not None else source.folder
+    known = near is not None and (near / "config.json").is_file()
+    if beside is not None and not known:
+        raise CheckpointError(
+            f"--like {beside} has no config.json: name a Hugging Face folder, or leave it out."
+        )
+
+    def read(item: Any, to: torch.dtype) -> torch.Tensor:
+        whole = source.whole(item).to(to)
+        if progress is not None:
+            progress(whole.nbytes, size)
+        return whole
+
+    outline, makes = Outline(), dict[str, Make]()
+    others = source.other_names()
+    source.refuse_own()
+    for item, stored in source.items().items():
+        if item.kind in ("parameter", "buffer"):
+            names = [item.name, *others.get(item.name, ())]
+            outline.ties.append(names)
+            for name in names:
+                outline.tensors[name], outline.dtypes[name] = (
+                    (item.kind, stored.shape),
+                    stored.dtype,
+                )
+            makes[item.name] = partial(read, item)
+    if not makes:
+        raise CheckpointError("there is no parameter in it to export.")
+    twin = _twin(near, outline) if known else None
+    files = files_of(plan(outline, makes, twin, dtype, tied_once=known), max_shard_bytes)
+    with Export(Path(folder), overwrite) as made:
+        size = _prepare(made.folder, files, "model")
+        if near is not None:
+            copy_files(near, (*CONFIGURATION, *TOKENIZER), made.folder)
+            _say_dtype(made.folder / "config.json", dtype or first_dtype(outline))
+        write_files(made.folder, files)
+        source.compare()
+        finish(made, overwrite)
+    return Path(folder)
+
+
+def _say_dtype(path: Path, dtype: torch.dtype) -> None:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        config = read_json(path)
+        key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+        config[key] = str(dtype).removeprefix("torch.")
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _twin(near: Path | None, outline: Outline) -> nn.Module | None:
+    """Return the model of config.json on the meta device; None if the checkpoint's names differ."""
+    try:
+        import transformers
+
+        config: Any = transformers.AutoConfig.from_pretrained(str(near), local_files_only=True)
+        with torch.device("meta"):
+            twin: nn.Module = getattr(transformers, config.architectures[0])(config)
+    except Exception as error:
+        # from_pretrained opens a folder with these names too
+        logging.getLogger("onefold").warning(
+            "names stay those of the checkpoint: transformers cannot build the model of %s"
+            " (%s: %s)",
+            near,
+            type(error).__name__,
+            error,
+        )
+        return None
+    return twin if Outline.of(twin).tensors.keys() == outline.tensors.keys() else None

@@ -19,8 +19,9 @@ import bisect
 import copy
 import importlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,10 @@ class ElementRun:
 Runs = tuple[ElementRun, ...]
 
 
+#: The numbers of two tensors are at least so far apart; no tensor has as many rows.
+_APART = 1 << 40
+
+
 class NotRows(Exception):
     """Raised when a rule of transformers does more than move rows."""
 
@@ -55,8 +60,6 @@ class Tags:
     """The row numbers given to tensors; see [Note: rows are tagged]."""
 
     def __init__(self) -> None:
-        self._next = 0
-        self._starts: list[int] = []
         self._sources: list[tuple[str, int, int]] = []  # name, elements in a row, rows
 
     def add(self, name: str, shape: Shape) -> torch.Tensor:
@@ -65,20 +68,18 @@ class Tags:
         """
         width = shape[-1] if len(shape) > 1 else 1
         kept, rows = min(2, width), numel_of(shape) // max(1, width)
-        self._starts.append(self._next)
+        numbers = torch.arange(rows * kept, device="cpu") + len(self._sources) * _APART
         self._sources.append((name, width, rows))
-        numbers = torch.arange(self._next, self._next + rows * kept, device="cpu")
-        self._next += rows * kept + 2  # a gap: numbers of two tensors are never consecutive
         return numbers.view((*shape[:-1], kept) if len(shape) > 1 else shape)
 
     def trace(self, tags: torch.Tensor) -> tuple[Shape, Runs]:
         """Return the shape of the tensor that `tags` represents, and the runs it is made of.
-        Raises: NotRows: it is not made of whole rows.
+        Raises: NotRows, IndexError: it is not made of whole rows.
         """
         flat = tags.reshape(-1)
         if not flat.numel():
             return tuple(tags.shape), ()
-        _, width, _ = self._sources[self._at(int(flat[0]))]
+        _, width, _ = self._sources[int(flat[0]) // _APART]
         kept = min(2, width)
         first = flat[::kept]
         if kept == 2 and (tags.shape[-1] != 2 or not torch.equal(flat[1::2], first + 1)):
@@ -86,20 +87,12 @@ class Tags:
         breaks = (torch.nonzero(first[1:] != first[:-1] + kept).reshape(-1) + 1).tolist()
         runs = []
         for begin, end in zip([0, *breaks], [*breaks, len(first)], strict=True):
-            number = int(first[begin])
-            name, its_width, rows = self._sources[self._at(number)]
-            row, inside = divmod(number - self._starts[self._at(number)], kept)
-            if inside or its_width != width or row + end - begin > rows:
+            of, at = divmod(int(first[begin]), _APART)
+            (name, its_width, rows), (row, inside) = self._sources[of], divmod(at, kept)
+            if of < 0 or inside or its_width != width or row + end - begin > rows:
                 raise NotRows
             runs.append(ElementRun(begin * width, name, row * width, (end - begin) * width))
         return ((*tags.shape[:-1], width) if kept == 2 else tuple(tags.shape)), tuple(runs)
-
-    def _at(self, number: int) -> int:
-        """Return the index of the tensor that has row `number`."""
-        at = bisect.bisect_right(self._starts, number) - 1
-        if at < 0:
-            raise NotRows
-        return at
 
 
 def whole(name: str, shape: Shape) -> Runs:
@@ -194,23 +187,42 @@ def rules_of(module: nn.Module, saving: bool) -> Rules | None:
         return None
 
 
-@dataclass
-class Layout:
-    """How the tensors of one side (model or folder) are made of those of the other.
+@dataclass(frozen=True)
+class Whole:
+    """A tensor to write.
 
     Attributes:
-        made: {name on this side: (shape, runs of the other side's tensors)}.
-        left: names of the other side without a place on this side.
+        like: a stand-in on the meta device.
+        make: returns the tensor on the rank that writes it, None on others that have parts of it.
+            Collective over these. None: this rank has no part.
+        owner: the rank that writes it.
+    """
+
+    like: torch.Tensor
+    make: Callable[[], torch.Tensor | None] | None
+    owner: int = 0
+
+    @classmethod
+    def of(cls, shape: Shape, dtype: torch.dtype, make: Any, owner: int = 0) -> Whole:
+        return cls(torch.empty(shape, dtype=dtype, device="meta"), make, owner)
+
+    @property
+    def nbytes(self) -> int:
+        return self.like.numel() * self.like.itemsize
+
+
+@dataclass
+class Layout:
+    """How a model's tensors are made of a folder's.
+
+    Attributes:
+        made: {name in the model: (shape, runs of the folder's tensors)}.
+        left: names in the folder without a place in the model.
     """
 
     made: dict[str, tuple[Shape, Runs]]
     left: list[str]
     rules: Rules | None = None
-
-    @classmethod
-    def as_it_is(cls, shapes: Mapping[str, Shape]) -> Layout:
-        """Return a layout with the same tensors on both sides."""
-        return cls({name: (shape, whole(name, shape)) for name, shape in shapes.items()}, [])
 
 
 def reading(
@@ -254,40 +266,61 @@ def reading(
     return out
 
 
-def writing(shapes: Mapping[str, Shape], module: nn.Module) -> Layout:
-    """Return how the folder's tensors are made of the model's (`shapes`), so that the folder equals
-    one written by `save_pretrained`.
-
-    If a rule does more than move rows, its tensors keep the model's names and are listed in `left`.
-    `from_pretrained` opens such a folder too.
+def writing(tensors: Mapping[str, Whole], module: nn.Module) -> dict[str, Whole]:
+    """Return the folder's tensors, made of the model's (`tensors`), so that the folder equals one
+    written by `save_pretrained`.
     """
     rules = rules_of(module, saving=True)
     if rules is None or not rules.rules:
-        return Layout.as_it_is(shapes)
-    out = Layout({}, [], rules)
-    groups: dict[str, tuple[Any, Tags, list[str]]] = {}
-    for name in rules.order(shapes):
+        return dict(tensors)
+    out: dict[str, Whole] = {}
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name in rules.order(tensors):
         renamed, pattern = rules.loading.apply_converters(name, rules.converters)
         if pattern is None:
-            key = rules.loading.apply_renamings(name, rules.renamings)
-            out.made[key] = shapes[name], whole(name, shapes[name])
-            continue
-        converter, tags, names = groups.setdefault(renamed, (rules.converter(pattern), Tags(), []))
-        converter.add_tensor(renamed, name, pattern, tags.add(name, shapes[name]))
-        names.append(name)
-    for first, (converter, tags, names) in groups.items():
-        try:
-            made = {
-                rules.loading.apply_renamings(key, rules.renamings): tags.trace(value)
-                for key, value in rules.run(converter, first, shapes).items()
-            }
-            if not _tiles(made, {name: shapes[name] for name in names}):
-                raise NotRows
-        except (NotRows, RuntimeError, ValueError, KeyError, IndexError):
-            out.left += names
-            made = Layout.as_it_is({name: shapes[name] for name in names}).made
-        out.made |= made
+            out[rules.loading.apply_renamings(name, rules.renamings)] = tensors[name]
+        else:
+            groups.setdefault(renamed, []).append((name, pattern))
+    for first, sources in groups.items():
+        out |= _made_together(rules, first, sources, tensors)
     return out
+
+
+def _made_together(
+    rules: Rules, first: str, sources: list[tuple[str, str]], tensors: Mapping[str, Whole]
+) -> dict[str, Whole]:
+    """Return what one converter makes of `sources`, (name, pattern): on stand-ins now, on whole
+    tensors when the first of them is written. If it needs values for the shapes, they keep the
+    model's names; `from_pretrained` opens such a folder too.
+    """
+    shapes = {name: tuple(tensor.like.shape) for name, tensor in tensors.items()}
+
+    def convert(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        converter = rules.converter(sources[0][1])
+        for name, pattern in sources:
+            converter.add_tensor(first, name, pattern, values[name])
+        found = rules.run(converter, first, shapes)
+        return {rules.loading.apply_renamings(k, rules.renamings): v for k, v in found.items()}
+
+    try:
+        likes = convert({name: tensors[name].like for name, _ in sources})
+    except (RuntimeError, ValueError, KeyError, IndexError, NotImplementedError):
+        return {name: tensors[name] for name, _ in sources}
+    made: dict[str, torch.Tensor | None] = {}
+
+    def make(key: str) -> torch.Tensor | None:
+        if not made:
+            values = {name: tensors[name].make() for name, _ in sources}  # type: ignore[misc]
+            made.update(dict.fromkeys(likes))  # an error must not make this rank ask again
+            here = {name: value for name, value in values.items() if value is not None}
+            made.update(convert(here) if here else {})
+        return made.pop(key)
+
+    whole = tensors[sources[0][0]]
+    return {
+        key: Whole(like, None if whole.make is None else partial(make, key), whole.owner)
+        for key, like in likes.items()
+    }
 
 
 def _renamed(key: str, rules: Rules | None) -> tuple[str, str | None]:
@@ -307,14 +340,3 @@ def _prefixed(name: str, prefix: str, expected: Mapping[str, Shape]) -> str:
     if without != name and without in expected:
         return without
     return f"{prefix}.{name}" if f"{prefix}.{name}" in expected else name
-
-
-def _tiles(made: Mapping[str, tuple[Shape, Runs]], of: Mapping[str, Shape]) -> bool:
-    """Return whether `made` contains every element of the tensors `of` exactly once."""
-    runs = sorted((run.name, run.start, run.length) for _, runs in made.values() for run in runs)
-    at: dict[str, int] = dict.fromkeys(of, 0)
-    for name, start, length in runs:
-        if at.get(name) != start:
-            return False
-        at[name] = start + length
-    return all(at[name] == numel_of(shape) for name, shape in of.items())

@@ -64,7 +64,6 @@ class KnownOptimizer:
         name: of the class.
         module: where the class is; "" if no library that Onefold knows has it.
         package: what to install for the module; "" for torch's own.
-        builtin: a module of Onefold with the same update, for front ends that need no package.
         update: what the update looks at. tests/recipe/test_optimizer_table.py holds it against a trial.
         refused: why no front end offers it, as a sentence without its end; "" if some do.
         states: what it keeps for a parameter; None: the plan does not count it.
@@ -82,7 +81,6 @@ class KnownOptimizer:
     name: str
     module: str = "torch.optim"
     package: str = ""
-    builtin: str = ""
     update: Update = ELEMENTWISE
     refused: str = ""
     states: tuple[KeptState, ...] | None = None
@@ -111,10 +109,9 @@ class KnownOptimizer:
         """
         return itemsize * sum(s.numel(shape) for s in self.states or () if not s.number)
 
-    def load(self, package: bool = True) -> Any:
-        """Import the class. `package`: from `module`, else from `builtin` if there is one."""
-        module = self.module if package else self.builtin or self.module
-        return getattr(importlib.import_module(module), self.name)
+    def load(self) -> Any:
+        """Import the class."""
+        return getattr(importlib.import_module(self.module), self.name)
 
     def can_fuse(self, device: str) -> bool:
         """Return whether torch has a fused kernel for it on a type of device."""
@@ -166,7 +163,7 @@ KNOWN: Mapping[str, KnownOptimizer] = {
         "Adadelta", options=("rho", "eps"), planned="adam",
     ),
     "lion": KnownOptimizer(
-        "Lion", "lion_pytorch", "lion-pytorch", "onefold.deepspeed.lion",
+        "Lion", "lion_pytorch", "lion-pytorch",
         states=(KeptState("exp_avg"),), options=("betas",),
     ),
     "asgd": KnownOptimizer("ASGD"),

@@ -30,12 +30,12 @@ their first rank, and these exchange boxes with rank 0:
 
 | caller                                                       | moves                          |
 |--------------------------------------------------------------|--------------------------------|
-| `full_state_dict`, `EMA.state_dict`, `optimizer.state_dict`  | `to_first`                     |
+| `full_state_dict`, `EMA.state_dict`, `optimizer.state_dict`, `export` | `to_first`            |
 | `load_full_state_dict`, `EMA.load_state_dict`, `shard`       | `from_first`                   |
 | `optimizer.load_state_dict`                                  | `from_first`, or `from_own`    |
-| `full_params`, `parameter.onefold.gather()`, `unshard`       | `whole_masters`                |
+| `full_params`, `parameter.onefold.gather()`, `unshard`, `stream_params` | `whole_masters`     |
 | leaving `full_params(write=True)`                            | `within_holders`               |
-| `save`, `export`                                             | `place`, for what is accounted |
+| `save`                                                       | `place`, for what is accounted |
 | `load`                                                       | `place`, for what it reads     |
 
 `to_first` and `from_first` move at most `CHUNK` elements at a time: a device never holds more of an
@@ -322,11 +322,12 @@ def within_holders(
             parts.write(item, a, b, part.to(item.dtype))
 
 
-def whole_masters(engine: Engine, flat: Flat) -> torch.Tensor:
-    """Return a new buffer, [numel], with the masters of all ranks; other addresses are zero.
-    Collective.
+def whole_masters(engine: Engine, flat: Flat, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a new buffer, [numel], with the masters of all ranks, in `dtype` (None: their own);
+    other addresses are zero. Collective.
     """
-    full = torch.zeros(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
+    dtype = dtype or flat.dtypes.master
+    full = torch.zeros(flat.layout.numel, dtype=dtype, device=engine.device)
     parts = MasterParts()
     with disable_torch_function(), torch.no_grad():
         for item in master_items(flat.entries):

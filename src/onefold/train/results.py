@@ -37,9 +37,7 @@ def export(run: Run, folder: Path) -> str:
         if run.config.merge:
             model.config.use_cache = True
             merged = folder.with_name(MERGED)
-            export_merged(
-                run.model, folder, merged, dtype, tokenizer=run.loaded.tokenizer, overwrite=True
-            )
+            export_merged(run.model, merged, dtype, tokenizer=run.loaded.tokenizer, overwrite=True)
         return "adapters"
     ours = not run.loaded.is_transformers
     if not ours:
