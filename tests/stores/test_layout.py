@@ -20,7 +20,6 @@ from onefold.layout.holders import (
     TensorBox,
     common,
     region_of,
-    runs,
     stretches,
     tile,
     whole_region,
@@ -146,14 +145,9 @@ def test_common_blocks_are_the_elements_that_both_intervals_have(
 
 @examples(300)
 @given(st.data(), boxed)
-def test_runs_and_stretches_spell_an_interval_in_its_order(
+def test_stretches_spell_an_interval_in_its_order(
     data: st.DataObject, shape: tuple[int, ...]
 ) -> None:
-    interval = data.draw(intervals(shape))
-    numbers, found = elements(shape, interval), list(runs(interval, shape))
-    assert [r.at + i for r in found for i in range(r.length)] == numbers.tolist()
-    breaks = int((numbers[1:] != numbers[:-1] + 1).sum()) if len(numbers) else -1
-    assert len(found) == breaks + 1, "two runs are one piece of the tensor"
     a, b = sorted(data.draw(st.integers(0, prod(shape))) for _ in range(2))
     every = np.arange(prod(shape)).reshape(shape)
     boxes = stretches(shape, a, b)

@@ -67,18 +67,14 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     grad = param.grad
     if grad is None:
         return None
-    if (own := _waiting_gradient(param)) is not None:
-        return own.float()
+    entry, engine = owner_of(param)
+    if entry is not None and (own := engine.reduce.whole_waiting(entry)) is not None:
+        found: Tensor = own.float()
+        return found
     spec = spec_of(param)
     if spec is None:
         return grad.detach().to(torch.float32, copy=True)
     return spec.gather(_gradient(param, grad).to(param.device), "safe_get_full_grad()").float()
-
-
-def _waiting_gradient(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's whole gradient if it waits for the boundary, else None."""
-    entry, engine = owner_of(param)
-    return None if entry is None else engine.reduce.whole_waiting(entry)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -132,10 +128,15 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     A rank that has no element of the parameter gets an empty tensor once the optimizer has such
     states of other parameters.
     """
-    held = _state_of(param, optim_state_key)
-    if held is None and _has_none_of(param) and _has_stepped(param, optim_state_key):
-        return torch.empty(0, device=param.device)
-    return None if held is None else in_memory(held).float()
+    held, spec, (entry, engine) = _state_of(param, optim_state_key), spec_of(param), owner_of(param)
+    if held is not None:
+        return in_memory(held).float()
+    if entry is None or spec is None or spec.start < spec.stop or not param.requires_grad:
+        return None
+    with disable_torch_function():
+        others = (s for o in _optimizers_of(engine, entry.param) for s in o.state.values())
+        stepped = any(optim_state_key in state for state in others)
+    return torch.empty(0, device=param.device) if stepped else None
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -267,24 +268,6 @@ def _plain_state(param: nn.Parameter, key: str) -> Tensor | None:
     known = [o for refs in list(_known.values()) for ref in refs if (o := ref()) is not None]
     states = [optimizer.state[param] for optimizer in known if param in optimizer.state]
     return next((s[key] for s in states if isinstance(s.get(key), Tensor)), None)
-
-
-def _has_none_of(param: nn.Parameter) -> bool:
-    """Whether this rank owns no element of a parameter that is trained."""
-    spec = spec_of(param)
-    return param.requires_grad and spec is not None and spec.start == spec.stop
-
-
-def _has_stepped(param: nn.Parameter, key: str) -> bool:
-    entry, engine = owner_of(param)
-    if entry is None:
-        return False
-    with disable_torch_function():
-        return any(
-            key in state
-            for optimizer in _optimizers_of(engine, entry.param)
-            for state in optimizer.state.values()
-        )
 
 
 def _optimizers_of(engine: Any, param: nn.Parameter) -> list[Any]:

@@ -352,6 +352,9 @@ class ParameterOffload:
         forward_hooks, backward_hooks: handles of hooks that TRL removes: one that does nothing.
     """
 
+    forward_hooks: list[Any]
+    backward_hooks: list[Any]
+
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.proxy(module)
         self._register_deepspeed_module()

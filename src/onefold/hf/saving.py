@@ -88,10 +88,11 @@ def load_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     refuse_empty(path)
     if has_state(path):
         load_state(model, None, path)
-    elif adapters := _adapters_in(model, path):
-        for name, place in adapters.items():
-            onefold.load_adapters(model, place, name)
-    else:
+        return
+    adapters = list(getattr(model, "peft_config", None) or ())
+    for name in adapters:
+        onefold.load_adapters(model, path if name == "default" else path / name, name)
+    if not adapters:
         onefold.load_pretrained(model, path)
 
 
@@ -112,12 +113,6 @@ def load_state(model: nn.Module, optimizer: Any, folder: str | os.PathLike[str])
             f"{path} is of another model: it has nothing for {len(lacking)} trained parameters"
             f" ({', '.join(lacking[:5])})."
         )
-
-
-def _adapters_in(model: nn.Module, folder: Path) -> dict[str, Path]:
-    """Return the folder of each of peft's adapters in one of Trainer's checkpoints."""
-    names = getattr(model, "peft_config", None) or ()
-    return {name: folder if name == "default" else folder / name for name in names}
 
 
 def has_state(folder: str | os.PathLike[str]) -> bool:

@@ -210,9 +210,6 @@ class TrainerMixin(_Host):
             optimizer = optimizer.optimizer
         return optimizer
 
-    def _steps_done(self) -> int:
-        return int(self.state.global_step)
-
     # -- a step ------------------------------------------------------------------------------------
 
     def _unscale(self) -> None:
@@ -269,7 +266,8 @@ class TrainerMixin(_Host):
                 torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        saving.save_state(self.model, self._torch_optimizer(), output_dir, self._steps_done())
+        step = int(self.state.global_step)
+        saving.save_state(self.model, self._torch_optimizer(), output_dir, step)
         with self._first_rank_writes() as writes:
             if writes:
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))

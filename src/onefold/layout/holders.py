@@ -31,7 +31,7 @@ Pure: no processes, no tensors. The plan counts by the same functions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -387,51 +387,6 @@ def common(one: BoxInterval, other: BoxInterval) -> list[Common]:
             if (box := intersection(mine, their)) is not None:
                 out.append(Common(box.shape, *one.place(box), *other.place(box)))
     return out
-
-
-class RegionRun(NamedTuple):
-    """Elements [at, at + length) of the flattened global tensor are elements [start, start + length)
-    of a flattened box.
-    """
-
-    at: int
-    start: int
-    length: int
-
-
-def runs(interval: BoxInterval, shape: Sequence[int]) -> Iterator[RegionRun]:
-    """Yield the runs of consecutive elements, in a global tensor of `shape`, of an interval of a box
-    of it. `start` is counted from the first element of the box.
-    """
-    held: RegionRun | None = None
-    for run in _rows(interval, shape):
-        if held is not None and (held.at + held.length, held.start + held.length) == run[:2]:
-            held = held._replace(length=held.length + run.length)
-            continue
-        if held is not None:
-            yield held
-        held = run
-    if held is not None:
-        yield held
-
-
-def _rows(interval: BoxInterval, shape: Sequence[int]) -> Iterator[RegionRun]:
-    """Yield runs of which two may follow each other without a gap."""
-    strides = strides_of(shape)
-    for box in interval.boxes():
-        # A run goes over the last dimension in which the box is a part, and those behind it
-        last = len(shape)
-        while last and box.shape[last - 1] == shape[last - 1]:
-            last -= 1
-        outer = max(0, last - 1)
-        first, own = interval.place(box)
-        begin = sum(map(int.__mul__, box.offset, strides))
-        for index in product(*map(range, box.shape[:outer])):
-            yield RegionRun(
-                begin + sum(map(int.__mul__, index, strides)),
-                interval.start + first + sum(map(int.__mul__, index, own)),
-                prod(box.shape[outer:]),
-            )
 
 
 @lru_cache(maxsize=4096)
