@@ -6,8 +6,8 @@
         onefold/                                masters and optimizer states: load at any stage, on any number of ranks
         scheduler.pt, trainer_state.json, rng_state_0.pth, training_args.bin         Trainer's own files
 
-No rank holds the whole model: each writes and reads its intervals. Weights are written in the dtype
-in which the model was loaded.
+No rank holds the whole model: the first one writes it tensor by tensor, and each rank writes its
+part of the training state. Weights are written in the dtype in which the model was loaded.
 """
 
 from __future__ import annotations

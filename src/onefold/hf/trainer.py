@@ -246,10 +246,7 @@ class TrainerMixin(_Host):
     # -- saving and loading ------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model. Collective if it is sharded or its weights are still to be read.
-
-        Every rank writes its part of a sharded model.
-        """
+        """Save the model. Collective if it is sharded or its weights are still to be read."""
         if loading.is_put_off(self.model):
             self._shard_model()
         if not is_sharded(self.model):
