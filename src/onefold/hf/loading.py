@@ -157,7 +157,8 @@ def shard(model: Any, recipe: Recipe, device: Any) -> None:
     the frozen base: they are small, and are switched on and off.
     """
     folder, replica = getattr(model, _WEIGHTS, None), getattr(model, _REPLICA, None)
-    recipe = recipe if replica is None else recipe.replace(shard_group=replica)
+    if replica is not None and recipe.stage > 0:
+        recipe = recipe.replace(shard_group=replica)
     # Parameters that the folder lacks (a new head) are initialized as transformers does
     init = model._init_weights if folder is not None else None
     idle = _idle_adapters(model) if recipe.frozen is not None else []
