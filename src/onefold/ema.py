@@ -83,9 +83,7 @@ class EMA:
         engine = engine_of(model)
         self.decay, self.updates = decay, 0
         self._model, self._inside = weakref.ref(model), False
-        trained = [
-            e for e in engine.entries if e.param.requires_grad and not e.flat.storage.encoded
-        ]
+        trained = [e for e in engine.entries if e.param.requires_grad and not e.flat.spec.stored]
         if away := next((e for e in trained if e.flat.storage.on_disk), None):
             raise ValueError(
                 f"the master weights of {away.name!r} are on NVMe, and averages are kept in"

@@ -219,7 +219,7 @@ def _refuse_unless_possible(engine: Engine) -> None:
     reasons = {
         "it keeps parameters or optimizer states on the host or on NVMe": engine.offloaded_flats,
         f"frozen={engine.recipe.frozen!r} keeps frozen weights encoded": any(
-            flat.storage.encoded for flat in flats
+            flat.spec.stored for flat in flats
         ),
         "some parameters are DTensors, of which each rank has its own part": any(
             entry.box for entry in engine.entries

@@ -104,7 +104,7 @@ class _State:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.engine = model, engine_of(model)
-        if self.engine.on_disk or any(e.flat.storage.encoded for e in self.engine.entries):
+        if self.engine.on_disk or any(e.flat.spec.stored for e in self.engine.entries):
             raise CheckpointError(
                 "torch.distributed.checkpoint reads and writes tensors in memory, and this model's"
                 " state is stored on NVMe, or encoded: use onefold.save, then load that checkpoint"

@@ -70,7 +70,7 @@ class NvmeStorage(OffloadStorage):
     def build(self, device: torch.device) -> torch.Tensor:
         shown, d = super().build(device), self.flat.dtypes
         self.region("master", d.master)
-        if self.reads_ahead and d.compute != d.master:
+        if self.flat.spec.lies_apart:
             self.region("parameter", d.compute)
         return shown
 

@@ -89,7 +89,6 @@ class OffloadStorage(Storage):
         self.tiers = tiers = flat.spec.tiers
         self.transfers, self.device = engine.transfers, engine.device
         self.gradients_on_disk = tiers.gradients.on_disk
-        self.reads_ahead = tiers.parameters.on_disk
         self.rest: torch.Tensor | None = None
         self.measures_gradients = self.gradients_on_disk or self.transfers.down.asynchronous
         # 2-norms by the index of the entry, and which values in host memory they are of

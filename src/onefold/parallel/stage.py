@@ -62,11 +62,6 @@ def unshard(module: nn.Module) -> None:
     """
     engine = engine_of(module)
     _refuse_inside(engine, "unshard")
-    if engine.unsharded:
-        engine.gather.holding = True
-        return
-    if engine.backward_open:  # a backward pass raised before it came to its end
-        engine.passes.reset()
     with disable_torch_function(), torch.no_grad():
         engine.gather.keep(engine.gather.sharded, holding=True)
 
@@ -135,7 +130,7 @@ def accumulating(module: nn.Module) -> Iterator[None]:
 
 
 def _refuse_inside(engine: Engine, name: str) -> None:
-    if engine.stack or (engine.backward_open and engine.computing):
+    if engine.in_any_pass():
         raise RuntimeError(
             f"onefold.parallel.{name} was called inside a pass of the module; call it between"
             " micro-batches."

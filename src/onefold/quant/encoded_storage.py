@@ -55,7 +55,6 @@ class EncodedStorage(Storage):
     """
 
     in_place = False
-    encoded = True
     payload: torch.Tensor
 
     def __init__(self, flat: Flat, engine: Engine) -> None:

@@ -619,7 +619,7 @@ class Gatherer:
 
     def fetch(self, unit: Unit) -> None:
         """Start reading this rank's part of the unit, if it is stored on a disk."""
-        wanted = [f for f in unit.flats if f.storage.reads_ahead and not f.gather.fresh]
+        wanted = [f for f in unit.flats if f.spec.gathers_from_disk and not f.gather.fresh]
         if unit.state is State.SHARDED and wanted:
             unit.state = State.FETCHING
             for flat in wanted:

@@ -206,7 +206,7 @@ class MasterParts(HeldParts):
         if flat is not self._flat:
             self.finish()
             self._flat = flat
-            self._values = flat.storage.load() if flat.storage.encoded else None
+            self._values = flat.storage.load() if flat.spec.stored else None
         return None if self._values is None else self._values[entry.among_owned((x, y))]
 
 

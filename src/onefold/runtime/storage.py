@@ -44,9 +44,7 @@ class Storage(ABC):
         offloaded: an optimizer step is done on the host, unit by unit (offload/step.py).
         in_place: masters are tensors that can be read and written where they are stored.
         on_disk: masters and states are in files. gradients_on_disk: gradients too.
-        encoded: frozen weights are stored as a codec writes them.
         gradient_tier: of the reduced gradients that are in memory.
-        reads_ahead: a gather begins with a read from disk, which is to be started early.
         measures_gradients: norms of gradients come from `gradient_norm`.
     """
 
@@ -54,8 +52,6 @@ class Storage(ABC):
     in_place: bool = True
     on_disk: bool = False
     gradients_on_disk: bool = False
-    encoded: bool = False
-    reads_ahead: bool = False
     measures_gradients: bool = False
     gradient_tier: Tier = Tier.DEVICE
 

@@ -133,7 +133,7 @@ class Uninitialized:
 
     def _is_blank(self, entry: Entry) -> bool:
         """Whether this rank has elements of a parameter, and none has a value."""
-        if entry.flat.storage.encoded:
+        if entry.flat.spec.stored:
             return entry.name in self.encoded
         parts, (item,), (a, b) = MasterParts(), master_items([entry]), entry.owned()
         return a < b and all(_is_blank(parts.read(item, a, end)) for end in (a + 1, b))

@@ -220,7 +220,7 @@ def compare_ranks(
         "names as partial": [f.partial for f in found],
     }
     digests = {k: hashlib.sha256(repr(v).encode()).hexdigest() for k, v in compared.items()}
-    boxes = [e for e in engine.entries if e.box is not None and e.box.divided]
+    boxes = [e for e in engine.entries if e.flat.in_boxes]
     meta = {e.name: e.param.is_meta for e in boxes if e.flat.rank == 0}
     said = tell_all(engine, "shard()", (digests, has_meta(module), meta))
     ranks = sorted(engine.group.ranks)
@@ -260,7 +260,7 @@ def compare_copies(engine: Engine, incoming: Collection[str]) -> None:
         return
     data_of = mesh.data_of
     mine = data_of[group.ranks[group.rank]] == data_of[min(mesh.ranks)]
-    entries = [e for e in engine.entries if e.box is None or not e.box.divided]
+    entries = [e for e in engine.entries if not e.flat.in_boxes]
     values = [
         None if not mine or e.name in incoming or KEEPER in e.param.__dict__ else value_of(e)
         for e in entries

@@ -89,7 +89,7 @@ def notes(engine: Engine, sizes: Sequence[int], device_given: bool) -> Iterator[
             f"group={recipe.inner!r} makes one group of the {engine.world_size} ranks ({why}):"
             " nothing is divided inside groups only."
         )
-    if recipe.frozen and not any(flat.storage.encoded for flat in engine.flats):
+    if recipe.frozen and not any(flat.spec.stored for flat in engine.flats):
         yield (
             f"frozen={recipe.frozen!r} has no effect: no matrix but embeddings was frozen when"
             " shard() was called."
@@ -275,7 +275,7 @@ def _fill(engine: Engine, flat: Flat, incoming: Collection[str], master: torch.T
     master.zero_()
     parts = MasterParts((flat, master))
     for item in master_items(flat.entries):
-        encoded, source = flat.storage.encoded, value_of(item.entry)
+        encoded, source = flat.spec.stored, value_of(item.entry)
         if item.name in incoming:
             if not encoded:
                 fill_blank(master[item.entry.here])
@@ -446,7 +446,7 @@ def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator
         raise RuntimeError(
             "keep_gathered was entered inside a pass of the model; enter it outside."
         )
-    if gather.kept:
+    if gather.kept or gather.holding:
         outer = "onefold.parallel.unshard" if gather.holding else "keep_gathered"
         raise RuntimeError(
             f"keep_gathered was entered inside {outer} of the same model; leave that first."
