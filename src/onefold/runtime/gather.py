@@ -333,13 +333,11 @@ class Gatherer:
             self.wait(unit)  # a refreshed copy that this rank did not use
         if not self.sharded:
             return
-        goes_on = not aborted and self.group.broken is None
-        last = self._kept_last if goes_on else ()
+        keep = self._keeps_for_backward and not aborted
+        last = self._kept_last if not aborted and self.group.broken is None else ()
         if not aborted:
             self.join_rest(self.forward)
         self.forward.walk = []
-        keep = self._keeps_for_backward and not aborted
-        kept, self.keeping = self.keeping, self.kept if self.holding else ()
         for unit in self.sharded:
             unit.borrowed = unit.unwanted = False
             if unit.state is State.SHARDED:
@@ -351,12 +349,10 @@ class Gatherer:
             # Where units stay gathered for the backward pass, those that this rank joined and did
             # not use stay too. Other ranks use them: then all ranks hold the unit, and no rank has
             # to gather it in the backward pass.
-            if unit in kept and self.group.broken is None:
-                unit.used = False
-            elif not (
-                (keep and (unit.used or not self.released_early)) or self.engine.backward_open
-            ):
+            stays = (keep and (unit.used or not self.released_early)) or self.engine.backward_open
+            if unit in self.keeping or not stays:
                 self.release(unit)
+        self.keeping = self.kept if self.holding else ()
         self.pool.drain()
 
     def keep(self, units: Collection[Unit], holding: bool) -> None:
