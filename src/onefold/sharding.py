@@ -150,8 +150,9 @@ def shard(
             from onefold.parallel.marks import Marks
 
             engine.reduce.marks = Marks(engine)
-        # An unsharded model on one rank needs hooks only to offload activations
-        if not engine.unsharded or recipe.offload_activations is not None:
+        # An unsharded model on one rank needs hooks only to offload activations, or if something has
+        # no value yet
+        if not engine.unsharded or recipe.offload_activations is not None or engine.uninitialized:
             for spec, unit in bound:
                 install(engine, unit, spec.module)
             for _, inner in modules_of(specs[0], specs)[1:]:

@@ -257,6 +257,29 @@ def test_an_initializer_that_leaves_something_out_is_noticed(stage: int) -> None
     assert "'gain'" in said and "weight'" not in said
 
 
+@on_ranks(1)
+def test_one_process_is_told_too_and_trains_once_everything_has_a_value() -> None:
+    with torch.device("meta"):
+        model: Any = Model()
+    onefold.shard(model, recipe(0))
+    for use in (lambda: model(X), lambda: model.blocks[1](X), model.state_dict):
+        assert "never given a value" in said_by(use)
+    state = {name: t.clone() for name, t in real().state_dict().items()}
+    model.load_state_dict(state)
+    for block in model.blocks:
+        block.hidden = torch.ones(1)
+    plain = real()
+    batches = [torch.full((4, 8), float(step)) for step in range(3)]
+    plain.load_state_dict(state)
+    for each in (model, plain):
+        optimizer = sgd(each)
+        for batch in batches:
+            each(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not differences(plain.state_dict(), model.state_dict())
+
+
 @on_ranks(2)
 def test_rank_0_alone_may_save_what_every_rank_has_written(folder: Path) -> None:
     with torch.device("meta"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -130,7 +129,7 @@ def install(engine: Engine, unit: Unit, module: nn.Module, part: bool = False) -
 def guard(engine: Engine, module: nn.Module) -> None:
     """Refuse `state_dict()` and `load_state_dict()` of a sharded model: they would read and write
     one rank's intervals under the names of whole parameters. Refuse `state_dict()` while something
-    has no value (runtime/uninitialized.py), and on an engine that hooks no forward pass that too.
+    has no value (runtime/uninitialized.py).
     """
     divided, unset = any(flat.divided for flat in engine.flats), engine.uninitialized
 
@@ -156,21 +155,10 @@ def guard(engine: Engine, module: nn.Module) -> None:
                 " load inside `with onefold.full_params(model, write=True):`."
             )
 
-    def on_use(part: nn.Module, _: Any, own: list[str]) -> None:
-        if not engine.full_params_depth:
-            unset.look()
-            unset.refuse(f"the forward pass of a {type(part).__name__} uses", own)
-
-    for name, part in module.named_modules() if divided or unset else ():
+    for part in module.modules() if divided or unset else ():
         engine.handles.append(part.register_state_dict_pre_hook(on_save))
         if divided:
             engine.handles.append(part.register_load_state_dict_pre_hook(on_load))
-        elif engine.unsharded:
-            keys = [*part._parameters, *part._buffers]
-            own = [f"{name}.{key}" if name else key for key in keys]
-            unset.guards.append(
-                part.register_forward_pre_hook(partial(on_use, own=own), prepend=True)
-            )
 
 
 #: Methods of peft's wrappers that ask the module that they save whole for its keys alone, while

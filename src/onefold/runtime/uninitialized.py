@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -106,14 +106,12 @@ class Uninitialized:
     """What is uninitialized of one engine. The list is the same on every rank.
 
     Attributes:
-        guards: handles of hooks, which are removed once everything has a value.
         encoded: names of parameters without a value that are stored encoded, on one rank that has them.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._left: list[_Unset] = []
-        self.guards: list[Any] = []
         self.encoded: set[str] = set()
 
     def __bool__(self) -> bool:
@@ -149,19 +147,14 @@ class Uninitialized:
         """Remove from the list the parameters and buffers that a load has brought. `names` are
         those in the model, the same on every rank.
         """
-        self._keep([unset for unset in self._left if not any(n in names for n in unset.names)])
+        self._left = [u for u in self._left if not any(n in names for n in u.names)]
 
     def look(self) -> None:
         """Remove from the list what got a value otherwise. Collective while anything is uninitialized."""
         if not self:
             return
         blank = self._group.any_of(bytes(_blank(self._left)), _CONTEXT)
-        self._keep([unset for unset, still in zip(self._left, blank, strict=True) if still])
-
-    def _keep(self, left: list[_Unset]) -> None:
-        self._left = left
-        while self.guards and not left:
-            self.guards.pop().remove()
+        self._left = [unset for unset, still in zip(self._left, blank, strict=True) if still]
 
     def refuse(
         self,
