@@ -222,7 +222,7 @@ def _collect(engine: Engine, seen: Recording, saved: Activations | None) -> None
         when = e.launched, landed, e.exposed
         wire = e.group, e.between, e.plain
         seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, *when, *wire))
-    seen.work += [Work("compute", s.unit, s.phase, s.start, s.end) for s in engine.timeline]
+    seen.work += [Work("compute", *span) for span in engine.timeline]
     seen.moves.sort(key=lambda m: m.launched)
     seen.work.sort(key=lambda w: w.start)
     for tier, ledger in ledgers_of(engine).items():

@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -124,24 +124,6 @@ class Activations:
     def close(self) -> None: ...
 
 
-# -- spans of the timeline -------------------------------------------------------------------------
-
-
-class Span(NamedTuple):
-    """When a unit computed (on CUDA: when its work was handed to the device), in seconds of
-    `time.perf_counter`.
-
-    phase is "forward" or "backward". The forward span of a unit contains those of the units inside
-    it. A backward span ends when the last gradient of the unit has come and begins where the previous
-    one ended: autograd does not say more.
-    """
-
-    unit: str
-    phase: str
-    start: float
-    end: float
-
-
 # -- the engine ------------------------------------------------------------------------------------
 
 
@@ -155,7 +137,7 @@ class Engine:
         traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's
             device.
         transfers: what the engine holds on the host and on NVMe, and what it moves there and back.
-        timeline: when each unit computed, recorded while `memory.record` is set.
+        timeline: when each unit computed, see `computed`.
 
     Which step, which pass. The engine and its passes set it; the gatherer and the reducer read it, and
     report failures.
@@ -231,7 +213,7 @@ class Engine:
         offloaded = offloaded_units([s.trained for s in specs], recipe, self.world_size)
         self.transfers = capabilities.transfers(self)
         self.pool = Pool(device, memory, paged=bool(offloaded) and recipe.on_disk)
-        self.timeline: deque[Span] = deque(maxlen=1 << 14)
+        self.timeline: deque[tuple[str, str, float, float]] = deque(maxlen=1 << 14)
         # Waits until the save, or copy of averages, that is under way has read masters and states
         self.copying: Callable[[], None] | None = None
         # Parameters whose `.data` is a plain tensor off the device: nothing tells of writes to it
@@ -491,9 +473,15 @@ class Engine:
     # -- between steps -----------------------------------------------------------------------------
 
     def computed(self, unit: str, phase: str, since: float) -> None:
-        """Note that a unit has computed until now."""
+        """Note that a unit has computed until now (on CUDA: that its work was handed to the device), in
+        seconds of `time.perf_counter`. Recorded while `memory.record` is set.
+
+        `phase` is "forward" or "backward". The forward span of a unit contains those of the units
+        inside it. A backward span ends when the last gradient of the unit has come and begins where the
+        previous one ended: autograd does not say more.
+        """
         if self.memory.record:
-            self.timeline.append(Span(unit, phase, since, time.perf_counter()))
+            self.timeline.append((unit, phase, since, time.perf_counter()))
 
     def make_stale(self) -> None:
         """Mark every copy of masters as stale: the masters have been written to."""
