@@ -73,7 +73,8 @@ class Buffers:
     """The buffers of one engine's model. Holds the modules' tables of buffers, not the modules.
 
     Attributes:
-        due: the next pass over the model begins with a copy of rank 0's buffers.
+        due: the next pass over the model begins with a copy of rank 0's buffers: the last one recorded
+            gradients that the ranks share.
     """
 
     def __init__(self, engine: Engine, specs: Iterable[UnitSpec]) -> None:
@@ -127,12 +128,6 @@ class Buffers:
             context = engine.context("state", "buffers")
             self._group.part(sharing).broadcast(tensors, context)
             engine.memory.add(STAGING, -nbytes, "buffers")
-
-    def after_pass(self, synchronized: bool) -> None:
-        """Called after a pass over the model. `synchronized`: it recorded gradients that the ranks
-        will share.
-        """
-        self.due = synchronized
 
     def start(self) -> None:
         """Give every rank the values of the first that shares a buffer, or of rank 0 where that one

@@ -216,8 +216,6 @@ class Engine:
         self.timeline: deque[tuple[str, str, float, float]] = deque(maxlen=1 << 14)
         # Waits until the save, or copy of averages, that is under way has read masters and states
         self.copying: Callable[[], None] | None = None
-        # Parameters whose `.data` is a plain tensor off the device: nothing tells of writes to it
-        self.plain: list[Entry] = []
         holders = find_boxes(specs, self.group, mesh)
         self.units: list[Unit] = bind(specs, self, offloaded, holders)
         self.flats = [flat for unit in self.units for flat in unit.flats]
@@ -257,14 +255,15 @@ class Engine:
                 if not tier.on_disk:  # regions of a disk are counted as they are made
                     category = MASTERS if kind == "master" else PARAMETERS
                     self.transfers.ledgers[tier].add(category, nbytes, flat.unit_name)
-        if self.transfers.up.asynchronous:
-            self.plain = [e for f in self.offloaded_flats if f.owners is None for e in f.entries]
+        # Parameters whose `.data` is a plain tensor off the device: nothing tells of writes to it
+        away = self.offloaded_flats if self.transfers.up.asynchronous else []
+        self.plain = [e for f in away if f.owners is None for e in f.entries]
         if self.offloaded_flats:  # no more elements than the largest of them needs
             own = (f.storage.numel * f.dtypes.master.itemsize for f in self.offloaded_flats)
             self.transfers.sums.chunk = chunk_for(max(own))
             self.transfers.chunk = min(
                 self.recipe.chunk,
-                round_up(max(f.owned[1] - f.owned[0] for f in self.offloaded_flats), SECTOR),
+                round_up(max(f.storage.numel for f in self.offloaded_flats), SECTOR),
             )
         for tier, ledger in self.transfers.ledgers.items():
             if tier is Tier.DEVICE or (self.offloaded_flats and not tier.on_disk):
@@ -289,7 +288,8 @@ class Engine:
             flat.grad = flat.held = flat.full = None
             flat.hops = ()
             del flat.storage, flat.gather
-            flat.forget()
+            flat.entries.clear()
+            flat.pieces.clear()
         for unit in self.units:
             unit.flats.clear()
         self.flats.clear()
@@ -541,7 +541,7 @@ class Engine:
         """
         if self.pending and self.sync:
             self.passes.reduce_pending()
-            self.buffers.after_pass(True)
+            self.buffers.due = True
 
     def refuse_changes(self, call: str) -> None:
         """Raise RuntimeError if the model has other parameters by now than `shard()` found. Called

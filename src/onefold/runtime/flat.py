@@ -374,11 +374,6 @@ class Flat:
             seen["_onefold_spec"] = IntervalSpec(self.owners, slot.name, slot.start, shape, box=box)
         self.swap(entry, entry.param)
 
-    def forget(self) -> None:
-        """Let go of the parameters when the engine closes."""
-        self.entries.clear()
-        self.pieces.clear()
-
     # -- views -------------------------------------------------------------------------------------
 
     def view(self, buffer: torch.Tensor, entry: Entry) -> torch.Tensor:

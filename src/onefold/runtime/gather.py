@@ -279,7 +279,6 @@ class Gatherer:
             passes. See [Note: last units stay] in this file.
         gathered: the units that are gathered or being gathered, by index. by_storage: their buffers.
         kept: units that stay gathered over passes; with `holding`, also over those with gradients.
-        keeping: those of them that nothing releases now.
         reached: how often a backward pass has reached the output of a unit.
         hooks: on saved tensors, of the forward pass under way.
     """
@@ -306,7 +305,6 @@ class Gatherer:
         self.hooks: saved_tensors_hooks | None = None
         self.reached = 0
         self.kept: Collection[Unit] = ()
-        self.keeping: Collection[Unit] = ()
         self.holding = False
 
     # -- passes ------------------------------------------------------------------------------------
@@ -315,9 +313,7 @@ class Gatherer:
         self.released_early = False
         self.release_last_units()  # their backward pass did not come, or comes after this forward pass
         if self.kept and not self.holding:
-            graded = torch.is_grad_enabled()
-            self.keeping = () if graded else self.kept
-            self._release_all(self.kept) if graded else self.gather_kept()
+            self._release_all(self.kept) if self.engine.graded else self.gather_kept()
         if self.sharded:
             self.forward.begin(self.forward.units if over_model else [])
             if torch.is_grad_enabled():
@@ -352,7 +348,6 @@ class Gatherer:
             stays = (keep and (unit.used or not self.released_early)) or self.engine.backward_open
             if unit in self.keeping or not stays:
                 self.release(unit)
-        self.keeping = self.kept if self.holding else ()
         self.pool.drain()
 
     def keep(self, units: Collection[Unit], holding: bool) -> None:
@@ -362,9 +357,13 @@ class Gatherer:
         self.engine.transfers.check()
         # First: writes to units that are not kept are not looked for
         self.kept, self.holding = dict.fromkeys(units), holding
-        self.keeping = self.kept if holding else ()
         self.engine.passes.refresh(self.units)
         self.gather_kept()
+
+    @property
+    def keeping(self) -> Collection[Unit]:
+        """The units that nothing releases but a write to their masters."""
+        return self.kept if self.holding or not self.engine.graded else ()
 
     def gather_kept(self) -> None:
         """Launch the gathers of the units that stay gathered and are not gathered yet."""
@@ -374,9 +373,8 @@ class Gatherer:
 
     def let_go(self) -> None:
         """Release the units that `keep` has kept."""
-        self.keeping = ()
-        self._release_all(self.kept)
-        self.kept, self.holding = (), False
+        kept, self.kept, self.holding = self.kept, (), False
+        self._release_all(kept)
 
     def release_last_units(self) -> None:
         """Release the units that wait for a backward pass. Called at points that all ranks pass."""

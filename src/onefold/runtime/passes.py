@@ -275,7 +275,7 @@ class Passes:
             entry.alias = None
         self.gather.end_forward(aborted)
         if graph is not None and graph.of_model and not aborted:
-            engine.buffers.after_pass(graded and engine.sync)
+            engine.buffers.due = graded and engine.sync
         engine.activations.end_forward()
         engine.wait_if_given_out()
         if graph is not None:

@@ -57,7 +57,7 @@ class Storage(ABC):
 
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
-        self.numel = flat.owned[1] - flat.owned[0]
+        self.numel = flat.spec.own
 
     # -- building ----------------------------------------------------------------------------------
 
