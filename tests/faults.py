@@ -182,7 +182,7 @@ FAULTS = [
         "wire",
         "the last unit of the forward pass is gathered again for the backward pass",
         "runtime/gather.py",
-        "last = self._kept_last if goes_on else ()",
+        "last = self._kept_last if not aborted and self.group.broken is None else ()",
         "last = ()",
         [row("stages: 3 on 2, clipped to 0.5")],
     ),
@@ -457,9 +457,9 @@ FAULTS = [
     Fault(
         "scripts",
         "after the first pass each rank keeps its own buffers",
-        "runtime/buffers.py",
-        "        self.due = synchronized",
-        "        self.due = False",
+        "runtime/passes.py",
+        "engine.buffers.due = graded and engine.sync",
+        "engine.buffers.due = False",
         [
             "tests/scripts/test_scripts.py::test_every_habit_is_right_or_refused_as_declared[buffers]"
         ],
