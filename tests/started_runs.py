@@ -65,7 +65,7 @@ def started(
         yield process
     finally:
         if process.poll() is None:
-            process.kill()  # the agent and its ranks follow
+            process.kill()  # its ranks follow
             process.communicate(timeout=300)
 
 
@@ -112,9 +112,11 @@ def pid_of(temporary: Path, rank: int) -> int:
     """The process of a rank of the machine whose temporary files are there; 0 if it has not started
     yet.
     """
-    for file in temporary.glob(f"onefold-*/rank-{rank}.pid"):
-        with contextlib.suppress(OSError, ValueError):
-            return int(file.read_text())
+    for pid, command in processes_of(temporary).items():
+        with contextlib.suppress(OSError):
+            told = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if "onefold.train.rank" in command and f"RANK={rank}".encode() in told and runs(pid):
+                return pid
     return 0
 
 

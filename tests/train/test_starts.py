@@ -5,7 +5,6 @@ moment of the start.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -38,9 +37,7 @@ ENDLESS = options({**JOB, "steps": 10**6, "nproc": 2, "output": "run"})
 def test_a_second_command_is_refused_and_what_was_killed_makes_way(
     tmp_path: Path, every: bool
 ) -> None:
-    """One run is begun, a second one beside it; the first is killed with its agent; the same
-    command goes on, and so on.
-    """
+    """One run is begun, a second one beside it; the first is killed; the same command goes on, and so on."""
     temporary = tmp_path / "tmp"
     again = [*ENDLESS, "--resume", "auto"]
     with started(tmp_path, *ENDLESS) as first:
@@ -62,29 +59,23 @@ def test_a_second_command_is_refused_and_what_was_killed_makes_way(
             )
         wait_for(first, lambda row: row["event"] == "checkpoint")
 
-        ranks, agent = [pid_of(temporary, rank) for rank in (0, 1)], agent_of(temporary)
+        ranks = [pid_of(temporary, rank) for rank in (0, 1)]
         first.kill()
-        os.kill(agent, signal.SIGKILL)
         with started(tmp_path, *again, temporary="fourth") as fourth:
             wait_for(fourth, lambda row: row["event"] == "note" and "going on from" in row["text"])
-            assert not any(runs(pid) for pid in [agent, *ranks])
+            assert not any(runs(pid) for pid in ranks)
             wait_until(lambda: not processes_of(temporary))
 
-            ranks, agent = (
-                [pid_of(tmp_path / "fourth", rank) for rank in (0, 1)],
-                agent_of(tmp_path / "fourth"),
-            )
-            fourth.kill()  # alone: its agent goes with it, and the ranks with that
-            wait_until(lambda: not any(runs(pid) for pid in [agent, *ranks]))
+            ranks = [pid_of(tmp_path / "fourth", rank) for rank in (0, 1)]
+            fourth.kill()
+            wait_until(lambda: not any(runs(pid) for pid in ranks))
 
     if not every:
         return
     with started(tmp_path, *again, temporary="fifth") as fifth:
         # A rank that imports torch: it has not looked at its parent for long
         wait_until(lambda: pid_of(tmp_path / "fifth", 0))
-        agent = agent_of(tmp_path / "fifth")
         fifth.kill()
-        os.kill(agent, signal.SIGKILL)
         wait_until(lambda: not processes_of(tmp_path / "fifth"))
 
 
@@ -127,13 +118,6 @@ def may_be_taken(folder: Path) -> bool:
     except HeldError:
         return False
     return True
-
-
-def agent_of(temporary: Path) -> int:
-    found = [
-        pid for pid, command in processes_of(temporary).items() if "onefold.train.agent" in command
-    ]
-    return min(found)  # one that it forks has its command line until it starts a program of its own
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------
@@ -210,15 +194,15 @@ def test_ctrl_c_while_another_command_imports_ends_it_without_a_word(
     interrupted_behind(tmp_path, module, *arguments)
 
 
-@pytest.mark.parametrize("moment", ["the agent starts", "a rank starts", "both ranks have joined"])
+@pytest.mark.parametrize(
+    "moment", ["the command has its folder", "a rank starts", "both ranks have joined"]
+)
 def test_ctrl_c_while_ranks_start_leaves_no_process_and_no_file(
     tmp_path: Path, moment: str
 ) -> None:
     temporary = tmp_path / "tmp"
     reached = {
-        "the agent starts": lambda: any(
-            "onefold.train.agent" in command for command in processes_of(temporary).values()
-        ),
+        "the command has its folder": lambda: any(temporary.glob("onefold-*")),
         "a rank starts": lambda: pid_of(temporary, 0) or pid_of(temporary, 1),
         "both ranks have joined": (
             lambda: (
@@ -234,7 +218,7 @@ def test_ctrl_c_while_ranks_start_leaves_no_process_and_no_file(
         _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and err == "", (process.returncode, err)
     assert left_behind(temporary) == [] and not (tmp_path / "run" / LOCK).exists()
-    if moment == "the agent starts":
+    if moment == "the command has its folder":
         assert not (tmp_path / "run").exists(), "what was made for the run goes with it"
 
 

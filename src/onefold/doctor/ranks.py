@@ -56,7 +56,7 @@ def launch(ranks: int, folder: Path, *arguments: str, say: Callable[[str], objec
         rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
-    environment = child_environment(repeatable, ranks, folder, compiling=False, alone=True)
+    environment = child_environment(repeatable, ranks, folder, compiling=False)
     logging.disable(logging.CRITICAL)  # the agent's own words
     over = threading.Event()
     reader = threading.Thread(target=_pass_on, args=(folder, say, over), daemon=True)

@@ -114,12 +114,10 @@ def child_environment(
     control: Path,
     compiling: bool,
     online: bool = False,
-    alone: bool = False,
 ) -> dict[str, str]:
     """Return the ranks' environment: cores divided among them, libraries quiet, and the hub's
-    libraries offline. `online`: let them use the network, because data of the hub is streamed or
-    the agent downloads the model. `alone`: no rank is on another machine. Variables that the user has
-    set take precedence.
+    libraries offline. `online`: let them use the network, because data of the hub is streamed.
+    Variables that the user has set take precedence.
     """
     ours = {
         **allocator_settings(environment),
@@ -129,7 +127,7 @@ def child_environment(
         "HF_HUB_OFFLINE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
-    if alone and sys.platform == "linux":
+    if sys.platform == "linux":  # no rank is on another machine
         ours["GLOO_SOCKET_IFNAME"] = "lo"
     if online:
         del ours["HF_HUB_OFFLINE"]

@@ -2,7 +2,7 @@
 
     start, imports          `end_at_once`: there is nothing to clean up, and an exception would break a half-done import
     with interruptible():   KeyboardInterrupt, which the command catches
-    while ranks run         recorded by the launcher and passed on to the ranks, as below
+    while ranks run         passed on to the ranks, as below
 
     request                                     what the ranks save after the step                     exit status
     Ctrl-C (SIGINT, or the terminal closed)     a checkpoint                                           130 (129)
@@ -10,8 +10,8 @@
     any of these before the first step          nothing: there is nothing to save                      128 + signal
     Ctrl-C twice                                nothing: they end at once                              130
 
-    terminal, scheduler ──signal──► onefold train ── file in the control folder ──► every rank
-    another launcher    ──signal──────────────────────────────────────────────────► every rank
+    terminal, scheduler ──signal──► onefold train ──signal──► every rank
+    another launcher    ──signal────────────────────────────► every rank
 
 The ranks reduce these requests together with each step's loss, so all ranks leave after the same
 step. torchrun also sends SIGTERM to restart ranks, in two cases. If a rank has ended, the others
@@ -22,14 +22,13 @@ and save, and nothing is lost.
 instructions, so not while that thread waits inside a collective. The interpreter therefore writes
 the numbers of arriving signals to a pipe at once, and another thread reads the pipe.
 
-[Note: nobody is left behind] The launcher, the agent or both may be killed at any moment, and then
-cannot end the processes that they have started. So every process watches its parent from the start,
-before it imports anything, and ends with it: launcher ─► agent ─► rank. The parent's process id is
-in the environment. A process that starts just after its parent's end has another parent by then.
+[Note: nobody is left behind] The command may be killed at any moment, and then cannot end the ranks
+that it has started. So every rank watches its parent from the start, before it imports anything, and
+ends with it. The parent's process id is in the environment. A process that starts just after its
+parent's end has another parent by then.
 
-The launcher and its ranks share a temporary folder, the control folder. Ranks write their process
-ids there. The first rank of each machine marks that there is something to save. The first rank that
-fails marks that it reports the error.
+The command and its ranks share a temporary folder, the control folder. The first rank marks there that
+there is something to save; the first rank that fails, that it reports the error.
 """
 
 from __future__ import annotations
@@ -102,37 +101,16 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-@contextlib.contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """Record signals that ask to stop in a list, inside the block. They do not end the process."""
-    arrived: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        arrived.append(number)
-
-    numbers = (signal.SIGINT, signal.SIGHUP, *PREEMPTION)
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield arrived
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 CONTROL = "ONEFOLD_CONTROL"
 #: The process id of the process that has started this one.
 PARENT = "ONEFOLD_PARENT"
-#: When the launcher started, seconds since the epoch.
-STARTED = "ONEFOLD_STARTED"
-#: Seconds that torchrun waits between SIGTERM and SIGKILL when it restarts ranks.
-GRACE = "ONEFOLD_GRACE"
 INTERRUPTED = 130
 #: Exit status of a rank that was not itself asked to end. Its agent then restarts it with the
 #: remaining machines.
 AGAIN = 75
-TRAINING, FINAL = "training", "final"
-#: The file in the control folder to which the agent writes why it starts no ranks.
-REFUSED = "refused"
+#: Files in the control folder: there is something to save; a rank reports why it failed; ranks are not
+#: to be started again.
+TRAINING, FAILED, FINAL = "training", "failed", "final"
 #: Signals by which schedulers announce that they will end the process.
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -152,10 +130,6 @@ class Stop(enum.IntFlag):
         return "Ctrl-C" if self else ""
 
 
-#: The files in the control folder by which the launcher passes requests on.
-REQUESTS = {Stop.INTERRUPT: "stop-interrupt", Stop.PREEMPT: "stop-preempt"}
-
-
 class StopSignal:
     """The requests to stop that a rank has received.
 
@@ -165,6 +139,7 @@ class StopSignal:
             even if it has not saved.
 
     Attributes:
+        asked: the requests to this rank. Reduce them over all ranks, since others may not know yet.
         last_words: called before SIGTERM ends this rank, if there is nothing to save yet.
     """
 
@@ -172,15 +147,10 @@ class StopSignal:
         folder = os.environ.get(CONTROL)
         self.control = Path(folder) if folder else None
         self.rank, self.local_rank, self.grace = rank, local_rank, grace
-        self.generation = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self.last_words: Callable[[], object] = lambda: None
-        self._asked = Stop.NONE
+        self.asked = Stop.NONE
         self._armed = self._saved = False
         self._listen()
-        if self.control is not None:
-            with contextlib.suppress(OSError):
-                if local_rank == 0:
-                    (self.control / TRAINING).unlink(missing_ok=True)
 
     def arm(self) -> None:
         """Mark that there is something to save: a signal no longer ends the process at once."""
@@ -191,15 +161,6 @@ class StopSignal:
     def disarm(self) -> None:
         """Mark that everything has been saved: the end of `grace` no longer ends the process."""
         self._saved = True
-
-    @property
-    def asked(self) -> Stop:
-        """The requests to this rank. Reduce them over all ranks, since others may not know yet."""
-        asked = self._asked
-        for kind, name in REQUESTS.items():
-            if self.control is not None and (self.control / name).exists():
-                asked |= kind
-        return asked
 
     def exit_code(self, stopped: Stop) -> int:
         """Return this rank's exit status. After Ctrl-C, the launcher turns 0 into 130 itself."""
@@ -213,7 +174,7 @@ class StopSignal:
         if self.control is None:
             return True
         try:
-            os.close(os.open(self.control / f"failed-{self.generation}", os.O_CREAT | os.O_EXCL))
+            (self.control / FAILED).touch(exist_ok=False)
         except OSError:
             return False
         return True
@@ -245,15 +206,15 @@ class StopSignal:
     def _arrived(self, number: int) -> None:
         if number != signal.SIGINT and number not in PREEMPTION:
             return
-        again = bool(self._asked & Stop.INTERRUPT) and number == signal.SIGINT
+        again = bool(self.asked & Stop.INTERRUPT) and number == signal.SIGINT
         if not self._armed and number == signal.SIGTERM:
             self.last_words()
         if not self._armed or again:
             os._exit(128 + number)
         if number == signal.SIGINT:
-            self._asked |= Stop.INTERRUPT
-        elif not self._asked & Stop.PREEMPT:
-            self._asked |= Stop.PREEMPT
+            self.asked |= Stop.INTERRUPT
+        elif not self.asked & Stop.PREEMPT:
+            self.asked |= Stop.PREEMPT
             late = threading.Timer(self.grace, self._too_late)
             late.daemon = True
             late.start()

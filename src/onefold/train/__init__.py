@@ -1,6 +1,6 @@
 """Room `train`: the training recipe behind `onefold train`.
 
-    config ─► early ─► launch (no RANK: agent.py starts the ranks) ─► worker ─► prepare ─► loop
+    config ─► early ─► launch (no RANK: starts the ranks) ─► worker ─► prepare ─► loop
       options, checked        one run in a folder (output.py)           one rank     model, data, choose,
       without torch                                                                  onefold.shard, optimizers
 

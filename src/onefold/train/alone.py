@@ -4,6 +4,9 @@ on loopback alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -13,6 +16,11 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from onefold.processes.host import ALONE, LOOPBACK, local_store
+from onefold.processes.signals import FAILED, TRAINING
+
+
+class RunOver(Exception):
+    """The ranks are not started again: the same error would occur, or the run was asked to stop."""
 
 
 class _Alone(RendezvousHandler):
@@ -20,8 +28,9 @@ class _Alone(RendezvousHandler):
     agent, over all starts of the ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, control: Path, over: Callable[[], bool]) -> None:
         self._store: TCPStore = local_store()
+        self._control, self._over = control, over
 
     @property
     def use_agent_store(self) -> bool:
@@ -34,6 +43,10 @@ class _Alone(RendezvousHandler):
         return ALONE
 
     def next_rendezvous(self) -> RendezvousInfo:
+        if self._over():
+            raise RunOver
+        for of_an_earlier_start in (FAILED, TRAINING):
+            (self._control / of_an_earlier_start).unlink(missing_ok=True)
         where = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(PrefixStore(ALONE, self._store), 0, 1, where)
 
@@ -49,6 +62,11 @@ class _Alone(RendezvousHandler):
         return True
 
 
-def register() -> None:
-    """Let torchrun know it as `--rdzv-backend onefold`."""
-    rendezvous_handler_registry.register(ALONE, lambda parameters: _Alone())
+def register(control: Path, over: Callable[[], bool]) -> None:
+    """Let torchrun know it by the name `ALONE`.
+
+    Args:
+        control: the folder that the command shares with its ranks.
+        over: whether the ranks are not to be started again.
+    """
+    rendezvous_handler_registry.register(ALONE, lambda parameters: _Alone(control, over))

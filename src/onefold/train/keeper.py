@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import onefold
 from onefold.checkpoint.background import Background, running
 from onefold.checkpoint.checkpointer import Checkpointer
-from onefold.processes.signals import STARTED, Stop
+from onefold.processes.signals import Stop
 from onefold.train.checkpoints import CHECKPOINTS, base_of, kept_beside
 from onefold.wording import seconds_of, worded
 
@@ -127,8 +127,6 @@ def check_time(run: Run) -> str | None:
 
 def started_at() -> float:
     """Return when the run first started, in seconds since the epoch. Restarts do not change it."""
-    if STARTED in os.environ:
-        return float(os.environ[STARTED])
     of = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
         with (

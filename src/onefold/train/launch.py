@@ -1,48 +1,48 @@
-"""`onefold train` if no launcher has started ranks yet: torchrun as a child process.
+"""`onefold train` if no launcher has started ranks yet: torchrun's agent in the process of the command.
 
     joins, from_slurm    in processes/host.py: has a launcher set RANK? then this process is a rank (worker.run_rank)
-    launch               checks without torch ─► claims the output folder ─► counts the ranks ─► runs the agent, which checks the rest
-    _Waiting             while the agent runs: passes signals on to the ranks, and enforces --grace
-    _end                 ends every process that is left
+    launch               checks without torch ─► claims the output folder ─► counts the ranks ─► checks the rest ─► starts the ranks
+    _Signals             while they run: passes signals on to the ranks
+    _end_ranks           ends every rank that is left
 
-The agent (agent.py) is torchrun, with a rendezvous of its own. On several machines the user starts torchrun.
+Each rank is `python -m onefold.train.rank`, in a session of its own: a Ctrl-C in the terminal reaches
+the command only, which decides what to do (see `onefold.processes.signals`). On several machines the
+user starts torchrun.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import select
+import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from unittest.mock import patch
 
 from onefold.cores import physical_cores
 from onefold.data.sources import needs_hub
-from onefold.models.names import kind_of
+from onefold.models.names import fetch, kind_of
 from onefold.processes.claim import Claim
 from onefold.processes.host import ALONE, child_environment, gpus_here
 from onefold.processes.signals import (
+    FAILED,
     FINAL,
-    GRACE,
     PARENT,
     PREEMPTION,
-    REFUSED,
-    REQUESTS,
-    STARTED,
     TRAINING,
-    Stop,
-    noted_signals,
+    end_at_once,
     put_in_order,
 )
-from onefold.train.config import TrainConfig
-from onefold.train.early import check_batch
-from onefold.train.output import RUN, name_output, refuse_earlier_run, run_of
+from onefold.train.config import TrainConfig, with_precision
+from onefold.train.early import check_batch, refuse_groups
+from onefold.train.output import RUN, name_output, refuse_earlier_run, run_of, with_output
 from onefold.wording import TrainError, seconds_of
 
 #: Seconds to wait until a killed rank is gone.
@@ -82,8 +82,18 @@ def launch(config: TrainConfig) -> int:
     with _claimed(config) as (named, run):
         nproc, why = ranks_to_start(config)
         check_batch(config, nproc)
-        said = "" if config.json_lines else f"starting {nproc} ranks ({why})"
-        return _run(named, nproc, run, said)
+        named.check_recipe()
+        refuse_groups(config, nproc)
+        return _run(_downloaded(with_output(named)), nproc, why, run)
+
+
+def _downloaded(config: TrainConfig) -> TrainConfig:
+    """Download a model of the hub for the ranks. Raises TrainError if that fails."""
+    if kind_of(config.model) != "hub":
+        return config
+    out = sys.stderr if config.json_lines else sys.stdout
+    fetch(config.model, lambda line: print(line, file=out, flush=True))
+    return with_precision(config)
 
 
 @contextlib.contextmanager
@@ -122,145 +132,123 @@ def _signals_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _run(config: TrainConfig, nproc: int, run: str, said: str) -> int:
-    """Start the agent, which prints `said` and starts the ranks, and wait for its end.
-    Returns the exit status. Raises TrainError if the agent's checks refuse the configuration.
-    """
-    asked = [
-        f"--rdzv-backend={ALONE}",
-        f"--nproc-per-node={nproc}",
-        f"--max-restarts={config.max_restarts}",
-    ]
-    with (
-        noted_signals() as arrived,
-        tempfile.TemporaryDirectory(prefix="onefold-", ignore_cleanup_errors=True) as folder,
-    ):
-        control = Path(folder)
-        file = control / "config.json"
+def _run(config: TrainConfig, nproc: int, why: str, run: str) -> int:
+    """Start the ranks and wait for their end. Returns the exit status."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from onefold.train import alone
+
+    with tempfile.TemporaryDirectory(prefix="onefold-", ignore_cleanup_errors=True) as folder:
+        control, file = Path(folder), Path(folder, "config.json")
         file.write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
-        online = kind_of(config.model) == "hub" or needs_hub(config.data)
-        environment = {
-            **child_environment(os.environ, nproc, control, config.compile, online, alone=True),
-            GRACE: str(seconds_of(config.grace)),
-            STARTED: str(time.time()),
-            PARENT: str(os.getpid()),
-            RUN: run,
-        }
-        this = "onefold.train.agent"
-        process = subprocess.Popen(
-            [
-                sys.executable, "-m", this, str(file), said,
-                *asked, f"--log-dir={control}", "-m", this, "rank", str(file),
-            ],
-            env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
+        online = needs_hub(config.data)
+        environment = child_environment(os.environ, nproc, control, config.compile, online)
+        environment |= {PARENT: str(os.getpid()), RUN: run}
+        asked = LaunchConfig(
+            1, 1, nproc, DefaultLogsSpecs(log_dir=folder), rdzv_backend=ALONE, max_restarts=config.max_restarts,
+            signals_to_handle="SIGQUIT", shutdown_timeout=int(seconds_of(config.grace) + SPARE),
         )  # fmt: skip
+        put_in_order.extend([partial(shutil.rmtree, folder, ignore_errors=True), _end_ranks])
+        signals = _Signals(control, config.json_lines)
+
+        def over() -> bool:
+            return bool(signals.arrived) or (control / FINAL).exists()
+
+        alone.register(control, over)
+        logging.disable(logging.CRITICAL)  # the ranks report errors better than torchrun's agent
+        if not config.json_lines:
+            print(f"starting {nproc} ranks ({why})", flush=True)
+        failed = 1
         try:
-            code = _Waiting(process, control, arrived, config).to_the_end()
+            with patch.dict(os.environ, environment):
+                elastic_launch(asked, sys.executable)("-m", "onefold.train.rank", str(file))
+            failed = 0
+        except alone.RunOver:
+            pass
+        except ChildFailedError as error:
+            if not (control / FAILED).exists():
+                rank, failure = error.get_first_failure()
+                _say(f"error: {_how_it_ended(rank, failure.exitcode)}")
         finally:
-            _end(process, control)
-        if code and (refused := control / REFUSED).exists():
-            raise TrainError(refused.read_text(encoding="utf-8"))
-        return code
+            _end_ranks()
+            signals.stop()
+            logging.disable(logging.NOTSET)
+            del put_in_order[-2:]
+        return 128 + signals.by_hand if signals.by_hand else failed
 
 
-@dataclass
-class _Waiting:
-    """The launcher while its ranks run: passes requests to stop on, and enforces their deadline."""
-
-    process: subprocess.Popen[bytes]
-    control: Path
-    arrived: list[int]
-    config: TrainConfig
-    heard: int = 0
-    deadline: float | None = None
-    interrupted: int | None = None
-
-    def to_the_end(self) -> int:
-        """Wait for the end of the run and return its exit status."""
-        while self.process.poll() is None:
-            time.sleep(0.05)
-            code = self._look()
-            if code is not None:
-                return code
-        if self.interrupted is not None:
-            return 128 + self.interrupted
-        code = self.process.returncode
-        if code >= 0:
-            return code
-        _say(f"error: the agent that starts the ranks was ended by {signal.Signals(-code).name}.")
-        return 128 - code
-
-    def _look(self) -> int | None:
-        """Return an exit status if the run is over now, even if processes still run."""
-        new, self.heard = self.arrived[self.heard :], len(self.arrived)
-        for number in new:
-            over = self._passed_on(number)
-            if over is not None:
-                return over
-        if (self.control / FINAL).exists():
-            return 1
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            _say(
-                f"error: step and checkpoint took longer than --grace {self.config.grace}; what was"
-                " saved before remains."
-            )
-            return 1
-        return None
-
-    def _passed_on(self, number: int) -> int | None:
-        """Ask the ranks to stop. Returns an exit status if there is nothing to wait for."""
-        if not (self.control / TRAINING).exists():
-            return 128 + number
-        if number not in PREEMPTION:
-            if self.interrupted is not None:
-                return 128 + self.interrupted
-            self.interrupted = number
-            (self.control / REQUESTS[Stop.INTERRUPT]).touch()
-            self._tell("\nstopping after this step, then saving; Ctrl-C again ends at once")
-        elif self.deadline is None:
-            self.deadline = time.monotonic() + seconds_of(self.config.grace) + SPARE
-            (self.control / REQUESTS[Stop.PREEMPT]).touch()
-            name = signal.Signals(number).name
-            self._tell(f"\n{name}: saving a checkpoint after this step, then ending")
-        return None
-
-    def _tell(self, text: str) -> None:
-        if not self.config.json_lines:
-            _say(text)
-
-
-def _pids(control: Path) -> Iterator[int]:
-    for file in control.glob("rank-*.pid"):
-        with contextlib.suppress(OSError, ValueError):
-            yield int(file.read_text())
-
-
-def _end(process: subprocess.Popen[bytes], control: Path) -> None:
-    """End every process of the run and wait until the ranks are gone.
-    Ranks end with their agent ([Note: nobody is left behind]). Each rank leads a process group,
-    which is killed too, so the processes that a rank has started end with it.
-    """
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGSTOP)  # the agent starts no more ranks
-    pids = set(_pids(control))
-    with contextlib.suppress(OSError):  # ranks without a pid file yet; not every system has /proc
-        pids |= set(
-            map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+def _how_it_ended(rank: int, status: int) -> str:
+    if status >= 0:
+        return f"rank {rank} ended with status {status} and said nothing."
+    hint = ""
+    if -status == signal.SIGKILL:
+        hint = (
+            " This is how the kernel ends a process when memory runs out: try a higher --stage, a"
+            " smaller --micro-batch or --seq."
         )
-    watched = []
-    for pid in pids:
-        with contextlib.suppress(OSError, AttributeError):  # the rank is gone; or not Linux
-            watched.append(os.pidfd_open(pid))
-    process.kill()
-    process.wait()
-    for pid in pids:
-        for kill in (os.killpg, os.kill):
+    return f"rank {rank} was ended by {signal.Signals(-status).name}.{hint}"
+
+
+class _Signals:
+    """The signals that ask to stop, while ranks run. Before there is something to save, and at a second
+    Ctrl-C, they end everything at once.
+
+    Attributes:
+        arrived: those passed on. by_hand: the first that was no scheduler's, 0 without one.
+    """
+
+    def __init__(self, control: Path, silent: bool) -> None:
+        self.control, self.silent = control, silent
+        self.arrived: set[int] = set()
+        self.by_hand = 0
+        numbers = (signal.SIGINT, signal.SIGHUP, *PREEMPTION)
+        self._before = {number: signal.signal(number, self._came) for number in numbers}
+
+    def stop(self) -> None:
+        """Let those handle signals who did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        scheduler = number in PREEMPTION
+        if not (self.control / TRAINING).exists() or (self.by_hand and not scheduler):
+            end_at_once(number, frame)
+        text = f"{signal.Signals(number).name}: saving a checkpoint after this step, then ending"
+        if not scheduler:
+            self.by_hand = number
+            text = "stopping after this step, then saving; Ctrl-C again ends at once"
+        if not self.silent and number not in self.arrived:
+            _say(f"\n{text}")
+        self.arrived.add(number)
+        for pid in _ranks():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM if scheduler else signal.SIGINT)
+
+
+def _ranks() -> list[int]:
+    """Return the processes that this one has started."""
+    found: list[int] = []
+    for file in Path("/proc/self/task").glob("*/children"):  # not every system has /proc
+        with contextlib.suppress(OSError):
+            found += map(int, file.read_text().split())
+    return found
+
+
+def _end_ranks() -> None:
+    """End every rank that is left, with what it has started, and wait until they are gone. Where this
+    finds none, they end with this process ([Note: nobody is left behind]).
+    """
+    for pid in _ranks():
+        for kill in (os.killpg, os.kill):  # one that has just begun leads no group
             with contextlib.suppress(OSError):
                 kill(pid, signal.SIGKILL)
-    for file in watched:
-        select.select([file], [], [], ENDING)
-        os.close(file)
+    end = time.monotonic() + ENDING
+    while _ranks() and time.monotonic() < end:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        time.sleep(0.01)
 
 
 def _say(text: str) -> None:

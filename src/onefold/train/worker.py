@@ -78,7 +78,6 @@ class Rank:
     def watch(self, ranks: Ranks) -> None:
         """Start to watch for ranks that go. Collective."""
         self.peers = PeerMonitor.connect(ranks, self._one_has_gone)
-        self.stop.generation = ranks.from_first(f"{time.time_ns()}-{os.getpid()}")
 
     def leave(self) -> None:
         """Leave in order: the other ranks no longer report this one as gone."""
