@@ -356,13 +356,14 @@ def goal(
 
 
 def machine() -> dict[str, Any]:
-    """Where it was measured: processor, cores that this process may use, memory, system."""
-    from onefold.machine.identity import cpu_name, usable_cpus
+    """Where it was measured: processor, physical cores that this process may use, memory, system."""
+    from onefold.cores import physical_cores
+    from onefold.machine.identity import cpu_name
     from onefold.memory import total_host_memory
 
     return {
         "cpu": cpu_name(),
-        "cores": usable_cpus(),
+        "cores": physical_cores(),
         "memory_gib": round(total_host_memory() / 2**30, 1),
         "system": platform.system(),
         "kernel": platform.release(),

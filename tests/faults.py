@@ -689,7 +689,7 @@ FAULTS = [
         "front ends",
         "a second Ctrl-C does not end the ranks of a run",
         "processes/signals.py",
-        "again = bool(self._asked & Stop.INTERRUPT) and number == signal.SIGINT",
+        "again = bool(self.asked & Stop.INTERRUPT) and number == signal.SIGINT",
         "again = False",
         ["tests/train/test_survival.py::test_what_a_signal_asks_of_a_rank"],
     ),

@@ -10,25 +10,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from broken_doctor import BREAKINGS
 from onefold.doctor import checks
 from onefold.doctor.checks import (
     CHECKS,
     LEFT_OUT,
     OK,
     WRONG,
+    Here,
     Outcome,
     check_here,
+    run_checks,
 )
-from ranks import absolute_path
+from ranks import absolute_path, run_ranks
 
 pytestmark = pytest.mark.one_in(9)
 
 KNOWN = {check.name: check for check in CHECKS}
 
 
+def checked(names: list[str], broken: str, folder: str) -> list[Outcome]:
+    """What a rank that has joined says of the checks, `broken` being broken."""
+    if broken:
+        BREAKINGS[broken]()
+    size, control = dist.get_world_size(), dist.new_group(backend="gloo")
+    where = dist.get_rank(), size, torch.device("cpu"), "gloo", size
+    found: list[Outcome] = []
+    run_checks(Here(*where, folder, control), [KNOWN[name] for name in names], found.append)
+    return found
+
+
 def rows(names: list[str], broken: str = "") -> list[Outcome]:
-    """What two ranks on this machine say of the checks, `broken` being broken."""
+    """What two ranks that the doctor starts say of the checks, `broken` being broken."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "CHECKS", tuple(KNOWN[name] for name in names))
         patch.setenv("BROKEN", broken)
@@ -62,8 +78,9 @@ def test_where_nothing_is_broken_every_check_is_ok(sample: Any) -> None:
         assert row.status == OK and row.said and not row.advice, row
 
 
-def test_what_cannot_run_is_left_out_with_a_reason() -> None:
-    two, wait = rows(["two levels", "no synchronization"])
+def test_what_cannot_run_is_left_out_with_a_reason(tmp_path: Path) -> None:
+    names = ["two levels", "no synchronization"]
+    two, wait = run_ranks(2, checked, names, "", str(tmp_path))[0]
     assert two.status == LEFT_OUT and "use 4 ranks" in two.said
     assert wait.status == LEFT_OUT and "on CUDA and ROCm only" in wait.said
 
@@ -83,8 +100,8 @@ def test_what_cannot_run_is_left_out_with_a_reason() -> None:
         ("overlap", "no prefetch", "nothing is prefetched"),
     ],
 )
-def test_what_is_broken_is_wrong(check: str, broken: str, said: str) -> None:
-    (row,) = rows([check], broken)
+def test_what_is_broken_is_wrong(check: str, broken: str, said: str, tmp_path: Path) -> None:
+    ((row,), _) = run_ranks(2, checked, [check], broken, str(tmp_path))
     assert row.status == WRONG, f"{broken} was not noticed: {row}"
     assert said in row.said, row.said
     assert row.advice == KNOWN[check].advice, row

@@ -14,7 +14,7 @@ from onefold.doctor.disk import measure_disk
 from onefold.doctor.measure import RESULT
 from onefold.doctor.ranks import MeasurementError, launch
 from onefold.machine.calibration import Calibration, CalibrationError
-from onefold.machine.identity import this_machine, usable_cpus
+from onefold.machine.identity import this_machine
 from onefold.wording import readable
 
 #: Bytes of host memory that a rank takes before it measures, for torch and its libraries.
@@ -51,7 +51,7 @@ def measure_machine(
             f" anything, and {readable(free)} are free. Use at most {max(1, free // RANK_BYTES)}."
         )
     _check_writable(path)
-    busy = min(1.0, os.getloadavg()[0] / usable_cpus())
+    busy = min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     say("disk")
     host: dict[str, Any] = {"memory": found["memory"]["total"], **measure_disk(disk)}
     with tempfile.TemporaryDirectory(prefix="onefold-doctor-", ignore_cleanup_errors=True) as name:

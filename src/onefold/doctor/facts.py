@@ -11,7 +11,7 @@ from typing import Any
 
 from onefold.cores import physical_cores
 from onefold.machine.calibration import default_path
-from onefold.machine.identity import cpu_name, usable_cpus
+from onefold.machine.identity import cpu_name
 from onefold.memory import free_host_memory, total_host_memory
 
 PACKAGES = ("onefold", "torch", "numpy", "safetensors", "transformers", "triton")
@@ -36,7 +36,6 @@ def facts(device: str, ranks: int, why: str) -> dict[str, Any]:
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "cpu": {
             "name": cpu_name(),
-            "usable": usable_cpus(),
             "physical_cores": physical_cores(),
             "simd": str(torch.backends.cpu.get_cpu_capability()),
         },

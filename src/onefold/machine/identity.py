@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import platform
 import re
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import torch
 
+from onefold.cores import physical_cores
 from onefold.device import device_names
 
 
@@ -20,7 +19,7 @@ def this_machine() -> dict[str, Any]:
     another machine's.
     """
     gpus = list(device_names())
-    return {"cpu": cpu_name(), "cores": usable_cpus(), "gpus": gpus, "torch": torch.__version__}
+    return {"cpu": cpu_name(), "cores": physical_cores(), "gpus": gpus, "torch": torch.__version__}
 
 
 def cpu_name() -> str:
@@ -34,15 +33,3 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine() or "unknown"
-
-
-def usable_cpus() -> int:
-    """Return how many CPUs this process may use: the affinity mask, limited by the cgroup quota."""
-    count = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return count
-    return count if quota == "max" else max(1, min(count, math.ceil(float(quota) / float(period))))

@@ -74,7 +74,7 @@ class KnownOptimizer:
         rest: the row that steps what this one, which takes matrices alone, does not take; "": it takes all. Front ends
             make one optimizer of both, `onefold.optim.muon.MuonWithAdamW`; `betas` are the other's.
         simulated: whether the simulation runs it.
-        betas: whether `--beta1` and `--beta2` are its betas.
+        betas: whether `onefold train` gives it betas of its own.
         fused: where torch has a fused kernel for it: nowhere, on the CPU alone, or on any device.
     """
 

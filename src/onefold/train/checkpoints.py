@@ -42,7 +42,7 @@ CHECKPOINTS = OF_RUN
 OPTIONS = tuple(name for name, option in RECIPE_OPTIONS.items() if option.panel == NODES)
 #: Options that may differ between two starts of a run, although they change its numbers.
 FREE = (
-    "lr", "muon_lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "beta1", "beta2", "optimizer_options", "steps", "precision",
+    "lr", "muon_lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "optimizer_options", "steps", "precision",
     "micro_batch", "tp", "ep", *OPTIONS,
 )  # fmt: skip
 

@@ -126,8 +126,6 @@ class TrainConfig(_RecipeOptions):
     """Folder for the model, metrics and configuration (default: runs/MODEL-TIME)."""
     overwrite: bool = False
     """Replace an earlier run in the output folder."""
-    save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of the saved weights; auto is a folder's own, and fp32 for any other model."""
 
     # adapters instead of the whole model
     lora: Count | None = None
@@ -173,7 +171,7 @@ class TrainConfig(_RecipeOptions):
     )
     optimizer: str = Field("adamw", description=f"{optimizers.offered()}.")
     optimizer_options: OptimizerOptions = None
-    """More options of the optimizer, as name=value, such as "momentum=0.9 nesterov=true"."""
+    """More options of the optimizer, as name=value, such as "betas=0.9,0.99 eps=1e-6"."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """Learning rate after warm-up; wsd holds it and falls in the last fifth."""
     warmup: From0 = 0.1
@@ -184,11 +182,6 @@ class TrainConfig(_RecipeOptions):
     """Largest gradient norm; 0 does not clip."""
     weight_decay: From0 = 0.01
     """Decay of matrices; biases, norms, embeddings and everything 1-D get none."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.9, description=f"Adam's first moment, of {optimizers.with_betas()}."
-    )
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Their second moment."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Decides initial weights, data order, held-out data and dropout."""
 
@@ -235,8 +228,6 @@ class TrainConfig(_RecipeOptions):
     trace: str | None = None
     """Steps to trace, one or FROM:TO, counted from 1: trace-rankN.json in the output folder, for
     Perfetto."""
-    log_every: Count = 1
-    """Steps between printed lines where there is no terminal."""
     json_lines: bool = Field(False, alias="json")
     """Print JSON lines only."""
 

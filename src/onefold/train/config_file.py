@@ -16,6 +16,9 @@ GONE = {
     "save_before": "let the scheduler send SIGUSR1 or SIGTERM, and give the run --grace",
     "slow_factor": "leave it out: `slowest` in the metrics is the slowest rank of a step",
     "torch_profiler": "use torch.profiler in a loop of your own",
+    **dict.fromkeys(("beta1", "beta2"), "give betas in --optimizer-options betas=0.9,0.95"),
+    "save_dtype": "onefold checkpoint export --dtype writes the weights of a checkpoint in another dtype",
+    "log_every": "leave it out: every step is a line where there is no terminal",
     "pp": "write a loop with onefold.parallel.PipelineStage, as examples/pipeline.py does",
     **dict.fromkeys(
         ("nnodes", "rdzv_endpoint", "rdzv_id", "rdzv_backend", "rdzv_conf", "local_addr"),
@@ -36,49 +39,40 @@ def read_config_file(path: str | Path, known: Collection[str]) -> dict[str, Any]
     Raises TrainError if the file cannot be read, or has a key that is not in `known`. Hyphens and
     underscores in keys mean the same.
     """
+    import yaml
+
     path = Path(path)
-    if not path.is_file():
-        raise TrainError(f"--config {path}: there is no such file.")
+    parsers: dict[str, Any] = {
+        ".toml": tomllib.loads,
+        **dict.fromkeys((".yaml", ".yml"), yaml.safe_load),
+    }
+    if path.suffix not in parsers:
+        raise TrainError(f"--config {path}: expected a file that ends in .yaml, .yml or .toml.")
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        raise TrainError(f"--config {path} cannot be read: {why}.") from None
-    try:
-        values = _parsed(path, text)
+        values = parsers[path.suffix](path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise TrainError(f"--config {path} cannot be read: {error.strerror}.") from None
     except RecursionError:
         raise TrainError(f"--config {path} is nested too deeply.") from None
-    if values is None:
-        return {}
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # what is no text or no TOML, and Python's long numbers
+        place = getattr(error, "problem_mark", None)
+        where = f" in line {place.line + 1}, column {place.column + 1}" if place else ""
+        said = getattr(error, "problem", None) or " ".join(str(error).partition(";")[0].split())
+        kind = path.suffix[1:].upper().replace("YML", "YAML")
+        raise TrainError(f"--config {path} is not valid {kind}{where}: {said}.") from None
     if not isinstance(values, dict):
         raise TrainError(
             f"--config {path}: expected keys and values at the top level, found"
             f" {type(values).__name__}."
         )
-    for key in values:
-        if (name := str(key).replace("-", "_")) not in known:
+    named = {str(key).replace("-", "_"): value for key, value in values.items()}
+    for name, key in zip(named, values, strict=False):
+        if name not in known:
             refuse_gone(str(key))
             raise TrainError(
                 f"--config {path} has the unknown key {key!r}. {did_you_mean(name, known)}"
             )
-    return {str(key).replace("-", "_"): value for key, value in values.items()}
-
-
-def _parsed(path: Path, text: str) -> Any:
-    """Parse the file's text by its suffix."""
-    if path.suffix == ".toml":
-        try:
-            return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise TrainError(f"--config {path} is not valid TOML: {error}") from None
-    if path.suffix not in (".yaml", ".yml"):
-        raise TrainError(f"--config {path}: expected a file that ends in .yaml, .yml or .toml.")
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # Python's own for a number of 4,301 digits
-        place = getattr(error, "problem_mark", None)
-        where = f" in line {place.line + 1}, column {place.column + 1}" if place else ""
-        said = getattr(error, "problem", None) or " ".join(str(error).partition(";")[0].split())
-        raise TrainError(f"--config {path} is not valid YAML{where}: {said}.") from None
+    return named

@@ -117,30 +117,16 @@ def check_batch(config: TrainConfig, ranks: int) -> None:
 
 
 def refuse_folders(config: TrainConfig) -> None:
-    """Raise TrainError for a disk's folder that does not exist, or such a folder or a token folder that
-    cannot be written to.
-    """
+    """Raise TrainError for a disk's folder that does not exist, or a token folder that cannot."""
     for folder in config.nvme or ():
         if not os.path.isdir(folder):
             raise TrainError(
                 f"--nvme {folder}: there is no such folder; make one on the disk that is to be used."
             )
-        _refuse_unwritable(f"--nvme {folder}", "there", Path(folder))
-    if config.data_cache is not None:
-        place = Path(config.data_cache)
-        while not os.path.lexists(place) and place != place.parent:
-            place = place.parent
-        if not os.path.isdir(place):
+    cache = Path(config.data_cache or ".")
+    for place in (*cache.parents[::-1], cache):
+        if os.path.lexists(place) and not place.is_dir():
             raise TrainError(f"--data-cache {config.data_cache}: {place} is a file; name a folder.")
-        _refuse_unwritable(f"--data-cache {config.data_cache}", f"to {place}", place)
-
-
-def _refuse_unwritable(option: str, where: str, folder: Path) -> None:
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise TrainError(
-            f"{option}: this user may not write {where}; choose another folder, or change its"
-            " rights."
-        )
 
 
 def refuse_groups(config: TrainConfig, ranks: int) -> None:

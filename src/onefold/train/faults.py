@@ -4,11 +4,11 @@
 and a synchronization with a GPU. So no hooks are set while all is well. When a run must end because
 loss or gradients came out non-finite, the weights are still those that the step began with, and the
 random generators' states from before it are kept. So `locate` runs the same step again, bit for bit,
-with hooks on each unit, and names the culprit:
+with a hook on each unit, and names the culprit:
 
-    forward    the first unit in forward order whose output is bad while its input was not; between units it is the root's code
-    backward   the first unit in backward order that passes on a bad gradient but received a good one; failing that, the
-               last unit in forward order with a bad gradient of its own parameters
+    forward    the first unit in forward order whose output is bad
+    backward   the first output, in backward order, to which a bad gradient comes: the unit that ran behind it made it; failing
+               that, the last unit in forward order with a bad gradient of its own parameters
 
 The backward pass must be searched in backward order. Every unit before the culprit has bad
 gradients too, so the first unit in forward order would always be the embedding.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -32,6 +31,8 @@ from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.train.prepare import Run
 from onefold.train.step import forward_backward
 
+ROOT = "(root)"
+
 
 def locate(run: Run, step: int, generators: dict[str, Any]) -> str:
     """Run a step again, and say where its numbers first were not finite. Collective. The run ends
@@ -43,48 +44,33 @@ def locate(run: Run, step: int, generators: dict[str, Any]) -> str:
     engine, ranks = onefold.engine_of(run.model), run.ranks
     names = [unit.name for unit in engine.units]
     weights = _bad_units(engine, gradients=False)
-    received: set[str] = set()
-    turn = count()
-    # (in the backward pass, how many hooks had been called before, rank, where)
-    found: list[tuple[bool, int, int, str]] = []
+    ran: list[str] = []  # the units, as their forward passes ended
+    found: list[
+        tuple[bool, int, int, str]
+    ] = []  # (in the backward pass, in which order, rank, where)
 
-    def note(backward: bool, at: int, what: str) -> None:
-        found.append((backward, at, ranks.rank, f"{what}, on rank {ranks.rank}"))
+    def note(backward: bool, what: str) -> None:
+        found.append((backward, len(found), ranks.rank, f"{what}, on rank {ranks.rank}"))
 
-    def passed_on(name: str, gradient: torch.Tensor) -> None:
-        at = next(turn)
+    def came(at: int, gradient: torch.Tensor) -> None:
         if not _finite(gradient):
-            culprit = "(root)" if name in received else name
-            note(True, at, f"a gradient in the backward pass of unit {culprit!r}")
-
-    def got(name: str, gradient: torch.Tensor) -> None:
-        if not _finite(gradient):
-            received.add(name)
-
-    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        at = next(turn)
-        for t in _numbers((args, kwargs)):
-            if t.requires_grad:  # a mask may hold infinities
-                t.register_hook(partial(passed_on, name))
-                if not _finite(t):
-                    note(False, at, f"the code of unit '(root)' before {name!r}")
+            behind = ROOT if ran[at] == ROOT else [*ran, ROOT][at + 1]
+            note(True, f"a gradient in the backward pass of unit {behind!r}")
 
     def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        at = next(turn)
-        for t in _numbers(output):
-            if t.requires_grad:
-                t.register_hook(partial(got, name))
+        # The tensors of a recomputation were looked at in the forward pass
+        for t in tensors_in(output) if not in_autograd() else ():
+            if t.is_floating_point() and t.requires_grad:
+                t.register_hook(partial(came, len(ran)))
             if not _finite(t):
-                note(False, at, f"the output of unit {name!r}")
+                note(False, f"the output of unit {name!r}")
+        ran.append(name)
 
     run.optimizer.zero_grad()
     restore(generators, 0, 1)
     with contextlib.ExitStack() as stack:
         for unit in engine.units:
             if (module := unit.module()) is not None:
-                hook = partial(before, unit.name)
-                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-                stack.callback(handle.remove)
                 stack.callback(module.register_forward_hook(partial(after, unit.name)).remove)
         forward_backward(run, step)
     gathered = ranks.gather((weights, found, _bad_units(engine, gradients=True)))
@@ -101,13 +87,8 @@ def locate(run: Run, step: int, generators: dict[str, Any]) -> str:
     )
 
 
-def _numbers(value: Any) -> list[torch.Tensor]:
-    # The tensors of a recomputation were looked at in the forward pass
-    return [] if in_autograd() else [t for t in tensors_in(value) if t.is_floating_point()]
-
-
 def _finite(t: torch.Tensor) -> bool:
-    return bool(torch.isfinite(t.detach()).all())
+    return not t.is_floating_point() or bool(torch.isfinite(t.detach()).all())
 
 
 def _bad_units(engine: Engine, gradients: bool) -> list[str]:
@@ -116,6 +97,6 @@ def _bad_units(engine: Engine, gradients: bool) -> list[str]:
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
             tensors = [e.param.grad if gradients else e.param for e in unit.entries]
-            if not all(_finite(t) for t in tensors if t is not None and t.is_floating_point()):
+            if not all(_finite(t) for t in tensors if t is not None):
                 out.append(unit.name)
     return out

@@ -31,19 +31,14 @@ MATCH_RMS = "match_rms_adamw"
 #: The learning rate of Muon's updates otherwise: that of Jordan et al., Muon (2024).
 MUON_LR = 0.02
 
-#: Optimizers whose betas are --beta1 and --beta2.
-WITH_BETAS = tuple(name for name, known in TRAINED.items() if known.betas)
+#: The betas of Adam and its like, unless others are given.
+BETAS = (0.9, 0.95)
 
 
 def offered() -> str:
     """List the optimizers, and what to install for them."""
     names = (name + (f" (needs {o.package})" if o.package else "") for name, o in TRAINED.items())
     return _listed(names, "or")
-
-
-def with_betas() -> str:
-    """List the optimizers of `WITH_BETAS`."""
-    return _listed(WITH_BETAS, "and")
 
 
 def _listed(names: Iterable[str], last: str) -> str:
@@ -132,18 +127,6 @@ def check_optimizer(config: TrainConfig) -> None:
                 f"--optimizer-options {name}: {config.optimizer} has no such option."
                 f" {did_you_mean(name, known.options)}"
             )
-    for name in ("beta1", "beta2"):
-        default = type(config).model_fields[name].default
-        if getattr(config, name) != default and config.optimizer not in WITH_BETAS:
-            instead = (
-                "give betas in --optimizer-options"
-                if "betas" in known.options
-                else "it has no betas"
-            )
-            raise TrainError(
-                f"--{name} belongs to {', '.join(WITH_BETAS)}; --optimizer {config.optimizer}:"
-                f" {instead}."
-            )
     if config.muon_lr is not None and not known.rest:
         raise TrainError(
             f"--muon-lr {config.muon_lr:g} is the rate of --optimizer muon; --optimizer"
@@ -198,34 +181,18 @@ def make(config: TrainConfig, groups: list[dict[str, Any]], device: str) -> Any:
     """
     known = TRAINED[config.optimizer]
     given: dict[str, Any] = dict(config.optimizer_options or {})
-    if known.rest:
-        return _with_adamw(config, groups, device, given)
-    if config.optimizer in WITH_BETAS:
-        given = {"betas": (config.beta1, config.beta2), **given}
-    if known.can_fuse(device):
-        given["fused"] = True
+    adamlike: dict[str, Any] = {"betas": BETAS} if known.betas else {}
+    if (TRAINED["adamw"] if known.rest else known).can_fuse(device):
+        adamlike["fused"] = True
     try:
-        return known.load()(groups, lr=config.lr, **given)
-    except (ValueError, TypeError) as error:
-        raise TrainError(f"--optimizer {config.optimizer}: {error}") from error
+        if known.rest:  # Muon for the groups with use_muon=True, and AdamW for the others
+            from onefold.optim.muon import MuonWithAdamW  # needs torch
 
-
-def _with_adamw(
-    config: TrainConfig, groups: list[dict[str, Any]], device: str, given: dict[str, Any]
-) -> Any:
-    """Make Muon for the groups with use_muon=True, and AdamW for the others, as one optimizer."""
-    from onefold.optim.muon import MuonWithAdamW  # needs torch
-
-    adamw: dict[str, Any] = {"betas": (config.beta1, config.beta2)}
-    if TRAINED["adamw"].can_fuse(device):
-        adamw["fused"] = True
-    try:
-        return MuonWithAdamW(
-            [
-                {**(given if group["use_muon"] else adamw), **group, "lr": peak_lr(config, group)}
+            return MuonWithAdamW([
+                {**(given if group["use_muon"] else adamlike), **group, "lr": peak_lr(config, group)}
                 for group in groups
-            ]
-        )
+            ])  # fmt: skip
+        return known.load()(groups, lr=config.lr, **{**adamlike, **given})
     except (ValueError, TypeError) as error:
         raise TrainError(f"--optimizer {config.optimizer}: {error}") from error
 

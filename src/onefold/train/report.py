@@ -70,11 +70,10 @@ class JsonReporter(Reporter):
 
 
 class ConsoleReporter(Reporter):
-    """Prints for people: a table, then a bar in a terminal, else a line every `log_every` steps."""
+    """Prints for people: a table, then a bar in a terminal, else a line a step."""
 
-    def __init__(self, log_every: int, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-        self._log_every = log_every
         self._bar: rich.Progress | None = None
         self._steps = 0
         self._held_out: dict[str, Any] = {}
@@ -126,9 +125,8 @@ class ConsoleReporter(Reporter):
 
     def _step(self, row: dict[str, Any]) -> None:
         if not self.console.is_terminal:
-            if row["step"] % self._log_every == 0 or row["step"] in (1, self._steps):
-                said = _figures(row, self._borders)
-                self.console.print(f"step {row['step']}/{self._steps}  {said}")
+            said = _figures(row, self._borders)
+            self.console.print(f"step {row['step']}/{self._steps}  {said}")
             return
         if self._bar is None:
             figures = rich.TextColumn("{task.fields[figures]}")
@@ -183,11 +181,11 @@ def _figures(row: dict[str, Any], borders: str) -> str:
     return "  ".join(parts)
 
 
-def reporter(first: bool, json_lines: bool, log_every: int) -> Reporter:
+def reporter(first: bool, json_lines: bool) -> Reporter:
     """Return the reporter that this rank uses."""
     if not first:
         return Reporter()
-    return JsonReporter() if json_lines else ConsoleReporter(log_every)
+    return JsonReporter() if json_lines else ConsoleReporter()
 
 
 class Window:

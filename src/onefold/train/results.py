@@ -6,8 +6,6 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from onefold.models.build import quiet_transformers
 from onefold.models.names import kind_of, precision_of
 from onefold.pretrained.adapters import save_adapters
@@ -31,7 +29,10 @@ def export(run: Run, folder: Path) -> str:
     Raises CheckpointError on every rank if the folder cannot be written.
     """
     model: Any = run.loaded.module
-    dtype = saved_in(run)
+    # That of a folder's weights: the model keeps its size, and a later run on it has the same --precision
+    name = run.config.model
+    known = precision_of(name) if kind_of(name) in ("folder", "hub") else None
+    dtype = COMPUTE_DTYPES.get(known or "")
     if getattr(model, "peft_config", None):
         save_adapters(run.model, folder, overwrite=True)
         if run.config.merge:
@@ -51,15 +52,3 @@ def export(run: Run, folder: Path) -> str:
             overwrite=True,
         )
     return "safetensors" if ours else "Hugging Face model"
-
-
-def saved_in(run: Run) -> torch.dtype | None:
-    """Return the dtype of the saved weights: --save-dtype, or with auto the dtype of a folder's
-    weights. Auto thus keeps the model's size, and a later run on it has the same --precision.
-    None means the dtype of the master weights.
-    """
-    said: str = run.config.save_dtype
-    name = run.config.model
-    if said == "auto" and kind_of(name) in ("folder", "hub"):
-        said = precision_of(name) or said
-    return COMPUTE_DTYPES.get(said)

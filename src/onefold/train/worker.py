@@ -42,7 +42,7 @@ from onefold.train.output import METRICS, Metrics, run_of, with_output, write_co
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import JsonReporter, Reporter, Window, describe, observe, reporter
 from onefold.train.results import MERGED, export
-from onefold.wording import TrainError, seconds_of
+from onefold.wording import TrainError, few, seconds_of
 
 #: Seconds that a rank gets to end by itself after another has gone. They include the 3 s for which
 #: a collective's error waits for the other ranks' notes.
@@ -178,7 +178,7 @@ def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
         if CONTROL not in os.environ:
             given = config
             config = ranks.on_first(lambda: with_output(given, restarted))
-            me.otherwise = otherwise(ranks.gather(unlike(given, config)))
+            me.otherwise = otherwise(given, config, ranks)
         claim = _held(config, ranks, claim)
         code = _run(config, ranks, me, restarted)
         me.leave()
@@ -201,24 +201,16 @@ def _held(config: TrainConfig, ranks: Ranks, claim: Claim | None) -> Claim:
     return Claim.take(folder, run)
 
 
-def unlike(given: TrainConfig, taken: TrainConfig) -> str:
-    """Name the options in which this machine differs from the first rank, whose options hold.
-    "" if there are none.
+def otherwise(given: TrainConfig, taken: TrainConfig, ranks: Ranks) -> str:
+    """Say which rank was told other options than the first, whose options hold; "" if none was.
+    Collective.
     """
     left_open = {*OF_A_MACHINE, "" if given.output is not None else "output"}
     names = [name for name in TrainConfig.model_fields if name not in left_open]
-    return changed((name, getattr(given, name), getattr(taken, name)) for name in names)
-
-
-def otherwise(said: list[str]) -> str:
-    """Return one sentence from the results of `unlike`, one per rank; "" if all are empty."""
-    parts = []
-    for text in filter(None, dict.fromkeys(said)):
-        who = [str(rank) for rank, other in enumerate(said) if other == text]
-        parts.append(f"{text} (rank{'s' if len(who) > 1 else ''} {', '.join(who)})")
-    if not parts:
-        return ""
-    return f"not all ranks were told the same options; they follow rank 0: {'; '.join(parts)}"
+    differ = changed((name, getattr(given, name), getattr(taken, name)) for name in names)
+    said = [f"{text} (rank {rank})" for rank, text in enumerate(ranks.gather(differ)) if text]
+    start = "not all ranks were told the same options; they follow rank 0: "
+    return start + few(said, 3, "; ") if said else ""
 
 
 def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
@@ -226,7 +218,7 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
     folder = Path(config.output)
     begun = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        say = reporter(ranks.is_first, config.json_lines, config.log_every)
+        say = reporter(ranks.is_first, config.json_lines)
         stack.callback(say.close)
         me.doing = "loading"
         point = ranks.on_first(lambda: checkpoints.find(config, restarted))
@@ -316,27 +308,19 @@ class Log:
 
 def _about_starting(run: Run, me: Rank) -> list[str]:
     """Return notes about this start: differing options, restarts, options without effect."""
-    config, said = run.config, [me.otherwise]
-    if restarts():
-        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-        said.append(f"restart {restarts()} of at most {most}")
-    if me.peers is None and run.ranks.world_size > 1:
-        said.append(
-            "not all ranks can connect to rank 0: one that goes is noticed only by those that wait"
-            " for it"
-        )
-    if CONTROL in os.environ:
-        if config.max_restarts and not config.save_every:
-            said.append(
-                "--max-restarts without --save-every: a restart begins again at the first step"
-            )
-        return said
-    if config.max_restarts:
-        said.append(
-            "--max-restarts: the launcher that started this rank decides that, so it does nothing"
-            " here; give it to the launcher"
-        )
-    return said
+    config, launched, again = run.config, CONTROL not in os.environ, restarts()
+    most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+    told = {
+        me.otherwise: True,
+        f"restart {again} of at most {most}": bool(again),
+        "not all ranks can connect to rank 0: one that goes is noticed only by those that wait for it":
+            me.peers is None and run.ranks.world_size > 1,
+        "--max-restarts without --save-every: a restart begins again at the first step":
+            config.max_restarts and not config.save_every and not launched,
+        "--max-restarts: the launcher that started this rank decides that, so it does nothing here; give it to the launcher":
+            config.max_restarts and launched,
+    }  # fmt: skip
+    return [text for text, holds in told.items() if holds]
 
 
 def _train(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path) -> int:
