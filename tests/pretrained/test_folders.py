@@ -97,12 +97,15 @@ def same_model(model: Any, expected: Any, family: str) -> None:
 
 
 def there_and_back(family: str, folder: Path, stage: int) -> None:
+    from safetensors import safe_open
+
     there = saved(folder, family)
     expected = opened(there, family)
     model = read(there, family, stage)
     same_model(model, expected, family)
     out = onefold.export(model, folder / f"out {stage}")
     assert not differences(files(there), whole_files(out))
+    assert {safe_open(f, "pt").metadata()["format"] for f in out.glob("*.safetensors")} == {"pt"}
     first, second = (json.loads((f / "config.json").read_text()) for f in (there, out))
     assert first == second
     same_model(onefold.shard(opened(out, family), recipe(stage)), expected, family)

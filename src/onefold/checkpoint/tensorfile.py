@@ -146,11 +146,13 @@ def _chunks(planned: Planned) -> Iterator[memoryview]:
             yield data[start : start + CHUNK]
 
 
-def write_tensors(path: Path, planned: Sequence[Planned]) -> Written:
+def write_tensors(
+    path: Path, planned: Sequence[Planned], metadata: Mapping[str, str] | None = None
+) -> Written:
     """Write a new file, tensor by tensor. Returns after the file has been flushed to disk.
     Raises: OSError: from the system (no space, no permission, the file exists).
     """
-    head, places = header_of(((p.key, p.dtype, p.shape) for p in planned), {})
+    head, places = header_of(((p.key, p.dtype, p.shape) for p in planned), metadata or {})
     crcs: dict[str, int] = {}
     at = begun = flushed = 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
