@@ -146,13 +146,13 @@ def _chunks(planned: Planned) -> Iterator[memoryview]:
             yield data[start : start + CHUNK]
 
 
-def write_tensors(
-    path: Path, planned: Sequence[Planned], metadata: Mapping[str, str] | None = None
-) -> Written:
+def write_tensors(path: Path, planned: Sequence[Planned], exported: bool = False) -> Written:
     """Write a new file, tensor by tensor. Returns after the file has been flushed to disk.
+    `exported`: for other libraries, without checksums; transformers 4 asks for the format.
     Raises: OSError: from the system (no space, no permission, the file exists).
     """
-    head, places = header_of(((p.key, p.dtype, p.shape) for p in planned), metadata or {})
+    metadata = {"format": "pt"} if exported else {}
+    head, places = header_of(((p.key, p.dtype, p.shape) for p in planned), metadata)
     crcs: dict[str, int] = {}
     at = begun = flushed = 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -162,7 +162,7 @@ def write_tensors(
         for p in planned:
             crc = given = 0
             for chunk in _chunks(p):
-                crc = crc32(chunk, crc)
+                crc = 0 if exported else crc32(chunk, crc)
                 _write(file, chunk)
                 moved()
                 at, given = at + len(chunk), given + len(chunk)
