@@ -300,9 +300,7 @@ def write_files(folder: Path, files: Mapping[str, Mapping[str, Whole]], rank: in
                     Planned(key, tensor.like.dtype, tuple(tensor.like.shape), following)
                     for key, tensor in group.items()
                 ]
-                write_tensors(
-                    folder / file, planned, {"format": "pt"}
-                )  # transformers 4 asks for it
+                write_tensors(folder / file, planned, exported=True)
             except StallError:
                 raise
             except Exception as raised:
