@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -283,33 +283,39 @@ def write_files(folder: Path, files: Mapping[str, Mapping[str, Whole]], rank: in
     """
     error: Exception | None = None
     for file, group in files.items():
-        left = iter([tensor for tensor in group.values() if tensor.make is not None])
-
-        def following() -> torch.Tensor:
-            made: torch.Tensor = next(left).make()  # type: ignore[misc, assignment] # noqa: B023
-            return made
-
+        left = iter(group.values())
         if error is None and any(tensor.owner == rank for tensor in group.values()):
             try:
-                if not folder.is_dir():
-                    raise CheckpointError(
-                        f"{folder}, made by the first rank, is not there: export to a folder that"
-                        " all ranks share."
-                    )
-                planned = [
-                    Planned(key, tensor.like.dtype, tuple(tensor.like.shape), following)
-                    for key, tensor in group.items()
-                ]
-                write_tensors(folder / file, planned, exported=True)
+                _write_file(folder / file, group, left)
             except StallError:
                 raise
             except Exception as raised:
                 error = raised
         for tensor in left:
-            assert tensor.make is not None
-            tensor.make()
+            if tensor.make is not None:
+                tensor.make()
     if error is not None:
         raise error
+
+
+def _write_file(path: Path, group: Mapping[str, Whole], left: Iterator[Whole]) -> None:
+    """Write a file of the tensors of `group`. Each is taken out of `left` as it is made whole."""
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            f"{path.parent}, made by the first rank, is not there: export to a folder that all ranks"
+            " share."
+        )
+
+    def following() -> torch.Tensor:
+        make: Any = next(left).make
+        made: torch.Tensor = make()
+        return made
+
+    planned = [
+        Planned(key, tensor.like.dtype, tuple(tensor.like.shape), following)
+        for key, tensor in group.items()
+    ]
+    write_tensors(path, planned, exported=True)
 
 
 def finish(made: Export, overwrite: bool) -> None:
