@@ -42,7 +42,7 @@ from onefold.processes.signals import (
 )
 from onefold.train.config import TrainConfig, with_precision
 from onefold.train.early import check_batch, refuse_groups
-from onefold.train.output import RUN, name_output, refuse_earlier_run, run_of, with_output
+from onefold.train.output import RUN, name_output, run_of, with_output
 from onefold.wording import TrainError, seconds_of
 
 #: Seconds to wait until a killed rank is gone.
@@ -78,13 +78,13 @@ def launch(config: TrainConfig) -> int:
     # With --nproc, check before GPUs are counted, which imports torch
     if config.nproc is not None:
         check_batch(config, config.nproc)
-    refuse_earlier_run(config)
     with _claimed(config) as (named, run):
+        named = with_output(named)
         nproc, why = ranks_to_start(config)
         check_batch(config, nproc)
         named.check_recipe()
         refuse_groups(config, nproc)
-        return _run(_downloaded(with_output(named)), nproc, why, run)
+        return _run(_downloaded(named), nproc, why, run)
 
 
 def _downloaded(config: TrainConfig) -> TrainConfig:

@@ -66,21 +66,10 @@ def name_output(config: TrainConfig) -> TrainConfig:
     raise AssertionError
 
 
-def refuse_earlier_run(config: TrainConfig) -> None:
-    """Raise the error of `with_output` early, in those cases that need no look at checkpoints."""
-    if config.output is None or config.overwrite or config.resume != "none":
-        return
-    folder = Path(config.output)
-    kept = any(folder.glob("checkpoints/*/manifest.json"))
-    earlier = _earlier_run(folder, kept)
-    if earlier and earlier != ["checkpoints"]:
-        raise TrainError(_holds_a_run(folder, earlier, "--resume auto" if kept else ""))
-
-
 def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
     """Decide the output folder and return `config` with it.
     With --overwrite, remove the checkpoints of the run that is replaced.
-    Imports torch if the folder holds checkpoints. `restarted`: the same run starts again.
+    `restarted`: the same run starts again.
     Raises TrainError if the folder holds an earlier run, or is a file.
     """
     if config.output is None:
@@ -90,40 +79,26 @@ def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
         raise TrainError(f"--output {folder} is a file; name a folder.")
     if restarted:
         return config
-    kept: list[Path] = []
-    if (folder / "checkpoints").is_dir():
-        from onefold.checkpoint.folder import newest_first
-
-        kept = newest_first(folder / "checkpoints")
+    # Not `onefold.checkpoint.newest_first`, which needs torch
+    kept = sorted(file.parent for file in folder.glob("checkpoints/[!.]*/manifest.json"))
     if config.overwrite:
         for path in kept:
             shutil.rmtree(path)
         return config
-    earlier = _earlier_run(folder, bool(kept))
+    earlier = [name for name in ("model", METRICS) if os.path.exists(folder / name)]
     if config.resume == "auto" and (kept or "model" not in earlier):
         return config  # a run that ended before its first checkpoint starts again from step 0
-    own = [path.resolve() for path in (folder, folder / "checkpoints", *kept[:1])]
+    own = [path.resolve() for path in (folder, folder / "checkpoints", *kept[-1:])]
     if config.resume != "none" and kept and Path(config.resume).resolve() in own:
         return config
+    earlier += ["checkpoints"] * bool(kept)
     if earlier:
-        resumable = kept and config.resume == "none"
-        raise TrainError(_holds_a_run(folder, earlier, "--resume auto" if resumable else ""))
+        more = ", go on with it (--resume auto)" if kept and config.resume == "none" else ""
+        raise TrainError(
+            f"--output {folder} holds an earlier run ({', '.join(earlier)}); name another"
+            f" folder{more}, or add --overwrite."
+        )
     return config
-
-
-def _earlier_run(folder: Path, kept: bool) -> list[str]:
-    """Name what an earlier run has left in `folder`. `kept`: it has left checkpoints."""
-    found = [name for name in ("model", METRICS) if os.path.exists(folder / name)]
-    return found + ["checkpoints"] * kept
-
-
-def _holds_a_run(folder: Path, holds: list[str], instead: str) -> str:
-    """Return the message. `instead`: the option that resumes the earlier run, "" if none can."""
-    more = f", go on with it ({instead})" if instead else ""
-    return (
-        f"--output {folder} holds an earlier run ({', '.join(holds)}); name another folder{more},"
-        " or add --overwrite."
-    )
 
 
 def write_config(config: TrainConfig, folder: Path, chosen: dict[str, Any]) -> None:
