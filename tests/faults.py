@@ -132,9 +132,9 @@ FAULTS = [
     Fault(
         "numbers",
         "a write to weights through .data does not reach the copies that passes compute with",
-        "runtime/parameters/values.py",
-        "through = 0 if info is None or info.alias is None else",
-        "through = 0 if True else",
+        "runtime/flat.py",
+        "(e.param._version, e.info.alias._version, e.info.written)",
+        "(e.param._version,)",
         ["tests/promises/test_copies.py"],
     ),
     Fault(

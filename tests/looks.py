@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -301,30 +303,33 @@ def step_on_the_host_with(model: nn.Module, threads: int) -> None:
     engine(model).transfers.threads = threads
 
 
-class _TwoOwners:
-    """Stands for a flat buffer over two ranks, which own the addresses below `CUT` and from there
+_CUT = 1 << 30
+
+
+class _Flat:
+    """Stands for a flat buffer over two ranks, which own the addresses below `_CUT` and from there
     on.
     """
 
-    CUT = 1 << 30
+    index, storage = 3, SimpleNamespace(offloaded=False)
 
     def __init__(self, of: Any) -> None:
-        self.engine, self.index = of, 3
-        self.bounds, self.position = ((0, self.CUT), (self.CUT, 2 * self.CUT)), of.rank
+        self.engine, self.owners_group = weakref.ref(of), of.group
 
-    def meet(self, subject: str) -> Any:
-        return self.engine.group, self.engine.group
 
-    def flat(self) -> None:
-        """Nothing is copying the addresses."""
+def _spec_of_two(x: torch.Tensor, of: Any) -> Any:
+    from onefold.runtime.parameters.interval import IntervalSpec
+
+    flat = of.__dict__.setdefault("_flat_of_tests", _Flat(of))  # the spec refers to it weakly
+    bounds = (0, _CUT), (_CUT, 2 * _CUT)
+    return IntervalSpec(weakref.ref(flat), bounds, of.rank, "x", _CUT - x.numel() // 2, x.shape)
 
 
 def part_of_two(x: torch.Tensor, of: Any) -> torch.Tensor:
     """This rank's half of `x`, as a parameter 'x' of the engine `of` over two ranks has it."""
-    from onefold.runtime.parameters.interval import IntervalSpec, dress
+    from onefold.runtime.parameters.interval import dress
 
-    owners = _TwoOwners(of)
-    spec = IntervalSpec(owners, "x", owners.CUT - x.numel() // 2, x.shape)
+    spec = _spec_of_two(x, of)
     return dress(x.detach().reshape(-1)[spec.start : spec.stop].clone(), spec)
 
 
@@ -344,10 +349,7 @@ def tensors_among(value: Any) -> Any:
 
 def part_of(x: torch.Tensor, model: nn.Module) -> torch.Tensor:
     """This rank's half of `x`, as the `data` of a parameter "x" is at stage 3 on two ranks."""
-    from onefold.runtime.parameters.interval import IntervalSpec, dress
-
-    spec = IntervalSpec(_TwoOwners(engine(model)), "x", _TwoOwners.CUT - x.numel() // 2, x.shape)
-    return dress(x.detach().reshape(-1)[spec.start : spec.stop].clone(), spec)
+    return part_of_two(x, engine(model))
 
 
 def interval(x: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:

@@ -30,8 +30,8 @@ from onefold.runtime.flat import Entry, Flat, declare
 from onefold.runtime.gather import Gather
 from onefold.runtime.hooks import engine_of, engines, guard, install
 from onefold.runtime.hops import Hop, Native, Pairwise, Rows
-from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
+from onefold.runtime.parameters.values import move_hooks
 from onefold.runtime.parts import whole_masters
 from onefold.runtime.state.checks import (
     compare_copies,
@@ -245,7 +245,7 @@ def _make_plain(engine: Engine) -> None:
             wholes += [(entry, flat.view(full, entry).clone()) for entry in flat.entries]
         # What needs memory is done: from here on the model changes
         for entry, whole in wholes:
-            gradient_hooks.give_back(entry)
+            move_hooks(entry.compute, entry.param, lambda hook: getattr(hook, "users", None))
             entry.param.grad = None
             entry.param.data = whole
             _unwrap(entry.param)

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import onefold.runtime.updates as updates_of
 from onefold.checkpoint.background import Background
 from onefold.checkpoint.copying import Copying
 from onefold.checkpoint.errors import CheckpointError
@@ -49,6 +48,7 @@ from onefold.checkpoint.parts import (
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
 from onefold.reading import DEEPEST, LARGEST, too_deep
+from onefold.runtime.agree import difference
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.state.dicts import beside_parameters
@@ -175,12 +175,12 @@ def _begin(
         mine = {"path": str(target), "step": step, "optimizer": kinds_of(given)}
         kept = frozen if isinstance(frozen, bool) else ", ".join(sorted(frozen))
         mine |= {"overwrite": overwrite, "frozen": kept}
-        updates = updates_of.together(engine.group.updates)
+        updates = sorted(engine.group.updates)
         said = together.all_gather((str(place.folder) if place is not None else "", mine, updates))
         raise_different("save", [given for _, given, _ in said])
         engine.group.updates.clear()
         made = {rank: text for rank, (*_, text) in zip(together.ranks, said, strict=True)}
-        if how := updates_of.difference(made):
+        if how := difference(made):
             raise CheckpointError(f"save() would write what is not one training: {how}")
         on_error.pop_all()
     texts: list[Any] = []  # objects whose save_pretrained() writes HF's files

@@ -121,7 +121,7 @@ class Shared:
         borders: the number of nodes in words; "" if there is one. If there is one, and the recipe names
             a number of ranks for its groups, the groups stand for nodes.
         heard: the last step at whose end all ranks agreed.
-        updates: what clipping and optimizers did since the ranks last compared it (runtime/updates.py).
+        updates: what clipping and optimizers did since the ranks last compared it (runtime/agree.py).
         broken: the error that this rank has failed with, or None.
         launched: the checksums of launches on the communicators of gathers and of reductions, of each
             group.
@@ -132,26 +132,23 @@ class Shared:
         run_ahead: bounds how far the host runs ahead of the device; None where nothing needs it.
     """
 
-    def __init__(
-        self, given: Any, device: torch.device, timeout: float, inner: Any, backend: str | None
-    ) -> None:
+    def __init__(self, given: Any, device: torch.device, timeout: float, inner: Any) -> None:
         self.mesh = given if isinstance(given, Mesh) else None
         process_group, self.ranks = members(given)
         self.device, self.timeout, self.inner = device, timeout, inner
         self.inner_of(self.ranks, None)  # raises before anything is made
         several = len(self.ranks) > 1
         self.rank = dist.get_rank() if several else self.ranks[0]
-        self.backend = (backend or backend_of(process_group, device)) if several else ""
+        self.backend = backend_of(process_group, device) if several else ""
         self.communicators = Communicators(self.ranks, device, timeout, process_group)
         self.control: Any = None
-        self.reunion = Reunion(given, timeout, inner)
         self.places = {} if self.mesh is None else self.mesh.places
         self.per_node: Nodes = ranks_of_a_node()
         self.node_of = dict.fromkeys(self.ranks, 0)
         self.borders = ""
         self.ledger = TrafficLedger()
         self.heard: int | None = None
-        self.updates: list[tuple[str, ...]] = []
+        self.updates: list[str] = []
         self.broken: StallError | None = None
         self.launched: list[list[int]] = []
         self.chains = Chains()
@@ -205,34 +202,6 @@ class Shared:
         self.borders = f"{count} {name}" if count > 1 else ""
 
 
-class Reunion:
-    """The ranks of a group that was closed. Tensors that outlive their model hold it, and nothing
-    else of that model. They meet over gloo, whose connections each rank closes by itself.
-    """
-
-    def __init__(self, process_group: Any, timeout: float, inner: int | str | None) -> None:
-        self._given = process_group, torch.device("cpu"), timeout, inner
-        self._group: Group | None = None
-        self._world: Any = None  # the default group in which `_group` was made
-
-    def group(self, size: int) -> Group | None:
-        """Return a group of these ranks; None if process groups were destroyed. Collective."""
-        try:
-            there, ranks = members(self._given[0])
-        except ValueError:
-            return None
-        if len(ranks) != size:
-            return None
-        if self._group is None or self._world is not dist.group.WORLD:
-            backend = "fake" if str(dist.get_backend(there)) == "fake" else "gloo"
-            self._group, self._world = Group.over(*self._given, backend), dist.group.WORLD
-        return self._group
-
-    def __del__(self) -> None:
-        if self._group is not None:
-            self._group.close()
-
-
 class Group:
     """Some of the ranks that a model is sharded over, or all of them. The engine has communicators of its
     own for gathers and for reductions, so that neither queues behind the other.
@@ -273,7 +242,7 @@ class Group:
         self.shared, self.parts, self._salt, self._level = shared, parts, salt, level
         self.timeout, self.device, self.backend = shared.timeout, shared.device, shared.backend
         self.ledger, self.chains, self.updates = shared.ledger, shared.chains, shared.updates
-        self.relay, self.summing, self.reunion = shared.relay, shared.summing, shared.reunion
+        self.relay, self.summing = shared.relay, shared.summing
         self.borders = shared.borders
         self.size, self.name = len(ranks), format_ranks(ranks)
         self.stands_for_all = self.backend == "fake"
@@ -308,7 +277,6 @@ class Group:
         device: torch.device,
         timeout: float,
         inner: int | str | None = None,
-        backend: str | None = None,
     ) -> Group:
         """Return the group that a model is sharded over. Collective.
 
@@ -319,13 +287,12 @@ class Group:
             timeout: seconds a wait may take before it ends in a `StallError`.
             inner: ranks of each group: a number (of data ranks, on a mesh), None, "node" or "flat";
                 see the table of comm/communicators.py and [Note: two levels].
-            backend: None takes the one that `given` has for such tensors.
 
         Raises:
             ValueError: the groups do not divide the ranks, or ranks share a device that the backend
                 needs for one of them.
         """
-        shared = Shared(given, device, timeout, inner, backend)
+        shared = Shared(given, device, timeout, inner)
         ranks, gloo = shared.ranks, shared.backend == "gloo"
         try:
             if shared.backend not in ("", "fake"):
@@ -804,7 +771,7 @@ class Group:
                 among += f" (along {' and '.join(shared.mesh.axes_of(self.ranks))})"
         return self._break(
             stall_error(
-                replace(context, after=tuple(name for name, *_ in self.updates)),
+                replace(context, after=tuple(u for u in self.updates if " with " not in u)),
                 waited,
                 error,
                 getattr(shared.control, "group_name", ""),

@@ -29,7 +29,7 @@ from onefold.runtime.parameters.interval import (
     spec_of,
 )
 from onefold.runtime.parameters.parameter import ShardedParameter
-from onefold.runtime.parameters.values import Elsewhere
+from onefold.runtime.parameters.values import Elsewhere, Unreduced
 from onefold.runtime.parts import MasterParts
 from onefold.runtime.storage import OnDisk, in_memory
 
@@ -281,6 +281,8 @@ def _optimizers_of(engine: Any, param: nn.Parameter) -> list[Any]:
 
 def _gradient(param: nn.Parameter, grad: Tensor) -> Tensor:
     """Return this rank's elements of a gradient that `param.grad` shows."""
+    if isinstance(grad, Unreduced):
+        return grad.own
     if not isinstance(grad, Elsewhere):
         with disable_torch_function():
             return grad.detach().as_subclass(Tensor).reshape(-1)

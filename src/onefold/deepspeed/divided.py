@@ -30,18 +30,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from onefold.device import available, default_device
-from onefold.runtime.parameters.operators import convert
-from onefold.runtime.parameters.schema import operator_of, words
+from onefold.runtime.parameters.operators import convert, operator_of
+from onefold.runtime.parameters.values import OF_AUTOGRAD
 from onefold.runtime.state.start import KEEPER
 
 #: The attribute for what this rank keeps of a parameter that was made under `Init`.
 EARLY = "_onefold_early"
 _numbers = itertools.count()
-
-#: Operations that need no values, besides questions and new tensors.
-_OF_AUTOGRAD = words(
-    "grad__set__ requires_grad__set__ register_hook register_post_accumulate_grad_hook"
-)
 
 
 @dataclass
@@ -76,7 +71,7 @@ class _Divided:
     ) -> Any:
         kwargs = kwargs or {}
         op = operator_of(func)
-        if (op.about_itself and op.name != "detach") or op.name in _OF_AUTOGRAD:
+        if (op.about_itself and op.name != "detach") or op.name in OF_AUTOGRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if op.name == "data__set__" and isinstance(args[0], DividedParameter):

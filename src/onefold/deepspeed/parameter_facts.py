@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onefold.deepspeed import divided
-from onefold.runtime.parameters.access import Whole
 from onefold.runtime.parameters.interval import disable_torch_function, entry_of
+from onefold.runtime.parameters.parameter import Whole
 from onefold.runtime.parameters.values import elsewhere
 
 __all__ = ["ZeroParamStatus"]
@@ -120,7 +120,7 @@ def status_of(param: nn.Parameter) -> ZeroParamStatus:
     elif isinstance(param, divided.DividedParameter):
         whole = False
     else:
-        whole = entry is None or not param.__dict__["onefold"].sharded or entry.flat.swapped_in
+        whole = entry is None or not entry.flat.divided or entry.flat.swapped_in
     return ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
 
 
@@ -143,7 +143,7 @@ def local_part(param: nn.Parameter) -> Tensor:
 def _persists(param: nn.Parameter) -> bool:
     entry = entry_of(param)
     if entry is not None:
-        return alone() or not param.__dict__["onefold"].sharded
+        return alone() or not entry.flat.divided
     return not isinstance(param, divided.DividedParameter)
 
 

@@ -125,11 +125,6 @@ class Mesh:
         along = zip(*(self.at[rank] for rank in ranks), strict=True)
         return [n for n, at in zip(self.names, along, strict=True) if len({*at}) > 1]
 
-    def copies(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that compute with the same data as `rank`, with it."""
-        data_of = self.data_of
-        return tuple(r for r, at in data_of.items() if at == data_of[rank])
-
     def ranks_of(self, inner: int, ranks: Sequence[int]) -> int:
         """Return how many of `ranks` (all of the mesh, or the holders of a box) are in a group of
         `inner` data ranks of the mesh. Experts have fewer holders in each group.

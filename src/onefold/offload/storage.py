@@ -51,7 +51,6 @@ from onefold.device import host_empty
 from onefold.memory import LEAVING, nbytes_of, storage_of
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
-from onefold.runtime.parameters.values import written
 from onefold.runtime.storage import Storage
 
 if TYPE_CHECKING:
@@ -315,14 +314,11 @@ class HostStorage(OffloadStorage):
         self.renew()
 
     def renew(self) -> None:
-        self._versions = self._written()
+        self._versions = self.flat.written
         if self.numel:
             self.stepped(0, self.numel, self.flat.master)
 
     def put(self, full: torch.Tensor) -> None:
-        if self._versions != self._written():
+        if self._versions != self.flat.written:
             self.renew()
         super().put(full)
-
-    def _written(self) -> int:
-        return sum(written(e.param) for e in self.flat.entries)

@@ -13,13 +13,13 @@ import torch
 from onefold.comm import CollectiveContext, Group
 from onefold.device import has_streams
 from onefold.recipe.rows import FLAT
+from onefold.runtime.agree import in_words
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.interval import dispatches
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.stepper import is_known, supports_scaling
 from onefold.runtime.storage import Storage
-from onefold.runtime.updates import in_words
 
 # -- norms -----------------------------------------------------------------------------------------
 #

@@ -21,7 +21,7 @@ torch/optim/optimizer.py). While no model is sharded they do nothing else than t
 | `step` of each class            | none runs behind a step that raises, or always last or first | `_run`, inside of torch's hooks  |
 | `state_dict`, `load_state_dict` | none before the first call on an optimizer that is not known | the optimizer is met before      |
 | `load_state_dict`               | none where it casts states to `param.dtype`                  | parameters show the masters' dtype |
-| `zero_grad`, also of modules    | none where it reads `.grad` only to drop it                  | `.grad` is shown as it is stored |
+| `zero_grad`, also of modules    | none where it reads `.grad` only to drop it                  | parameters are bare              |
 
 A wrapper on an optimizer would make a reference cycle with it, and would be lost in its copies. torch
 itself wraps the `step` of a class when the class gets its first object (`Optimizer.profile_hook_step`).
@@ -47,13 +47,18 @@ from onefold.optim import faced_states, states
 from onefold.optim.states import engines
 from onefold.optim.verdict import verdict_for
 from onefold.optim.whole import epoch
-from onefold.runtime.differentiate import keep_from_compiler
+from onefold.runtime.agree import of_step
+from onefold.runtime.differentiate import here, in_autograd, keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.open_passes import here
 from onefold.runtime.parameters.interval import owner_of
-from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
-from onefold.runtime.parameters.values import count_step
+from onefold.runtime.parameters.parameter import (
+    ShardedParameter,
+    bare,
+    disable_torch_function,
+    face,
+)
+from onefold.runtime.parameters.values import count_step, drop_waiting
 from onefold.runtime.stepper import (
     TouchesReal,
     choose_implementation,
@@ -63,7 +68,6 @@ from onefold.runtime.stepper import (
     refuse_cut_inside,
     undo,
 )
-from onefold.runtime.updates import of_step
 
 _changes = threading.RLock()  # several threads may shard models, and free them
 _active: list[bool] = []  # not empty while a model is sharded: what compiled code asks
@@ -100,9 +104,8 @@ def _put_around_torchs() -> None:
         if getattr(own := each.__dict__.get("step"), "hooked", False):
             _put_inside(own)
     kind.state_dict = _met_before(kind.state_dict)
-    kind.load_state_dict = _met_before(_reads("casts_states", kind.load_state_dict))
-    for zeroing in (kind, module):
-        zeroing.zero_grad = _reads("drops_gradients", zeroing.zero_grad)
+    kind.load_state_dict = _met_before(_casts(kind.load_state_dict))
+    kind.zero_grad, module.zero_grad = _drops(kind.zero_grad), _drops(module.zero_grad)
 
 
 def _kinds(kind: type) -> Iterable[type]:
@@ -144,21 +147,38 @@ def _met_before(method: Any) -> Any:
     return ours
 
 
-def _reads(flag: str, method: Any) -> Any:
-    """Set a flag of `here` during the call."""
+def _casts(method: Any) -> Any:
+    @functools.wraps(method)
+    def casting(*args: Any, **kwargs: Any) -> Any:
+        before, here.casts_states = here.casts_states, bool(_active)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            here.casts_states = before
+
+    return casting
+
+
+def _drops(method: Any) -> Any:
+    """A loop over thousands of parameters that reads each `.grad` only to drop it: over bare ones."""
 
     @functools.wraps(method)
-    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _active:
-            return method(self, *args, **kwargs)
-        before = getattr(here, flag)
-        setattr(here, flag, True)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if not _active or here.passes or in_autograd():
+            return method(self, set_to_none)
+        groups = (
+            self.param_groups if isinstance(self, Optimizer) else [{"params": self.parameters()}]
+        )
+        every = [p for group in groups for p in group["params"]]
+        params = [p for p in every if isinstance(p, ShardedParameter)]
         try:
-            return method(self, *args, **kwargs)
+            bare(params)
+            method(self, set_to_none)
         finally:
-            setattr(here, flag, before)
+            face(params)
+        drop_waiting(params, set_to_none)
 
-    return read
+    return zero_grad
 
 
 # -- one step --------------------------------------------------------------------------------------

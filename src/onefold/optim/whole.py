@@ -149,7 +149,7 @@ def _find(optimizer: Optimizer, chosen: Mapping[Entry, int]) -> dict[int, Owned]
     params = [(p, i) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
     for param, number in params:
         entry, engine = owner_of(param)
-        if entry is None or id(param) in inside or engine.closed:
+        if entry is None or id(param) in inside:
             continue
         with contextlib.suppress(ValueError):  # raised again when it steps
             verdict = partial(verdict_for(engine.recipe), optimizer, number)

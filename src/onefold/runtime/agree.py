@@ -3,7 +3,7 @@ bits (`Group.any_of`).
 
     checksums of three orders: of units in forward, of units in backward, of units ready
         | the same bits inverted
-    checksum of launched collectives, and of what clipping and optimizers did (runtime/updates.py)
+    checksum of launched collectives, and of what clipping and optimizers did
         | the same bits inverted
         | background work has failed | parameters used | units late | units gathered in backward
 
@@ -16,6 +16,9 @@ Every rank learns which bits are set on any rank. From them it knows:
   inverse.)
 - whether all ranks made the same updates since the last exchange.
 
+[Note: updates in words] What clipping and optimizers did on this rank is noted in lines of words. The
+checksum is that of all lines since the last exchange. A save compares the lines themselves.
+
 [Note: the exchange is never left out] Any of these bits may come from another rank, so no rank can
 know that the exchange is needless. On a native backend it is also where the host learns that a rank
 is missing or has launched other collectives. It costs log2(ranks) messages between hosts; the
@@ -27,14 +30,23 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-import onefold.runtime.updates as updates_of
+import torch
+from torch.optim.optimizer import Optimizer
+
 from onefold.comm import StallError, alike, both
 from onefold.memory import TierError
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
+
+#: Lines of updates that are kept in words, if no backward pass comes.
+_KEPT = 256
+#: Options that say how torch computes an update, not which.
+_HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
 def agree_and_finish(engine: Engine, learn: bool) -> None:
@@ -52,14 +64,14 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
     gathered = {u.index for u in gather.backward.seen}
     orders = gather.forward, gather.backward, reduce.order
     seen = [zlib.crc32(repr([u.index for u in order.seen]).encode()) for order in orders]
-    launched, updates = group.launched(), updates_of.together(group.updates)
+    launched, updates = group.launched(), sorted(group.updates)
     fields = (
         ({0} if engine.failure is not None else set[int](), 1),
         (reduce.used, len(engine.entries)),
         (late, len(units)),
         (gathered, len(units)),
     )
-    checksum = zlib.crc32(updates.encode(), zlib.crc32(launched))
+    checksum = zlib.crc32(repr(updates).encode(), zlib.crc32(launched))
     told = [both(struct.pack("<III", *seen)), both(struct.pack("<I", checksum))]
     told += [_bits(*field) for field in fields]
     context = engine.context("control", "(end of backward)", "backward")
@@ -75,7 +87,7 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
         raise StallError(
             f"rank {group.ranks[group.rank]} found at the end of the backward pass of step"
             f" {context.step} that the ranks have stepped differently: "
-            + (updates_of.difference(said) or "one of the updates differs in a later group.")
+            + (difference(said) or "one of the updates differs in a later group.")
         )
     failed, used_anywhere, late_anywhere, gathered_anywhere = (
         _members(int.from_bytes(bits, "little")) for bits in found
@@ -110,8 +122,68 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
 
 
 def _bits(members: set[int], size: int) -> bytes:
-    return sum(1 << i for i in members).to_bytes((size + 7) // 8, "little")
+    return sum([1 << i for i in members]).to_bytes((size + 7) // 8, "little")
 
 
 def _members(bits: int) -> set[int]:
     return {i for i, bit in enumerate(reversed(f"{bits:b}")) if bit == "1"}
+
+
+# -- updates in words ------------------------------------------------------------------------------
+
+
+def note(updates: list[str], name: str, items: Iterator[str]) -> None:
+    """Note what `name` is about to do, of which `items` are the numbers."""
+    if len(updates) >= _KEPT:
+        updates[:] = [f"updates with the checksum {zlib.crc32(repr(sorted(updates)).encode()):08x}"]
+    updates += [name, *(f"{name} with {item}" for item in items)]
+
+
+def of_step(optimizer: Optimizer, members: Mapping[int, str]) -> Iterator[str]:
+    """Yield the numbers among the optimizer's options in the groups of `members`, and these: what
+    tells which parameters a group has. What code keeps in a group besides (a name, a rank) is left
+    out, and so are tensors on a device: reading them would make the host wait.
+    """
+    for number, those in members.items():
+        group = f"group {number}: "
+        for key, value in optimizer.param_groups[number].items():
+            option = key == "lr" or (key in optimizer.defaults and key not in _HOW)
+            if option and (said := in_words(value)):
+                yield f"{group}{key}={said}"
+        yield group + those
+
+
+def in_words(value: Any) -> str:
+    """Return a number, a switch or a few numbers in words; "" for anything else. Hosts of different
+    kinds may differ in the last bit of a cosine, so it is left out.
+    """
+    if isinstance(value, float):
+        return f"{value:.7g}"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, (tuple, list)) and value and isinstance(value[0], (float, int)):
+        return f"({', '.join(map(in_words, value))})"
+    if type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() == 1:
+        return in_words(value.item())
+    return ""
+
+
+def difference(every: Mapping[int, list[str]]) -> str:
+    """Return in words how the updates of two ranks differ; "" if all ranks made the same.
+
+    Args:
+        every: each rank's updates, sorted (the order of two optimizers is free), by global rank.
+    """
+    (first, mine), *others = sorted(every.items())
+    for other, theirs in others:
+        if theirs != mine:
+            here, there = Counter(mine), Counter(theirs)
+            only = (here - there).elements(), (there - here).elements()
+            one, two = (min(lines, default="nothing more") for lines in only)
+            return (
+                f"since the last backward pass rank {first} called {one} where rank {other} called"
+                f" {two}. Every rank must clip and step alike, with the same numbers in the optimizer's"
+                " groups, after the same backward passes; a scheduler that follows the loss must be"
+                " given the mean over ranks."
+            )
+    return ""

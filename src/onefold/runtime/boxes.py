@@ -240,7 +240,8 @@ def is_dtensor(t: Any) -> bool:
 
 def local_of(t: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, over the same memory; any other tensor itself."""
-    return t._local_tensor if is_dtensor(t) else t  # type: ignore[attr-defined]
+    local: torch.Tensor = getattr(t, "_local_tensor", t)
+    return local
 
 
 def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:

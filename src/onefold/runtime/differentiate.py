@@ -1,16 +1,22 @@
-"""Autograd and the compiler: what runs inside a backward pass, and what torch.compile must leave
-alone.
+"""What a thread is in (forward passes of sharded models, autograd, a step of an optimizer), the tensors
+in arguments and results, and what torch.compile must leave alone.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType
-from typing import Any
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from onefold.runtime.flat import Unit
 
 # -- tensors in arguments and results ----------------------------------------------------------------
 
@@ -104,21 +110,73 @@ def in_autograd() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# -- recomputation ---------------------------------------------------------------------------------
+# -- open passes -----------------------------------------------------------------------------------
 #
-# How to tell that torch.utils.checkpoint is going to recompute a pass: by its hooks on saved
-# tensors.
+# [Note: a pass ends with its call] torch calls a hook after a forward pass that returned, or that raised
+# an `Exception`. It calls none after Ctrl-C (KeyboardInterrupt) or SystemExit. So an open pass has the
+# frame of its module's call, which cannot be cleared while it runs. Whoever asks which passes are open
+# ends those first whose call was left.
 
 
-def is_checkpoint(pack: Any) -> bool:
-    """Whether a hook on saved tensors is that of torch.utils.checkpoint, which saves no tensor and
-    computes it again.
+class _Thread(threading.local):
+    """What one thread does, over all models.
 
-    [Note: a checkpoint around a pass] torch compares how many tensors a pass saves with how many
-    its recomputation saves. So its hook has to see gathered parameters in the forward pass as it
-    sees them in the recomputation. The engine's own hooks must not take them before.
+    Attributes:
+        passes: its open forward passes, the innermost last.
+        stepping: optimizer steps under way. Inside one, a plain tensor may hold this rank's elements
+            only (an optimizer state) and be combined with an interval.
+        casts_states: it is in `optimizer.load_state_dict`, which casts states to `param.dtype`. It
+            must see the master dtype, which is what the optimizer steps.
     """
-    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+
+    stepping = 0
+    casts_states = False
+
+    def __init__(self) -> None:
+        self.passes: list[OpenPass] = []
+
+
+here = _Thread()
+
+
+@dataclass(eq=False, slots=True)
+class OpenPass:
+    """An open forward pass of a unit's module.
+
+    Attributes:
+        recompute: it is inside a backward pass.
+        call: the frame of the module's call. abort: ends the pass if that call was left.
+        outermost: it has begun a pass over the model.
+        in_use: the unit is in use by it.
+        beside: the open passes of its thread. began: when, by `time.perf_counter`.
+    """
+
+    unit: Unit
+    recompute: bool
+    call: FrameType
+    abort: Callable[[OpenPass], None]
+    outermost: bool = False
+    in_use: bool = False
+    began: float = field(default_factory=time.perf_counter)
+    beside: list[OpenPass] = field(default_factory=lambda: here.passes)
+
+
+def still_open(passes: list[OpenPass]) -> list[OpenPass]:
+    """Return `passes`, an engine's or a thread's, after ending those that were left open. See
+    [Note: a pass ends with its call].
+    """
+    while passes:
+        try:
+            passes[-1].call.clear()
+        except RuntimeError:  # it runs, in this thread or another
+            break
+        passes[-1].abort(passes[-1])
+    return passes
+
+
+def in_forward() -> bool:
+    """Whether a forward pass of any sharded model is open in this thread."""
+    return bool(here.passes) and bool(still_open(here.passes))
 
 
 # -- compilation -----------------------------------------------------------------------------------

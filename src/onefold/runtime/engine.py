@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-import onefold.runtime.updates as updates
 from onefold.comm import CollectiveContext, Group
 from onefold.device import chunk_for
 from onefold.layout import round_up
@@ -35,15 +34,13 @@ from onefold.memory import GRADIENTS, MASTERS, PARAMETERS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import GROUP, NATIVE
-from onefold.runtime.agree import agree_on_failure
+from onefold.runtime.agree import agree_on_failure, note
 from onefold.runtime.boxes import find_boxes
 from onefold.runtime.buffers import Buffers, check_in_place, refuse_changes
-from onefold.runtime.differentiate import in_autograd
+from onefold.runtime.differentiate import OpenPass, in_autograd, still_open
 from onefold.runtime.flat import Entry, Flat, Unit, bind
 from onefold.runtime.gather import Gatherer
-from onefold.runtime.open_passes import OpenPass, still_open
-from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
-from onefold.runtime.parameters.values import count_writes, given_out
+from onefold.runtime.parameters.values import IN_BACKWARD, count_writes, given_out
 from onefold.runtime.parts import whole_masters
 from onefold.runtime.passes import Graph, Passes
 from onefold.runtime.reduce import Reducer
@@ -288,8 +285,7 @@ class Engine:
             flat.grad = flat.held = flat.full = None
             flat.hops = ()
             del flat.storage, flat.gather
-            flat.entries.clear()
-            flat.pieces.clear()
+            flat.forget()
         for unit in self.units:
             unit.flats.clear()
         self.flats.clear()
@@ -386,11 +382,9 @@ class Engine:
         """Whether the code that runs now computes with whole parameters: in a forward pass, or in
         its recomputation in backward.
         """
-        return bool(self.stack) or (
-            in_autograd() and not self.closed and not self.full_params_depth
-        )
+        return bool(self.stack) or (in_autograd() and not self.full_params_depth)
 
-    # -- outside a pass, with gradients: runtime/parameters/access.py -----------------------------
+    # -- outside a pass, with gradients -----------------------------------------------------------
 
     @property
     def in_pass(self) -> bool:
@@ -456,8 +450,6 @@ class Engine:
         step writes to them, or (`seen`) takes a view that it may write to. The host waits if the
         masters are in its memory, or if a save is copying them.
         """
-        if self.closed:
-            return
         if self.copying is not None and not seen:
             self.about_to_write()
         elif flat.storage.offloaded and flat.storage.in_place:
@@ -503,7 +495,6 @@ class Engine:
             )
         elif self.failure_agreed or (self.failure is not None and self.world_size == 1):
             self.tell_failure()
-        self.reduce.refuse_changed()
         if any(flat.waits for flat in self.flats):
             raise RuntimeError(
                 "optimizer.step() was called while gradients kept under no_sync have not been"
@@ -514,7 +505,7 @@ class Engine:
     def note_update(self, name: str, items: Iterator[str]) -> None:
         """Note what clipping or an optimizer is about to do, for the ranks to compare."""
         if not self.group.alone and self.step_count:  # before a first pass nothing has a gradient
-            updates.note(self.group.updates, name, items)
+            note(self.group.updates, name, items)
 
     def tell_failure(self) -> None:
         """Raise the error of background work: the one not raised yet, or else the most recent."""

@@ -9,7 +9,7 @@ import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,23 +20,23 @@ from onefold.layout import LOW, Dtypes, ShardSpec, Slot, Tiers, overlap
 from onefold.layout.holders import Holders, TensorBox
 from onefold.memory import storage_of
 from onefold.recipe.moments import grain_of, items_of, packed
-from onefold.runtime.parameters import gradient_hooks
-from onefold.runtime.parameters.access import (
+from onefold.runtime.parameters.interval import (
+    IntervalSpec,
+    dispatches,
+    over,
+)
+from onefold.runtime.parameters.parameter import (
     Released,
+    ShardedParameter,
+    ShardInfo,
     Whole,
+    faced_class,
     follow_reads,
     point,
     put,
     set_requires_grad,
 )
-from onefold.runtime.parameters.interval import (
-    IntervalSpec,
-    Owners,
-    dispatches,
-    over,
-)
-from onefold.runtime.parameters.parameter import ShardedParameter, ShardInfo, faced_class
-from onefold.runtime.parameters.values import written
+from onefold.runtime.parameters.values import move_hooks, on_leaf
 from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found, UnitSpec, keeps_dtype, rests_encoded
 
@@ -73,6 +73,7 @@ class Entry:
     """
 
     unit: Unit
+    info: ShardInfo
 
     def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
         self.slot, self.index, self.names = slot, index, tuple(found.names)
@@ -90,12 +91,12 @@ class Entry:
         # The common case: one module refers to it, and is not a recurrent layer with its own list
         self.only_place = self.places[0][:2] if one else None
         self.flat: Flat = flat
-        self.engine = weakref.ref(engine)
+        self.engine = flat.engine
         # What this rank holds of a DTensor; None for a plain parameter
         self.box: Box | None = found.box
         # What its gradient is multiplied with before the sum, see `Holders`
         self.parts = flat.ranks.copies if found.partial else 1
-        self.param = found.param
+        self.param: nn.Parameter = found.param
         self.compute: nn.Parameter = found.param
         self.local: torch.Tensor = found.param
         self.released: torch.Tensor = found.param
@@ -231,6 +232,7 @@ class Flat:
         dtypes, ranks = kind.dtypes, kind.holders
         group = engine.group.part(ranks.groups)
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
+        self.engine: Callable[[], Engine | None] = weakref.ref(engine)
         #: Which ranks hold it, among all of the mesh, and those of this rank's box
         self.ranks = ranks
         self.group, self.rank, self.size = group, group.rank, group.size
@@ -274,9 +276,13 @@ class Flat:
         )
         #: Whether its parameters are parts of global tensors (all of them: their holders differ)
         self.in_boxes = any(f.box is not None and f.box.divided for f in found)
-        # Which rank has which part of the parameters; None if every rank has the whole.
-        part = self.owned != (0, self.layout.numel) or self.in_boxes
-        self.owners = Owners(self, engine) if part else None
+        # Which rank has which part of the parameters; None if every rank has the whole. See
+        # `IntervalSpec`
+        self.owners: tuple[tuple[tuple[int, int], ...], int] | None = None
+        if self.owned != (0, self.layout.numel) or self.in_boxes:
+            owners, alone = self.owners_group, self.whole_master
+            positions = [0] if alone else [group.ranks.index(r) for r in owners.ranks]
+            self.owners = tuple(map(spec.owned_by, positions)), 0 if alone else owners.rank
         self.master: torch.Tensor
         self.full: torch.Tensor | None = None
         # This rank's whole gradient, which is not reduced yet; and the sums of its group that wait
@@ -359,20 +365,32 @@ class Flat:
         else:
             entry.local = entry.released.data  # a version counter of its own
             entry.compute = entry.box.leaf(entry.local, entry.active)
-        gradient_hooks.move(old, entry)
+        move_hooks(old, entry.compute, partial(on_leaf, entry))
         old.__dict__.pop("_onefold_dtypes", None)
         # One dictionary for both: a forward pass sees the attributes that anybody puts on a
         # parameter, now or later
         entry.compute.__dict__ = entry.param.__dict__
         seen, own = entry.param.__dict__, type(entry.param)
         plain = own if dispatches(own) else nn.Parameter
-        entry.param.__class__ = over(faced, own)
-        seen["onefold"] = ShardInfo(entry, entry.param.__class__, plain)
+        entry.info = seen["onefold"] = ShardInfo(entry, over(faced, own), plain)
+        entry.param.__class__ = entry.info.faced
         if self.owners is not None:
             box = entry.box if self.in_boxes else None
             shape = slot.shape if box is None else box.shape
-            seen["_onefold_spec"] = IntervalSpec(self.owners, slot.name, slot.start, shape, box=box)
+            seen["_onefold_spec"] = IntervalSpec(
+                weakref.ref(self), *self.owners, slot.name, slot.start, shape, box=box
+            )
         self.swap(entry, entry.param)
+
+    def forget(self) -> None:
+        """Let go of the parameters when the engine closes: they have none from now on."""
+        self.engine = lambda: None
+        for entry in self.entries:
+            entry.engine = self.engine
+            if hasattr(entry, "info"):  # it was laid out
+                entry.info.entry = lambda: None
+        self.entries.clear()
+        self.pieces.clear()
 
     # -- views -------------------------------------------------------------------------------------
 
@@ -416,7 +434,13 @@ class Flat:
     @property
     def version(self) -> int:
         """The number of the masters' values: another one after each write."""
-        return self.bumps + sum([written(entry.param) for entry in self.entries])
+        return self.bumps + self.written
+
+    @property
+    def written(self) -> int:
+        """How often code has written to the masters, by torch's counters."""
+        counts = [(e.param._version, e.info.alias._version, e.info.written) for e in self.entries]
+        return sum(map(sum, counts))
 
     @property
     def stale(self) -> bool:
@@ -533,6 +557,7 @@ class Unit:
         name: the dotted name of its module, "(root)" for the root; path: the same, "" for the root.
         numel: elements of its flat buffers, alignment and padding included.
         gathered_bytes: bytes of its buffers while it is gathered.
+        resident: its whole parameters exist all the time (replicated), or it has none.
         calls: its uses in forward passes with gradients since the last backward pass; set to 0 when
             the next pass begins.
         aside: those whose small gradient waits on the parameter for others.
@@ -577,6 +602,7 @@ class Unit:
     def __init__(self, name: str, index: int, module: nn.Module, flats: list[Flat]) -> None:
         self.name, self.path, self.index, self.flats = name or "(root)", name, index, flats
         self.module = weakref.ref(module)
+        self.resident = all(flat.resident for flat in flats)
         # The backward pass of an embedding reads no parameter
         self.looks_up_only = type(module) is nn.Embedding
         self.state = State.GATHERED if self.resident else State.SHARDED
@@ -593,11 +619,6 @@ class Unit:
         self.gathered_bytes = sum(
             f.layout.numel * f.dtypes.compute.itemsize for f in flats if not f.resident
         )
-
-    @property
-    def resident(self) -> bool:
-        """Whether its whole parameters exist all the time (replicated), or it has none."""
-        return all(flat.resident for flat in self.flats)
 
     @property
     def ungathered(self) -> bool:

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.runtime.differentiate import in_autograd, keep_from_compiler, mapped
+from onefold.runtime.differentiate import in_autograd, keep_from_compiler, mapped, still_open
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Unit
-from onefold.runtime.open_passes import still_open
 from onefold.runtime.parameters.parameter import (
-    ShardedParameter,
     disable_torch_function,
     refuse_pickling,
 )
@@ -95,15 +93,12 @@ class _Around:
             return t.to(self.cast_to) if t.dtype in _FLOATS else t
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
-        if self.engine.closed:
-            return None
-        this = self.engine.passes.pass_of(sys._getframe(1))
-        return None if this is None else self.engine.passes.leave(this, output)
+        return None if self.engine.closed else self.engine.passes.leave(sys._getframe(1), output)
 
     def always(self, _: nn.Module, args: Any, output: Any) -> None:
         # Runs after `after`, and also when the forward pass raised an Exception
         if not self.engine.closed:
-            still_open(self.engine.passes.stack, sys._getframe(1))
+            still_open(self.engine.passes.stack)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self  # the parameters refuse it, with their names
@@ -134,9 +129,7 @@ def guard(engine: Engine, module: nn.Module) -> None:
     divided, unset = any(flat.divided for flat in engine.flats), engine.uninitialized
 
     def on_save(part: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if engine.closed:
-            _refuse_leftovers(part)
-        elif not engine.full_params_depth:
+        if not (engine.closed or engine.full_params_depth):
             unset.refuse("state_dict() would hold", here=True)
             if divided and not _is_for_keys():
                 raise RuntimeError(
@@ -146,9 +139,7 @@ def guard(engine: Engine, module: nn.Module) -> None:
                 )
 
     def on_load(part: nn.Module, *_: Any) -> None:
-        if engine.closed:
-            _refuse_leftovers(part)
-        elif not engine.full_params_depth:
+        if not (engine.closed or engine.full_params_depth):
             raise RuntimeError(
                 "load_state_dict() on a sharded model would write whole parameters over this rank's"
                 " intervals. Use onefold.load_full_state_dict(model, state_dict) on every rank, or"
@@ -176,18 +167,3 @@ def _is_for_keys() -> bool:
     while frame is not None and frame.f_code.co_name == "state_dict":
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name in _ASK_FOR_KEYS
-
-
-def _refuse_leftovers(part: nn.Module) -> None:
-    """Raise RuntimeError if `part` has outlived its sharded model: nothing can make its parameters
-    whole any more.
-    """
-    faced = [p for p in part.parameters() if isinstance(p, ShardedParameter)]
-    names = [info.name for p in faced if (info := p.__dict__["onefold"]).sharded]
-    if names:
-        raise RuntimeError(
-            f"this {type(part).__name__} has outlived the sharded model it was part of: its"
-            f" parameters ({', '.join(map(repr, names[:3]))}) are this rank's intervals, and"
-            " nothing can make them whole any more. Keep the model, and take"
-            " onefold.full_state_dict(model) from it."
-        )

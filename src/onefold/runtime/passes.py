@@ -24,18 +24,20 @@ from onefold.runtime.agree import agree_and_finish
 from onefold.runtime.buffers import check_in_place, check_not_wrapped, refuse_changes
 from onefold.runtime.differentiate import (
     TRANSFORMS,
+    OpenPass,
+    here,
     in_autograd,
     keep_from_compiler,
     keep_hooks_from_compiler,
     mapped,
     refuse_transforms,
+    still_open,
     tensors_in,
     will_accumulate,
 )
 from onefold.runtime.flat import State, Unit
-from onefold.runtime.open_passes import OpenPass, here, still_open
-from onefold.runtime.parameters.access import point, put
 from onefold.runtime.parameters.interval import disable_torch_function
+from onefold.runtime.parameters.parameter import point, put
 from onefold.runtime.parameters.values import refuse_if_computed_with
 from onefold.runtime.saved import is_in
 from onefold.runtime.storage import refuse_written
@@ -103,8 +105,8 @@ class Passes:
         """
         engine = self.engine
         with disable_torch_function():
-            if not still_open(self.stack, call):
-                still_open(here.passes, call)  # of other models
+            if not still_open(self.stack):
+                still_open(here.passes)  # of other models
             recompute, first = in_autograd(), not self.stack
             this = OpenPass(unit, recompute, call, self.abort)
             this.beside.append(this)
@@ -140,10 +142,14 @@ class Passes:
             if not (borrows or unit.gradients or self.engine.differentiating):
                 unit.gradients = unit.awaited  # of another forward pass, recomputed re-entrantly
 
-    def leave(self, this: OpenPass, output: Any) -> Any:
-        """End the forward pass of a unit's module after it has returned `output`. Returns the
-        output with copies of the tensors that lie in gathered buffers.
+    def leave(self, call: FrameType, output: Any) -> Any:
+        """End the forward pass of a unit's module after its call, which has this frame, has returned
+        `output`. Returns the output with copies of the tensors that lie in gathered buffers; None if
+        the call began no pass.
         """
+        this = next((this for this in still_open(self.stack) if this.call is call), None)
+        if this is None:
+            return None
         unit, outermost, graph = this.unit, this.outermost, self._graph
         with disable_torch_function():
             self.engine.computed(this.unit.name, self.engine.phase, this.began)
@@ -182,15 +188,11 @@ class Passes:
                     raise
             self._close(this)
 
-    def pass_of(self, call: FrameType) -> OpenPass | None:
-        """Return the open pass whose module's call has this frame; None if it began none."""
-        return next((this for this in still_open(self.stack, call) if this.call is call), None)
-
     def use(self, entry: Entry, keeps: bool = False) -> torch.Tensor:
         """Return the whole parameter for code in a forward pass whose unit does not own it. See
         runtime/parameters/parameter.py.
 
-        `keeps`: the code gets the parameter itself (runtime/parameters/access.py), so it must stay
+        `keeps`: the code gets the parameter itself (runtime/parameters/parameter.py), so it must stay
         whole until the pass ends, also if its own module is called in between.
         """
         unit, recompute = entry.unit, in_autograd()
@@ -208,9 +210,7 @@ class Passes:
 
     def _close(self, this: OpenPass) -> None:
         for passes in (self.stack, this.beside):
-            if passes and passes[-1] is this:
-                passes.pop()
-            elif this in passes:  # another thread's began later
+            if this in passes:  # the last one, unless another thread's began later
                 passes.remove(this)
         if not self.stack:
             self._graph = None

@@ -57,7 +57,6 @@ from onefold.runtime.parameters.interval import (
     get_grad,
     set_grad,
 )
-from onefold.runtime.parameters.operators import unreduced_error
 
 if TYPE_CHECKING:
     from onefold.comm import Pending
@@ -131,15 +130,12 @@ class Reducer:
         self.summed: list[Reduction] = []
         self.used: set[int] = set()
         self.since = 0.0  # when the backward pass began, or a unit's last gradient came
-        # What `.grad` has shown of gradients that wait for the boundary, as plain tensors
-        self.shown: dict[Entry, torch.Tensor] = {}
         # Of a mesh along which some ranks have the same data
         self.marks: Marks | None = None
 
     # -- arrival -----------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        self.refuse_changed()
         self.order.begin(self.order.units)
         self.used, self.since = set(), time.perf_counter()
         if self.marks is not None:
@@ -468,7 +464,6 @@ class Reducer:
         self.on_next_hop.clear()
         self.summed.clear()
         self.held.clear()
-        self.shown.clear()
         for unit in self.units:
             unit.gradients = set()
             unit.ready = unit.launched = unit.late = False
@@ -517,7 +512,6 @@ class Reducer:
     def forget(self, entry: Entry) -> None:
         """Drop what waits for the boundary of the gradient of `entry`: its `.grad` became None."""
         flat = entry.flat
-        self.shown.pop(entry, None)
         if self.engine.backward_open:
             return
         flat.filled.discard(entry.number)
@@ -530,15 +524,6 @@ class Reducer:
         if flat.held is not None and not any(e.number in self.held for e in flat.entries):
             self.pool.give(flat.held)
             flat.held = None
-
-    def refuse_changed(self) -> None:
-        """Raise if a gradient that waits for the boundary was changed where every rank sees its
-        whole own. (Where it sees a part, the change itself raises.)
-        """
-        shown, self.shown = self.shown, {}
-        for entry, grad in shown.items():
-            if grad._version and grad.any():  # zeros drop it
-                raise unreduced_error("an operation in place", entry.slot.name)
 
     def gradient_bytes(self, tier: Tier) -> int:
         """Return the bytes of gradients on a tier that wait for the optimizer: of reduced ones, and
@@ -635,8 +620,7 @@ def refuse_gradients(entry: Entry) -> None:
     def refuse(_: Any) -> None:
         if (
             (e := known()) is not None
-            and (engine := e.engine()) is not None
-            and not engine.closed
+            and e.engine() is not None
             and getattr(e.param, "_onefold_faced", False)
         ):
             raise ShardedParameterError(

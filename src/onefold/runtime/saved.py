@@ -23,7 +23,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from onefold.memory import storage_of
 from onefold.runtime.boxes import dtensor_over, local_of
 from onefold.runtime.differentiate import (
-    is_checkpoint,
     keep_from_compiler,
     keep_hooks_from_compiler,
 )
@@ -73,8 +72,9 @@ class Handle:
 
     def read(self) -> torch.Tensor:
         gather, unit, alone = self.gather, self.unit, False
-        gather.engine.refuse_if_closed()
-        gather.engine.passes.event()
+        if gather.engine.closed or not gather.engine.backward_open:  # asked once per tensor
+            gather.engine.refuse_if_closed()
+            gather.engine.passes.event()
         if self.stays:
             gather.acquire(unit, backward=True)
         else:
@@ -123,12 +123,15 @@ def _cast_from(t: torch.Tensor) -> torch.Tensor | None:
 
 def saving(gathers: Iterable[Gatherer], stays: bool = True) -> saved_tensors_hooks:
     """Inside this context, autograd saves tensors in buffers of `gathers` as handles, and others as
-    before. A checkpoint around this code must see the gathered buffers themselves, see [Note: a
-    checkpoint around a pass].
+    before.
+
+    [Note: a checkpoint around a pass] torch compares how many tensors a checkpointed pass saves with how
+    many its recomputation saves. So its hook has to see gathered parameters in the forward pass as it
+    sees them in the recomputation: they are not taken before.
     """
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     outer_pack, outer_unpack = top or (None, None)
-    recomputed = is_checkpoint(outer_pack)
+    recomputed = getattr(outer_pack, "__module__", None) == "torch.utils.checkpoint"
 
     def pack(t: torch.Tensor) -> Any:
         if t.layout is torch.strided and not recomputed:

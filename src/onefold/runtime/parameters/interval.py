@@ -5,7 +5,7 @@
     rank 1      holds [10, 24)                                1 1   1 ... 1     1 ... 1
 
 `p.data`, `p.grad` and `p.detach()` of a sharded parameter are intervals, and so are the results of
-element-wise operations on them. runtime/parameters/schema.py decides what each operation does.
+element-wise operations on them. operators.py decides what each operation does.
 Inside `disable_torch_function()` an interval is an ordinary one-dimensional tensor of the local
 elements.
 
@@ -27,14 +27,14 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._foreach_utils import _foreach_supported_types
 
-from onefold.comm import CollectiveContext, Group
+from onefold.comm import CollectiveContext
 from onefold.layout import overlap
 
 if TYPE_CHECKING:
@@ -50,72 +50,29 @@ class ShardedParameterError(RuntimeError):
     """A sharded parameter, or an interval of one, was used as if it were whole."""
 
 
-class Owners:
-    """Which rank owns which addresses of a flat buffer.
-
-    Attributes:
-        flat: weak, as `engine`: tensors may outlive their model.
-        bounds: the addresses `(start, stop)` of each rank, by its position in `flat.owners_group`,
-            whose ranks together own every address once; of one rank, if each owns every address.
-        position: this rank's position in that group.
-    """
-
-    def __init__(self, flat: Flat, engine: Engine) -> None:
-        group, everyone, ranks = flat.owners_group, engine.group, flat.group
-        positions = [0] if flat.whole_master else [ranks.ranks.index(r) for r in group.ranks]
-        self.bounds = tuple(map(flat.spec.owned_by, positions))
-        self.position, self.index = 0 if flat.whole_master else group.rank, flat.index
-        self.flat, self._engine = weakref.ref(flat), weakref.ref(engine)
-        # Where the parts meet when the model is gone
-        self._level, self._parts = group is not ranks, ranks.parts
-        self._meet_again = partial(everyone.reunion.group, everyone.size)
-
-    @property
-    def engine(self) -> Engine | None:
-        """The engine; None if the model has been freed or closed."""
-        engine = self._engine()
-        return None if engine is None or engine.closed else engine
-
-    def meet(self, subject: str) -> tuple[Group, Group]:
-        """Return the group of the ranks that own the parts, and that of all ranks. `subject` is for
-        the message. Collective if the model is gone.
-
-        Raises:
-            ShardedParameterError: the model is gone, and the process group too.
-        """
-        engine, flat = self.engine, self.flat()
-        if engine is not None and flat is not None:
-            return flat.owners_group, engine.group
-        everyone = self._meet_again()
-        if everyone is None:
-            raise ShardedParameterError(
-                f"{subject} is one rank's part of a parameter whose model is gone, and its process"
-                " group too: read it before destroy_process_group()."
-            )
-        part = everyone if self._parts is None else everyone.part(self._parts)
-        return part.intra_group if self._level else part, everyone
-
-
 @dataclass(eq=False)
 class IntervalSpec:
     """Which elements of a tensor of `shape` this rank holds: [start, stop) of the flattened tensor.
 
     Attributes:
+        flat: its flat buffer, weak: tensors may outlive their model.
+        bounds: the addresses `(start, stop)` of each rank, by its position in `Flat.owners_group`,
+            whose ranks together own every address once; of one rank, if each owns every address.
+        position: this rank's position in that group.
         name: the parameter's name, for messages.
         first: the address of element 0 in the flat buffer.
-        unreduced: of a gradient kept under no_sync, this rank's whole gradient, of which it is a
-            part; None for any other tensor.
         role: what it is of the parameter: "" for its values, "grad", or an optimizer state's key.
         held: elements that the holders of this box have.
         box: the box that its holders have of the whole, [start, stop) being elements of it; None if
             they have all of it.
     """
 
-    owners: Owners
+    flat: weakref.ref[Flat]
+    bounds: tuple[tuple[int, int], ...]
+    position: int
     name: str
     first: int
     shape: Any  # a torch.Size from there on
-    unreduced: torch.Tensor | None = None
     role: str = ""
     box: Box | None = None
 
@@ -123,19 +80,19 @@ class IntervalSpec:
         self.shape = torch.Size(self.shape)
         self.numel = prod(self.shape)
         self.held = self.numel if self.box is None else self.box.numel
-        self.start, self.stop = self._at(self.owners.position)
+        self.start, self.stop = self._at(self.position)
         self._roles: dict[str, IntervalSpec] = {}
 
     def _at(self, position: int) -> tuple[int, int]:
         """Return what the owner at a position holds of what the holders of this box have."""
-        a, b = overlap((self.first, self.first + self.held), self.owners.bounds[position])
+        a, b = overlap((self.first, self.first + self.held), self.bounds[position])
         return a - self.first, b - self.first
 
     @property
     def cut(self) -> Any:
         """The same as that of another: see [Note: the same cut]. Shapes may differ."""
         box = self.box and (self.box.kind, self.box.shape)
-        return self.first, self.numel, self.owners.bounds, box
+        return self.first, self.numel, self.bounds, box
 
     def piece(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements, [stop - start], of a tensor that broadcasts to `shape`."""
@@ -191,9 +148,9 @@ class IntervalSpec:
 
         `local` has this rank's elements. `what` names the operation, for messages.
         """
-        group, _, context = self._begin("state", what)
-        held = local
-        if len(self.owners.bounds) > 1:
+        flat, _, context = self._begin("state", what)
+        group, held = flat.owners_group, local
+        if len(self.bounds) > 1:
             held = torch.empty(self.held, dtype=local.dtype, device=group.device)
             with torch.no_grad():
                 held[self.start : self.stop].copy_(local)
@@ -207,7 +164,7 @@ class IntervalSpec:
                 [(p, mine) for p, _ in parts],
                 parts,
                 context,
-                self.owners.index,
+                flat.index,
                 move="state",
                 addresses=asked,
             ).wait()
@@ -225,28 +182,41 @@ class IntervalSpec:
             RuntimeError: on every rank, if another rank asked for something else. See [Note: the
                 same question].
         """
-        group, everyone, context = self._begin("control", what)
+        flat, engine, context = self._begin("control", what)
         digest = zlib.crc32(what.encode())
         for spec in (self, *others):
             digest = zlib.crc32(spec.token, digest)
         more = f" and of {len(others)} others" if others else ""
         asked = f"{what} of {self.said}{more}"
-        values = values.to(group.device)
+        group, everyone, values = flat.owners_group, engine.group, values.to(engine.device)
         # One row, or the rows of one group of owners, for each box
-        alone = len(self.owners.bounds) == 1
+        alone = len(self.bounds) == 1
         values = values[None] if alone else group.gather_asked(values, digest, asked, context)
         if self.box is None:
             return values
         every = everyone.gather_asked(values, digest, asked, context)
         return every[self.box.firsts(everyone.ranks)].flatten(0, 1)
 
-    def _begin(self, move: str, what: str) -> tuple[Group, Group, CollectiveContext]:
-        """Return what `Owners.meet` does, and what the ledger and messages say of a collective."""
-        group, everyone = self.owners.meet(f"{self.name!r}")
+    def home(self) -> tuple[Flat, Engine]:
+        """Return its flat buffer and the engine.
+
+        Raises:
+            ShardedParameterError: the model is gone.
+        """
+        flat = self.flat()
+        engine = None if flat is None else flat.engine()
+        if flat is None or engine is None:
+            raise ShardedParameterError(
+                f"{self.said} is one rank's part of a parameter whose model is gone. Keep the model as"
+                " long as its parts are read."
+            )
+        return flat, engine
+
+    def _begin(self, move: str, what: str) -> tuple[Flat, Engine, CollectiveContext]:
+        """Return `home`, and what the ledger and messages say of a collective."""
+        flat, engine = self.home()
         subject = f"{what} of {self.said}, which every rank must call"
-        engine = self.owners.engine
-        of = CollectiveContext(move, subject, 0, "state")
-        return group, everyone, of if engine is None else engine.context(move, subject)
+        return flat, engine, engine.context(move, subject)
 
 
 def spec_of(value: Any) -> IntervalSpec | None:
@@ -275,9 +245,9 @@ def owner_of(param: Any) -> tuple[Any, Any]:
     """Return the entry of a sharded parameter and its engine; (None, None) for another tensor, and if
     its model is gone.
     """
-    entry = entry_of(param)
-    engine = entry.engine() if entry is not None else None
-    return (None, None) if engine is None else (entry, engine)
+    info = getattr(param, "__dict__", {}).get("onefold")
+    entry = None if info is None else info.entry()
+    return (None, None) if entry is None else (entry, entry.engine())
 
 
 class Interval(torch.Tensor):

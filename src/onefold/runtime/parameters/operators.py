@@ -1,5 +1,5 @@
-"""How functions of torch run on intervals, and on sharded parameters outside a forward pass without
-gradients. schema.py decides which of these runs what.
+"""What functions of torch do on intervals, and on sharded parameters outside a forward pass without
+gradients.
 
 | function                                             | result                                                            | traffic       |
 |------------------------------------------------------|-------------------------------------------------------------------|---------------|
@@ -15,24 +15,41 @@ gradients. schema.py decides which of these runs what.
 | changes of its memory: set_, resize_, DLPack         | `ShardedParameterError`                                           |               |
 
 A function with traffic is a collective: every rank must run it.
+
+Which of them runs a function is decided from what torch declares of its operators:
+
+| torch declares                                         | on an interval                                    |
+|--------------------------------------------------------|---------------------------------------------------|
+| `Tag.pointwise`                                        | `on_parts`: computed on this rank's elements      |
+| `_foreach_`, and the function of one tensor has it     | `on_lists`: the same, item by item                |
+| no tensor in the result, and the meta device answers   | `of_shape`, `of_itself`: a question that needs no |
+|                                                        | elements                                          |
+| `Tag.inplace_view`, or a write to another argument     | `refuse`                                          |
+| a result that shares memory with an argument           | `view`: an interval if elements keep their order  |
+| none of these, or overloads that differ                | `on_whole`: on the gathered whole                 |
+| no schema, but it is torch's                           | `on_whole`; refused if it writes                  |
+| not torch's, and not `Tag.pointwise`                   | `refuse`                                          |
+
+`EXCEPTIONS` names the functions of which torch declares too little, and those that make tensors. What
+a function does is decided once, and is one lookup from then on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
 from onefold.memory import storage_of
-from onefold.runtime.differentiate import mapped, tensors_in
-from onefold.runtime.open_passes import here
+from onefold.runtime.differentiate import here, mapped, tensors_in
 from onefold.runtime.parameters.interval import (
     IntervalSpec,
     ShardedParameterError,
-    disable_torch_function,
     dress,
     local_part,
     shape_of,
@@ -40,7 +57,6 @@ from onefold.runtime.parameters.interval import (
 )
 
 _T: Any = torch.Tensor
-_FIRST = ("input", "self", "tensor", "x", "A")  # names of first arguments
 
 
 class Operator:
@@ -59,7 +75,7 @@ class Operator:
     def __init__(self, name: str, run: Run, writes: bool = False) -> None:
         self.name, self.run, self.writes = name, run, writes
         questions = (of_shape, of_itself)
-        self.about_itself = run in (*questions, make_like) or name == "detach"
+        self.about_itself = run in questions or name == "detach" or name.endswith("_like")
         # Tensors may be made of the elements of others
         self.asks = run in questions and name not in ("data_ptr", "new", "new_tensor")
 
@@ -70,26 +86,6 @@ class Operator:
 
 #: Runs a function on an interval: (what is known of it, the function, arguments, keyword arguments).
 Run = Callable[[Operator, Any, Any, Any], Any]
-
-
-def compute(op: Operator, func: Any, args: Any, kwargs: Any, among: Sequence[torch.Tensor]) -> Any:
-    """Run `func` by the table of this module. `among` are the tensors among its arguments: at least
-    one interval, or a sharded parameter that is treated as one.
-
-    Raises:
-        ShardedParameterError: it cannot be done on a part; the message says what to write instead.
-    """
-    with disable_torch_function():
-        if not args:  # its first argument was given by name
-            first = next((k for k in _FIRST if k in kwargs), next(iter(kwargs)))
-            args, kwargs = (kwargs[first],), {k: v for k, v in kwargs.items() if k != first}
-        specs = () if op.about_itself or op.name == "data" else map(spec_of, among)
-        for spec in specs:
-            if spec is not None and spec.unreduced is not None:
-                if op.name not in ("zero_", "_foreach_zero_"):
-                    raise unreduced_error(op.name, spec.name)
-                spec.unreduced.zero_()
-        return op.run(op, func, args, kwargs)
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -109,14 +105,6 @@ def refusal(op: Operator, given: Any) -> ShardedParameterError:
 
 def refuse(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     raise refusal(op, (args, kwargs))
-
-
-def unreduced_error(what: str, name: str) -> ShardedParameterError:
-    return ShardedParameterError(
-        f"{what} was given the gradient of {name!r} under onefold.no_sync, where `.grad` shows this"
-        " rank's unreduced part only. Look at gradients, and change them, after the last"
-        " micro-batch. Dropping them is fine: optimizer.zero_grad(), or `.grad = None`."
-    )
 
 
 # -- questions and new tensors ---------------------------------------------------------------------
@@ -144,14 +132,10 @@ def call_python(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def convert(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    """Change the dtype or the device."""
-    return dressed(func(*args, **_without_format(kwargs)), spec_of(args[0]))
-
-
-def make_like(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    if kwargs.get("requires_grad") and spec_of(args[0]) is not None:
+    """Change the dtype or the device, or make a tensor of the same shape."""
+    if kwargs.get("requires_grad"):
         raise refusal(op, args)  # gradients of a part would be lost
-    return (draw if op.name.startswith("rand") else convert)(op, func, args, kwargs)
+    return dressed(func(*args, **_without_format(kwargs)), spec_of(args[0]))
 
 
 def draw(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -221,9 +205,8 @@ def unscale(op: Operator, func: Any, args: Any, kwargs: Any) -> None:
     """
     func(*args, **kwargs)
     specs = filter(None, map(spec_of, args[0]))
-    for engine in dict.fromkeys(spec.owners.engine for spec in specs):
-        if engine is not None:
-            engine.agree_on_overflow(args[1])
+    for engine in dict.fromkeys(spec.home()[1] for spec in specs):
+        engine.agree_on_overflow(args[1])
 
 
 def part_of(t: torch.Tensor, base: IntervalSpec) -> torch.Tensor:
@@ -465,7 +448,7 @@ def norms_of(tensors: Sequence[torch.Tensor], p: float) -> list[torch.Tensor]:
     """
     out, alike = list(tensors), dict[Any, list[int]]()
     for i, t in enumerate(tensors):
-        ranks = (spec := spec_of(t)) and spec.owners.meet(spec.name)[0]
+        ranks = (spec := spec_of(t)) and spec.home()[0].owners_group
         alike.setdefault((ranks, t.device, t.dtype), []).append(i)
     for (ranks, device, dtype), indices in alike.items():
         parts, shared = [tensors[i] for i in indices], ranks is not None
@@ -483,3 +466,171 @@ def norms_of(tensors: Sequence[torch.Tensor], p: float) -> list[torch.Tensor]:
         for i, one in zip(indices, found, strict=True):
             out[i] = one
     return out
+
+
+# -- which of them, by torch's schemas --------------------------------------------------------------
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: What runs a function, by its name.
+EXCEPTIONS: dict[str, Run] = {
+    name: run
+    for run, names in {
+        # Element by element, but without the tag, or without a schema of this name
+        on_parts: "copy_ fill_ zero_ abs_ eq_ ne_ ge_ gt_ le_ lt_ copysign_ gelu_ mish_ relu6_"
+        " gcd_ lcm_ heaviside_ xlogy_ threshold_ masked_fill_ __invert__ true_divide true_divide_",
+        # The result may be the tensor itself, and a meta tensor cannot show what another device does
+        convert: "to type type_as pin_memory float double half bfloat16 cfloat cdouble chalf int long"
+        " short char byte bool cpu cuda xpu hpu ipu mtia"
+        " empty_like zeros_like ones_like full_like",
+        draw: "rand_like randn_like randint_like normal_ uniform_ random_ exponential_ cauchy_ log_normal_ geometric_",
+        # Tensors of another shape; what is said to write, but not to elements; questions with a
+        # second argument
+        of_itself: "new new_tensor new_empty new_empty_strided new_full new_ones new_zeros"
+        " requires_grad_ retain_grad detach_ record_stream as_subclass"
+        " _has_compatible_shallow_copy_type",
+        # Those of one number a rank, and those that share a name with them
+        reduce: "sum mean max min amax amin any all count_nonzero",
+        norm: "norm linalg_vector_norm linalg_norm _foreach_norm",
+        # Syntax of Python, not operators
+        view: "__getitem__ __iter__",
+        set_item: "__setitem__",
+        formatted: "__format__",
+        set_data: "data__set__",
+        # It writes to the rows of this rank's batch; and elements could be read without torch
+        refuse: "embedding_renorm_ storage __dlpack__",
+        # The ranks must agree on its flag
+        unscale: "_amp_foreach_non_finite_check_and_unscale_",
+    }.items()
+    for name in words(names)
+}
+
+#: Modules of torch whose functions in Python compute with their arguments alone.
+_MODULES = {
+    f"torch.{name}"
+    for name in words("_tensor functional nn.functional _jit_internal _linalg_utils _lowrank")
+}
+#: Functions of torch.distributed that read the tensor they send, and write to other tensors only.
+_SENDS = words("send isend all_gather gather")
+_ACCESSORS = ("__get__", "__set__", "__delete__")
+_ANSWERS = (
+    bool, int, float, str, bytes, tuple, list, type, torch.dtype, torch.device, torch.layout,
+    torch.UntypedStorage, torch.TypedStorage,
+)  # fmt: skip
+
+
+@cache
+def operator_of(func: Any) -> Operator:
+    """Return what is known of `func`, as torch passes it to `__torch_function__`."""
+    name, module = getattr(func, "__name__", str(func)), getattr(func, "__module__", None)
+    if name in _ACCESSORS:
+        return _of_attribute(func, name)
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return _by_overloads(name.partition(".")[0], _overloads(func))
+    if module == "torch.nn.init":
+        return Operator("init", draw, True)
+    if module == "torch.distributed.distributed_c10d":
+        return Operator(name, refuse, name not in _SENDS)
+    if not (
+        module in _MODULES
+        if isinstance(func, FunctionType)
+        else module is None or module.partition(".")[0] == "torch"
+    ):
+        return Operator(name, refuse)
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if module == "torch._tensor" and hasattr(func, "__wrapped__"):
+        return Operator(name, call_python, in_place)
+    if (run := EXCEPTIONS.get(name)) is not None:
+        return Operator(name, run, in_place and run is not of_itself)
+    overloads = _overloads(getattr(torch.ops.aten, name, None))
+    if not any(_has_tensor(o._schema.returns) for o in overloads) and (asks := _asks(func)):
+        return Operator(name, asks)
+    if overloads:
+        return _by_overloads(name, overloads)
+    return Operator(name, refuse if in_place else on_whole, in_place)
+
+
+def _of_attribute(func: Any, accessor: str) -> Operator:
+    attribute = func.__self__
+    name = getattr(attribute, "__name__", None) or attribute.fget.__name__
+    if accessor == "__get__":
+        return Operator(name, _asks(func, absent=True) or view)
+    return Operator(name + accessor, EXCEPTIONS.get(name + accessor, refuse))
+
+
+def _asks(func: Any, absent: bool = False) -> Run | None:
+    """Return what answers `func` if it answers for tensors without elements, else None.
+
+    A question is about the shape if the answer is the same for two tensors of one shape, and another
+    for another shape. `absent`: None is an answer.
+    """
+    try:
+        a, b, other = (func(torch.empty(s, device="meta")) for s in ((2, 3), (2, 3), (5,)))
+    except Exception:
+        return None
+    if not isinstance(a, _ANSWERS) and not (a is None and absent):
+        return None
+    return of_shape if a == b != other else of_itself
+
+
+# -- schemas ---------------------------------------------------------------------------------------
+
+
+def _overloads(func: Any) -> list[Any]:
+    """Return the overloads of an operator that take tensors, except those that write to `out`.
+
+    TorchScript adds overloads for lists of tensors to some (`sort`): they are left out.
+    """
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        found = [getattr(func, overload) for overload in func.overloads()]
+    else:
+        found = [func] if isinstance(func, torch._ops.OpOverload) else []
+    found = [
+        o
+        for o in found
+        if _has_tensor(o._schema.arguments)
+        and not any(a.kwarg_only and _is_written(a) for a in o._schema.arguments)
+    ]
+    return [o for o in found if "List" not in str(o._schema.arguments[0].type)] or found
+
+
+def _has_tensor(declared: Sequence[Any]) -> bool:
+    return any("Tensor" in str(a.type) for a in declared)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _by_overloads(name: str, overloads: list[Any]) -> Operator:
+    """Return what is known of an operator. One whose overloads differ is done on the whole."""
+    runs = {_by_schema(o) for o in overloads} or {refuse}
+    run = refuse if refuse in runs else on_whole if len(runs) > 1 else runs.pop()
+    return Operator(name, run, any(_is_written(o._schema.arguments[0]) for o in overloads))
+
+
+def _by_schema(op: Any) -> Run:
+    first, *rest = op._schema.arguments
+    space, _, name = op._schema.name.partition("::")
+    if space == "aten" and name in EXCEPTIONS:
+        return EXCEPTIONS[name]
+    in_place, elsewhere = _is_written(first), any(map(_is_written, rest))
+    if _is_pointwise(op) and not elsewhere:
+        return on_parts
+    if space != "aten" or elsewhere or torch.Tag.inplace_view in op.tags:
+        return refuse
+    if name.startswith("_foreach_"):  # by item, if the function of one tensor is by element
+        item = _overloads(getattr(torch.ops.aten, name[9:].rstrip("_"), None))
+        named = EXCEPTIONS.get(name[9:]) or _by_overloads(name, item).run
+        return on_lists if named is on_parts else on_whole
+    aliases = any(r.alias_info is not None for r in op._schema.returns)
+    return view if aliases and not in_place else on_whole
+
+
+def _is_pointwise(op: Any) -> bool:
+    """Whether each element of the result depends on the elements in its place, and on no others."""
+    draws_or_counts = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
+    return torch.Tag.pointwise in op.tags and not draws_or_counts & set(op.tags)

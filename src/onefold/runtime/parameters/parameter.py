@@ -1,70 +1,100 @@
-"""A sharded parameter as code outside passes sees it."""
+"""A sharded parameter as code outside passes sees it, and the whole one that code in a pass gets.
+
+`ShardedParameter` is the object that `model.parameters()` returns, and optimizers step, for each sharded
+parameter. It is an `nn.Parameter` over plain memory: this rank's interval of the parameter,
+one-dimensional, in master precision. It reports the shape and the number of elements of the whole
+parameter, and keeps every attribute that the user has set on the original.
+
+| who reads it                                      | sees                                                                              |
+|---------------------------------------------------|-----------------------------------------------------------------------------------|
+| the optimizer inside `step()`                     | a plain `nn.Parameter` over the local interval (see `bare`)                       |
+| the forward pass of the unit that owns it         | the whole parameter (another object, `Whole`, swapped in)                         |
+| code in a pass that reads `module.weight`         | the whole parameter, gathered by the read (`seen`)                                |
+| code in a pass that has it from `parameters()`    | the whole parameter, gathered on first use (shape and dtype need no gather)       |
+| code inside a backward pass of the model          | the same, but the interval for `.data`, `detach()` and in-place operations        |
+| other code, with gradients enabled                | the whole parameter, gathered for the operation (`compute_outside`)               |
+| other code without; `.data`, `.grad`, `detach()`  | an interval that shows the shape of the whole (`interval`, `operators`)           |
+
+`parameter.onefold` holds the name, the logical shape, this rank's interval and `gather()`.
+
+[Note: memory is seen] Code may hand a weight to consumers that never ask a tensor's class how to
+compute: an autograd Function, TorchScript, a compiled function, a custom operator, a checkpoint's
+arguments. Such code sees the memory of a tensor. So in a pass the weight must be whole when a module's
+attribute is read.
+
+| who reads `module.weight`                                  | gets                                                          |
+|------------------------------------------------------------|---------------------------------------------------------------|
+| the forward pass of the unit that owns it                  | the whole parameter, which the pass has put there (`swap`)    |
+| other code in a pass of its model, or in the recomputation | the whole parameter, gathered now, until the pass ends        |
+| the backward of an autograd Function of its model          | the same                                                      |
+| a hook of a backward pass                                  | the sharded parameter: what a hook writes goes to the masters |
+| a pass of another sharded model, code outside passes       | the sharded parameter                                         |
+
+`module.parameters()` and its like always give sharded parameters, so that counting elements in a
+forward pass gathers nothing.
+
+A tensor saved for backward in gathered memory becomes a handle, whoever saves it (runtime/saved.py).
+What code keeps without saving it is gathered again at its next use (`Released`).
+"""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from onefold.runtime.differentiate import in_autograd, mapped, tensors_in
-from onefold.runtime.open_passes import here, in_forward
-from onefold.runtime.parameters.access import call_autograd, compute_outside, wholes
-from onefold.runtime.parameters.gradient_hooks import register
+from onefold.runtime.differentiate import (
+    here,
+    in_autograd,
+    in_forward,
+    keep_from_compiler,
+    mapped,
+    tensors_in,
+)
 from onefold.runtime.parameters.interval import (
     Interval,
     ShardedParameterError,
     disable_torch_function,
     dress,
+    entry_of,
     get_grad,
     get_shape,
     owner_of,
     set_grad,
     spec_of,
 )
-from onefold.runtime.parameters.operators import Operator, call_python, compute, convert
-from onefold.runtime.parameters.schema import operator_of, words
+from onefold.runtime.parameters.operators import (
+    Operator,
+    call_python,
+    convert,
+    operator_of,
+    whole_of,
+    words,
+)
 from onefold.runtime.parameters.values import (
     CALLS,
+    Elsewhere,
     arriving,
     elsewhere,
     give_data,
     give_grad,
     given_out,
+    register,
+    same_memory,
     seen_data,
     seen_grad,
     storageless_error,
     wait_before_write,
 )
+from onefold.runtime.saved import is_in, saving
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry
-
-
-# -- the parameter ---------------------------------------------------------------------------------
-#
-# `ShardedParameter`: the object that `model.parameters()` returns, and optimizers step, for each
-# sharded parameter.
-#
-# It is an `nn.Parameter` over plain memory: this rank's interval of the parameter, one-dimensional,
-# in master precision. It reports the shape and the number of elements of the whole parameter, and
-# keeps every attribute that the user has set on the original.
-#
-# | who reads it                                      | sees                                                                              |
-# |---------------------------------------------------|-----------------------------------------------------------------------------------|
-# | the optimizer inside `step()`                     | a plain `nn.Parameter` over the local interval (see `bare`)                       |
-# | the forward pass of the unit that owns it         | the whole parameter (another object, swapped in)                                  |
-# | code in a pass that reads `module.weight`         | the whole parameter, gathered by the read (access.py)                             |
-# | code in a pass that has it from `parameters()`    | the whole parameter, gathered on first use (shape and dtype need no gather)       |
-# | code inside a backward pass of the model          | the same, but the interval for `.data`, `detach()` and in-place operations        |
-# | other code, with gradients enabled                | the whole parameter, gathered for the operation (`outside`)                       |
-# | other code without; `.data`, `.grad`, `detach()`  | an interval that shows the shape of the whole (`interval`, `operators`)           |
-#
-# `parameter.onefold` holds the name, the logical shape, this rank's interval and `gather()`.
+    from onefold.runtime.flat import Entry, Unit
 
 
 __all__ = [
@@ -83,28 +113,22 @@ class ShardInfo:
         shape: its logical shape; that of the global tensor for a DTensor.
         interval: `(start, stop)`, the elements of the flattened parameter (of this rank's part of
             a DTensor) that this rank holds.
-        dtype: the dtype in which the model computes with it (the parameter itself is kept in master
-            precision).
-        sharded: False where every rank holds the whole parameter (stage 0, where the forward pass
-            uses another object too).
         in_place: False where the elements are stored on NVMe or encoded. The parameter then has a
             shape and no memory.
         declared: the dtype in which the model was declared, which `.dtype` shows.
-        entry: weak: parameters may outlive their model.
+        entry: returns the engine's entry; None if the model is gone: parameters may outlive it.
     """
 
     def __init__(self, entry: Entry, faced: Any, plain: Any) -> None:
-        self.entry, self._box = weakref.ref(entry), entry.box
+        self.entry: Callable[[], Entry | None] = weakref.ref(entry)
         self.name, self.interval = entry.slot.name, entry.owned()
         self.shape = torch.Size(entry.shape)
-        self.dtype = entry.compute.dtype
         self.declared: torch.dtype = entry.declared
-        self.sharded = entry.flat.divided
         self.in_place = entry.flat.storage.in_place
         # Its class between steps, and inside one
         self.faced, self.plain = faced, plain
         # For `.data`, see parameters/values.py
-        self.alias: torch.Tensor | None = None
+        self.alias: torch.Tensor = entry.param.data
         self.written, self.given = 0, list[weakref.ref[torch.Tensor]]()
 
     def __deepcopy__(self, memo: object) -> ShardInfo:
@@ -117,11 +141,10 @@ class ShardInfo:
         """Return the whole parameter in master precision, shape `self.shape`. Collective: every
         rank must call it.
         """
-        entry = self.entry()
-        engine = entry.engine() if entry is not None else None
-        if entry is None or engine is None:
+        if (entry := self.entry()) is None:
             raise RuntimeError(f"the model of parameter {self.name!r} is gone.")
-        return engine.whole(entry) if self._box is None else self._box.gather(engine.whole(entry))
+        whole = entry.engine().whole(entry)  # type: ignore[union-attr]
+        return whole if entry.box is None else entry.box.gather(whole)
 
     def __repr__(self) -> str:
         return (
@@ -176,16 +199,11 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        if not _enabled():
-            return get_grad(self)
-        with disable_torch_function():
-            return seen_grad(self)
+        return seen_grad(self) if _enabled() else get_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        give = give_grad if _enabled() else set_grad
-        with disable_torch_function():
-            give(self, value)
+        give_grad(self, value) if _enabled() else set_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -216,12 +234,14 @@ class ShardedParameter(nn.Parameter):
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run `func`, which has a sharded parameter or an interval among its arguments."""
-    # Outside disable_torch_function: a recomputation inside `func` needs the dispatch on parameters
+    # Outside disable_torch_function: these call functions that need the dispatch on parameters
     if func in CALLS:
         return call_autograd(func, args, kwargs)
     op = operator_of(func)
     if op.run is call_python:
         return call_python(op, func, args, kwargs)
+    if not op.asks and any(isinstance(t, Elsewhere) for t in tensors_in((args, kwargs))):
+        return Elsewhere.__torch_function__(func, (), args, kwargs)
     first = args[0] if args else None
     param = first if isinstance(first, ShardedParameter) else None
     with disable_torch_function():
@@ -229,9 +249,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return (_OWN[op.name] or func)(*args, **kwargs)
         if op.name == "device" and sys._getframe(2).f_globals.get("__name__") == _DDP:
             raise ShardedParameterError(WRAPPED)
-        if param is not None and op.name in ("data", "detach"):
-            return _handed_out(op, func, param)
         args, kwargs = wholes(op, args, kwargs)
+        if param is not None and op.name in ("data", "detach"):
+            return _handed_out(op, func, param, args[0])
         among = tensors_in((args, kwargs))
         # Parameters are left over whose model computes nothing now
         params = [t for t in among if isinstance(t, ShardedParameter)]
@@ -244,14 +264,17 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 wait_before_write(t)
         for t in () if op.asks else params:
             if not t.__dict__["onefold"].in_place:
-                raise storageless_error(func, f"parameter {t.__dict__['onefold'].name!r}")
+                raise storageless_error(op.name, f"parameter {t.__dict__['onefold'].name!r}")
         reads = not op.about_itself and not writes
         if reads and torch.is_grad_enabled():
             entries = {e: None for t in params if (e := owner_of(t)[0]) is not None}
             if any(entry.compute.requires_grad for entry in entries):
                 return compute_outside(func, args, kwargs, entries)
         if any(spec_of(t) is not None for t in among):
-            return compute(op, func, args, kwargs, among)
+            if not args:  # its first argument was given by name
+                name = next((k for k in _FIRST if k in kwargs), next(iter(kwargs)))
+                args, kwargs = (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
+            return op.run(op, func, args, kwargs)
         if reads:
             args, kwargs = mapped((args, kwargs), _as_declared)
         return func(*args, **kwargs)
@@ -265,9 +288,9 @@ def _as_declared(t: torch.Tensor) -> torch.Tensor:
     return t if declared == t.dtype else t.detach().to(declared)
 
 
-def _handed_out(op: Operator, func: Any, param: ShardedParameter) -> Any:
-    """Return `.data` or `detach()` of a parameter: of the whole where its model computes."""
-    ((whole,), _), info, spec = wholes(op, (param,), {}), param.__dict__["onefold"], spec_of(param)
+def _handed_out(op: Operator, func: Any, param: ShardedParameter, whole: Any) -> Any:
+    """Return `.data` or `detach()` of a parameter: of the `whole` where its model computes."""
+    info, spec = param.__dict__["onefold"], spec_of(param)
     if whole is not param:  # all whose writes are followed share its counter, or that of `.data`
         return whole.detach() if op.name == "detach" or arriving(param) else whole.data
     wait_before_write(param, seen=True)
@@ -324,6 +347,7 @@ WRAPPED = (
     " else the wrapper holds should be sharded with it."
 )
 _DDP = "torch.nn.parallel.distributed"
+_FIRST = ("input", "self", "tensor", "x", "A")  # names of first arguments
 #: Operations on the optimizer's object itself, also inside a forward pass.
 _OWN: dict[str, Any] = {
     **dict.fromkeys(words("_version requires_grad__set__ requires_grad_ __hash__ _grad")),
@@ -333,3 +357,274 @@ _OWN: dict[str, Any] = {
     "register_hook": partial(register, post=False),
     "register_post_accumulate_grad_hook": partial(register, post=True),
 }
+
+
+# -- read as an attribute --------------------------------------------------------------------------
+
+
+class ModuleParameters(dict[str, Any]):
+    """The `_parameters` of a module whose parameters are sharded.
+
+    `Module.__getattr__` reads an attribute by `[name]`, and gets the whole parameter in a pass.
+    Other ways to read it (`get`, `items`, `values`) show what is stored.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        # Compiled code is traced through this function. It finds what `swap` has put here, and
+        # must meet no condition that changes from call to call
+        value = dict.__getitem__(self, name)
+        return seen(value) if getattr(value, "_onefold_faced", False) else value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Store `value`. `functional_call` puts back what it has read: for the whole of a parameter,
+        the parameter itself is stored.
+        """
+        entry = entry_of(value)
+        if entry is not None and value is entry.compute and not entry.flat.swapped_in:
+            value = entry.param
+        dict.__setitem__(self, name, value)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+#: (parameters of a module, name, value): for the engine itself.
+put: Any = dict.__setitem__
+
+
+def follow_reads(module: nn.Module) -> ModuleParameters:
+    """Let reads of `module`'s parameters be seen. Returns its `_parameters` from now on."""
+    there = module._parameters
+    if not isinstance(there, ModuleParameters):
+        there = module.__dict__["_parameters"] = ModuleParameters(there)
+    return there
+
+
+def seen(param: Any) -> Any:
+    """Return what code that reads a module's attribute sees of a sharded parameter. See the table
+    of this module. Collective at stage 3 if it gathers.
+    """
+    in_backward = in_autograd()
+    if not here.passes and not in_backward:
+        return param
+    entry, engine = owner_of(param)
+    if engine is None or not engine.computing:
+        return param
+    if in_backward and not torch.is_grad_enabled():  # no recomputation
+        node: Any = torch._C._current_autograd_node()
+        function = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if not function or not engine.in_pass:
+            return param
+    with disable_torch_function():
+        return engine.passes.use(entry, keeps=True)
+
+
+# -- given to a function of torch ------------------------------------------------------------------
+
+
+def wholes(op: Operator, args: Any, kwargs: Any) -> Any:
+    """Return the arguments with whole parameters in place of the sharded ones whose model computes.
+
+    The backward of a Function and a hook get whole parameters too, but for writes: these go to the
+    masters, which `.data` shows, because the whole is dropped after the pass.
+    """
+    backward, itself = in_autograd(), op.about_itself or op.name == "data"
+    if op.name in ("data", "detach") and arriving(args[0]):
+        itself = False  # a gradient hook of the parameter reads it
+    computes = in_forward() or (backward and torch.is_grad_enabled())
+    if not computes and (not backward or itself or op.writes_with(kwargs)):
+        return args, kwargs
+
+    def whole(t: torch.Tensor) -> torch.Tensor:
+        entry, engine = owner_of(t)
+        if engine is None and computes and not op.about_itself and "onefold" in t.__dict__:
+            raise ShardedParameterError(
+                f"{t.__dict__['onefold'].name!r} is a parameter of a model that is gone, and was used"
+                " in a pass of another model, which cannot train it: keep the model, or use a clone"
+                " of it."
+            )
+        if engine is None or t is not entry.param:
+            return t
+        if not (engine.computing if computes else engine.in_pass):
+            return t
+        about_itself = op.about_itself and op.name != "detach"
+        return entry.compute if about_itself else engine.passes.use(entry)
+
+    return mapped((args, kwargs), whole)
+
+
+def call_autograd(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call one of CALLS with the whole parameters in place of the sharded ones among its arguments:
+    autograd knows only the former.
+
+    Raises:
+        ValueError: gradients of DTensor parameters are to be returned.
+    """
+    if func == torch.autograd.grad:
+        for t in tensors_in(args[1] if len(args) > 1 else kwargs["inputs"]):
+            if (entry := entry_of(t)) is not None and entry.box is not None:
+                raise ValueError(
+                    f"torch.autograd.grad was asked for the gradient of {entry.name!r}, a DTensor."
+                    " Use loss.backward() and read `.grad`, or torch.autograd.grad with respect to"
+                    " activations."
+                )
+
+    def leaf(t: torch.Tensor) -> torch.Tensor:
+        return t if (entry := entry_of(t)) is None else entry.compute
+
+    return func(*mapped(args, leaf), **mapped(kwargs, leaf))
+
+
+# -- outside a pass --------------------------------------------------------------------------------
+#
+# Operations on parameters outside a forward pass of their model: a penalty on weights, a temperature
+# in the loss, tied weights.
+#
+# With gradients enabled, an operation on a sharded parameter gathers the whole parameter and computes
+# on it. Autograd sees the same leaf that the forward pass uses. So the gradient of the operation is
+# accumulated with that of the forward pass, and reduced with it.
+#
+# [Note: outside, nothing stays gathered] At stage 3 a unit that is gathered for one operation is
+# released after it. Where autograd saves a tensor in the gathered buffer, it keeps a handle that does
+# not stay (runtime/saved.py). Where the operation returns a view of the buffer, the user gets a copy,
+# which keeps the graph. A penalty over all parameters therefore never holds more than one unit.
+#
+# At stage 3 each operation is a gather, so every rank must do the same operations.
+
+
+def compute_outside(func: Any, args: Any, kwargs: Any, entries: Iterable[Entry]) -> Any:
+    """Run `func` with gradients on the whole parameters of `entries`, which are among the
+    arguments. Collective at stage 3.
+    """
+    engines: dict[Any, list[Unit]] = {}  # with the units that are gathered for this alone
+    for entry in entries:
+        engine: Any = entry.engine()
+        unit, alone = engine.begin_outside(entry), engines.setdefault(engine, [])
+        if engine.gather.gather_alone(unit):
+            alone.append(unit)
+    gathers = [engine.gather for engine in engines]
+
+    def whole(t: torch.Tensor) -> torch.Tensor:
+        if (entry := entry_of(t)) is not None:
+            return entry.compute
+        gathered: torch.Tensor = whole_of(t, "an operation with gradients")
+        return gathered
+
+    def returned(t: torch.Tensor) -> torch.Tensor:
+        """A copy of what lies in a gathered buffer; a view of the parameter itself, as `p.float()`
+        returns it: a hook that the user registers on the result must not stay on the parameter.
+        """
+        if entry_of(t) is not None:
+            t = t.view_as(t)
+        return t.clone() if any(is_in(gather.by_storage, t) for gather in gathers) else t
+
+    args, kwargs = mapped((args, kwargs), whole)
+    with saving(gathers, stays=False):
+        out = mapped(func(*args, **kwargs), returned)
+    for engine, alone in engines.items():
+        for unit in alone:
+            engine.gather.release(unit)
+        engine.passes.watch_outside(out)
+    return out
+
+
+keep_from_compiler(seen)
+
+
+# -- the whole parameter ---------------------------------------------------------------------------
+
+
+class Whole(nn.Parameter):
+    """A whole parameter as its module sees it in a forward pass."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """In a forward pass all who read it share one version counter, which tells of their writes:
+        see `keep_writes` in runtime/passes.py.
+        """
+        value: torch.Tensor = _DATA.__get__(self)
+        entry = entry_of(self) if in_forward() and not in_autograd() else None
+        if entry is None:
+            return value
+        entry.alias = same_memory(entry.alias, value)
+        return entry.alias.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if (entry := entry_of(self)) is not None:
+            entry.seen_version = -1  # it was written to
+        _DATA.__set__(self, value)
+
+    # `.grad`, `requires_grad` and hooks of the object that the optimizer has. Autograd does not come
+    # here: it accumulates into the whole, and the reducer takes it from there at once.
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return seen_grad(_param_of(self))
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        give_grad(_param_of(self), value)
+
+    @property
+    def requires_grad(self) -> bool:
+        return _REQUIRES_GRAD.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Set it on the optimizer's object too. The reductions follow at the next pass."""
+        for each in (_param_of(self), self):
+            _REQUIRES_GRAD.__set__(each, requires_grad)
+        return self
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        return register(_param_of(self), hook, post=True)
+
+    def set_(self, source: Any = None, *place: Any, **options: Any) -> Any:
+        """Set the tensor; do nothing, not even count a write, if `source` is the tensor itself.
+
+        torch's parametrizations set what they wrap to itself, and peft's adapters of experts wrap
+        anew in every forward pass.
+        """
+        if source is self and not place and not options:
+            return self
+        return super().set_(*(() if source is None else (source,)), *place, **options)
+
+
+class Released(Elsewhere, Whole):
+    """A whole parameter while its unit is not gathered.
+
+    Code may have kept it from an earlier moment, where it was whole: a hook's closure, `ctx.weight`
+    of a Function, a list. At its first use it is gathered again, and then is a `Whole`. Code that
+    does not ask a tensor's class (TorchScript, custom operators) must read `module.weight` anew.
+    """
+
+    def bring(self, op: Operator, written: bool) -> nn.Parameter:
+        """Return it with memory; outside passes, the optimizer's object, which serves code there.
+        Collective, as reading `module.weight`.
+        """
+        entry, engine = owner_of(self)
+        if entry is None or entry.compute is not self:
+            raise RuntimeError(
+                f"a whole parameter of shape {tuple(self.shape)} was used after the model that it"
+                " belongs to was sharded anew or has gone. Read it from its module again."
+            )
+        if not engine.computing:
+            return entry.param
+        with disable_torch_function():
+            return engine.passes.use(entry, keeps=True)
+
+
+def _param_of(whole: Whole) -> nn.Parameter:
+    """Return the optimizer's object of a whole parameter; the parameter itself if its model is gone."""
+    entry = entry_of(whole)
+    return entry.param if entry is not None and entry.compute is whole else whole
+
+
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+set_requires_grad: Any = _REQUIRES_GRAD.__set__  # (whole, bool): of the whole alone
+_DATA: Any = torch.Tensor.data
+point: Any = _DATA.__set__  # (whole, tensor): for the engine itself; does not count as a write

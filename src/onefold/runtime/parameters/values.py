@@ -1,15 +1,22 @@
-"""Reads and writes of `.grad` and `.data` of a sharded parameter, and the counts of writes."""
+"""Reads and writes of `.grad` and `.data` of a sharded parameter, hooks on its gradient, the counts of
+writes, and tensors whose elements are elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.runtime.differentiate import in_autograd, mapped
-from onefold.runtime.open_passes import here, in_forward
+from onefold.runtime.differentiate import (
+    in_autograd,
+    in_forward,
+    keep_hooks_from_compiler,
+    mapped,
+    tensors_in,
+)
 from onefold.runtime.parameters.interval import (
     IntervalSpec,
     ShardedParameterError,
@@ -23,15 +30,21 @@ from onefold.runtime.parameters.interval import (
     shape_of,
     spec_of,
 )
-from onefold.runtime.parameters.operators import of_shape, part_of, unreduced_error, whole_of
-from onefold.runtime.parameters.schema import operator_of, words
+from onefold.runtime.parameters.operators import (
+    Operator,
+    of_shape,
+    operator_of,
+    part_of,
+    whole_of,
+    words,
+)
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry
 
 
-# -- without memory --------------------------------------------------------------------------------
+# -- elements that are elsewhere -------------------------------------------------------------------
 
 
 class StoragelessError(RuntimeError):
@@ -39,8 +52,8 @@ class StoragelessError(RuntimeError):
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor with a shape and a dtype, whose elements are elsewhere: on NVMe, encoded, or not
-    gathered (`Released`).
+    """A tensor with a shape and a dtype, whose elements are elsewhere: on NVMe, encoded, not gathered
+    (`Released`), or not reduced (`Unreduced`).
 
     A kernel that is given a tensor without memory may read address 0. So this answers questions that
     need no elements, and brings the elements, or raises, for all others. With a `spec` it shows the
@@ -53,52 +66,86 @@ class Elsewhere(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op, kwargs = operator_of(func), kwargs or {}
-        if op.asks or op.name in _SETS or func in CALLS:  # autograd knows them by their nodes
+        if op.asks or op.name in OF_AUTOGRAD or func in CALLS:  # autograd knows them by their nodes
             with disable_torch_function():
                 if op.run is of_shape and (spec := getattr(args[0], "spec", None)) is not None:
                     args = (spec.stand_in(args[0].dtype), *args[1:])
                 return func(*args, **kwargs)
+        into = (args[:1], kwargs.get("out")) if op.writes_with(kwargs) else ()
+        written = {id(t) for t in tensors_in(into)}
         args, kwargs = mapped(
-            (args, kwargs), lambda t: t.bring(func) if isinstance(t, Elsewhere) else t
+            (args, kwargs),
+            lambda t: t.bring(op, id(t) in written) if isinstance(t, Elsewhere) else t,
         )
         return func(*args, **kwargs)
 
-    def bring(self, func: Any) -> torch.Tensor:
-        """Return the elements, which `func` asks for."""
-        raise storageless_error(func, self.what)
+    def bring(self, op: Operator, written: bool) -> torch.Tensor:
+        """Return the elements, which `op` asks for, or writes to (`written`)."""
+        raise storageless_error(op.name, self.what)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Elsewhere({self.what}, on NVMe or encoded)"
+        return f"Elsewhere({self.what}, without elements here)"
 
 
 #: Functions that take parameters as `inputs`.
 CALLS = {torch.autograd.grad, torch.autograd.backward}
-_SETS = words("grad__set__ requires_grad__set__ register_hook register_post_accumulate_grad_hook")
+#: Operations that need no values, besides questions.
+OF_AUTOGRAD = words(
+    "grad__set__ requires_grad__set__ register_hook register_post_accumulate_grad_hook"
+)
 
 
-def elsewhere(t: torch.Tensor, what: str, spec: IntervalSpec | None = None) -> Elsewhere:
+class Unreduced(Elsewhere):
+    """A gradient that waits for the boundary, under no_sync: `value`, this rank's whole one, `own` what
+    of it this rank steps. It can be dropped, and read where every rank has the whole parameter.
+    """
+
+    value: torch.Tensor
+    own: torch.Tensor
+
+    def bring(self, op: Operator, written: bool) -> torch.Tensor:
+        zeroes = op.name in ("zero_", "_foreach_zero_")
+        if not zeroes and (written or self.spec is not None):
+            raise unreduced_error(op.name, self.what)
+        return self.value
+
+
+def unreduced_error(what: str, name: str) -> ShardedParameterError:
+    return ShardedParameterError(
+        f"{what} was given the gradient of {name!r} under onefold.no_sync, where `.grad` shows this"
+        " rank's unreduced part only. Look at gradients, and change them, after the last"
+        " micro-batch. Dropping them is fine: optimizer.zero_grad(), or `.grad = None`."
+    )
+
+
+def elsewhere(
+    t: torch.Tensor, what: str, spec: IntervalSpec | None = None, kind: type[Elsewhere] = Elsewhere
+) -> Any:
     """Make `t`, a fresh tensor without memory, an `Elsewhere`. `what` describes it in messages."""
-    t.__class__ = over(Elsewhere, type(t))
+    t.__class__ = over(kind, type(t))
     t.what, t.spec = what, spec  # type: ignore[attr-defined]
-    return t  # type: ignore[return-value]
+    return t
 
 
-def storageless(like: torch.Tensor, what: str) -> Elsewhere:
+def storageless(like: torch.Tensor, what: str, kind: type[Elsewhere] = Elsewhere) -> Any:
     """Return an `Elsewhere` with the shape, dtype and device of `like`."""
     out = torch.empty_like(like.detach())
     out.untyped_storage().resize_(0)
-    return elsewhere(out, what, spec_of(like))
+    return elsewhere(out, what, spec_of(like), kind)
 
 
 def state_place(shape: Any, dtype: torch.dtype) -> Elsewhere:
     """Return what stands in `optimizer.state` for a state on NVMe."""
-    return elsewhere(torch.empty(shape, dtype=dtype, device="meta"), "a state of the optimizer")
+    place: Elsewhere = elsewhere(
+        torch.empty(shape, dtype=dtype, device="meta"), "a state of the optimizer"
+    )
+    return place
 
 
-def storageless_error(func: Any, what: str) -> StoragelessError:
+def storageless_error(called: str, what: str) -> StoragelessError:
     """Return the error for code that computes with something storageless."""
     return StoragelessError(
-        f"{getattr(func, '__name__', func)} was given {what}, whose elements are stored on NVMe or"
+        f"{called} was given {what}, whose elements are stored on NVMe or"
         " encoded. Read a parameter with `parameter.onefold.gather()` (on every rank), write with"
         " `onefold.full_params(model, write=True)`, clip with onefold.clip_grad_norm_, drop"
         " gradients with zero_grad() (set_to_none=True, its default); offload_gradients='cpu'"
@@ -107,18 +154,15 @@ def storageless_error(func: Any, what: str) -> StoragelessError:
     )
 
 
-# -- `.grad` and `.data` ---------------------------------------------------------------------------
-#
-# Reads and writes of `.grad` and `.data` of a sharded parameter by code outside the engine.
+# -- `.grad` ---------------------------------------------------------------------------------------
 
 
 def wait_before_write(t: Any, seen: bool = False) -> None:
     """See `Engine.wait_before_write`. `t`: a sharded parameter or an interval."""
     entry, spec = entry_of(t), spec_of(t)
-    engine, flat = owner_of(t)[1], entry and entry.flat
-    if entry is None and spec is not None:
-        engine, flat = spec.owners.engine, spec.owners.flat()
-    if engine is not None and flat is not None:
+    flat = entry.flat if entry is not None else None if spec is None else spec.flat()
+    engine = None if flat is None else flat.engine()
+    if flat is not None and engine is not None:
         engine.wait_before_write(flat, seen)
 
 
@@ -137,84 +181,76 @@ def seen_grad(param: Any) -> torch.Tensor | None:
     A rank that owns no element of a parameter has no gradient of it. If other ranks have one, this
     rank sees an empty interval: code such as gradient clipping then runs the same collectives on
     all ranks.
-
-    Code that only drops it gets a plain tensor: of a gradient that waits for the boundary, this rank's
-    whole; if only other ranks have one, any tensor that shows that there is something to drop.
     """
-    grad: torch.Tensor | None = get_grad(param)
-    if here.drops_gradients and grad is not None:
-        return grad
-    if (entry := arriving(param)) is not None:
-        return get_grad(entry.compute)
-    spec, entry = spec_of(param), entry_of(param)
-    found = _waiting(entry) if grad is None and entry is not None else None
-    if here.drops_gradients and found is not None:
-        return found[0]
-    if here.drops_gradients:
-        return _nothing if entry is not None and entry.graded_elsewhere else None
-    storage: Any = getattr(entry and entry.flat, "storage", None)  # None: the model is gone
-    if storage is not None:
-        storage.gradient_seen(entry)
-    if entry is not None and found is not None:
-        return _seen_waiting(entry, spec, *found)
-    if grad is None and spec is not None and entry is not None and entry.graded_elsewhere:
-        if storage.gradients_on_disk:
-            return storageless(param, f"the gradient of {spec.name!r}")
-        grad = torch.empty(0, dtype=param.dtype, device=param.device)
-    if grad is None or spec is None or isinstance(grad, Elsewhere):
-        return grad
-    return dress(grad.detach(), spec.of("grad"))
+    with disable_torch_function():
+        if (entry := arriving(param)) is not None:
+            return get_grad(entry.compute)
+        grad, spec, entry = get_grad(param), spec_of(param), entry_of(param)
+        if entry is not None:
+            entry.flat.storage.gradient_seen(entry)
+            if grad is None and (waiting := _waiting(entry)) is not None:
+                shown: Unreduced = storageless(param, entry.slot.name, Unreduced)
+                shown.value, shown.own = waiting
+                shown.value = shown.value.view(param.shape) if spec is None else shown.value
+                return shown
+            if grad is None and entry.graded_elsewhere:
+                if entry.flat.storage.gradients_on_disk:
+                    elements: torch.Tensor = storageless(
+                        param, f"the gradient of {entry.slot.name!r}"
+                    )
+                    return elements
+                grad = torch.empty(0, dtype=param.dtype, device=param.device)
+        if grad is None or spec is None or isinstance(grad, Elsewhere):
+            return grad
+        return dress(grad.detach(), spec.of("grad"))
 
 
 def _waiting(entry: Entry) -> tuple[torch.Tensor, torch.Tensor] | None:
     """See `Reducer.waiting`."""
     if entry.number not in entry.flat.filled and entry.flat.held is None:
         return None
-    engine = entry.engine()
-    return None if engine is None else engine.reduce.waiting(entry)
+    return entry.engine().reduce.waiting(entry)  # type: ignore[union-attr]
 
 
-def _seen_waiting(
-    entry: Entry, spec: IntervalSpec | None, whole: torch.Tensor, own: torch.Tensor
-) -> torch.Tensor:
-    """Return what `.grad` shows of a gradient that waits for the boundary under no_sync."""
-    if entry.flat.storage.offloaded:  # it is on the device, and its parameter is not
-        return storageless(entry.param, f"the unreduced gradient of {entry.slot.name!r}")
-    if spec is not None:
-        return dress(own.detach(), replace(spec, unreduced=whole, role="grad"))
-    # `.data` has a version counter of its own, which tells whether the user wrote to it
-    engine: Any = entry.engine()
-    shown: torch.Tensor = engine.reduce.shown.setdefault(entry, own.data.view(entry.param.shape))
-    return shown
-
-
-_nothing = torch.empty(0, device="cpu")
+def drop_waiting(params: Iterable[Any], to_none: bool) -> None:
+    """Drop what is not in `.grad` of gradients that were set to None, or to zero: what waits for the
+    boundary, and that only other ranks have one.
+    """
+    for entry in filter(None, [param.__dict__["onefold"].entry() for param in params]):
+        flat = entry.flat
+        entry.graded_elsewhere = entry.graded_elsewhere and not to_none
+        if (flat.filled or flat.held is not None) and (waiting := _waiting(entry)) is not None:
+            entry.engine().reduce.forget(entry) if to_none else waiting[0].zero_()
 
 
 def give_grad(param: Any, value: torch.Tensor | None) -> None:
-    if (entry := arriving(param)) is not None:
-        return set_grad(entry.compute, value)
-    spec, entry = spec_of(param), entry_of(param)
-    empty = spec is not None and spec.start == spec.stop
-    if entry is not None and _waiting(entry) is not None:
-        if value is not None:
-            raise unreduced_error("`.grad =`", entry.slot.name)
-        entry.engine().reduce.forget(entry)  # type: ignore[union-attr]
-    given = value
-    if value is not None and not isinstance(value, Elsewhere):
-        if spec is None:
-            # What was made like the parameter has the dtype that it shows
-            declared = param.__dict__["onefold"].declared
-            given = value.to(param.dtype) if value.dtype == declared else value
-        elif shape_of(value) != spec.shape:  # every rank checks, also one that has no element of it
-            raise spec.of("grad").mismatch(value)
-        else:
-            part = part_of(value, spec).detach()
-            # A slice of a whole would keep the whole alive
-            given = None if empty else part.to(param.dtype, copy=spec_of(value) is None)
-    if entry is not None:
+    with disable_torch_function():
+        if (entry := arriving(param)) is not None:
+            return set_grad(entry.compute, value)
+        spec, entry = spec_of(param), entry_of(param)
+        if entry is None:  # the model is gone
+            return set_grad(param, value)
+        if _waiting(entry) is not None:
+            if value is not None:
+                raise unreduced_error("`.grad =`", entry.slot.name)
+            entry.engine().reduce.forget(entry)  # type: ignore[union-attr]
+        empty = spec is not None and spec.start == spec.stop
+        given = value
+        if value is not None and not isinstance(value, Elsewhere):
+            if spec is None:
+                # What was made like the parameter has the dtype that it shows
+                given = value.to(param.dtype) if value.dtype == entry.declared else value
+            elif shape_of(value) != spec.shape:  # every rank checks, also one without elements
+                raise spec.of("grad").mismatch(value)
+            else:
+                part = part_of(value, spec).detach()
+                # A slice of a whole would keep the whole alive
+                given = None if empty else part.to(param.dtype, copy=spec_of(value) is None)
         entry.graded_elsewhere = value is not None and empty
-    set_grad(param, given)
+        set_grad(param, given)
+
+
+# -- `.data` --------------------------------------------------------------------------------------
 
 
 def give_data(param: Any, value: torch.Tensor) -> None:
@@ -277,27 +313,104 @@ def given_out(param: Any) -> list[torch.Tensor]:
 
 def seen_data(param: Any) -> torch.Tensor:
     """Return `.data`. Writes through it do not raise the parameter's own version counter, so all
-    tensors that are given out share another one, which `written` reads.
+    tensors that are given out share another one, that of `ShardInfo.alias`.
     """
-    now, info = param.data, param.__dict__["onefold"]
-    known = info.alias
-    if (
-        known is None
-        or known.dtype != now.dtype
-        or (known.data_ptr(), known.shape) != (now.data_ptr(), now.shape)
-    ):
-        # Keep the count of the previous view
-        info.written, info.alias = written(param) - param._version, now
-    return info.alias.detach()
+    info = param.__dict__["onefold"]
+    known, info.alias = info.alias, same_memory(info.alias, param.data)
+    if info.alias is not known:
+        info.written += known._version
+    alias: torch.Tensor = info.alias.detach()
+    return alias
 
 
-def written(param: torch.Tensor) -> int:
-    """Return how often the memory of an optimizer's parameter was written to, by torch's version
-    counters. Writes through `.data` count too.
+def same_memory(known: torch.Tensor | None, now: torch.Tensor) -> torch.Tensor:
+    """Return `known` if it lies where `now` does, else `now`."""
+    same = known is not None and (known.dtype, known.data_ptr()) == (now.dtype, now.data_ptr())
+    return known if known is not None and same and known.shape == now.shape else now
+
+
+# -- hooks on gradients ----------------------------------------------------------------------------
+#
+# Gradient hooks that the user registers on a parameter, before or after `shard()`. Autograd calls them
+# with this rank's whole gradient of this backward pass, before the reduction.
+#
+# | hook                                 | is called with                 | the engine's own hook (runtime/reduce.py) comes behind     |
+# |--------------------------------------|--------------------------------|------------------------------------------------------------|
+# | `register_hook`                      | the gradient                   | it                                                         |
+# | `register_post_accumulate_grad_hook` | the parameter that users hold  | it, in the same dictionary                                 |
+#
+# Both are registered on the leaf that autograd knows. While a gradient lies there, as when a hook of the
+# second kind runs, its parameter is whole: `.grad` reads and writes that gradient, and the values are
+# gathered on first use. A hook must not write to the values: they would differ between ranks, because
+# each rank's gradient is its own.
+
+_T: Any = torch.Tensor
+IN_BACKWARD = (
+    "inside a backward pass the gradients are this rank's own: they are not reduced yet, so every"
+    " rank would step to something else. Use the ordinary order (backward(), then"
+    " optimizer.step()), or, to free gradients while the backward pass runs, Recipe.zero(...,"
+    " step_in_backward=True) with the optimizer's states offloaded."
+)
+
+
+def move_hooks(source: Any, target: Any, changed: Callable[[Any], Any]) -> None:
+    """Move all hooks between the parameter of `shard()` and the leaf; of those that are called with the
+    parameter, what `changed` makes of them. The dicts stay the same objects, so that the handles that
+    the user holds still remove hooks.
     """
-    info = param.__dict__.get("onefold")
-    through = 0 if info is None or info.alias is None else info.alias._version + info.written
-    return param._version + through
+    target._backward_hooks, source._backward_hooks = source._backward_hooks, None
+    post, source._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks, None
+    for key, hook in tuple((post or {}).items()):
+        if (hook := changed(hook)) is not None:
+            post[key] = hook
+        else:
+            del post[key]
+    target._post_accumulate_grad_hooks = post
+
+
+def register(param: Any, hook: Any, post: bool) -> Any:
+    """Register a hook on a sharded parameter; `post`: one that is called with the parameter, when its
+    gradient has been accumulated. Returns the handle.
+    """
+    register_on: Any = _T.register_post_accumulate_grad_hook if post else _T.register_hook
+    entry = entry_of(param)
+    if entry is None or not param.requires_grad:
+        return register_on(param, hook)  # torch says why not
+    leaf: Any = entry.compute
+    leaf.requires_grad = True  # the engine follows at the next pass
+    handle = register_on(leaf, on_leaf(entry, hook) if post else hook)
+    if post and entry.arrival is not None:
+        hooks, own = leaf._post_accumulate_grad_hooks, entry.arrival.id
+        hooks[own] = hooks.pop(own)  # the engine's stays the last
+    return handle
+
+
+def on_leaf(entry: Entry, hook: Any) -> Callable[[torch.Tensor], None]:
+    """Return what calls the user's `hook`, registered on the leaf of `entry`, with the parameter."""
+    known = weakref.ref(entry)
+
+    def call(_: torch.Tensor) -> None:
+        e = known()
+        engine = e.engine() if e is not None else None
+        if e is None or engine is None:
+            return
+        engine.passes.event(True)
+        if e.box is not None:
+            with disable_torch_function(), torch.no_grad():
+                e.box.settle(e.compute)
+        counted = e.param, e.info.alias, e.compute
+        before = [t._version for t in counted]
+        hook(e.param)
+        if [t._version for t in counted] != before:
+            raise ShardedParameterError(
+                f"a gradient hook wrote to parameter {e.slot.name!r}, but {IN_BACKWARD}"
+            )
+
+    call.users = hook  # type: ignore[attr-defined]
+    return call
+
+
+keep_hooks_from_compiler(on_leaf)
 
 
 # -- counts of writes ------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from onefold.comm import Group
@@ -21,7 +20,6 @@ from onefold.runtime.boxes import is_dtensor, local_of
 from onefold.runtime.buffers import unlike
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import is_sharded
-from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.parts import tell_all
 from onefold.runtime.state.start import KEEPER, has_meta
@@ -148,18 +146,12 @@ def refuse_uneven_groups(engine: Engine) -> None:
 def mark_partial(
     specs: Iterable[UnitSpec], partial: Sequence[str] | Callable[[str], bool] | None, ranks: Mesh
 ) -> None:
-    """Set `Found.partial` by the argument of `shard()`, and where transformers would sum a gradient
-    over tensor parallelism: see [Note: hooks that sum over tensor parallelism] in
-    runtime/parameters/gradient_hooks.py.
+    """Set `Found.partial` by the argument of `shard()`.
 
     Raises:
         ValueError: a name is no parameter's, a DTensor's, or ranks have no axis to add over.
     """
     found = {name: f for spec in specs for f in spec.found for name in f.names}
-    copies = ranks.copies(dist.get_rank()) if ranks.several else ()
-    for f in found.values():
-        summed = set().union(*(gradient_hooks.summed_over(module) for module, _ in f.places))
-        f.partial = len(summed) > 1 and not is_dtensor(f.param) and summed == set(copies)
     if partial is None:
         return
     if callable(partial):
