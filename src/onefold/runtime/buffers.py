@@ -282,7 +282,7 @@ def refuse_changes(
 ) -> None:
     """Check that the parameters that `shard()` found are those of the model, before `call`.
     Parameters added later would train on every rank by itself. Without `replaced`, others may be in
-    their places, as `torch.func.functional_call` puts them there.
+    their places, as `torch.func.functional_call` puts them there; not so other modules.
 
     Raises:
         RuntimeError: the model has other parameters now, or other ties between them; the message
@@ -290,13 +290,17 @@ def refuse_changes(
     """
     if root is None:
         return
-    then = {name: entry.param for entry in entries for name in entry.names}
+    then = {name: entry for entry in entries for name in entry.names}
     now = dict(root.named_parameters(remove_duplicate=False))
-    known, there = set(map(id, then.values())), set(map(id, now.values()))
+    known, there = {id(e.param) for e in then.values()}, set(map(id, now.values()))
+    others = {n for n, p in now.items() if n in then and p is not then[n].param}
+    if not replaced:  # those of other modules alone
+        tables = {id(module._parameters) for module in root.modules()}
+        others = {n for n in others if any(id(p[0]) not in tables for p in then[n].places)}
     lists = {
-        "replaced": [n for n, p in now.items() if replaced and n in then and p is not then[n]],
+        "replaced": [n for n in then if n in others],
         "added": [n for n, p in now.items() if n not in then and id(p) not in known],
-        "removed": [n for n, p in then.items() if n not in now and id(p) not in there],
+        "removed": [n for n, e in then.items() if n not in now and id(e.param) not in there],
     }
     if any(lists.values()):
         said = ", ".join(
