@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from measured_memory import RealStep, seeded
 from torch import Tensor, nn
 
-from onefold.tracing.repeat import checkpointed
+from onefold.tracing.blocks import recompute
 from onefold.tracing.trace import trace
 from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
@@ -85,10 +86,10 @@ def check(
     """
     with seeded():
         said = trace(module, batch, precision=precision, checkpointing=checkpointing)
-        with checkpointed(module, checkpointing):
-            step = RealStep(module, batch, precision)
-            assert said.saved == step.saved()
-            held = step.allocated() if precision == "fp32" else step.tensors()
+        recompute(module, checkpointing)
+        step = RealStep(module, batch, precision)
+        assert said.saved == step.saved()
+        held = step.allocated() if precision == "fp32" else step.tensors()
     # Scratch memory of kernels (a few hundred bytes) is the allocator's alone. The mode that counts
     # tensors makes autograd add gradients out of place: up to one tensor more.
     most = 1.002 if precision == "fp32" else 1.05
@@ -115,10 +116,10 @@ def test_experts_in_a_loop_save_what_a_real_step_saves_however_it_routes(
     with seeded():
         module = build(name)
         said = trace(module, batch_of(name), checkpointing=checkpointing)
-        with checkpointed(module, checkpointing):
-            step = RealStep(module, batch_of(name), "fp32")
-            assert said.saved == step.saved()
-            allocated = step.allocated()
+        recompute(module, checkpointing)
+        step = RealStep(module, batch_of(name), "fp32")
+        assert said.saved == step.saved()
+        allocated = step.allocated()
     assert any("balanced" in note for note in said.notes)
     # The peak is that of the expert with most tokens, and a real router is not balanced: within 5 %
     # at 4 experts and 48 tokens.
@@ -188,21 +189,24 @@ def test_odd_modules_are_traced_to_the_byte(name: str) -> None:
 
 def test_flops_are_those_of_the_matrix_products() -> None:
     batch, length, width, heads, depth, vocabulary = 2, 12, 32, 4, 3, 61
-    said = {
-        how: trace(TinyGPT(vocabulary, width, heads, depth), (tokens_of(0),), checkpointing=how)
-        for how in ("none", "full")
-    }
+    said = {how: Counter[tuple[str, str]]() for how in ("none", "full")}
+    for how, flops in said.items():
+        module = TinyGPT(vocabulary, width, heads, depth)
+        for s in trace(module, (tokens_of(0),), checkpointing=how).spans:
+            flops[s.unit, s.phase] += s.flops
     tokens = batch * length
     attention = 2 * 2 * batch * length * length * width  # scores and their product with the values
     block = 2 * tokens * 12 * width * width + attention
     head = 2 * tokens * width * vocabulary
-    forward = {u.name: u.forward_flops for u in said["none"].units}
+    forward, backward, again = (
+        {unit: n for (unit, phase), n in said[how].items() if phase == which}
+        for how, which in (("none", "forward"), ("none", "backward"), ("full", "backward"))
+    )
     assert forward == {"(root)": head} | {f"blocks.{i}": block for i in range(depth)}
-    backward = {u.name: u.backward_flops for u in said["none"].units}
     assert backward["(root)"] == 2 * head
     # The kernel computes the scores again
     assert backward["blocks.1"] == 2 * (block - attention) + attention // 2 * 5
-    again = {u.name: u.backward_flops - backward[u.name] for u in said["full"].units}
+    again = {unit: n - backward[unit] for unit, n in again.items()}
     # Recomputation stops at the last tensor that was saved: the last linear layer is not run again,
     # being no input of anything.
     last = 2 * tokens * 4 * width * width

@@ -11,7 +11,7 @@ from measured_memory import RealStep, seeded
 from test_trace import batch_of, build, needs_transformers
 from torch import Tensor, nn
 
-from onefold.tracing.trace import ActivationTrace, trace, trace_at
+from onefold.tracing.trace import Trace, between, trace
 from zoo import TinyGPT, features_of, tokens_of
 
 pytestmark = pytest.mark.one_in(9)
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.one_in(9)
 
 def whole_trace(
     module: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> ActivationTrace:
+) -> Trace:
     """A trace in which every block runs."""
     with monkeypatch.context() as patch:
-        patch.setattr("onefold.tracing.trace.repetition_in", lambda _: None)
+        patch.setattr("onefold.tracing.trace.shorten", lambda *_: None)
         return trace(module, batch, **options)
 
 
@@ -77,18 +77,13 @@ def test_blocks_that_differ_are_all_run() -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_larger_micro_batches_follow_from_small_ones(checkpointing: Any) -> None:
     module = TinyGPT(width=32, heads=4, depth=8)
-    sizes = (1, 2, 3, 5, 16)
-    said = trace_at(
-        module,
-        lambda b: (tokens_of(0, batch=b),),
-        sizes,
-        checkpointing=checkpointing,
-        precision="bf16",
-    )
-    for b in sizes:
-        assert said[b] == trace(
-            module, (tokens_of(0, batch=b),), checkpointing=checkpointing, precision="bf16"
-        ), b
+
+    def traced(b: int) -> Trace:
+        batch = (tokens_of(0, batch=b),)
+        return trace(module, batch, checkpointing=checkpointing, precision="bf16")
+
+    for b in (1, 2, 3, 5, 12):
+        assert between(traced, b) == traced(b), b
 
 
 # -- sentences -------------------------------------------------------------------------------------

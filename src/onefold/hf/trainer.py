@@ -46,7 +46,7 @@ from onefold.hf.refusals import (
 )
 from onefold.recipe import Recipe
 from onefold.runtime.hooks import is_sharded
-from onefold.tracing.repeat import repeated_blocks
+from onefold.tracing.blocks import repeated_blocks
 
 if TYPE_CHECKING:
     _Host: Any = transformers.Trainer

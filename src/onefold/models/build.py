@@ -28,7 +28,7 @@ from onefold.models.names import NAMED_SIZES, hub_folder, kind_of, parse_size
 from onefold.plan.modules import factory_of, quietly
 from onefold.pretrained.weights import on_meta, read_whole
 from onefold.processes.ranks import Ranks
-from onefold.tracing.repeat import repeated_blocks
+from onefold.tracing.blocks import repeated_blocks
 from onefold.wording import TrainError
 
 HEAD_WIDTH = 64

@@ -27,7 +27,7 @@ from onefold.plan.degrees import ALONE, Degrees
 from onefold.plan.formulas import MicroBatchBytes, transformer_flops_per_token
 from onefold.plan.rank import Stage, local_numel, stages_of
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, blocks_of
-from onefold.tracing.trace import ActivationTrace
+from onefold.tracing.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,14 @@ class Activity:
         return sum(self.passes.values())
 
     @classmethod
-    def from_trace(cls, trace: ActivationTrace) -> Activity:
+    def from_trace(cls, trace: Trace) -> Activity:
         """Take over a trace of the real module, span by span."""
-        passes: Counter[tuple[str, str]] = Counter()
+        passes, movable, largest = Counter[tuple[str, str]](), Counter[str](), dict[str, int]()
         for s in trace.spans:
             passes[s.unit, s.phase] += s.flops
+            if s.movable:
+                movable[s.unit] += s.movable
+                largest[s.unit] = max(largest.get(s.unit, 0), s.largest)
         return cls(
             tuple(Slot(s.unit, s.phase, s.peak, s.logits, s.gradients) for s in trace.spans),
             trace.saved,
@@ -81,8 +84,8 @@ class Activity:
             dict(passes),
             source="traced",
             notes=trace.notes,
-            movable={u.name: u.movable for u in trace.units if u.movable},
-            largest={u.name: u.largest for u in trace.units if u.movable},
+            movable=movable,
+            largest=largest,
         )
 
     @classmethod

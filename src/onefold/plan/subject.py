@@ -39,8 +39,8 @@ from onefold.plan.shapes import (
 )
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.buffers import buffers_in, sent_before_passes
-from onefold.tracing.repeat import repeated_blocks
-from onefold.tracing.trace import trace_at
+from onefold.tracing.blocks import repeated_blocks
+from onefold.tracing.trace import Trace, between, trace
 
 #: The note of a plan with adapters.
 _LORA = "LoRA: activations are those of training everything, which adapters need less than"
@@ -215,17 +215,13 @@ def _traced(
         "loss": loss,
         "units": job.units,
     }
-    memo: dict[Any, Any] = {}
     log = logging.getLogger("torch._subclasses.fake_tensor")
 
     @lru_cache(maxsize=256)
-    def activities(micro_batch: int, checkpointing: str) -> Activity:
+    def traced(samples: int, checkpointing: Any) -> Trace:
         log.addFilter(_silent)  # torch logs the traceback of what is raised below
         try:
-            found = trace_at(
-                module, make, [micro_batch], memo=memo, checkpointing=checkpointing, **options
-            )
-            return Activity.from_trace(found[micro_batch])
+            return trace(module, make(samples), checkpointing=checkpointing, **options)
         except ValueError:
             raise
         except Exception as error:  # a model's own code may raise anything
@@ -239,6 +235,10 @@ def _traced(
             ) from error
         finally:
             log.removeFilter(_silent)
+
+    @lru_cache(maxsize=256)
+    def activities(micro_batch: int, checkpointing: str) -> Activity:
+        return Activity.from_trace(between(lambda n: traced(n, checkpointing), micro_batch))
 
     found = _frozen(activities, shape) if job.lora_rank else activities
     blocks = tuple(u.name for u in blocks_of(shape.units))

@@ -13,7 +13,6 @@ not know that it is simulated, with one exception: a group of the "fake" backend
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
 import time
@@ -29,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from onefold.comm import OWNERS, STEP_MOVES
 from onefold.machine.flops import values_in
@@ -51,9 +49,9 @@ from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.simulation.refusals import check
 from onefold.simulation.result import Simulation, events_of, summaries_of
 from onefold.simulation.stand_in import Disk, code_of, stand_in
+from onefold.tracing.blocks import Checkpointing, recompute
 from onefold.tracing.calling import backward, call, loss_of
-from onefold.tracing.fake import Integers, fake_batch, fake_of, passing_as_real
-from onefold.tracing.repeat import Checkpointing, checkpointed
+from onefold.tracing.fake import Integers, fake_batch, passing_as_real, twin_of
 
 #: Steps that are run. The first records the order of units; the last is reported. An optimizer's first
 #: step is an ordinary one with `step_in_backward` too, so that the step behind it is not steady yet.
@@ -103,11 +101,11 @@ def simulate(
         stores_from(Disk),
         mock.patch.object(in_backward, "ThreadPoolExecutor", _AtOnce),
     ):
-        twin = _twin(module, integers).train()
+        twin = twin_of(module, integers).train()
+        recompute(twin, checkpointing if own_code else "none")
         given = fake_batch(_batch(module, batch, samples, seq, source), None, integers)
         with (
             engine_on(twin, recipe) as engine,
-            checkpointed(twin, checkpointing if own_code else "none"),
             torch.enable_grad(),
         ):
             answers = _Answers(integers) if own_code else nullcontext()
@@ -252,26 +250,6 @@ class _Answers(TorchDispatchMode):
         if any(isinstance(given, torch.UntypedStorage) for given in values_in((args, kwargs))):
             return func(*args, **(kwargs or {}))
         return self._integers.call(func, args, kwargs or {})
-
-
-def _twin(module: nn.Module, integers: Integers) -> nn.Module:
-    """Copy the module, with its hooks and settings, and with fake CPU tensors. The copy shares
-    tensors where the module does.
-    """
-    memo: dict[int, Any] = {}
-    for inner in module.modules():
-        own = (v for v in inner.__dict__.values() if isinstance(v, torch.Tensor | list | tuple))
-        held = [*inner._parameters.values(), *inner._buffers.values(), *own]
-        for t in tree_leaves(held):
-            if isinstance(t, torch.Tensor) and id(t) not in memo:
-                memo[id(t)] = fake_of(t, integers)
-    try:
-        return copy.deepcopy(module, memo)
-    except Exception as error:  # parts of a model may refuse to be copied in any way
-        raise ValueError(
-            f"{type(module).__name__} cannot be copied for a simulation ({type(error).__name__}:"
-            f" {error})."
-        ) from error
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,16 +61,3 @@ def vocabulary_of(module: nn.Module) -> int:
     return max(
         (m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=0
     )
-
-
-@contextmanager
-def training(module: nn.Module) -> Iterator[None]:
-    """Put all modules into training mode inside the context, and restore their modes afterwards."""
-    modes = [(m, m.training) for m in module.modules()]
-    for inner, _ in modes:
-        inner.training = True
-    try:
-        yield
-    finally:
-        for inner, mode in modes:
-            inner.training = mode

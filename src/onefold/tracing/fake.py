@@ -1,5 +1,5 @@
-"""Swap a module's tensors for fake ones in its compute dtype, and back afterwards (`faked`); and
-answer a forward pass that asks for values (`Integers`).
+"""Copy a module with fake tensors (`twin_of`), and answer a forward pass that asks for values
+(`Integers`).
 
 Fake tensors have sizes but no contents. A forward pass may ask for contents: is there padding,
 which tokens go to which expert, how many positions are masked. Such questions are about integers
@@ -18,11 +18,11 @@ not computed, except small constants.
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -223,20 +223,6 @@ def _is_small(t: torch.Tensor) -> bool:
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass
-class Faked:
-    """A module's fake tensors.
-
-    Attributes:
-        parameters: every parameter once, by its first name.
-        storages: identities of all storages that are not activations: parameters, buffers,
-            constants.
-    """
-
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    storages: set[int] = field(default_factory=set)
-
-
 def fake_of(t: torch.Tensor, integers: Integers, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a fake copy of a module's parameter or buffer.
     A parameter in fp32, bf16 or fp16 becomes `dtype`. `integers` learns the contents of an integer
@@ -256,47 +242,27 @@ def _empty_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
     return torch.empty_strided(t.size(), t.stride(), dtype=kind, device="cpu")
 
 
-@contextmanager
-def faked(module: nn.Module, dtype: torch.dtype | None, integers: Integers) -> Iterator[Faked]:
-    """Give `module` fake CPU tensors inside the context, and put its own back afterwards.
-    The caller must be inside a FakeTensorMode.
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters, buffers and other tensors that a module keeps, some more than once."""
+    for inner in module.modules():
+        yield from (t for t in values_in(vars(inner)) if isinstance(t, torch.Tensor))
 
-    Args:
-        dtype: the dtype of parameters that were fp32, bf16 or fp16; None keeps theirs. Buffers keep
-            their dtype, as in the engine.
-        integers: learns the contents of integer buffers that are not on the meta device.
+
+def twin_of(module: nn.Module, integers: Integers, dtype: torch.dtype | None = None) -> nn.Module:
+    """Copy the module, with its hooks and settings, and with fake CPU tensors (`fake_of`). The copy
+    shares tensors where the module does. The caller must be inside a FakeTensorMode.
     """
-    out = Faked()
-    seen: dict[int, torch.Tensor] = {}
-    undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def fake(t: torch.Tensor) -> torch.Tensor:
-        if id(t) not in seen:
-            seen[id(t)] = new = fake_of(t, integers, dtype)
-            out.storages.add(new.untyped_storage()._cdata)
-        return seen[id(t)]
-
+    memo: dict[int, Any] = {}
+    for t in tensors_of(module):
+        if id(t) not in memo:
+            memo[id(t)] = fake_of(t, integers, dtype)
     try:
-        for prefix, inner in module.named_modules():
-            for table in (inner._parameters, inner._buffers, inner.__dict__):
-                own = {k: v for k, v in table.items() if _holds_tensors(v)}
-                undo.append((table, own))
-                for key, value in own.items():
-                    table[key] = new = tree_map_only(torch.Tensor, fake, value)
-                    if table is inner._parameters and all(
-                        new is not p for p in out.parameters.values()
-                    ):
-                        out.parameters[f"{prefix}.{key}" if prefix else key] = new
-        yield out
-    finally:
-        for table, own in undo:
-            table.update(own)
-
-
-def _holds_tensors(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (
-        isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value)
-    )
+        return copy.deepcopy(module, memo)
+    except Exception as error:  # parts of a model may refuse to be copied in any way
+        raise ValueError(
+            f"{type(module).__name__} cannot be copied, and only a copy of it with fake tensors runs"
+            f" here ({type(error).__name__}: {error})."
+        ) from error
 
 
 def _contents(t: torch.Tensor) -> torch.Tensor:
