@@ -43,6 +43,7 @@ class Place:
         gpu = replace(found, name=f"{self.memory} GB", capacity=self.memory * 10**9)
         link = found.host_link
         host = Host(
+            "default",
             memory=self.host * 1e9,
             memory_bandwidth=HOST_BANDWIDTH,
             link_bandwidth=link,

@@ -1,4 +1,4 @@
-"""The plan over axes: what divides parameters, what each axis sends, what a rank of a mesh holds,
+"""The plan of meshes: what divides parameters, what each axis sends, what a rank of a mesh holds,
 beside figures of published runs.
 """
 
@@ -219,9 +219,9 @@ def test_a_block_keeps_what_korthikanti_counts_under_tensor_parallelism(
         (
             "llama-3-8b",
             {"tp": 2, "lora_rank": 8},
-            r"--lora: a plan over axes .* leave one of the two",
+            r"--lora: a plan of a mesh .* leave one of the two",
         ),
-        ("llama-3-8b", {"tp": 2, "gather_codec": "int8"}, r"--gather-codec: a plan over axes"),
+        ("llama-3-8b", {"tp": 2, "gather_codec": "int8"}, r"--gather-codec: a plan of a mesh"),
         (7e9, {"tp": 2}, r"has no dimensions .* give a name such as llama-3-70b"),
         ("llama-3-8b", {"tp": AUTO, "pp": 5}, r"--pp 5 makes 5 ranks, which do not divide 16 GPUs"),
     ],
@@ -275,7 +275,7 @@ def _tiny() -> Any:
 def test_the_search_finds_the_fastest_mesh_of_all_that_fit() -> None:
     machine, job = hardware.machine(8, 4, "a100-40"), Job(seq=4096, micro_batch=1, global_batch=32)
     asked = {"tp": AUTO, "pp": AUTO, "cp": 1, "ep": AUTO}
-    found = plan(_tiny(), machine, job, axes=asked, keep=3)
+    found = plan(_tiny(), machine, job, axes=asked)
     subject = subject_of(_tiny(), job, None, None, machine)
     question = Question(subject.shape, subject.activities, machine, subject.job)
     every = meshes(question, asked, {})
@@ -287,7 +287,7 @@ def test_the_search_finds_the_fastest_mesh_of_all_that_fit() -> None:
         assert seconds <= one.step and nbytes <= one.account.peak_bytes, scheme
         if one.fits:
             fastest[degrees] = min(fastest.get(degrees, math.inf), one.step)
-    expected = sorted(fastest.values())[:3]
+    expected = sorted(fastest.values())[:5]
     assert [c.step for c in found.stages] == pytest.approx(expected, rel=1e-3)
     assert found.recommended is not None and found.recommended.fits
 

@@ -51,7 +51,7 @@ def test_a_users_file_adds_and_changes(tmp_path: Path) -> None:
     assert read.gpu("mine").capacity == 48_000_000_000
     assert read.gpu("h100-80").link == 900e9
     assert read.gpu("h100-80").capacity == builtin().gpu("h100-80").capacity
-    assert read.machine(8, 8, "mine").host.memory == 1e11
+    assert machine(8, 8, "mine", file=file).host.memory == 1e11
     assert machine(8, 8, "h100-80").host.memory != 1e11
 
 

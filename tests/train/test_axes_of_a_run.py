@@ -125,8 +125,8 @@ def test_tensor_parallel_runs_have_the_losses_of_data_parallel_ones_and_resume_a
     plan = first["tp"]["plan"]
     assert (plan["axes"], plan["data_ranks"]) == ("dp 2 × tp 2", 2)
     # Two ranks hold each part of what is divided, four each norm
-    holders = plan["over_axes"]["holders"].values()
-    assert (min(holders), max(holders), plan["over_axes"]["stage"]) == (2, 4, 3)
+    holders = plan["mesh"]["holders"].values()
+    assert (min(holders), max(holders), plan["mesh"]["stage"]) == (2, 4, 3)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from onefold.plan.job import Scheme
 from onefold.plan.planner import Plan
 from onefold.plan.rank import stages_of
 from onefold.recipe.rows import NODE
-from onefold.simulation.mesh import MeshSimulation, simulate_mesh
+from onefold.simulation.mesh import simulate_mesh
 from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
 
@@ -23,7 +23,7 @@ MICRO_BATCHES = 3
 TOKENS = 128
 
 
-def simulated(plan: Plan, model: Any, rank: int | None) -> list[Any]:
+def simulated(plan: Plan, model: Any, rank: int | None) -> list[Simulation]:
     """Simulate as rank `rank` the scheme that `plan` shows in detail: the recommended one, if any fits.
     None: as the first rank of each stage of the pipeline that differs from the others.
 
@@ -38,7 +38,7 @@ def simulated(plan: Plan, model: Any, rank: int | None) -> list[Any]:
     candidate, machine, job = plan.shown, plan.machine, plan.job
     scheme, degrees = candidate.scheme, candidate.scheme.degrees
     recipe = scheme.recipe(job)
-    if degrees is not None:
+    if not degrees.data_only:
         each = degrees.ranks // degrees.pp
         firsts = [stage.index * each for stage in unlike(stages_of(plan.model, degrees))]
         # Torch's 1F1B takes at least a micro-batch a stage; more of them are like the others
@@ -68,7 +68,7 @@ def simulated(plan: Plan, model: Any, rank: int | None) -> list[Any]:
     return [found]
 
 
-def show_simulation(ran: Sequence[Any], scheme: Scheme) -> None:
+def show_simulation(ran: Sequence[Simulation], scheme: Scheme) -> None:
     """Print the engine's ledgers beside the plan's, line by line."""
     batches = f"{ran[0].micro_batches} micro-batch{'es' if ran[0].micro_batches > 1 else ''}"
     seconds = sum(one.seconds for one in ran)
@@ -77,22 +77,20 @@ def show_simulation(ran: Sequence[Any], scheme: Scheme) -> None:
         "simulated": f"{scheme}, {batches}, in {seconds:.1f} s",
         "bytes of a rank in one step": rows,
     }
-    if isinstance(ran[0], Simulation):
+    if scheme.degrees.data_only:
         told["ran"] = "; ".join((ran[0].source, *ran[0].notes))
     else:
         told["not run"] = "what layers send along tp, cp and ep: the plan alone counts it"
     show(False, "simulation", told)
 
 
-def _rows(one: Simulation | MeshSimulation) -> Iterator[dict[str, Any]]:
+def _rows(one: Simulation) -> Iterator[dict[str, Any]]:
     told, seen = one.predicted, one.account
     parts: dict[str, tuple[Mapping[str, int], Mapping[str, int]]] = {
         "at rest": (told.rest, seen.rest),
-        "sent": (told.wire, seen.wire),
+        "sent": (told.sent or told.wire, seen.sent or seen.wire),
         "copied": (told.moved, seen.moved),
     }
-    if isinstance(one, MeshSimulation):
-        parts["sent"] = one.closed, one.sent
     for title, (plan, engine) in parts.items():
         both = {name: (plan.get(name, 0), engine.get(name, 0)) for name in (*plan, *engine)}
         lines = {f"{title}: {name}": pair for name, pair in both.items() if any(pair)}

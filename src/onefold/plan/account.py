@@ -77,7 +77,7 @@ from onefold.plan.times import (
     step_seconds,
 )
 from onefold.recipe import COMPUTE_DTYPES, Recipe
-from onefold.recipe.optimizers import PLANNED, WHOLE
+from onefold.recipe.optimizers import PLANNED
 from onefold.recipe.rows import Tier
 
 #: The share of temporary bytes on a GPU that its allocator cannot use again (blocks of other
@@ -143,11 +143,11 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        degrees = self.scheme.degrees
         mesh = {"pipeline_stage": self.stage, "bubble": self.bubble, "holders": dict(self.holders)}
         return {
             **{name: value for name, value in vars(self.scheme).items() if name != "degrees"},
-            **({**asdict(degrees), **mesh} if degrees is not None else {}),
+            **asdict(self.scheme.degrees),
+            **mesh,
             "accumulation": self.accumulation,
             "fits": self.fits,
             "states": self.states,
@@ -183,23 +183,19 @@ class Question:
             self._told[scheme] = account_of(self, scheme)
         return self._told[scheme]
 
-    @property
-    def samples(self) -> int:
-        """Samples of a step over other axes: the job's, or as many as if every GPU had a micro-batch."""
-        return self.job.global_batch or self.machine.ranks * self.job.micro_batch
-
     def micro_batches(self, scheme: Scheme) -> int:
-        """Return the micro-batches of a rank. Raises ValueError: the batch does not divide."""
-        if scheme.degrees is None:
-            return self.job.accumulation(self.machine.ranks, scheme.micro_batch)
-        return replace(self.job, global_batch=self.samples).accumulation(
-            scheme.degrees.dp, scheme.micro_batch
-        )
+        """Return the micro-batches of a rank: as many as if every GPU had one, if the job names no
+        global batch. Raises ValueError: it does not divide.
+        """
+        others = scheme.degrees.of_stage_without_dp * scheme.degrees.pp
+        if not self.job.global_batch:
+            return others
+        return self.job.accumulation(self.machine.ranks // others, scheme.micro_batch)
 
     def activity(self, scheme: Scheme, stage: Stage) -> Activity:
         """Return what a rank of `stage` keeps and computes."""
         degrees = scheme.degrees
-        if degrees is None or degrees == Degrees(dp=degrees.dp):
+        if degrees.data_only:
             return self.activities(scheme.micro_batch, scheme.checkpointing)
         return Activity.from_dims(
             stage,
@@ -219,12 +215,13 @@ def on_nccl(machine: Machine) -> bool:
     return not machine.shared
 
 
-def recipe_of(scheme: Scheme, job: Job) -> Recipe:
-    """Return a scheme's recipe, as a stage of a pipeline runs it."""
-    recipe = scheme.recipe(job)
-    if scheme.degrees is None or scheme.degrees.pp == 1 or scheme.stage < 2:
+def pipelined(recipe: Recipe, degrees: Degrees) -> Recipe:
+    """Return the recipe as a stage of a pipeline runs it: it gathers a unit once a step, and reduces it
+    once.
+    """
+    if degrees.pp == 1 or recipe.stage < 2:
         return recipe
-    held = {"reshard_after_forward": False} if scheme.stage == 3 else {}
+    held = {"reshard_after_forward": False} if recipe.stage == 3 else {}
     return recipe.replace(reduce_at="boundary", **held)
 
 
@@ -242,9 +239,7 @@ def _program(
     layers: tuple[tuple[str, float, int, Sequence[int]], ...],
 ) -> Program:
     units = units_of(stage, recipe, degrees, per_node=per_node, nccl=nccl)
-    owned = None
-    if PLANNED[optimizer].update == WHOLE:
-        owned = owned_matrices(units, stepped_whole(stage, optimizer), optimizer)
+    owned = owned_matrices(units, stepped_whole(stage, optimizer), optimizer)
     program = Program(
         units,
         recipe,
@@ -262,8 +257,10 @@ def _program(
 def account_of(question: Question, scheme: Scheme) -> Candidate:
     """Account for `scheme`. Raises ValueError: the global batch does not divide."""
     machine, job, model = question.machine, question.job, question.model
-    degrees = scheme.degrees or Degrees(dp=machine.ranks)
-    recipe, nccl = recipe_of(scheme, job), on_nccl(machine)
+    degrees = scheme.degrees
+    if degrees.data_only:
+        degrees = replace(degrees, dp=machine.ranks)
+    recipe, nccl = pipelined(scheme.recipe(job), degrees), on_nccl(machine)
     accumulation, per_node = question.micro_batches(scheme), machine.node_ranks
     window = 0 if machine.shared else WINDOW
     found = []
@@ -451,7 +448,7 @@ def in_layers(
 ) -> list[tuple[str, float, int, Sequence[int]]]:
     """Return (axis, bytes, messages, ranks) that a block sends in a pass, as the mean over passes."""
     degrees = scheme.degrees
-    if degrees is None or degrees.tp * degrees.cp * degrees.ep == 1:
+    if degrees.tp * degrees.cp * degrees.ep == 1:
         return []
     dims, job = dims_of(question.model), question.job
     t, c, x = degrees.tp, degrees.cp, degrees.ep
@@ -485,7 +482,7 @@ def crossings(question: Question, scheme: Scheme, stage: Stage) -> float:
     of each chunk, but for the last output of the model and the gradient of its first input.
     """
     degrees, job = scheme.degrees, question.job
-    if degrees is None or degrees.pp == 1:
+    if degrees.pp == 1:
         return 0.0
     width = dims_of(question.model).hidden / (degrees.tp if degrees.sequence_divided else 1)
     each = scheme.micro_batch * job.seq / degrees.cp * width * COMPUTE_DTYPES[job.computes].itemsize
@@ -498,7 +495,7 @@ def _sent(
     """Return the bytes that a rank sends in a step by axis, "data" for the ranks that hold the same
     parameters; {} with data ranks alone.
     """
-    if scheme.degrees is None:
+    if scheme.degrees.data_only:
         return {}
     crossed = round(crossings(question, scheme, stage) * question.micro_batches(scheme))
     return filled({"data": wire, **axes, "pp": crossed})
@@ -535,7 +532,7 @@ def _seconds(
     passes = {at: n * each for at, n in activity.passes.items()}
     parts, busy = step_seconds(program, Prices(machine, passes))
     out = dict.fromkeys(SECONDS[:-1], 0.0) | parts
-    if scheme.degrees is not None and scheme.degrees.pp > 1:
+    if scheme.degrees.pp > 1:
         degrees, accumulation = scheme.degrees, question.micro_batches(scheme)
         share = bubble(degrees, accumulation)
         layers = out["compute"] + sum(out.get(name, 0.0) for name in IN_LAYERS.values())

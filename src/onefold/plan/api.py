@@ -62,32 +62,28 @@ class Beside:
         return cls(free_host_memory(), min(each) * len(folders) if each else 0.0)
 
 
-def machine_here(ranks: int, local_ranks: int, free: int, device: str, beside: Beside) -> Machine:
-    """Return this machine with `ranks` ranks that may take `free` bytes each.
+def machine_here(
+    ranks: int, local: int, free: int, device: str, beside: Beside, measured: bool = True
+) -> Machine:
+    """Return this machine with `ranks` ranks, `local` of them on this node, of whose `free` bytes
+    training may take USABLE.
 
-    `onefold doctor --calibrate` measures its speeds. Without them a plan has bytes and no seconds.
+    `onefold doctor --calibrate` measures its speeds. Without them, or if they shall not be asked for, a
+    plan has bytes and no seconds.
     """
+    known = hardware.builtin()
     try:
         found = hardware.calibrated(Calibration.load())
     except ValueError:
-        found = None
-    if (
-        found is None
-        or (found.ranks, found.shared) != (ranks, device == "cpu")
-        or ranks != local_ranks
-    ):
-        return _unmeasured(ranks, local_ranks, free, device, beside)
+        measured = False
+    if not measured or (found.ranks, found.ranks, found.shared) != (ranks, local, device == "cpu"):
+        between = known.link("100g") if ranks > local else None
+        gpu = Gpu("here", free, 1e10, "this machine", fp32=1e12)
+        found = Machine(
+            gpu, ranks, local, between, known.hosts["default"], shared=device == "cpu", is_timed=False
+        )  # fmt: skip
     host = replace(found.host, memory=beside.host, nvme=beside.disk)
-    return replace(found, gpu=replace(found.gpu, capacity=free), host=host)
-
-
-def _unmeasured(ranks: int, local_ranks: int, free: int, device: str, beside: Beside) -> Machine:
-    """Return this machine without its speeds."""
-    known = hardware.builtin()
-    between = known.link("100g") if ranks > local_ranks else None
-    gpu = Gpu("here", "this machine", free, {"fp32": 1e12}, 1.0, 1e10, 1e9, 1e9)
-    host = replace(known.hosts["default"], memory=beside.host, nvme=beside.disk)
-    return Machine(gpu, ranks, local_ranks, between, host, shared=device == "cpu", is_timed=False)
+    return replace(found, gpu=replace(found.gpu, capacity=int(free * USABLE)), host=host)
 
 
 def plan_here(
@@ -98,9 +94,6 @@ def plan_here(
     local_ranks: int,
     free: int,
     device: str,
-    stages: tuple[int, ...] = (),
-    batch: Callable[[int], Any] | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
     beside: Beside | None = None,
     axes: Mapping[str, int | str] | None = None,
     **options: Any,
@@ -112,26 +105,15 @@ def plan_here(
         free: free bytes of a rank, on the rank that has least.
         device: "cpu" or "cuda".
         beside: what its node has; None: looks.
-        axes, options: as for `onefold.plan.planner.plan`.
+        axes, options: as for `onefold.plan.planner.plan`, with its other arguments.
 
     Raises:
         ValueError: the module cannot be traced, or the batch does not divide.
     """
+    beside = beside or Beside.here(job.folders)
     # Measured speeds are not by axis
-    machine = (_unmeasured if axes is not None else machine_here)(
-        ranks, local_ranks, int(free * USABLE), device, beside or Beside.here(job.folders)
-    )
-    return _plan(
-        model,
-        machine,
-        job,
-        stages=stages,
-        batch=batch,
-        loss=loss,
-        largest=False,
-        axes=axes,
-        **options,
-    )
+    machine = machine_here(ranks, local_ranks, free, device, beside, measured=axes is None)
+    return _plan(model, machine, job, largest=False, axes=axes, **options)
 
 
 def _least(free: int, job: Job, ranks: int) -> tuple[int, Beside]:
@@ -292,8 +274,7 @@ def plan(
         machine = hardware.machine(gpus, min(per_node, gpus), gpu, link)
     if machine is None:
         free = free_memory() if available() else free_host_memory()
-        beside = Beside.here(asked.folders)
-        machine = machine_here(1, 1, int(free * USABLE), default_device().type, beside)
+        machine = machine_here(1, 1, free, default_device().type, Beside.here(asked.folders))
     axes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
     others = {name: mesh[name] for name in mesh if mesh[name] != MESH[name]}
     return _plan(

@@ -105,6 +105,11 @@ class Degrees:
         return self.cp * self.tp
 
     @property
+    def data_only(self) -> bool:
+        """No other axis divides the ranks."""
+        return self.ranks == self.dp and self.ep == 1
+
+    @property
     def sequence_divided(self) -> bool:
         return self.sequence_parallel and self.tp > 1
 
@@ -171,7 +176,7 @@ def one_of(choices: object) -> str:
 
 
 def dims_of(model: ModelShape) -> Transformer:
-    """Return the dimensions that a plan over axes needs. Raises ValueError: they are not known."""
+    """Return the dimensions that a plan of a mesh needs. Raises ValueError: they are not known."""
     if model.transformer is None:
         raise ValueError(
             f"{model.name} has no dimensions (heads, layers, hidden), which --tp, --pp, --cp and --ep"

@@ -15,7 +15,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -25,27 +25,43 @@ from onefold.machine.calibration import Calibration
 from onefold.wording import did_you_mean
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-#: What a GPU has if its entry leaves a key out.
-_DEFAULTS = {"attainable": 0.75, "link": 25e9, "host_link": 25e9}
-#: What a host's entry may leave out.
-_OPTIONAL = ("nvme_write", "nvme_latency")
 _RATE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(g|gbps|gbit/s|gb/s)")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `rates` are nominal dense matrix FLOP/s by precision; large products reach the share
-    `attainable` of them.
+    """One GPU. A rate is of dense matrix products, nominal, by precision; large products reach the share
+    `attainable` of it. Without one, fp32 has half of the lowest.
     """
 
     name: str
-    title: str
     capacity: int
-    rates: Mapping[str, float]
-    attainable: float
     memory_bandwidth: float
-    link: float
-    host_link: float
+    title: str = ""
+    fp32: float = 0.0
+    tf32: float = 0.0
+    fp16: float = 0.0
+    bf16: float = 0.0
+    attainable: float = 0.75
+    link: float = 25e9
+    host_link: float = 25e9
+
+    def __post_init__(self) -> None:
+        if not any(self.rates.values()):
+            raise ValueError(
+                f"gpu.{self.name} lacks a matrix rate (fp32, tf32, fp16 or bf16, in FLOP/s)."
+            )
+        if self.attainable > 1:
+            raise ValueError(
+                f"gpu.{self.name}.attainable is {self.attainable}: expected a share of the nominal"
+                " rate, at most 1."
+            )
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The known rates."""
+        found = {p: getattr(self, p) for p in PRECISIONS if getattr(self, p)}
+        return {"fp32": min(found.values(), default=0.0) / 2, **found}
 
 
 @dataclass(frozen=True)
@@ -53,8 +69,8 @@ class Link:
     """The network adapters of one node: bytes/s that they send together."""
 
     name: str
-    title: str
     bandwidth: float
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,21 +80,15 @@ class Host:
     Attributes:
         link_bandwidth: of all GPUs together, to and from the host.
         nvme_bandwidth: of reading; also of writing if `nvme_write` is 0.
-        nvme_latency: seconds from the launch of a read or write to its first bytes, an assumption.
-            Only timelines use it (`onefold.simulation.timeline`).
     """
 
+    name: str
     memory: float
     memory_bandwidth: float
     link_bandwidth: float
     nvme: float
     nvme_bandwidth: float
     nvme_write: float = 0.0
-    nvme_latency: float = 1e-4
-
-    @property
-    def nvme_writes(self) -> float:
-        return self.nvme_write or self.nvme_bandwidth
 
 
 @dataclass(frozen=True)
@@ -172,7 +182,7 @@ class Machine:
     @property
     def capacity(self) -> int:
         """Bytes of one GPU."""
-        return self.gpu.capacity
+        return int(self.gpu.capacity)
 
     def peak(self, precision: str) -> float:
         """Return the nominal FLOP/s of one GPU, to which MFU refers. A precision without a rate
@@ -181,8 +191,7 @@ class Machine:
         """
         if precision not in PRECISIONS:
             raise ValueError(f"precision {precision!r}: expected one of {', '.join(PRECISIONS)}.")
-        rates = self.gpu.rates
-        return rates[precision] if precision in rates else rates["fp32"]
+        return self.gpu.rates.get(precision, self.gpu.rates["fp32"])
 
     def matrix_rate(self, precision: str) -> float:
         """Return the FLOP/s that large matrix products reach on one GPU."""
@@ -219,29 +228,14 @@ class Catalogue:
         match = _RATE.fullmatch(plain if in_bytes else plain.replace("gb/s", "gbit/s"))
         if match and (rate := int(match[1] or 1) * float(match[2])) > 0:
             bits = 1 if match[3] == "gb/s" else 8
-            return Link(plain, f"{name} between nodes", rate * 1e9 / bits)
+            return Link(plain, rate * 1e9 / bits, f"{name} between nodes")
         raise ValueError(
             f"{_unknown(name, self.links, 'link')} Or give its rate: '100g', '8x200g' (Gbit/s of a"
             " node), '25GB/s'."
         )
 
-    def machine(
-        self, gpus: int, per_node: int = 8, gpu: str = "a100-80", link: str = "8x200g"
-    ) -> Machine:
-        """Return `gpus` GPUs of one kind in nodes of `per_node`, joined by `link`."""
-        found, joined = self.gpu(gpu), self.link(link)
-        between = joined if gpus > per_node else None
-        return Machine(found, gpus, per_node, between, self.hosts["default"])
-
 
 _KINDS: Mapping[str, Any] = {"gpu": Gpu, "link": Link, "host": Host}
-
-
-def _figures(kind: str) -> list[str]:
-    """Return the numbers of a kind of entry, without a GPU's rates."""
-    return [
-        f.name for f in fields(_KINDS[kind]) if f.name not in ("name", "title", "rates", "disks")
-    ]
 
 
 def _unknown(name: str, known: Iterable[str], what: str) -> str:
@@ -254,13 +248,7 @@ def _unknown(name: str, known: Iterable[str], what: str) -> str:
     return f"no {what} is called {name!r}. {hint}"
 
 
-def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
-        raise ValueError(f"{where} is {value!r}: expected a number above 0 and below 1e30.")
-    return float(value)
-
-
-def _check_keys(values: Any, known: Collection[str], where: str) -> Mapping[str, Any]:
+def _checked(values: Any, known: Collection[str], where: str) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} is {values!r}: expected a table, such as [{where}].")
     for key in values:
@@ -269,50 +257,34 @@ def _check_keys(values: Any, known: Collection[str], where: str) -> Mapping[str,
     return values
 
 
-def _read(kind: str, name: str, values: Any, old: Any) -> Any:
+def _row(kind: str, name: str, values: Any, old: Any) -> Any:
     """Read one entry of a table. It changes the `old` one if there is one."""
-    where, known = f"{kind}.{name}", _figures(kind)
-    others = {"gpu": ("title", *PRECISIONS), "link": ("title",), "host": ()}[kind]
-    given = dict(_check_keys(values, [*known, *others], where))
-    title = str(given.pop("title", "") or getattr(old, "title", name))
-    figures: dict[str, Any] = {k: _number(v, f"{where}.{k}") for k, v in given.items()}
-    rates = {p: figures.pop(p) for p in PRECISIONS if p in figures}
-    needed = () if old else [k for k in known if k not in _DEFAULTS and k not in _OPTIONAL]
-    lacking = [k for k in needed if k not in figures]
-    if kind == "gpu" and old is None and not lacking and not rates:
-        lacking = ["a matrix rate (fp32, tf32, fp16 or bf16, in FLOP/s)"]
-    if lacking:
+    where = f"{kind}.{name}"
+    known = {f.name: f.default for f in fields(_KINDS[kind]) if f.name != "name"}
+    for key, value in _checked(values, known, where).items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if key != "title" and not (number and 0 < value < 1e30):
+            raise ValueError(
+                f"{where}.{key} is {value!r}: expected a number above 0 and below 1e30."
+            )
+    if old is not None:
+        return replace(old, **values)
+    if lacking := [k for k, default in known.items() if default is MISSING and k not in values]:
         raise ValueError(f"{where} lacks {', '.join(lacking)}.")
-    if figures.get("attainable", 0.5) > 1:
-        raise ValueError(
-            f"{where}.attainable is {figures['attainable']}: expected a share of the nominal rate,"
-            " at most 1."
-        )
-    if kind == "gpu":
-        figures = ({} if old else _DEFAULTS) | figures
-        rates = (old.rates if old else {}) | rates
-        rates.setdefault("fp32", min(rates.values()) / 2)
-        figures |= {"rates": rates, "capacity": int(figures.get("capacity", old and old.capacity))}
-    if kind != "host":
-        figures |= {"name": name, "title": title}
-    return replace(old, **figures) if old else _KINDS[kind](**figures)
+    return _KINDS[kind](name=name, **values)
 
 
 def _merge(base: Catalogue, values: Mapping[str, Any]) -> Catalogue:
     # A calibration is such a file, with a table more
-    _check_keys(values, (*_KINDS, "measured"), "the file")
-    found: dict[str, dict[str, Any]] = {
-        "gpu": dict(base.gpus),
-        "link": dict(base.links),
-        "host": dict(base.hosts),
-    }
-    for kind, known in found.items():
-        entries = values.get(kind, {})
-        for name, entry in _check_keys(entries, entries or (), kind).items():
-            key = name.lower()
-            old = known.get(key) or (known.get("default") if kind == "host" else None)
-            known[key] = _read(kind, key, entry, old)
-    return Catalogue(found["gpu"], found["link"], found["host"])
+    _checked(values, (*_KINDS, "measured"), "the file")
+    found = []
+    for kind, before in zip(_KINDS, (base.gpus, base.links, base.hosts), strict=True):
+        known, entries = dict(before), values.get(kind, {})
+        for name, entry in _checked(entries, entries or (), kind).items():
+            old = known.get(name.lower()) or (known.get("default") if kind == "host" else None)
+            known[name.lower()] = _row(kind, name.lower(), entry, old)
+        found.append(known)
+    return Catalogue(*found)
 
 
 @cache
@@ -358,7 +330,10 @@ def machine(
     """Return `gpus` GPUs of one kind in nodes of `per_node`, joined by `link`. Raises ValueError
     for unknown names and impossible counts.
     """
-    return catalogue(file).machine(gpus, per_node, gpu, link)
+    known = catalogue(file)
+    found, joined = known.gpu(gpu), known.link(link)
+    between = joined if gpus > per_node else None
+    return Machine(found, gpus, per_node, between, known.hosts["default"])
 
 
 def calibrated(found: Calibration) -> Machine:

@@ -25,9 +25,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from onefold.plan.degrees import Degrees
+from onefold.plan.degrees import ALONE, Degrees
 from onefold.plan.formulas import RECOMPUTE, Convention
-from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
+from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.core import NODES, OPTIONS
 from onefold.recipe.moments import bytes_an_element
 from onefold.recipe.optimizers import PLANNED, WHOLE
@@ -317,7 +317,7 @@ class Scheme:
         offload: one of `OFFLOAD`.
         share: the share of states that leave the device; below 1 only if `offload` may be in part.
         communication: one of `COMMUNICATION`, in addition to the job's own options.
-        degrees: the mesh; None: data ranks alone.
+        degrees: the mesh. Data ranks are all that the other axes leave of a machine.
     """
 
     stage: int
@@ -326,30 +326,13 @@ class Scheme:
     micro_batch: int = 1
     share: float = 1.0
     communication: str = ""
-    degrees: Degrees | None = None
+    degrees: Degrees = ALONE
 
     def __post_init__(self) -> None:
-        if self.communication not in COMMUNICATION:
+        if self.stage < (least := OFFLOAD[self.offload].from_stage):
             raise ValueError(
-                f"communication {self.communication!r}: expected one of"
-                f" {', '.join(map(repr, COMMUNICATION))}."
-            )
-        if self.stage not in PLACEMENTS_OF_STAGE:
-            raise ValueError(f"stage {self.stage!r}: expected 0, 1, 2 or 3.")
-        if self.offload not in OFFLOAD:
-            raise ValueError(f"offload {self.offload!r}: expected one of {', '.join(OFFLOAD)}.")
-        if self.offload != "none" and self.stage == 0:
-            raise ValueError("offload needs divided optimizer states: use stage 1, 2 or 3.")
-        if self.stage < OFFLOAD[self.offload].from_stage:
-            raise ValueError(
-                f"offload={self.offload!r} moves parameters off the device, which needs them"
-                " divided: use stage 3."
-            )
-        if not 0 < self.share <= 1 or (self.share < 1 and not OFFLOAD[self.offload].in_part):
-            parts = " or ".join(name for name, way in OFFLOAD.items() if way.in_part)
-            raise ValueError(
-                f"share={self.share!r} with offload={self.offload!r}: expected 1, or a share with"
-                f" {parts}."
+                f"offload={self.offload!r} needs that the ranks divide what it moves: use stage"
+                f" {least} or above."
             )
 
     @property
@@ -376,7 +359,7 @@ class Scheme:
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}"]
-        if self.degrees is not None:
+        if not self.degrees.data_only:
             parts = [str(self.degrees), f"ZeRO stage {self.stage}"]
         if self.checkpointing != "none":
             parts.append(f"{self.checkpointing} checkpointing")

@@ -88,9 +88,9 @@ def assumptions_of(question: Question, shown: Candidate) -> Iterator[str]:
             f" {shown.reserve}"
         )
     degrees, dims = shown.scheme.degrees, question.model.transformer
-    if degrees is not None:
+    if not degrees.data_only:
         yield (
-            "over axes activations are counted from dimensions, as fused kernels keep them; what"
+            "on a mesh activations are counted from dimensions, as fused kernels keep them; what"
             " layers send along tp, cp and ep is not hidden"
         )
         if dims is not None and dims.tied and degrees.pp > 1:

@@ -157,12 +157,12 @@ def owned_matrices(
     units: Sequence[UnitPlan], names: Iterable[str], optimizer: str
 ) -> OwnedMatrices | None:
     """Return the figures of all ranks for the parameters `names`, which are stepped whole; None if
-    nothing is trained.
+    the optimizer is element-wise, or nothing is trained.
     """
     names, row = frozenset(names), PLANNED[optimizer]
     other = PLANNED[row.rest] if row.rest else row
     flats = [f for u in units for f in u.flats if f.trainable]
-    if not flats:
+    if row.update != WHOLE or not flats:
         return None
     ranks = max(_ranks_of(f) for f in flats)
     out = [dict.fromkeys(_Rank.__dataclass_fields__, 0) for _ in range(ranks)]

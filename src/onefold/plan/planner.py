@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,18 +22,17 @@ from torch import nn
 
 from onefold.plan import search
 from onefold.plan.account import Candidate, Question, on_nccl
-from onefold.plan.degrees import dims_of
 from onefold.plan.formulas import CODES, Convention
 from onefold.plan.hardware import Machine
 from onefold.plan.job import SOMEWHERE, Job
 from onefold.plan.notes import assumptions_of, notes_of
-from onefold.plan.search import AUTO, SlowLinks
+from onefold.plan.search import SlowLinks
 from onefold.plan.shapes import ModelShape, find, known
 from onefold.plan.subject import subject_of
 from onefold.recipe import Recipe
 from onefold.recipe.optimizers import PLANNED, WHOLE
 
-#: Options of a job that a plan over axes does not count.
+#: Options of a job that a plan of a mesh does not count.
 _NOT_COUNTED = (
     "offload_optimizer", "offload_gradients", "offload_param", "offload_activations", "nvme", "step_in_backward", "units",
     "gather_codec", "reduce_codec", "frozen", "second_copy", "shard_group", "optimizer_over",
@@ -226,49 +225,54 @@ def plan(
     code = family if family in CODES else ""
     question = Question(shape, subject.activities, machine, job, code, convention)
     if axes is not None:
-        return _over_axes(question, subject.notes, stages, axes, options)
+        rows, searched = search.meshes_of(question, axes, options, stages)
+        best = min((c for c in rows if c.fits), key=search.in_order, default=None)
+        shown = best or (rows[-1] if rows else None)
+        return Plan(
+            model=shape,
+            machine=machine,
+            job=job,
+            stages=tuple(rows),
+            recommended=best,
+            source="from dimensions",
+            why_not="" if best else search.no_mesh_fits(question, rows, searched),
+            assumptions=(*_assumptions(question, shown), *subject.notes)
+            if shown
+            else subject.notes,
+            asked=stages,
+            searched=searched,
+        )
     best = search.recommend(question, stages)
-    like = best.scheme if best is not None else search.schemes(question, stages)[0]
-    shown = []
-    for stage in (0, 1, 2, 3):
-        for offload in dict.fromkeys((job.offload or "none", "none")):
-            try:
-                column = replace(like, stage=stage, offload=offload, share=1.0)
-                column.recipe(job)
-            except (
-                ValueError
-            ):  # this stage excludes this, or the job's own tiers, groups and codecs
-                continue
-            shown.append(question.answer(column))
-            break
+    rows = search.side_by_side(question, best, stages)
     slow = search.slow_links(question, best, stages) if best is not None else None
     best = slow.taken if slow is not None else best
-    fitting = {
-        c.scheme.stage: search.largest_micro_batch(question, c.scheme) for c in shown if largest
-    }
-    models = {
-        c.scheme.stage: search.largest_model(question, c.scheme, subject.another)
-        for c in shown
-        if largest
-    }
-    detailed = best or _last_asked(tuple(shown), stages)
+    micro_batches, models = dict[int, int](), dict[int, int]()
+    for c in rows if largest else ():
+        fitting = search.largest_micro_batch(question, c.scheme)
+        micro_batches[c.scheme.stage] = fitting.scheme.micro_batch if fitting else 0
+        models[c.scheme.stage] = search.largest_model(question, c.scheme, subject.another)
+    shown = best or _last_asked(rows, stages)
     return Plan(
         model=shape,
         machine=machine,
         job=job,
-        stages=tuple(shown),
+        stages=tuple(rows),
         recommended=best,
         next_steps=tuple(search.next_steps(question, best, stages)) if best is not None else (),
-        largest_micro_batch={s: c.scheme.micro_batch if c else 0 for s, c in fitting.items()},
+        largest_micro_batch=micro_batches,
         largest_model=models,
         source=subject.source,
         why_not="" if best is not None else search.cannot_fit(question, stages),
-        notes=tuple(notes_of(question, detailed)),
-        assumptions=(*assumptions_of(question, detailed), *subject.notes, *detailed.notes),
+        notes=tuple(notes_of(question, shown)),
+        assumptions=(*_assumptions(question, shown), *subject.notes),
         slow_links=slow,
         native=_otherwise_added(question, best) if best is not None else None,
         asked=stages,
     )
+
+
+def _assumptions(question: Question, shown: Candidate) -> tuple[str, ...]:
+    return (*assumptions_of(question, shown), *shown.notes)
 
 
 def _otherwise_added(question: Question, best: Candidate) -> Candidate | None:
@@ -290,12 +294,12 @@ def _otherwise_added(question: Question, best: Candidate) -> Candidate | None:
     return replace(question, job=otherwise).answer(best.scheme)
 
 
-def _last_asked(candidates: tuple[Candidate, ...], stages: tuple[int, ...]) -> Candidate:
+def _last_asked(candidates: Sequence[Candidate], stages: tuple[int, ...]) -> Candidate:
     """Return the last candidate at one of `stages`; without any, the last of all."""
     return ([c for c in candidates if c.scheme.stage in stages] or candidates)[-1]
 
 
-# -- other axes ------------------------------------------------------------------------------------
+# -- meshes ----------------------------------------------------------------------------------------
 
 
 def _refuse(job: Job, machine: Machine) -> None:
@@ -305,7 +309,7 @@ def _refuse(job: Job, machine: Machine) -> None:
         )
     if not job.micro_batch:
         raise ValueError(
-            "--micro-batch auto: a plan over axes takes a number of samples, since more of them at once"
+            "--micro-batch auto: a plan of a mesh takes a number of samples, since more of them at once"
             " change the pipeline's bubble; give --micro-batch 1, 2 or 4 and compare."
         )
     given = [n for n in _NOT_COUNTED if dict(job.options).get(n) not in (None, False)]
@@ -315,54 +319,6 @@ def _refuse(job: Job, machine: Machine) -> None:
     if given:
         flags = ", ".join(f"--{n.replace('_', '-')}" for n in given)
         raise ValueError(
-            f"{flags}: a plan over axes (--tp, --pp, --cp, --ep) does not count it; leave one of the"
+            f"{flags}: a plan of a mesh (--tp, --pp, --cp, --ep) does not count it; leave one of the"
             " two out."
         )
-
-
-def _over_axes(
-    question: Question,
-    notes: tuple[str, ...],
-    stages: tuple[int, ...],
-    axes: Mapping[str, int | str],
-    options: Mapping[str, Any],
-) -> Plan:
-    """Account for a mesh at each ZeRO stage, or search for the best ones."""
-    dims_of(question.model)
-    keep = options.get("keep", search.KEPT)
-    options = {k: v for k, v in options.items() if k != "keep"}
-    rows: list[Candidate] = []
-    searched = 0
-    if AUTO in axes.values():
-        rows, searched = search.best_meshes(question, axes, options, stages, keep)
-    else:
-        rows = list(search.columns(question, search.mesh_of(question, axes, options), stages))
-    best = min((c for c in rows if c.fits), key=search.in_order, default=None)
-    why_not = ""
-    if not rows:
-        why_not = (
-            f"{question.model.name} does not fit: on each of {searched} meshes the states alone exceed"
-            " a device. Take more GPUs."
-        )
-    elif best is None:
-        nearest = search.too_large(question.model, max(rows, key=lambda c: c.spare))
-        why_not = (
-            f"{nearest} Take more GPUs, a higher --tp or --pp, or --tp auto --pp auto to search."
-        )
-    shown = best or (rows[-1] if rows else None)
-    return Plan(
-        model=question.model,
-        machine=question.machine,
-        job=question.job,
-        stages=tuple(rows),
-        recommended=best,
-        source="from dimensions",
-        why_not=why_not,
-        assumptions=(
-            *(assumptions_of(question, shown) if shown is not None else ()),
-            *notes,
-            *(shown.notes if shown is not None else ()),
-        ),
-        asked=stages,
-        searched=searched,
-    )

@@ -137,34 +137,14 @@ def part_bytes(flat: ShardSpec, hop: Hop) -> int:
 
 @dataclass
 class Reduction:
-    """The gradients of one flat buffer, on hop `at` of their reduction.
-
-    Attributes:
-        sent: the buffer that travels instead of `buffer`, if any.
-        into: bytes of a received part that becomes the sum.
-        rows: parts in `received` that are added up at once.
-        total: memory for the sum of such parts, taken before they come, if it is sent on.
-        done: the operation after which its sums are there.
+    """The gradients of one flat buffer, on hop `at` of their reduction. `hops` walks on: it yields while
+    the parts of a hop are under way.
     """
 
     unit: int
     flat: ShardSpec
-    buffer: torch.Tensor
     at: int = 0
-    sent: torch.Tensor | None = None
-    received: torch.Tensor | None = None
-    into: int = 0
-    rows: int = 0
-    total: torch.Tensor | None = None
-    done: int = -1
-
-    @property
-    def hop(self) -> Hop:
-        return self.flat.hops[self.at]
-
-    @property
-    def encodes(self) -> bool:
-        return self.flat.encodes(self.hop)
+    hops: Iterator[None] = field(default_factory=lambda: iter(()))
 
     @property
     def is_last(self) -> bool:
@@ -172,7 +152,7 @@ class Reduction:
 
     @property
     def sent_bytes(self) -> int:
-        return self.hop.span * self.flat.dtypes.wire.itemsize
+        return self.flat.hops[self.at].span * self.flat.dtypes.wire.itemsize
 
 
 @dataclass
@@ -616,74 +596,78 @@ class Program:
         return flats
 
     def _reduce(self, unit: Unit, flat: ShardSpec) -> None:
-        r = Reduction(unit.index, flat, self.grads.pop(id(flat)))
-        self._send(r)
+        r = Reduction(unit.index, flat)
+        r.hops = self._hops(r, self.grads.pop(id(flat)))
+        next(r.hops)
         self.under_way.append(r)
 
-    def _send(self, r: Reduction) -> None:
-        flat, hop, d = r.flat, r.hop, r.flat.dtypes
-        self._runs(self.units[r.unit], "backward")
-        if d.sums != d.wire and (r.at or self.late):
-            # Parts for others are cast to the wire's dtype; this rank's stays, in the wider dtype
-            others = (hop.span - hop.own) * (d.sums.itemsize + d.wire.itemsize)
-            self._kernel(others + hop.own * (d.sums.itemsize - d.wire.itemsize))
-        sent = part_bytes(flat, hop)
-        if r.encodes:  # what encoding lost is read and written in fp32 too
-            each = hop.own * d.wire.itemsize + 2 * sent + 2 * _FP32 * hop.own
-            self._kernel((hop.size - 1) * each, "code")
-        adds = flat.added_by(hop)
-        move = "all-reduce" if flat.whole_master else "reduce-scatter"
-        after = r.done, self.last.get(COMPUTE, -1)
-        nbytes = (hop.size - 1) * sent
-        r.done = self._move("reductions", move, flat, hop.level, nbytes, after, adds == "backend")
-        if adds != "pairwise" and flat.ranks > 1:
-            written = (flat.landed if r.is_last else d.sums).itemsize
-            parts = (hop.size if adds == "at once" else 1) * d.wire.itemsize
-            r.done = self._op("sum", "sums", nbytes=hop.own * (parts + written), after=(r.done,))
-        room = r.flat.exchange(r.at, r.buffer.dtype)
-        # Parts that are added at once, not one by one
-        r.rows = 0 if r.flat.added_by(r.hop) == "pairwise" else room.rows
-        if room.sent:
-            r.sent = self.pool.take(room.sent, room.dtype, REDUCTION)
-        if room.apart:
-            r.into = room.apart * room.dtype.itemsize
-            self.ledger.add(REDUCTION, r.into)
-        if room.rows:
-            r.received = self.pool.take(room.received, room.dtype, REDUCTION)
-        if r.rows and r.is_last:
-            self.ledger.add(GRADIENTS, _landed_bytes(r))
-        elif r.rows:
-            r.total = self.pool.take(r.hop.own, r.flat.dtypes.sums, REDUCTION)
-
     def _land(self, r: Reduction) -> None:
-        flat, sums = r.flat, r.flat.dtypes.sums
-        self._runs(self.units[r.unit], "backward")
-        self._op("wait", COMPUTE, after=(r.done,))
-        sent, total, nbytes = r.sent, None, 0
-        if sent is not None and not r.encodes:
-            self.pool.give(sent)
-            sent = None
-        if r.into:
-            nbytes = r.into
-            self.ledger.add(REDUCTION, -nbytes)
-            self.ledger.add(GRADIENTS, nbytes)
-        elif not r.is_last:
-            total = r.total if r.rows else self.pool.take(r.hop.own, sums, REDUCTION)
-        else:
-            nbytes = _landed_bytes(r)
-            if not r.rows:
-                self.ledger.add(GRADIENTS, nbytes)
-                if r.encodes and flat.landed != sums:
-                    self.pool.give(self.pool.take(r.hop.own, sums, REDUCTION))
-        for buffer in (r.received, sent, r.buffer):
-            if buffer is not None:
-                self.pool.give(buffer)
-        if total is None:
-            self._hand_over(r, nbytes)
-        elif not self._wait_inside(flat, total):
-            r = Reduction(r.unit, flat, total, r.at + 1, done=r.done)
-            self._send(r)
+        """Land a hop. What is sent on is under way again."""
+        if next(r.hops, "handed over") is None:
             self.on_next_hop.append(r)
+
+    def _hops(self, r: Reduction, buffer: torch.Tensor) -> Iterator[None]:
+        """Send the parts of each hop, and land them: the sums are sent on, held or handed over."""
+        flat, d, done = r.flat, r.flat.dtypes, -1
+        move = "all-reduce" if flat.whole_master else "reduce-scatter"
+        for at, hop in enumerate(flat.hops):
+            r.at, last = at, at + 1 == len(flat.hops)
+            encodes, adds = flat.encodes(hop), flat.added_by(hop)
+            self._runs(self.units[r.unit], "backward")
+            if d.sums != d.wire and (at or self.late):
+                # Parts for others are cast to the wire's dtype; this rank's stays, in the wider dtype
+                others = (hop.span - hop.own) * (d.sums.itemsize + d.wire.itemsize)
+                self._kernel(others + hop.own * (d.sums.itemsize - d.wire.itemsize))
+            part = part_bytes(flat, hop)
+            if encodes:  # what encoding lost is read and written in fp32 too
+                each = hop.own * d.wire.itemsize + 2 * part + 2 * _FP32 * hop.own
+                self._kernel((hop.size - 1) * each, "code")
+            nbytes, ring = (hop.size - 1) * part, adds == "backend"
+            after = done, self.last.get(COMPUTE, -1)
+            done = self._move("reductions", move, flat, hop.level, nbytes, after, ring)
+            if adds != "pairwise" and flat.ranks > 1:
+                written = (flat.landed if last else d.sums).itemsize
+                parts = (hop.size if adds == "at once" else 1) * d.wire.itemsize
+                done = self._op("sum", "sums", nbytes=hop.own * (parts + written), after=(done,))
+            room = flat.exchange(at, buffer.dtype)
+            # Parts that are added at once, not one by one
+            at_once = room.rows > 0 and adds != "pairwise"
+            # Bytes of the sums of a last hop, with room for those of other ranks; or those of a part
+            # that is received into memory of its own, and becomes the sums
+            landed = (flat.own if flat.broadcast_back else hop.own) * flat.landed.itemsize
+            apart = room.apart * room.dtype.itemsize
+            total, taken = None, list[torch.Tensor]()
+            if room.sent:
+                taken.append(self.pool.take(room.sent, room.dtype, REDUCTION))
+            self.ledger.add(REDUCTION, apart)
+            if room.rows:
+                taken.insert(0, self.pool.take(room.received, room.dtype, REDUCTION))
+            if at_once and last:
+                self.ledger.add(GRADIENTS, landed)
+            elif at_once:
+                total = self.pool.take(hop.own, d.sums, REDUCTION)
+            yield
+            self._runs(self.units[r.unit], "backward")
+            self._op("wait", COMPUTE, after=(done,))
+            if room.sent and not encodes:
+                self.pool.give(taken.pop())
+            if apart:
+                self.ledger.add(REDUCTION, -apart)
+                self.ledger.add(GRADIENTS, apart)
+            elif not last and total is None:
+                total = self.pool.take(hop.own, d.sums, REDUCTION)
+            elif last and not at_once:
+                self.ledger.add(GRADIENTS, landed)
+                if encodes and flat.landed != d.sums:
+                    self.pool.give(self.pool.take(hop.own, d.sums, REDUCTION))
+            for one in (*taken, buffer):
+                self.pool.give(one)
+            if total is None:
+                self._hand_over(flat, apart or landed, done)
+                return
+            if self._wait_inside(flat, total):
+                return
+            buffer = total
 
     def _wait_inside(self, flat: ShardSpec, total: torch.Tensor) -> bool:
         """Hold the group's sums until the boundary; see [Note: held sums] in runtime/reduce.py."""
@@ -694,22 +678,21 @@ class Program:
             self.pool.give(total)
         return self.holding
 
-    def _hand_over(self, r: Reduction, nbytes: int) -> None:
+    def _hand_over(self, flat: ShardSpec, nbytes: int, done: int) -> None:
         """Hand sums over: `.grad` is a view of them, or a copy in the masters' dtype, or they were
         added to it. Sums that were sent on are handed over at the end of the backward pass.
         """
-        flat, d, late = r.flat, r.flat.dtypes, bool(r.flat.broadcast_back)
+        d, late = flat.dtypes, bool(flat.broadcast_back)
         for hop in flat.broadcast_back if flat.ranks > 1 else ():
             sent = (hop.size - 1) * hop.own * d.wire.itemsize
-            after = (r.done,)
-            r.done = self._move("reductions", "all-reduce", flat, hop.level, sent, after, True)
+            done = self._move("reductions", "all-reduce", flat, hop.level, sent, (done,), True)
         if flat.landed != d.master:
             self._kernel(flat.own * (flat.landed.itemsize + d.master.itemsize))
         known = self.has_gone if flat.tiers is not None else self.has_grad
         if id(flat) in known:  # added to the sums of earlier micro-batches
             self._kernel(flat.own * 3 * d.master.itemsize)
         if flat.tiers is not None and flat.own:
-            self._leaves(flat, r.done, id(flat) in known)
+            self._leaves(flat, done, id(flat) in known)
         if flat.tiers is None and id(flat) not in self.has_grad:
             self.has_grad.add(id(flat))
             if flat.landed != d.master:
@@ -848,11 +831,6 @@ def touched_by(optimizer: str) -> int:
     writes the parameter; it reads and writes moments.
     """
     return 4 * (3 + 2 * PLANNED[optimizer].elementwise_states)
-
-
-def _landed_bytes(r: Reduction) -> int:
-    """Return the bytes of the sums of a last hop, with room for those of other ranks."""
-    return (r.flat.own if r.flat.broadcast_back else r.hop.own) * r.flat.landed.itemsize
 
 
 def backwards(units: list[Unit]) -> list[Unit]:

@@ -89,7 +89,10 @@ def schemes(question: Question, stages: tuple[int, ...] = ()) -> list[Scheme]:
                     if way.from_stage > stage and not job.offload:
                         continue
                     try:
-                        scheme = Scheme(stage, checkpointing, offload, job.micro_batch or 1, share)
+                        scheme = Scheme(
+                            stage, checkpointing, offload, job.micro_batch or 1, share,
+                            degrees=Degrees(dp=machine.ranks),
+                        )  # fmt: skip
                         scheme.recipe(job)
                         possible.append(scheme)
                     except ValueError as error:
@@ -139,6 +142,24 @@ def next_steps(
         if found.account.peak_bytes < (out or [best])[-1].account.peak_bytes:
             out.append(found)
     return out
+
+
+def side_by_side(
+    question: Question, best: Candidate | None, stages: tuple[int, ...]
+) -> list[Candidate]:
+    """Return a candidate for each stage that the job's own tiers, groups and codecs allow, with the
+    checkpointing and the micro-batch of the recommendation.
+    """
+    like = best.scheme if best is not None else schemes(question, stages)[0]
+    found = []
+    for stage in (0, 1, 2, 3):
+        for offload in dict.fromkeys((question.job.offload or "none", "none")):
+            with suppress(ValueError):  # this stage excludes them
+                column = replace(like, stage=stage, offload=offload, share=1.0)
+                column.recipe(question.job)
+                found.append(question.answer(column))
+                break
+    return found
 
 
 # -- the largest that fits -------------------------------------------------------------------------
@@ -422,7 +443,6 @@ def least(question: Question, scheme: Scheme) -> tuple[float, float]:
     """Return (seconds, bytes) below those of a step of this mesh: what the slowest stage computes,
     with the pipeline's bubble; and states beside the largest sum of activations.
     """
-    assert scheme.degrees is not None
     degrees, kinds = scheme.degrees, question.job.convention
     seconds = nbytes = 0.0
     for stage in unlike(stages_of(question.model, degrees)):
@@ -438,14 +458,17 @@ def least(question: Question, scheme: Scheme) -> tuple[float, float]:
     return batches * seconds / (1 - bubble(degrees, batches)), nbytes
 
 
-def best_meshes(
+def meshes_of(
     question: Question,
     asked: Mapping[str, Any],
     options: Mapping[str, Any],
     stages: tuple[int, ...],
-    keep: int = KEPT,
 ) -> tuple[list[Candidate], int]:
-    """Return (the fastest candidate of each of the best meshes, how many meshes are possible)."""
+    """Return (the asked mesh at each ZeRO stage, or the fastest candidate of each of the best meshes;
+    how many are possible, 0 without a search).
+    """
+    if AUTO not in asked.values():
+        return list(columns(question, mesh_of(question, asked, options), stages)), 0
     job, every = question.job, meshes(question, asked, options)
     possible: list[tuple[float, Scheme]] = []
     for degrees in every:
@@ -460,19 +483,16 @@ def best_meshes(
                     possible.append((seconds, scheme))
     possible.sort(key=lambda one: (one[0], one[1].stage))
     rows: dict[Degrees, Candidate] = {}
-    nearest: Candidate | None = None
+    seen: list[Candidate] = []
     for seconds, scheme in possible[:MOST_ACCOUNTS]:
-        kept = sorted(rows.values(), key=in_order)[:keep]
-        if len(kept) == keep and seconds >= kept[-1].step:
+        kept = sorted(rows.values(), key=in_order)[:KEPT]
+        if len(kept) == KEPT and seconds >= kept[-1].step:
             break
-        found = question.answer(scheme)
-        assert scheme.degrees is not None
+        seen.append(found := question.answer(scheme))
         if found.fits:
             rows[scheme.degrees] = min(found, rows.get(scheme.degrees, found), key=in_order)
-        if nearest is None or found.spare > nearest.spare:
-            nearest = found
-    best = sorted(rows.values(), key=in_order)[:keep]
-    return best or [c for c in (nearest,) if c is not None], len(every)
+    best = sorted(rows.values(), key=in_order)[:KEPT]
+    return best or sorted(seen, key=lambda c: -c.spare)[:1], len(every)
 
 
 def in_order(c: Candidate) -> tuple[float, int, float]:
@@ -519,6 +539,17 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
         f"{said} No number of devices would do: one unit is too large. Take smaller units, a"
         " shorter --seq or a larger device."
     )
+
+
+def no_mesh_fits(question: Question, rows: Sequence[Candidate], searched: int) -> str:
+    """Return the sentence for meshes that do not fit."""
+    if not rows:
+        return (
+            f"{question.model.name} does not fit: on each of {searched} meshes the states alone exceed"
+            " a device. Take more GPUs."
+        )
+    nearest = too_large(question.model, max(rows, key=lambda c: c.spare))
+    return f"{nearest} Take more GPUs, a higher --tp or --pp, or --tp auto --pp auto to search."
 
 
 def too_large(model: ModelShape, nearest: Candidate) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -112,7 +112,8 @@ def _print(out: Console, table: Table) -> None:
 def _stages(plan: Plan) -> Table:
     like, best = plan.stages[0].scheme, plan.recommended
     title = f"a rank holds, sends and takes, at micro-batch {like.micro_batch}"
-    title += f" on {like.degrees}" if like.degrees else f", checkpointing {like.checkpointing}"
+    data_only = like.degrees.data_only
+    title += f", checkpointing {like.checkpointing}" if data_only else f" on {like.degrees}"
     table = _table(title)
     # A recommendation that offloads or has groups gets a column of its own
     apart = best is not None and all(c.scheme != best.scheme for c in plan.stages)
@@ -123,59 +124,61 @@ def _stages(plan: Plan) -> Table:
         way = f", {scheme.communication}" if scheme.communication else ""
         table.add_column(f"stage {scheme.stage}{off}{way}{mark}", justify="right", no_wrap=True)
 
-    def row(
+    def add(
         name: str,
-        of: Callable[[Account], Any],
+        of: Callable[[Candidate], Any],
         said: Callable[[Any], str] = gib,
-        always: bool = True,
+        always: bool = False,
     ) -> None:
-        """Add a figure of each account. If no account has it, leave it out unless `always`."""
-        values = [of(c.account) for c in columns]
+        """Add a figure of each candidate. If none has it, leave it out unless `always`."""
+        values = [of(c) for c in columns]
         if always or any(values):
             table.add_row(name, *map(said, values))
 
-    def categories(kind: str) -> None:
-        for category in CATEGORIES:
-            row(f"  {category}", lambda a, c=category: getattr(a, kind).get(c, 0), always=False)  # type: ignore[misc]
+    def parts(
+        names: Mapping[Any, str],
+        of: Callable[[Account], Mapping[Any, float]],
+        said: Callable[[Any], str] = gib,
+    ) -> None:
+        for key, words in names.items():
+            add(f"  {words}", lambda c, k=key: of(c.account).get(k, 0), said)  # type: ignore[misc]
 
-    if like.degrees is not None:
-        table.add_row("recompute", *(c.scheme.checkpointing for c in columns))
-    row("[bold]at rest[/bold]", lambda a: a.rest_bytes)
-    categories("rest")
-    states = (f"[dim]{gib(c.states)}[/dim]" for c in columns)
-    table.add_row("[dim]all states, papers' way[/dim]", *states)
-    row("[bold]at peak[/bold]", lambda a: a.peak_bytes)
-    categories("peak")
-    if any(c.reserve.nbytes for c in columns):
-        kept = (f"[dim]{gib(c.reserve.nbytes)}[/dim]" for c in columns)
-        table.add_row("[dim]driver and NCCL beside it[/dim]", *kept)
+    categories = dict(zip(CATEGORIES, CATEGORIES, strict=True))
+    if not data_only:
+        add("recompute", lambda c: c.scheme.checkpointing, str)
+    add("[bold]at rest[/bold]", lambda c: c.account.rest_bytes, always=True)
+    parts(categories, lambda a: a.rest)
+    add("[dim]all states, papers' way[/dim]", lambda c: c.states, _dim)
+    add("[bold]at peak[/bold]", lambda c: c.account.peak_bytes, always=True)
+    parts(categories, lambda a: a.peak)
+    add("[dim]driver and NCCL beside it[/dim]", lambda c: c.reserve.nbytes, _dim)
     for tier in OFF_DEVICE:
-        row(tier.title, lambda a, t=tier: a.by_tier[t], always=False)  # type: ignore[misc]
-    table.add_row("fits", *(_fit(c, plan) for c in columns))
-    row("[bold]sent in a step[/bold]", lambda a: sum(a.sent.values()) or a.wire_bytes)
-    for axis, words in _AXES.items():
-        row(f"  {words}", lambda a, x=axis: a.sent.get(x, 0), always=False)  # type: ignore[misc]
-    row("  within a node", lambda a: a.links.get("inside", 0), always=False)
-    row("  between nodes", lambda a: a.links.get("between", 0), always=False)
-    row("  of a node, to others", lambda a: a.sent_between, always=False)
-    row("  to and from owners", lambda a: a.wire.get(OWNERS, 0), always=False)
-    if any(c.balance is not None for c in columns):
-        table.add_row("busiest owner over the mean", *(balance_said(c.balance) for c in columns))
-    row("[bold]a step takes[/bold]", lambda a: a.seconds.get("step", 0), in_seconds, always=False)
-    for part in (*SECONDS[:-1], *OF_AXES):
-        row(f"  {part}", lambda a, p=part: a.seconds.get(p, 0), in_seconds, always=False)  # type: ignore[misc]
-    row("tokens/s", lambda a: a.tokens_per_s, count, always=False)
-    if any(c.account.mfu is not None for c in columns):
-        row("MFU", lambda a: a.mfu, lambda mfu: f"{mfu:.0%}" if mfu is not None else "–")
+        add(tier.title, lambda c, t=tier: c.account.by_tier[t])  # type: ignore[misc]
+    add("fits", lambda c: _fit(c, plan), str)
+    add("[bold]sent in a step[/bold]", lambda c: sum(c.account.sent.values()) or c.account.wire_bytes)  # fmt: skip
+    parts(_AXES, lambda a: a.sent)
+    parts({"inside": "within a node", "between": "between nodes"}, lambda a: a.links)
+    add("  of a node, to others", lambda c: c.account.sent_between)
+    add("  to and from owners", lambda c: c.account.wire.get(OWNERS, 0))
+    add("busiest owner over the mean", lambda c: c.balance, balance_said)
+    add("[bold]a step takes[/bold]", lambda c: c.step, in_seconds)
+    seconds = (*SECONDS[:-1], *OF_AXES)
+    parts(dict(zip(seconds, seconds, strict=True)), lambda a: a.seconds, in_seconds)
+    add("tokens/s", lambda c: c.account.tokens_per_s, count)
+    add("MFU", lambda c: c.account.mfu, lambda mfu: f"{mfu:.0%}" if mfu is not None else "–")
     # The searches for the largest are made for the stages alone
+    largest = [str(plan.largest_micro_batch.get(c.scheme.stage, "–")) for c in plan.stages]
+    models = [count(plan.largest_model.get(c.scheme.stage, 0)) for c in plan.stages]
     unasked = ["–"] * (len(columns) - len(plan.stages))
-    largest = [plan.largest_micro_batch.get(c.scheme.stage) for c in plan.stages]
     if plan.largest_micro_batch:
-        table.add_row("largest micro-batch", *map(str, largest), *unasked)
+        table.add_row("largest micro-batch", *largest, *unasked)
     if any(plan.largest_model.values()):
-        models = (count(plan.largest_model[c.scheme.stage]) for c in plan.stages)
         table.add_row("largest model of this width", *models, *unasked)
     return table
+
+
+def _dim(nbytes: float) -> str:
+    return f"[dim]{gib(nbytes)}[/dim]"
 
 
 _AXES = {

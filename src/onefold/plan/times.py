@@ -98,7 +98,8 @@ class Prices:
                 return (2 * op.nbytes / memory if op.move == "up" else 0.0), {}
             return op.nbytes / m.host_link(), {}
         if op.kind == "disk":
-            rate = m.host.nvme_bandwidth if op.move == "read" else m.host.nvme_writes
+            reads = op.move == "read" or not m.host.nvme_write
+            rate = m.host.nvme_bandwidth if reads else m.host.nvme_write
             return op.nbytes / (rate / m.local), {}
         if op.kind == "update":
             products = op.flops / m.matrix_rate("bf16") if op.flops else 0.0

@@ -21,8 +21,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -32,84 +31,30 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onefold.comm.communicators import REPLICATE, mesh_of
+from onefold.plan.account import pipelined
 from onefold.plan.degrees import AXES, DATA, Degrees, dims_of
 from onefold.plan.program import Program
-from onefold.plan.rank import (
-    Stage,
-    divided_along,
-    holding,
-    local_shape,
-    rule_of,
-    stages_of,
-    units_of,
-)
-from onefold.plan.schema import Account
+from onefold.plan.rank import Stage, divided_along, local_shape, rule_of, stages_of, units_of
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import at_rest
 from onefold.recipe import Recipe
 from onefold.recipe.rows import FLAT
 from onefold.runtime.state.checks import with_replicas
 from onefold.simulation.refusals import check, check_mesh
-from onefold.simulation.simulate import engine_on, one_of, optimizers_of, steps_of
+from onefold.simulation.result import Simulation, events_of
+from onefold.simulation.simulate import (
+    STAND_IN,
+    engine_on,
+    fake_tensors,
+    one_of,
+    optimizers_of,
+    passes_of,
+    predicted_by,
+    steps_of,
+)
 from onefold.simulation.stand_in import stand_in
-from onefold.tracing.fake import passing_as_real
 
 _NAMES = ("pp", REPLICATE, *AXES)
 _DATA = (REPLICATE, *DATA)
-
-
-@dataclass(frozen=True)
-class MeshSimulation:
-    """The ledgers of one rank of a mesh, for one optimizer step in the steady state.
-
-    Attributes:
-        rank: the global rank. stage: of the pipeline, whose module it runs.
-        account: bytes at rest, the engine's ledger at its peak, and bytes on the wire by move.
-        predicted: the same by closed forms and replay.
-        sent: bytes that the rank sends, by the axes along which the receivers lie ("dp × cp"): what
-            the engine has sent, and along "pp" what torch's schedule has. `closed`: the same by
-            closed forms.
-        holders: how many ranks hold each part, by the axes along which they lie.
-        seconds: wall-clock time of the simulation.
-    """
-
-    name: str
-    degrees: Degrees
-    replicas: int
-    rank: int
-    stage: int
-    micro_batches: int
-    account: Account
-    predicted: Account
-    sent: Mapping[str, int]
-    closed: Mapping[str, int]
-    holders: Mapping[str, int]
-    seconds: float
-
-    @property
-    def exact(self) -> bool:
-        """Whether the closed forms agree on bytes at rest, and on the wire by move and by axis, to
-        the byte.
-        """
-        ours, told = self.account, self.predicted
-        return (ours.rest, ours.wire, self.sent) == (told.rest, told.wire, self.closed)
-
-    def to_json(self) -> dict[str, Any]:
-        names = ("dp", "tp", "pp", "cp", "ep")
-        return {
-            "degrees": {name: getattr(self.degrees, name) for name in names},
-            "replicas": self.replicas,
-            "rank": self.rank,
-            "stage": self.stage,
-            "micro_batches": self.micro_batches,
-            "account": self.account.to_json(),
-            "predicted": self.predicted.to_json(),
-            "sent": dict(self.sent),
-            "closed": dict(self.closed),
-            "holders": dict(self.holders),
-            "exact": self.exact,
-            "seconds": self.seconds,
-        }
 
 
 def simulate_mesh(
@@ -124,7 +69,7 @@ def simulate_mesh(
     seq: int = 128,
     optimizer: str = "adamw",
     per_node: int | None = None,
-) -> MeshSimulation:
+) -> Simulation:
     """Run two optimizer steps as one rank of a mesh, and report the ledgers of the second.
 
     Args:
@@ -141,76 +86,59 @@ def simulate_mesh(
     check(recipe, degrees.ranks, rank, micro_batches, optimizer)
     check_mesh(recipe, degrees, replicas, micro_batches)
     begun = time.perf_counter()
-    index, number = divmod(rank, degrees.ranks // degrees.pp)
+    each = degrees.ranks // degrees.pp
+    index, number = divmod(rank, each)
     stage = stages_of(model, degrees)[index]
     if recipe.inner is None and per_node is None:
         recipe = recipe.replace(group=FLAT)
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.device_mesh import init_device_mesh
 
-    dtype = _compute_dtype(model, recipe)
-    first = index * (degrees.ranks // degrees.pp)
-    with (
-        torch.random.fork_rng(devices=[]),
-        _nodes_of(per_node, degrees.ranks),
-        one_of(degrees.ranks, rank),
-    ):
-        sizes = (
-            degrees.pp,
-            replicas,
-            degrees.sizes["dp"] // replicas,
-            *list(degrees.sizes.values())[1:],
-        )
+    dtype = recipe.parameters.dtype or stage.parameters[0].torch_dtype
+    # What stages hand on: a rank's tokens of a sample, and their width
+    hidden = dims_of(model).hidden // (degrees.tp if degrees.sequence_divided else 1)
+    handed = torch.empty(micro_batch, seq // degrees.cp, hidden, dtype=dtype, device="meta")
+    kinds = {divided_along(p, degrees) for p in stage.parameters}
+    seen, told, counted = Counter[str](), Counter[str](), _Sends()
+    with _nodes_of(per_node, degrees.ranks), one_of(degrees.ranks, rank):
+        dp, *others = degrees.sizes.values()
+        sizes = degrees.pp, replicas, dp // replicas, *others
         root = init_device_mesh("cpu", sizes, mesh_dim_names=_NAMES)
         ours = mesh_of(root[_NAMES[1:]], _DATA)
-        cut = {
-            divided: root[tuple(a for a in AXES if a in divided)]
-            for divided in {divided_along(p, degrees) for p in stage.parameters}
-            if divided
-        }
-        # Meshes are read before: fake tensors have no values
-        with passing_as_real(), FakeTensorMode(allow_non_fake_inputs=True):
+        cut = {d: root[tuple(a for a in AXES if a in d)] for d in kinds if d}
+        with fake_tensors():  # meshes are read before: they have no values
             module, names = _cut_stand_in(stage, degrees, cut, number)
-            counted, handed = _Sends(), _shape_of_input(model, degrees, micro_batch, seq)
-            with (
-                engine_on(module, recipe, mesh=ours, units=names) as engine,
-                torch.enable_grad(),
-                counted if degrees.pp > 1 else contextlib.nullcontext(),
-            ):
-                step = _step(module, stage, degrees, root, micro_batches, handed, dtype)
+            with engine_on(module, recipe, mesh=ours, units=names) as engine, counted:
+                if degrees.pp > 1:
+                    step = _scheduled(module, stage, degrees, root, micro_batches, handed)
+                else:
+                    step = passes_of(module, torch.empty(1, device="cpu"), micro_batches)
                 account = steps_of(engine, step, optimizers_of(module, optimizer), counted.reset)
+                events = events_of(engine)
                 along = {
-                    g.name: _along(g.ranks, degrees, replicas, first)
+                    g.name: _along(g.ranks, degrees, replicas, index * each)
                     for unit in engine.units
                     for flat in unit.flats
                     for g in (flat.group, flat.group.intra_group, flat.group.inter_group)
                 }
-                seen: Counter[str] = Counter()
                 for event in engine.traffic.events:
                     if event.move in account.wire:
                         seen[along[event.group]] += event.nbytes
-                if counted.nbytes:
-                    seen["pp"] += counted.nbytes
                 del module, step
-    said = with_replicas(recipe, ours)
-    if degrees.pp > 1 and said.stage in (2, 3):  # a unit is gathered once a step, and reduced once
-        held = {"reshard_after_forward": False} if said.stage == 3 else {}
-        said = said.replace(reduce_at="boundary", **held)
-    units = units_of(stage, said, degrees, number, per_node)
-    program = Program(units, said, held=degrees.pp > 1).run(micro_batches)
-    closed: Counter[str] = Counter()
+    planned = pipelined(with_replicas(recipe, ours), degrees)
+    units = units_of(stage, planned, degrees, number, per_node)
+    program = Program(units, planned, held=degrees.pp > 1)
+    predicted = predicted_by(program, units, micro_batches, optimizer)
     for op, times in program.counted():
         if op.kind == "move":
-            closed[_along(op.over, degrees, replicas, 0)] += times * round(op.nbytes)
-    if degrees.pp > 1:  # a stage's outputs and gradients, but for the ends of the model
-        nbytes = micro_batches * prod(handed) * dtype.itemsize
-        closed["pp"] += nbytes * (2 - stage.first - stage.last)
-    predicted = Account(rest=at_rest(units, optimizer), ledger=program.peak, wire=program.sent())
-    kinds = {divided_along(p, degrees) for p in stage.parameters}
-    holders = {_of_axes(_undivided(d, degrees)): len(holding(degrees, d)) for d in kinds}
-    return MeshSimulation(
-        model.name, degrees, replicas, rank, index, micro_batches, account, predicted, dict(seen), dict(closed), holders,
-        time.perf_counter() - begun,
+            told[_along(op.over, degrees, replicas, 0)] += times * round(op.nbytes)
+    # A stage hands on outputs and gradients, but for the ends of the model
+    told["pp"] = (
+        micro_batches * handed.nbytes * (2 - stage.first - stage.last) if degrees.pp > 1 else 0
+    )
+    seen["pp"] = counted.nbytes
+    return Simulation(
+        model.name, rank, degrees.ranks, micro_batches, replace(account, sent=dict(+seen)), replace(predicted, sent=dict(+told)),
+        events, STAND_IN, time.perf_counter() - begun, degrees=degrees, stage=index,
     )  # fmt: skip
 
 
@@ -259,44 +187,7 @@ def _look_up_own_rows(module: nn.Embedding) -> None:
     module.forward = forward  # type: ignore[method-assign,assignment]
 
 
-def _shape_of_input(
-    model: ModelShape, degrees: Degrees, micro_batch: int, seq: int
-) -> tuple[int, ...]:
-    """Return the shape of what stages hand on: a rank's tokens of a sample, and their width."""
-    hidden = dims_of(model).hidden // (degrees.tp if degrees.sequence_divided else 1)
-    return micro_batch, seq // degrees.cp, hidden
-
-
-def _compute_dtype(model: ModelShape, recipe: Recipe) -> torch.dtype:
-    own = next(p.torch_dtype for unit in model.units for p in unit.parameters)
-    return recipe.parameters.dtype or own
-
-
 # -- one step --------------------------------------------------------------------------------------
-
-
-def _step(
-    module: nn.Module,
-    stage: Stage,
-    degrees: Degrees,
-    root: Any,
-    micro_batches: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> Callable[[], None]:
-    """Return a function that runs the passes of one optimizer step."""
-    from onefold.sharding import no_sync
-
-    if degrees.pp > 1:
-        return _scheduled(module, stage, degrees, root, micro_batches, shape, dtype)
-    given = torch.empty(1, device="cpu")
-
-    def step() -> None:
-        for k in range(micro_batches):
-            with no_sync(module) if k + 1 < micro_batches else contextlib.nullcontext():
-                module(given).sum().backward()
-
-    return step
 
 
 def _scheduled(
@@ -305,8 +196,7 @@ def _scheduled(
     degrees: Degrees,
     root: Any,
     micro_batches: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
+    handed: torch.Tensor,
 ) -> Callable[[], None]:
     """Return a function that runs torch's schedule as this rank's stage of the pipeline."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
@@ -314,8 +204,8 @@ def _scheduled(
 
     from onefold.parallel import PipelineStage
 
-    example = torch.empty(shape, dtype=dtype, device="cpu", requires_grad=True)
-    grad = torch.empty(shape, dtype=dtype, device="cpu")
+    grad = torch.empty_like(handed, device="cpu")
+    example = torch.empty_like(grad, requires_grad=True)
     here = PipelineStage(
         module,
         stage.index,
@@ -336,13 +226,13 @@ def _scheduled(
             each._inference_mode = InferenceMode.STATIC
 
     schedule._warmup_p2p = told  # type: ignore[method-assign,assignment]
-    whole = torch.empty(micro_batches * shape[0], *shape[1:], dtype=dtype, device="cpu")
-
+    whole = torch.cat([grad] * micro_batches)
     given = [whole] if stage.first else []
     target = whole if stage.last else None
 
     def step() -> None:
-        schedule.step(*given, target=target)
+        with torch.enable_grad():
+            schedule.step(*given, target=target)
 
     return step
 
@@ -374,18 +264,6 @@ def _nodes_of(per_node: int | None, ranks: int) -> Iterator[None]:
         yield
 
 
-# -- axes ------------------------------------------------------------------------------------------
-
-
-def _of_axes(names: Sequence[str]) -> str:
-    return " × ".join(names) or "nobody"
-
-
-def _undivided(divided: Sequence[str], degrees: Degrees) -> list[str]:
-    """Return the axes of several ranks along which the holders of a parameter lie."""
-    return [name for name, size in degrees.sizes.items() if size > 1 and name not in divided]
-
-
 def _along(ranks: Sequence[int], degrees: Degrees, replicas: int, first: int) -> str:
     """Return the axes along which some ranks of a stage lie, whose first rank is `first`."""
     each = degrees.sizes["dp"] // replicas
@@ -395,4 +273,4 @@ def _along(ranks: Sequence[int], degrees: Degrees, replicas: int, first: int) ->
         seen[REPLICATE].add(at["dp"] // each)
         for name in AXES:
             seen[name].add(at[name] % each if name == "dp" else at[name])
-    return _of_axes([name for name, places in seen.items() if len(places) > 1])
+    return " × ".join(name for name, places in seen.items() if len(places) > 1) or "nobody"

@@ -8,30 +8,22 @@ from onefold.plan.degrees import Degrees
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.optimizers import SIMULATED
 
-#: The most ranks that may be asked for. More would work.
-MOST_RANKS = 4096
-
 
 def check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer: str) -> None:
     """Raise ValueError or RuntimeError for what the simulation does not support at all."""
-    codecs = [
-        name
-        for name in (recipe.parameters.codec, recipe.gradients.codec, recipe.frozen)
-        if name is not None
-    ]
-    if codecs:
+    codecs = recipe.parameters.codec, recipe.gradients.codec, recipe.frozen
+    if any(codecs):
         raise ValueError(
             "a simulation computes nothing, so nothing is encoded in it, and the recipe has"
-            f" {', '.join(codecs)}: leave codecs out. The plan itself counts their bytes."
+            f" {', '.join(filter(None, codecs))}: leave codecs out. The plan itself counts their"
+            " bytes."
         )
     if recipe.inner == "node":
         raise ValueError(
             "group='node' in a simulation, which knows no nodes: give the number of ranks of one."
         )
-    if not 1 <= ranks <= MOST_RANKS:
-        raise ValueError(f"a simulation of {ranks} ranks: expected 1 to {MOST_RANKS}.")
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank {rank} of {ranks}: expected 0 to {ranks - 1}.")
+    if ranks < 1 or not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} of {ranks}: expected a rank below their number.")
     if micro_batches < 1:
         raise ValueError(f"{micro_batches} micro-batches: expected at least 1.")
     if optimizer not in SIMULATED:
@@ -61,7 +53,8 @@ def check_mesh(recipe: Recipe, degrees: Degrees, replicas: int, micro_batches: i
             f"a simulation of {micro_batches} micro-batches in {degrees.pp} stages: torch's 1F1B takes at"
             " least one for each stage. Give more (--global-batch), or --schedule gpipe."
         )
-    if has_tiers(recipe) or recipe.step_in_backward:
+    tiers = {recipe.parameters.tier, recipe.optimizer.tier} - {Tier.DEVICE}
+    if tiers or recipe.offload_activations is not None or recipe.step_in_backward:
         raise ValueError(
             "offload or steps in the backward pass in a simulation of a mesh: it runs state on"
             " the device only. Leave them out, or simulate data-parallel ranks alone."
@@ -71,9 +64,3 @@ def check_mesh(recipe: Recipe, degrees: Degrees, replicas: int, micro_batches: i
         raise ValueError(
             f"{replicas} replicas of {each} data-parallel ranks: expected a number that divides them."
         )
-
-
-def has_tiers(recipe: Recipe) -> bool:
-    """Return whether the recipe has some of its state, or activations, off the device."""
-    tiers = recipe.parameters.tier, recipe.optimizer.tier
-    return recipe.offload_activations is not None or any(t is not Tier.DEVICE for t in tiers)

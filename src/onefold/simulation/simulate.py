@@ -35,7 +35,7 @@ from onefold.memory import nbytes_of
 from onefold.offload import in_backward
 from onefold.offload.nvme import stores_from
 from onefold.plan.modules import model_shape, module_of, quietly
-from onefold.plan.owned import owned_matrices, place_of, stepped_whole
+from onefold.plan.owned import OwnedMatrices, owned_matrices, place_of, stepped_whole
 from onefold.plan.program import Program
 from onefold.plan.rank import UnitPlan, units_of
 from onefold.plan.schema import ACTIVATIONS, MOMENTS, Account
@@ -43,11 +43,11 @@ from onefold.plan.shapes import ModelShape, architecture, known
 from onefold.plan.states import at_rest
 from onefold.plan.subject import tokens
 from onefold.recipe import Recipe
-from onefold.recipe.optimizers import SIMULATED, WHOLE
+from onefold.recipe.optimizers import SIMULATED
 from onefold.recipe.rows import FLAT
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.simulation.refusals import check
-from onefold.simulation.result import Simulation, events_of, summaries_of
+from onefold.simulation.result import Simulation, events_of
 from onefold.simulation.stand_in import Disk, code_of, stand_in
 from onefold.tracing.blocks import Checkpointing, recompute
 from onefold.tracing.calling import backward, call, loss_of
@@ -94,23 +94,16 @@ def simulate(
     check(recipe, ranks, rank, micro_batches, optimizer)
     module, shape, units, source = _subject(model, recipe)
     recipe = dataclasses.replace(recipe, units=units)
-    begun, integers, own_code = time.perf_counter(), Integers(), source != _STAND_IN
+    begun, integers, own_code = time.perf_counter(), Integers(), source != STAND_IN
     plans = units_of(shape, recipe, ranks, rank)
-    with (
-        _world(ranks, rank),
-        stores_from(Disk),
-        mock.patch.object(in_backward, "ThreadPoolExecutor", _AtOnce),
-    ):
+    names = stepped_whole(shape, optimizer)
+    with one_of(ranks, rank), fake_tensors(), quietly():
         twin = twin_of(module, integers).train()
         recompute(twin, checkpointing if own_code else "none")
         given = fake_batch(_batch(module, batch, samples, seq, source), None, integers)
-        with (
-            engine_on(twin, recipe) as engine,
-            torch.enable_grad(),
-        ):
+        with engine_on(twin, recipe) as engine:
             answers = _Answers(integers) if own_code else nullcontext()
-            passes = _passes(twin, given, answers, loss or loss_of, micro_batches)
-            names = stepped_whole(shape, optimizer)
+            passes = passes_of(twin, given, micro_batches, answers, loss or loss_of)
             # A stand-in has other names: units, buffers and parameters are in the plan's order
             matrices = [
                 entry.param
@@ -119,34 +112,31 @@ def simulate(
                 for entry, slot in zip(flat.entries, spec.layout.slots, strict=True)
                 if slot.name in names
             ]
-            optimizers = optimizers_of(twin, optimizer, matrices)
-            account = steps_of(engine, passes, optimizers)
-            events, summaries = events_of(engine), summaries_of(engine)
+            account = steps_of(engine, passes, optimizers_of(twin, optimizer, matrices))
+            events = events_of(engine)
             del twin, given
-    predicted = _predicted(shape, plans, recipe, micro_batches, optimizer)
+    owned = owned_matrices(plans, names, optimizer)
+    program = Program(plans, recipe, optimizer=optimizer)
+    predicted = predicted_by(program, plans, micro_batches, optimizer, owned)
     seconds = time.perf_counter() - begun
     return Simulation(
-        shape.name, shape.numel, rank, ranks, micro_batches, account, predicted, events, summaries, source, seconds, tuple(integers.notes),
+        shape.name, rank, ranks, micro_batches, account, predicted, events, source, seconds, tuple(integers.notes)
     )  # fmt: skip
 
 
-_MODULE, _CODE, _STAND_IN = "the module", "transformers' code", "a stand-in of the same parameters"
+_MODULE, _CODE, STAND_IN = "the module", "transformers' code", "a stand-in of the same parameters"
 
 
-def _predicted(
-    shape: ModelShape,
+def predicted_by(
+    program: Program,
     plans: Sequence[UnitPlan],
-    recipe: Recipe,
     micro_batches: int,
     optimizer: str,
+    owned: OwnedMatrices | None = None,
 ) -> Account:
-    """Return the plan's account of the same step, on this rank."""
-    mine = None
-    if SIMULATED[optimizer].update == WHOLE:
-        owned = owned_matrices(plans, stepped_whole(shape, optimizer), optimizer)
-        flats = [flat for unit in plans for flat in unit.flats]
-        mine = owned.at(place_of(flats[0])) if owned is not None else None
-    program = Program(plans, recipe, optimizer=optimizer)
+    """Return the plan's account of a rank's step, by its program."""
+    first = next(flat for unit in plans for flat in unit.flats)
+    mine = owned.at(place_of(first)) if owned is not None else None
     program.run(micro_batches, mine.buffers if mine is not None else 0)
     return Account(
         rest=at_rest(plans, optimizer, mine.states if mine is not None else None),
@@ -170,7 +160,7 @@ def _subject(
         model = module_of(model, as_it_is=recipe.parameters.dtype is None)
     if isinstance(model, ModelShape):
         module, names = stand_in(model)
-        return module, model, tuple(names), _STAND_IN
+        return module, model, tuple(names), STAND_IN
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"a simulation was asked for {type(model).__name__}: expected a module, a name, a"
@@ -180,7 +170,7 @@ def _subject(
 
 
 def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -> Any:
-    if source == _STAND_IN:
+    if source == STAND_IN:
         return torch.empty(1, device="meta")
     if batch is not None:
         return batch
@@ -191,8 +181,8 @@ def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -
 
 
 @contextmanager
-def _world(ranks: int, rank: int) -> Iterator[None]:
-    """Make this process rank `rank` of a fake process group, and new tensors fake, inside the
+def fake_tensors() -> Iterator[None]:
+    """New tensors are fake, disks are nowhere, and steps in the backward pass run at once, inside the
     context.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -200,9 +190,9 @@ def _world(ranks: int, rank: int) -> Iterator[None]:
     with (
         torch.random.fork_rng(devices=[]),
         passing_as_real(),
-        one_of(ranks, rank),
         FakeTensorMode(allow_non_fake_inputs=True),
-        quietly(),
+        stores_from(Disk),
+        mock.patch.object(in_backward, "ThreadPoolExecutor", _AtOnce),
     ):
         yield
 
@@ -270,15 +260,19 @@ def engine_on(twin: nn.Module, recipe: Recipe, **given: Any) -> Iterator[Any]:
         gc.collect()
 
 
-def _passes(
-    twin: nn.Module, batch: Any, answers: Any, loss: Any, micro_batches: int
+def passes_of(
+    twin: nn.Module, batch: Any, micro_batches: int, answers: Any = None, loss: Any = loss_of
 ) -> Callable[[], None]:
     """Return a function that runs the passes of one optimizer step."""
     from onefold.sharding import no_sync
 
     def passes() -> None:
         for k in range(micro_batches):
-            with no_sync(twin) if k + 1 < micro_batches else nullcontext(), answers:
+            with (
+                no_sync(twin) if k + 1 < micro_batches else nullcontext(),
+                torch.enable_grad(),
+                answers or nullcontext(),
+            ):
                 backward(loss(call(twin, batch)))
 
     return passes

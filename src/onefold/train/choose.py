@@ -5,7 +5,7 @@ The first rank traces the model and asks the plan (`onefold.plan`); the others t
 rank uses stage 0, because there is nothing to divide. A model whose code cannot be traced is judged
 by its states alone. The plan accounts for offloaded state (plan/states.py).
 
-With tensor or expert parallelism the plan counts over axes, from the model's dimensions.
+With tensor or expert parallelism the plan counts a rank of the mesh, from the model's dimensions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Choice:
             its states alone.
         available: bytes that the run may use on the rank that has the least.
         predicted: the account of the chosen stage, None if the model could not be traced.
-        mesh: the same over axes, if other axes than data divide the model too.
+        mesh: the chosen stage on the mesh, if other axes than data divide the model too.
         flops_per_token: model FLOPs. peak_flops: measured FLOP/s of a rank's hardware, None if
             nobody measured it.
         notes: assumptions of the plan.
@@ -112,7 +112,7 @@ def choose(model: nn.Module, asked: Asked) -> Choice:
     """
     if max(asked.tp, asked.ep) > 1:
         try:
-            return _over_axes(model, asked)
+            return _on_mesh(model, asked)
         except ValueError as error:
             raise TrainError(str(error)) from None
     try:
@@ -171,13 +171,13 @@ def _planned(model: nn.Module, asked: Asked) -> Choice:
 _SIZES = tuple(2**n for n in range(8))
 
 
-def _over_axes(model: nn.Module, asked: Asked) -> Choice:
-    """Choose by the account over axes. Raises ValueError: these axes are not possible for it."""
+def _on_mesh(model: nn.Module, asked: Asked) -> Choice:
+    """Choose by the account of the mesh. Raises ValueError: it is not possible for the model."""
     job, stages = asked.job, tuple(asked.stages())
-    notes = ["over axes activations are counted from dimensions, as fused kernels keep them"]
+    notes = ["on a mesh activations are counted from dimensions, as fused kernels keep them"]
     if PLANNED[job.optimizer].update == WHOLE:
         counted = PLANNED[job.optimizer].rest or "sgd-momentum"
-        notes.append(f"over axes states of {job.optimizer} are counted as {counted} has them")
+        notes.append(f"on a mesh states of {job.optimizer} are counted as {counted} has them")
         job = replace(job, optimizer=counted)
     count = asked.ranks // asked.tp
     axes: dict[str, int | str] = {"tp": asked.tp, "ep": asked.ep}
@@ -212,7 +212,7 @@ def _over_axes(model: nn.Module, asked: Asked) -> Choice:
     else:
         reason = f"stage {stage}, the lowest that fits on {degrees}: its peak takes {peak}"
     if asked.says(TIERS, NODES):
-        notes.append("over axes the plan does not count groups, codecs and state off the device")
+        notes.append("on a mesh the plan does not count groups, codecs and state off the device")
     flops = transformer_flops_per_token(shape.active_numel, shape.transformer, job.seq)
     return Choice(
         stage, micro_batch, reason, needed, chosen.usable, flops_per_token=flops, notes=tuple(notes), mesh=chosen,

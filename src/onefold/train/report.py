@@ -262,7 +262,7 @@ def describe(run: Run) -> dict[str, Any]:
         "needed": {str(stage): size for stage, size in choice.needed.items()},
         "available": choice.available,
         "predicted": choice.predicted.to_json() if choice.predicted else None,
-        "over_axes": choice.mesh.to_json() if choice.mesh is not None else None,
+        "mesh": choice.mesh.to_json() if choice.mesh is not None else None,
         "notes": list(choice.notes),
         "recipe": run.recipe.describe(),
         "tiers": {row: getattr(run.recipe, row).tier.value for row in rows},
