@@ -239,8 +239,8 @@ FAULTS = [
         "rest and peak",
         "the plan forgets the buffers in which gradients arrive",
         "plan/program.py",
-        "        if room.rows:\n            r.received = ",
-        "        if room.rows < 0:\n            r.received = ",
+        "            if room.rows:\n",
+        "            if room.rows < 0:\n",
         [row("stages: 0 on 2, clipped to 0.5")],
     ),
     Fault(

@@ -48,7 +48,11 @@ def test_parameters_off_the_device_mean_stage_3_however_many_ranks(ranks: int) -
         and set(chosen.needed) == {3}
         and "the only one that can keep parameters off the device" in chosen.reason
     )
-    assert chosen.predicted is not None and chosen.predicted.nvme > 0 and "on NVMe" in chosen.reason
+    assert (
+        chosen.predicted is not None
+        and chosen.predicted.offloaded["nvme"]
+        and "on NVMe" in chosen.reason
+    )
 
 
 def test_what_fits_at_no_stage_fits_with_its_states_on_nvme() -> None:

@@ -304,8 +304,6 @@ def measured(
         rest=ordered({**engine.memory.now(), MOMENTS: moments.get(DEVICE, 0)}),
         peak=ordered({**recording.peak(), FRAGMENTATION: unused}),
         ledger=recording.peak(ENGINE),
-        host=sum(offloaded[HOST].values()),
-        nvme=sum(offloaded[NVME].values()),
         offloaded={tier: held for tier, held in offloaded.items() if held},
         moved=moved,
         wire=wire,

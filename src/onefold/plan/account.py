@@ -64,7 +64,6 @@ from onefold.plan.shapes import ModelShape
 from onefold.plan.states import (
     HOST,
     MOMENTS_OF,
-    NVME,
     at_rest,
     filled,
     offloaded_bytes,
@@ -306,8 +305,6 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         rest=filled(rest),
         peak=filled(peak),
         ledger=dict(program.peak),
-        host=sum(held[HOST].values()),
-        nvme=sum(held[NVME].values()),
         offloaded={tier: by for tier, by in held.items() if by},
         moved=program.moved(),
         wire=program.sent(),
@@ -325,7 +322,7 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
     reserve = Reserve() if machine.is_here else _reserve(machine, degrees, recipe, kinds)
     usable = max(0, machine.capacity - reserve.nbytes)
     ranks, host = machine.local, machine.host
-    fits = account.by_tier.get(Tier.NVME, 0) * ranks <= host.nvme and (
+    fits = account.by_tier[Tier.NVME] * ranks <= host.nvme and (
         account.peak_bytes + account.host <= usable  # the memory of a CPU is the host's
         if machine.shared
         else account.peak_bytes <= usable and account.host * ranks <= host.memory

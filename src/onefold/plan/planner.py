@@ -13,7 +13,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class Plan:
         next_steps: what further steps would buy, each slower than those before.
         largest_micro_batch: samples that fit, by stage; 0: none.
         largest_model: parameters of the deepest model of this width that fits, by stage.
-        source: where the activations come from.
+        activations: where they come from.
         notes: sentences that may change a decision. assumptions: what the figures rest on; the first
             states the bytes per parameter.
         slow_links: every way to send less between nodes; None if their links are not slow.
@@ -68,7 +68,7 @@ class Plan:
     next_steps: tuple[Candidate, ...] = ()
     largest_micro_batch: Mapping[int, int] = field(default_factory=dict)
     largest_model: Mapping[int, int] = field(default_factory=dict)
-    source: str = ""
+    activations: str = ""
     why_not: str = ""
     notes: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -121,43 +121,24 @@ class Plan:
         """Return plain data, as `onefold plan --json` prints it. `recipe` has the arguments of
         `Recipe.zero`, with torch's names of dtypes.
         """
-        slow, best = self.slow_links, self.recommended
-        return {
-            "schema": 2,
+        model, machine = self.model, self.machine
+        own = {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        own |= {
             "model": {
-                "name": self.model.name,
-                "parameters": self.model.numel,
-                "active": self.model.active_numel,
-                "trainable": self.model.trainable,
+                "name": model.name,
+                "parameters": model.numel,
+                "active": model.active_numel,
+                "trainable": model.trainable,
             },
             "machine": {
-                "gpu": self.machine.gpu.name,
-                "ranks": self.machine.ranks,
-                "per_node": self.machine.per_node,
-                "bytes": self.machine.capacity,
+                "gpu": machine.gpu.name,
+                "ranks": machine.ranks,
+                "per_node": machine.per_node,
+                "bytes": machine.capacity,
             },
-            "job": {**vars(self.job), "options": {k: _plain(v) for k, v in self.job.options}},
-            "activations": self.source,
-            "searched": self.searched,
-            "stages": [c.to_json() for c in self.stages],
-            "recommended": best.to_json() if best else None,
-            "recipe": self._recipe_json(),
-            "slow_links": {
-                "rows": [c.to_json() for c in slow.rows],
-                "recommended": slow.taken.scheme.communication,
-                "lossy": slow.named.scheme.communication if slow.named is not None else None,
-                "why": list(slow.why),
-            }
-            if slow is not None
-            else None,
-            "native": self.native.to_json() if self.native is not None else None,
-            "next_steps": [c.to_json() for c in self.next_steps],
-            "largest_micro_batch": dict(self.largest_micro_batch),
-            "largest_model": dict(self.largest_model),
-            "why_not": self.why_not,
-            "notes": list(self.notes),
-            "assumptions": list(self.assumptions),
+            "job": {**vars(self.job), "options": _plain(dict(self.job.options))},
         }
+        return {"schema": 2, **own, "recipe": self._recipe_json()}
 
     def _recipe_json(self) -> dict[str, Any] | None:
         if self.recommended is None:
@@ -180,7 +161,11 @@ class Plan:
 
 
 def _plain(value: Any) -> Any:
-    """Return an option of a recipe as plain data: dtypes and classes by name."""
+    """Return plain data: dtypes and classes by name."""
+    if isinstance(value, (Candidate, SlowLinks)):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return {key: _plain(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     if isinstance(value, type):
@@ -234,7 +219,7 @@ def plan(
             job=job,
             stages=tuple(rows),
             recommended=best,
-            source="from dimensions",
+            activations="from dimensions",
             why_not="" if best else search.no_mesh_fits(question, rows, searched),
             assumptions=(*_assumptions(question, shown), *subject.notes)
             if shown
@@ -261,7 +246,7 @@ def plan(
         next_steps=tuple(search.next_steps(question, best, stages)) if best is not None else (),
         largest_micro_batch=micro_batches,
         largest_model=models,
-        source=subject.source,
+        activations=subject.source,
         why_not="" if best is not None else search.cannot_fit(question, stages),
         notes=tuple(notes_of(question, shown)),
         assumptions=(*_assumptions(question, shown), *subject.notes),

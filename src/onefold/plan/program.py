@@ -241,8 +241,7 @@ class Program:
         self.grads: dict[int, torch.Tensor] = {}
         self.held_sums: dict[int, torch.Tensor] = {}
         self.has_grad: set[int] = set()
-        # By id: buffers that have a gradient on the host. The bytes in which the device adds to it
-        self.has_gone: set[int] = set()
+        # The bytes in which the device adds to gradients on the host
         self.adding = 0
         self.unused: set[int] = set()  # units that are gathered and not yet used
         for unit in units:
@@ -388,7 +387,6 @@ class Program:
         self.ledger.add(OWNED, -whole)
         self.ledger.set(GRADIENTS, 0)
         self.has_grad.clear()
-        self.has_gone.clear()
         return self
 
     # -- forward -----------------------------------------------------------------------------------
@@ -688,13 +686,13 @@ class Program:
             done = self._move("reductions", "all-reduce", flat, hop.level, sent, (done,), True)
         if flat.landed != d.master:
             self._kernel(flat.own * (flat.landed.itemsize + d.master.itemsize))
-        known = self.has_gone if flat.tiers is not None else self.has_grad
-        if id(flat) in known:  # added to the sums of earlier micro-batches
+        again = id(flat) in self.has_grad
+        if again:  # added to the sums of earlier micro-batches
             self._kernel(flat.own * 3 * d.master.itemsize)
         if flat.tiers is not None and flat.own:
-            self._leaves(flat, done, id(flat) in known)
-        if flat.tiers is None and id(flat) not in self.has_grad:
-            self.has_grad.add(id(flat))
+            self._leaves(flat, done, again)
+        self.has_grad.add(id(flat))
+        if flat.tiers is None and not again:
             if flat.landed != d.master:
                 cast = nbytes // flat.landed.itemsize * d.master.itemsize
                 if late:
@@ -707,9 +705,7 @@ class Program:
         else:
             self.ledger.add(GRADIENTS, -nbytes)
             if flat.tiers is not None and self.window:
-                self._go_down(flat, nbytes)
-        if flat.tiers is not None:
-            self.has_gone.add(id(flat))
+                self._go_down(flat, nbytes, again)
 
     def _leaves(self, flat: ShardSpec, after: int, again: bool) -> None:
         """Sums go to the host or to a disk, where earlier micro-batches may have left some."""
@@ -740,9 +736,9 @@ class Program:
         once = self.recipe.reduces_at == "boundary" or self.recipe.gradients.over == GROUP
         return 1 if once else self.micro_batches
 
-    def _go_down(self, flat: ShardSpec, nbytes: int) -> None:
+    def _go_down(self, flat: ShardSpec, nbytes: int, again: bool) -> None:
         """Copies to the host read sums as long as the window allows: the slowest case."""
-        if not self.adding and adds_on_device(flat, id(flat) in self.has_gone):
+        if not self.adding and adds_on_device(flat, again):
             self.adding = 2 * sums_chunk([unit.plan for unit in self.units])
             self.ledger.add(LEAVING, self.adding)
         self.leaving.append(nbytes)

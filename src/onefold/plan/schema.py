@@ -59,8 +59,8 @@ class Account:
         peak: bytes at the moment when their sum is largest, by category.
         ledger: bytes of the engine itself (`ENGINE`) at the moment when their sum is largest, by
             category.
-        host, nvme: bytes of offloaded state on the host and on NVMe, with data on its way, at most.
-        offloaded: the same by tier ("host", "nvme", ...) and category; {} if only the sums are known.
+        offloaded: bytes of offloaded state with data on its way, at most, by tier ("host", "nvme", ...)
+            and category.
         moved: bytes of a step between tiers, by `MOVED`.
         wire: payload bytes sent in a step to ranks that hold the same parameters, by move.
         sent: of a mesh, all bytes sent by axis; "data" is the wire.
@@ -78,8 +78,6 @@ class Account:
     rest: Mapping[str, int] = field(default_factory=dict)
     peak: Mapping[str, int] = field(default_factory=dict)
     ledger: Mapping[str, int] = field(default_factory=dict)
-    host: int = 0
-    nvme: int = 0
     offloaded: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     moved: Mapping[str, int] = field(default_factory=dict)
     wire: Mapping[str, int] = field(default_factory=dict)
@@ -94,11 +92,11 @@ class Account:
     @property
     def by_tier(self) -> dict[Tier, int]:
         """Bytes off the device by tier, the fastest first."""
-        named = {Tier.HOST: self.host, Tier.NVME: self.nvme}
-        return {
-            tier: named.get(tier, sum(self.offloaded.get(tier.value, {}).values()))
-            for tier in OFF_DEVICE
-        }
+        return {tier: sum(self.offloaded.get(tier.value, {}).values()) for tier in OFF_DEVICE}
+
+    @property
+    def host(self) -> int:
+        return self.by_tier[Tier.HOST]
 
     @property
     def rest_bytes(self) -> int:
@@ -128,33 +126,14 @@ class Account:
 
     def lines(self) -> Iterator[tuple[str, str, float]]:
         """Yield (name, unit, value) of every figure, for `compare`."""
-        for title, table in (
-            ("at rest", self.rest),
-            ("at peak", self.peak),
-            ("engine at its peak", self.ledger),
-        ):
-            for category in CATEGORIES:
-                if table.get(category):
-                    yield f"{title}: {category}", "bytes", table[category]
+        held = {"at rest": self.rest, "at peak": self.peak, "engine at its peak": self.ledger}
+        for title, table in {**held, **self.offloaded, "wire": self.wire}.items():
+            yield from ((f"{title}: {name}", "bytes", n) for name, n in table.items() if n)
             if table:
                 yield f"{title}: all", "bytes", sum(table.values())
-        for tier, nbytes in self.by_tier.items():
-            for category, part in self.offloaded.get(tier.value, {}).items():
-                yield f"{tier.value}: {category}", "bytes", part
-            if nbytes:
-                yield f"{tier.value}: all", "bytes", nbytes
-        for move in MOVED:
-            if self.moved.get(move):
-                yield f"moved: {move}", "bytes", self.moved[move]
-        for move, nbytes in self.wire.items():
-            yield f"wire: {move}", "bytes", nbytes
-        if self.wire:
-            yield "wire: all", "bytes", self.wire_bytes
-        for link, nbytes in self.links.items():
-            yield f"link: {link}", "bytes", nbytes
-        for name in (*SECONDS, *OF_AXES):
-            if name in self.seconds:
-                yield f"time: {name}", "s", self.seconds[name]
+        for title, table in (("moved", self.moved), ("link", self.links)):
+            yield from ((f"{title}: {name}", "bytes", n) for name, n in table.items())
+        yield from ((f"time: {name}", "s", n) for name, n in self.seconds.items())
         if self.tokens_per_s:
             yield "tokens/s", "1/s", self.tokens_per_s
         if self.mfu is not None:

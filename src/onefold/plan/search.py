@@ -283,6 +283,14 @@ class SlowLinks:
     named: Candidate | None
     why: tuple[str, ...]
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rows": [c.to_json() for c in self.rows],
+            "recommended": self.taken.scheme.communication,
+            "lossy": self.named.scheme.communication if self.named else None,
+            "why": list(self.why),
+        }
+
 
 def waiting(candidate: Candidate) -> float:
     """Return the share of a step in which a rank waits for others."""
@@ -522,19 +530,13 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
         if (found := recommend(here)) is not None:
             return f"{said} Here {found.scheme} with micro-batch 1{_less(job, asked)} would fit."
     one = replace(free, global_batch=0)
-    fewer = replace(one, options=_without(one, COMMUNICATION_OPTIONS))
-    for asked in (one, fewer) if one.communication else (one,):
-        for ranks in _more_ranks(question.machine):
-            there = replace(question, machine=_on(question.machine, ranks), job=asked)
-            # First ask what needs least
-            last = [s for s in schemes(there) if (s.stage, s.share) == (3, 1.0)]
-            if blocks_of(model.units) and not asked.checkpointing:
-                last = [s for s in last if s.checkpointing == "full"]
-            if any(there.answer(s).fits for s in last) and (found := recommend(there)) is not None:
-                return (
-                    f"{said} On {ranks} devices {found.scheme} with micro-batch"
-                    f" 1{_less(one, asked)} would fit."
-                )
+    for ranks in _more_ranks(question.machine):
+        there = replace(question, machine=_on(question.machine, ranks), job=one)
+        # First ask what needs least
+        every = schemes(there)
+        last = [s for s in every if (s.share, s.checkpointing) == (1.0, every[-1].checkpointing)]
+        if any(there.answer(s).fits for s in last) and (found := recommend(there)) is not None:
+            return f"{said} On {ranks} devices {found.scheme} with micro-batch 1 would fit."
     return (
         f"{said} No number of devices would do: one unit is too large. Take smaller units, a"
         " shorter --seq or a larger device."

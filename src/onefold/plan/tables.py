@@ -76,7 +76,7 @@ def show(plan: Plan, console: Console | None = None, explain: bool = False) -> N
     )
     out.print(
         f"on {device}; {job.computes}, {job.seq:,} tokens a sample, {batch}, {job.optimizer}{named};"
-        f" activations {plan.source}"
+        f" activations {plan.activations}"
     )
     if plan.stages:
         _print(out, _meshes(plan) if plan.searched else _stages(plan))
