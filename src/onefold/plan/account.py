@@ -310,9 +310,7 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         wire=program.sent(),
         sent=_sent(question, scheme, stage, sum(program.sent().values()), sums["axes"]),
         links=sums["links"],
-        node_links={k: n * machine.local for k, n in sums["links"].items()}
-        if machine.nodes > 1
-        else {},
+        sent_between=sums["links"].get("between", 0) * machine.local,
         seconds=seconds,
         tiers=busy,
         tokens_per_s=tokens / step if step else 0.0,

@@ -118,25 +118,11 @@ class Degrees:
         """The sizes of `AXES`."""
         return {"dp": self.dp // self.ep, "ep": self.ep, "cp": self.cp, "tp": self.tp}
 
-    @property
-    def axes(self) -> Mesh:
-        """The mesh of the ranks of one stage."""
-        return Mesh(AXES, tuple(self.sizes.values()), DATA)
-
     def holders(self, divided: tuple[str, ...]) -> Holders:
         """Return the holders of a parameter that is divided along `divided`, as the runtime finds
         them.
         """
         return _holders(tuple(self.sizes.values()), divided)
-
-    def holding(self, divided: tuple[str, ...]) -> int:
-        """Return how many ranks hold each part of such a parameter: `holders(divided).size`, without
-        the list of ranks. The search asks for many meshes.
-        """
-        size = 1
-        for name, ranks in self.sizes.items():
-            size *= 1 if name in divided else ranks
-        return size
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
         """Return the place of a rank of a stage along each of `AXES`."""

@@ -55,6 +55,7 @@ from onefold.recipe import Recipe, Tier
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.optimizers import PLANNED
 from onefold.recipe.rows import GROUP
+from onefold.runtime.gather import backwards
 from onefold.runtime.reduce import are_large, is_due
 
 _FP32 = 4
@@ -168,6 +169,9 @@ class Unit:
     gathered: bool = False
     claimed: bool = False
     arrival: list[int] = field(default_factory=list)
+
+    def encloses(self, other: Unit) -> bool:
+        return self.plan.encloses(other.plan)
 
     @cached_property
     def nbytes(self) -> int:
@@ -409,7 +413,7 @@ class Program:
                     self._gathers(unit, flat)
         open_units: list[Unit] = []
         for unit in self.units:
-            while open_units and not open_units[-1].plan.encloses(unit.plan):
+            while open_units and not open_units[-1].encloses(unit):
                 self._leave(open_units.pop())
             self._acquire(unit)
             if unit.plan.name not in self.outer:
@@ -522,7 +526,7 @@ class Program:
         for unit in order:
             if tail and any(c.isdigit() for c in unit.plan.name):
                 self._complete(tail.pop(), deferring)
-            while around and not around[-1].plan.encloses(unit.plan):
+            while around and not around[-1].encloses(unit):
                 self._complete(around.pop(), deferring)
             if not unit.plan.looks_up_only:
                 self._acquire(unit)
@@ -827,16 +831,3 @@ def touched_by(optimizer: str) -> int:
     writes the parameter; it reads and writes moments.
     """
     return 4 * (3 + 2 * PLANNED[optimizer].elementwise_states)
-
-
-def backwards(units: list[Unit]) -> list[Unit]:
-    """Return the order in which a backward pass first reaches the units: from last to first, but a
-    unit around others before them.
-    """
-    groups: list[list[Unit]] = []
-    for unit in units:
-        if groups and groups[-1][0].plan.encloses(unit.plan):
-            groups[-1].append(unit)
-        else:
-            groups.append([unit])
-    return [u for head, *rest in reversed(groups) for u in (head, *backwards(rest))]

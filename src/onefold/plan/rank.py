@@ -34,6 +34,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import prod
 
 from onefold.comm.communicators import flat_over, inner_of, nodes_of
@@ -186,32 +187,20 @@ def _stages(model: ModelShape, pp: int, chunks: int) -> tuple[Stage, ...]:
     for count in counts:
         parts.append(blocks[at : at + count])
         at += count
+
+    def named(units: Sequence[UnitShape]) -> list[UnitShape]:
+        return [u for u in units if u.name != "(root)" and u.parameters]
+
     out = []
     for index in range(pp):
-        own = parts[index::pp]
-        first, last = index == 0, index == pp - 1
-        root = UnitShape("(root)", ())
-        lead = [u for u in before if u.parameters] if first else []
-        tail = [u for u in behind if u.parameters] if last else []
-        copy = (tied,) if tied is not None and last else ()
-        roots = [u for u in (*lead, *tail) if u.name == "(root)"]
-        root = replace(root, parameters=(*(p for u in roots for p in u.parameters), *copy))
-        units = (
-            root,
-            *(u for u in lead if u.name != "(root)"),
-            *(b for part in own for b in part),
-            *(u for u in tail if u.name != "(root)"),
-        )
-        out.append(
-            Stage(
-                index,
-                units,
-                tuple(tuple(b.name for b in part) for part in own),
-                first,
-                last,
-                tied.numel if copy and tied is not None else 0,
-            )
-        )
+        own, first, last = parts[index::pp], index == 0, index == pp - 1
+        lead, tail = before if first else [], behind if last else []
+        copies = [tied] if tied is not None and last else []
+        of_root = (p for u in (*lead, *tail) if u.name == "(root)" for p in u.parameters)
+        root = UnitShape("(root)", (*of_root, *copies))
+        units = root, *named(lead), *(b for part in own for b in part), *named(tail)
+        chunks = tuple(tuple(b.name for b in part) for part in own)
+        out.append(Stage(index, units, chunks, first, last, sum(p.numel for p in copies)))
     return tuple(out)
 
 
@@ -416,14 +405,11 @@ def rests_encoded(p: Parameter, recipe: Recipe) -> bool:
 
 def outer(units: Sequence[UnitPlan]) -> frozenset[str]:
     """Return the names of the units that lie around other units."""
-    around = {u.name for u in units if u.path == ""} if len(units) > 1 else set()
-    names = {u.path: u.name for u in units}
-    for unit in units:
-        around.update(names[p] for p in _enclosing(unit.path)[1:-1] if p in names)
-    return frozenset(around)
-
-
-def _enclosing(path: str) -> list[str]:
-    """Return the paths that may lie around a unit, from the root to its own."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:n]) for n in range(len(parts) + 1)]
+    paths = {u.path for u in units}
+    inside = {
+        path
+        for inner in paths
+        for path in ("", *accumulate(inner.split("."), "{}.{}".format))
+        if path != inner
+    }
+    return frozenset(u.name for u in units if u.path in inside)

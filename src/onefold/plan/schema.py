@@ -67,7 +67,7 @@ class Account:
         links: the same bytes by link, "inside" a node and "between" nodes, as the traffic ledger
             counts them, with one exception: a gather over all ranks on NCCL is planned as a ring,
             and the ledger, which only knows peers, counts more bytes between nodes.
-        node_links: bytes by link of all ranks of a node; {} on one node.
+        sent_between: bytes that all ranks of a node send to other nodes.
         seconds: of a step, by `SECONDS`; "io" is the wait for tiers.
         tiers: seconds of a step by `TIER_SECONDS`; {} if nothing is offloaded, and in a
         measurement.
@@ -83,7 +83,7 @@ class Account:
     wire: Mapping[str, int] = field(default_factory=dict)
     sent: Mapping[str, int] = field(default_factory=dict)
     links: Mapping[str, int] = field(default_factory=dict)
-    node_links: Mapping[str, int] = field(default_factory=dict)
+    sent_between: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     tiers: Mapping[str, float] = field(default_factory=dict)
     tokens_per_s: float = 0.0
@@ -109,11 +109,6 @@ class Account:
     @property
     def wire_bytes(self) -> int:
         return sum(self.wire.values())
-
-    @property
-    def sent_between(self) -> int:
-        """Bytes that all ranks of a node send to other nodes."""
-        return self.node_links.get("between", 0)
 
     def to_json(self) -> dict[str, Any]:
         """Return a plain dictionary, which `Account.from_json` reads back."""

@@ -238,12 +238,12 @@ class Order:
         self.units, self.agreed = out, True
 
 
-def backwards(units: Sequence[Unit]) -> list[Unit]:
+def backwards(units: Sequence[Any]) -> list[Any]:
     """Return the order in which a backward pass first comes to units that a forward pass used in the
     order of `units`. It goes from the last to the first. A unit that encloses others comes before
     them: its output is computed last, so its gradient comes first.
     """
-    groups: list[list[Unit]] = []
+    groups: list[list[Any]] = []
     for unit in units:
         if groups and groups[-1][0].encloses(unit):
             groups[-1].append(unit)

@@ -44,7 +44,7 @@ from onefold.simulation.result import Simulation, events_of
 from onefold.simulation.simulate import (
     STAND_IN,
     engine_on,
-    fake_tensors,
+    nothing_real,
     one_of,
     optimizers_of,
     passes_of,
@@ -105,7 +105,7 @@ def simulate_mesh(
         root = init_device_mesh("cpu", sizes, mesh_dim_names=_NAMES)
         ours = mesh_of(root[_NAMES[1:]], _DATA)
         cut = {d: root[tuple(a for a in AXES if a in d)] for d in kinds if d}
-        with fake_tensors():  # meshes are read before: they have no values
+        with nothing_real():  # meshes are read before: they have no values
             module, names = _cut_stand_in(stage, degrees, cut, number)
             with engine_on(module, recipe, mesh=ours, units=names) as engine, counted:
                 if degrees.pp > 1:

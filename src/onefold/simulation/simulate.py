@@ -51,7 +51,7 @@ from onefold.simulation.result import Simulation, events_of
 from onefold.simulation.stand_in import Disk, code_of, stand_in
 from onefold.tracing.blocks import Checkpointing, recompute
 from onefold.tracing.calling import backward, call, loss_of
-from onefold.tracing.fake import Integers, fake_batch, passing_as_real, twin_of
+from onefold.tracing.fake import Integers, fake_batch, fake_tensors, twin_of
 
 #: Steps that are run. The first records the order of units; the last is reported. An optimizer's first
 #: step is an ordinary one with `step_in_backward` too, so that the step behind it is not steady yet.
@@ -97,7 +97,7 @@ def simulate(
     begun, integers, own_code = time.perf_counter(), Integers(), source != STAND_IN
     plans = units_of(shape, recipe, ranks, rank)
     names = stepped_whole(shape, optimizer)
-    with one_of(ranks, rank), fake_tensors(), quietly():
+    with one_of(ranks, rank), nothing_real(), quietly():
         twin = twin_of(module, integers).train()
         recompute(twin, checkpointing if own_code else "none")
         given = fake_batch(_batch(module, batch, samples, seq, source), None, integers)
@@ -181,19 +181,12 @@ def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
+def nothing_real() -> Iterator[None]:
     """New tensors are fake, disks are nowhere, and steps in the backward pass run at once, inside the
     context.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with (
-        torch.random.fork_rng(devices=[]),
-        passing_as_real(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-        stores_from(Disk),
-        mock.patch.object(in_backward, "ThreadPoolExecutor", _AtOnce),
-    ):
+    at_once = mock.patch.object(in_backward, "ThreadPoolExecutor", _AtOnce)
+    with fake_tensors(), stores_from(Disk), at_once:
         yield
 
 

@@ -27,6 +27,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.utils._pytree import tree_map_only
 
 from onefold.machine.flops import values_in
@@ -94,8 +99,6 @@ class Integers:
         return out
 
     def _fake(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        from torch._subclasses.fake_tensor import UnsupportedOperatorException
-
         rule = STAND_INS.get(func.overloadpacket)
         try:
             return func(*args, **kwargs) if rule is None else rule(*args, **kwargs)
@@ -108,8 +111,6 @@ class Integers:
     # -- the ways to know --------------------------------------------------------------------------
 
     def _for_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-
         with unset_fake_temporarily(), torch.no_grad():
             real_args, real_kwargs = tree_map_only(torch.Tensor, self.contents, (args, kwargs))
             return func(*real_args, **real_kwargs)
@@ -170,8 +171,6 @@ class Integers:
 
     def _balance(self, func: Any, args: Any, picked: torch.Tensor) -> None:
         """Set a router's choices so that all experts are used equally."""
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-
         scores, at = args[0], 2 if func.overloadpacket is _aten.topk else 1
         # topk picks along the last dimension by default; argmax must name its dimension
         dim = args[at] if len(args) > at else -1 if at == 2 else None
@@ -202,8 +201,6 @@ def _check_rows(table: torch.Tensor, wanted: torch.Tensor | None) -> None:
     """
     if wanted is None or not wanted.numel():
         return
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     with unset_fake_temporarily():
         low, high = (int(v) for v in torch.aminmax(wanted))
     rows = table.shape[0]
@@ -267,8 +264,6 @@ def twin_of(module: nn.Module, integers: Integers, dtype: torch.dtype | None = N
 
 def _contents(t: torch.Tensor) -> torch.Tensor:
     """Return a CPU copy of a tensor's contents; zeros for one on the meta device."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     with unset_fake_temporarily(), torch.no_grad():
         return (
             torch.zeros(t.size(), dtype=t.dtype, device="cpu")
@@ -298,7 +293,18 @@ def fake_batch(batch: Any, dtype: torch.dtype | None, integers: Integers) -> Any
 
 
 @contextmanager
-def passing_as_real() -> Iterator[None]:
+def fake_tensors() -> Iterator[None]:
+    """New tensors are fake inside the context, and random numbers are as before behind it."""
+    with (
+        torch.random.fork_rng(devices=[]),
+        _passing_as_real(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        yield
+
+
+@contextmanager
+def _passing_as_real() -> Iterator[None]:
     """Make transformers treat fake tensors as real ones, inside the context.
 
     transformers does not look at the values of fake tensors. It then builds attention masks of

@@ -36,7 +36,7 @@ from onefold.runtime.units import find_units
 from onefold.tracing.blocks import Checkpointing, recompute, shorten
 from onefold.tracing.calling import backward, call, loss_of, vocabulary_of
 from onefold.tracing.cuda_kernels import CudaKernels
-from onefold.tracing.fake import Integers, fake_batch, passing_as_real, tensors_of, twin_of
+from onefold.tracing.fake import Integers, fake_batch, fake_tensors, tensors_of, twin_of
 from onefold.tracing.watch import Span, Watch
 
 Precision = Literal["fp32", "bf16", "fp16"] | None
@@ -140,7 +140,7 @@ def trace(
         spans = left_out.whole(watch.read()) if left_out else watch.read()
         return Trace(spans, tuple(notes)) if spans else None
 
-    with _on_fake_tensors():
+    with _without_collector(), fake_tensors():
         found = traced(few=True) or traced(few=False)
     assert found is not None
     return found
@@ -170,21 +170,14 @@ def between(traced: Callable[[int], Trace], samples: int) -> Trace:
 
 
 @contextmanager
-def _on_fake_tensors() -> Iterator[None]:
-    """New tensors are fake, inside the context. Python's cyclic garbage collector is off: tensors
-    then die with their last reference, at the same moment in every trace.
+def _without_collector() -> Iterator[None]:
+    """Python's cyclic garbage collector is off inside the context: tensors die with their last
+    reference, at the same moment in every trace.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     collects = gc.isenabled()
     gc.disable()
     try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            passing_as_real(),
-            FakeTensorMode(allow_non_fake_inputs=True),
-        ):
-            yield
+        yield
     finally:
         if collects:
             gc.enable()
