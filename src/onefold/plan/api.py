@@ -28,6 +28,7 @@ from onefold.plan.planner import Plan
 from onefold.plan.planner import plan as _plan
 from onefold.plan.shapes import ModelShape
 from onefold.recipe import Recipe
+from onefold.wording import readable
 
 #: Fields of `Degrees` that are no degree, with their defaults.
 MESH = {"chunks": 1, "schedule": "1f1b", "sequence_parallel": True, "expert_tp": True}
@@ -194,8 +195,8 @@ def recipe_for(
 def _planned(best: Candidate, ranks: int) -> str:
     """Return the note of a planned recipe."""
     accumulated = f" x {best.accumulation} accumulated" if best.accumulation > 1 else ""
-    peak = f"{best.needed / 2**20:,.0f} MiB of {best.usable / 2**20:,.0f}"
-    others = [f"{n / 2**20:,.0f} MiB {tier.where}" for tier, n in best.account.by_tier.items() if n]
+    peak = f"{readable(best.needed)} of {readable(best.usable)}"
+    others = [f"{readable(n)} {tier.where}" for tier, n in best.account.by_tier.items() if n]
     more = f", {' and '.join(others)}" if others else ""
     return (
         f"planned: {best.scheme}, micro-batch {best.scheme.micro_batch}{accumulated} on {ranks}"

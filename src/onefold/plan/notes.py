@@ -15,6 +15,7 @@ from onefold.recipe import COMPUTE_DTYPES
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.rows import FLAT
 from onefold.runtime.units import offload_notes
+from onefold.wording import readable
 
 #: A division among owners above this is told of.
 _UNEVEN = 1.1
@@ -72,7 +73,7 @@ def notes_of(question: Question, shown: Candidate) -> Iterator[str]:
         plain, less = (c.account.sent_between for c in (shown, with_copy))
         way = as_recipe(shown.scheme.stage, COMMUNICATION["hpZ"].options)
         yield (
-            f"a node sends {plain / 1e9:,.2f} GB to the others in a step, and {less / 1e9:,.2f} GB"
+            f"a node sends {readable(plain)} to the others in a step, and {readable(less)}"
             f" with {way}: the plan does not know how fast they are linked, so that is yours to"
             " choose"
         )
@@ -84,7 +85,7 @@ def assumptions_of(question: Question, shown: Candidate) -> Iterator[str]:
     yield from _of_whole_matrices(question.job, question.model)
     if shown.reserve.communicators:
         yield (
-            f"{shown.reserve.nbytes / 2**30:.2f} GiB of each GPU are not for training, by assumption:"
+            f"{readable(shown.reserve.nbytes)} of each GPU are not for training, by assumption:"
             f" {shown.reserve}"
         )
     degrees, dims = shown.scheme.degrees, question.model.transformer

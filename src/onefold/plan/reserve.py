@@ -25,6 +25,7 @@ from onefold.plan.hardware import Machine
 from onefold.plan.program import members
 from onefold.recipe import Recipe
 from onefold.recipe.rows import NATIVE
+from onefold.wording import readable
 
 CONTEXT, COMMUNICATOR, CHANNEL, NETWORK = 640 << 20, 512 << 20, 14 << 20, 512 << 20
 #: Bytes/s of one NVLink in one direction, from the second generation on.
@@ -52,15 +53,15 @@ class Reserve:
         return self.context + self.communicators * COMMUNICATOR + self.exchanges
 
     def __str__(self) -> str:
-        said = f"{self.context / 2**30:.2f} GiB for the driver"
+        said = f"{readable(self.context)} for the driver"
         if self.communicators:
             said += (
-                f", {self.communicators * COMMUNICATOR / 2**30:.2f} for {self.communicators}"
+                f", {readable(self.communicators * COMMUNICATOR)} for {self.communicators}"
                 " communicators"
             )
         if self.exchanges:
             said += (
-                f", {self.exchanges / 2**30:.2f} for all-to-alls (NCCL_MAX_P2P_NCHANNELS limits"
+                f", {readable(self.exchanges)} for all-to-alls (NCCL_MAX_P2P_NCHANNELS limits"
                 " their channels)"
             )
         return said

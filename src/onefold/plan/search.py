@@ -30,7 +30,6 @@ much convergence a codec costs.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -56,6 +55,7 @@ from onefold.plan.job import (
 from onefold.plan.rank import Stage, divided_along, holding, local_numel, stages_of
 from onefold.plan.shapes import ModelShape, blocks_of
 from onefold.recipe.optimizers import PLANNED, WHOLE
+from onefold.wording import readable
 
 #: Where the searches end: samples of a micro-batch, blocks of a model, devices.
 MOST_SAMPLES, MOST_BLOCKS, MOST_RANKS = 4096, 1024, 1 << 17
@@ -346,24 +346,20 @@ def _why(best: Candidate, taken: Candidate, named: Candidate | None) -> list[str
     said = [f"{waits}; no way that rounds nothing is {GAIN:.0%} faster"]
     if taken is not best:
         way, less = taken.scheme.way, 1 - taken.step / best.step
-        sends = f"{_gb(taken)} instead of {_gb(best)} leave a node in a step"
+        sends = " instead of ".join(readable(c.account.sent_between) for c in (taken, best))
         said = [
-            f"{waits}; with {as_recipe(taken.scheme.stage, way.options)} ({way.words}) {sends}, and"
+            f"{waits}; with {as_recipe(taken.scheme.stage, way.options)} ({way.words})"
+            f" {sends} leave a node in a step, and"
             f" it takes {less:.0%} less"
         ]
     if named is not None:
         way, stage, less = named.scheme.way, named.scheme.stage, 1 - named.step / taken.step
         said.append(
-            f"{named.scheme.communication} ({way.words}) would take {less:.0%} less again, {_gb(named)}"
-            " between nodes; it rounds what travels, so it is yours to ask for:"
+            f"{named.scheme.communication} ({way.words}) would take {less:.0%} less again,"
+            f" {readable(named.account.sent_between)} between nodes; it rounds what travels, so it is yours to ask for:"
             f" {as_recipe(stage, way.options)}, or {as_options(stage, way.options)}"
         )
     return said
-
-
-def _gb(c: Candidate) -> str:
-    nbytes = c.account.sent_between
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
 
 
 # -- meshes ----------------------------------------------------------------------------------------
@@ -559,11 +555,11 @@ def too_large(model: ModelShape, nearest: Candidate) -> str:
     if nearest.spare < 0:
         return (
             f"{model.name} does not fit: the nearest is {nearest.scheme}, whose peak of"
-            f" {_gib(nearest.needed)} exceeds the {_gib(nearest.usable)} of a device by"
-            f" {_gib(-nearest.spare)}."
+            f" {readable(nearest.needed)} exceeds the {readable(nearest.usable)} of a device by"
+            f" {readable(-nearest.spare)}."
         )
     held = nearest.account.by_tier.items()
-    parts = " and ".join(f"{_gib(nbytes)} of {tier.title}" for tier, nbytes in held)
+    parts = " and ".join(f"{readable(nbytes)} of {tier.title}" for tier, nbytes in held)
     return (
         f"{model.name} does not fit: {nearest.scheme} needs {parts} for each rank, more than a"
         " node has."
@@ -591,7 +587,3 @@ def _more_ranks(machine: Machine) -> Iterator[int]:
 def _on(machine: Machine, ranks: int) -> Machine:
     between = machine.between or builtin().link("8x200g")
     return replace(machine, ranks=ranks, between=between)
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if math.isfinite(nbytes) else "unlimited"

@@ -40,13 +40,17 @@ def _lists(module: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]
                 yield path, inner, blocks
 
 
+def _size(blocks: Sequence[nn.Module]) -> int:
+    return sum(p.numel() for b in blocks for p in b.parameters())
+
+
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the blocks of the largest list (by parameters) whose members are all of one class.
     [] if there is no such list.
     """
-    alike = [blocks for *_, blocks in _lists(module) if len(set(map(type, blocks))) == 1]
-    sizes = [sum(p.numel() for b in blocks for p in b.parameters()) for blocks in alike]
-    return alike[sizes.index(max(sizes))] if any(sizes) else []
+    alike = (blocks for *_, blocks in _lists(module) if len(set(map(type, blocks))) == 1)
+    largest = max(alike, key=_size, default=[])
+    return largest if _size(largest) else []
 
 
 def recompute(module: nn.Module, how: Checkpointing) -> None:
@@ -85,33 +89,32 @@ def recompute(module: nn.Module, how: Checkpointing) -> None:
 
 
 def shorten(module: nn.Module, units: Collection[str]) -> Repetition | None:
-    """Leave out most of the longest run of equal blocks in `module`, for good. The blocks that remain
-    get the first names of their list. None if there are too few, or if not all are `units`.
+    """Leave out most of the longest run of equal blocks in the largest list of `module`, for good. The
+    blocks that remain get the first names of the list. None if there are too few, or if not all are
+    `units` with parameters of their own.
     """
-    best: tuple[int, int, int, int, str, nn.Module] | None = None
+    path, inner, blocks = max(
+        _lists(module), key=lambda found: _size(found[-1]), default=("", module, [])
+    )
+    keys, own = list(inner._modules), [{id(p) for p in block.parameters()} for block in blocks]
+    names = tuple(f"{path}.{key}" if path else key for key in keys)
+    if not set(names) <= set(units) or sum(map(len, own)) != len(set().union(*own)):
+        return None
     layers = getattr(getattr(module, "config", None), "layer_types", None) or ()
-    for path, inner, blocks in _lists(module):
-        own = [{id(p) for p in block.parameters()} for block in blocks]
-        if len(blocks) != len(inner._modules) or sum(map(len, own)) != len(set().union(*own)):
-            continue  # blocks share parameters
-        kinds = layers if len(layers) == len(blocks) else [None] * len(blocks)
-        signs = [(_signature(block), kind) for block, kind in zip(blocks, kinds, strict=True)]
-        for period in range(1, LONGEST_PERIOD + 1):
-            start, stop = _longest_run(signs, period)
-            times = (stop - start) // period - 4
-            if times * period > (best[0] * best[1] if best else 0):
-                best = times, period, start, stop, path, inner
-    if best is None:
+    kinds = layers if len(layers) == len(blocks) else [None] * len(blocks)
+    signs = [(_signature(block), kind) for block, kind in zip(blocks, kinds, strict=True)]
+    left_out, period, start, stop = 0, 1, 0, 0
+    for length in range(1, LONGEST_PERIOD + 1):
+        first, last = _longest_run(signs, length)
+        count = (last - first) // length * length - 4 * length
+        if count > left_out:
+            left_out, period, start, stop = count, length, first, last
+    if not left_out:
         return None
-    times, period, start, stop, path, inner = best
-    names = tuple(f"{path}.{key}" if path else key for key in inner._modules)
-    if not set(names) <= set(units):
-        return None
-    keys, blocks = list(inner._modules), list(inner.children())
-    del blocks[stop - period * times : stop]
+    del blocks[stop - left_out : stop]
     inner._modules.clear()
     inner._modules.update(zip(keys, blocks, strict=False))
-    return Repetition(names, start + period, period, times)
+    return Repetition(names, start + period, period, left_out // period)
 
 
 def _signature(block: nn.Module) -> Any:

@@ -257,8 +257,8 @@ def twin_of(module: nn.Module, integers: Integers, dtype: torch.dtype | None = N
         return copy.deepcopy(module, memo)
     except Exception as error:  # parts of a model may refuse to be copied in any way
         raise ValueError(
-            f"{type(module).__name__} cannot be copied, and only a copy of it with fake tensors runs"
-            f" here ({type(error).__name__}: {error})."
+            f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), and a copy with"
+            " fake tensors is what runs here: ask by name or by size (--params)."
         ) from error
 
 
