@@ -63,7 +63,6 @@ from onefold.plan.schema import (
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import (
     HOST,
-    MOMENTS_OF,
     at_rest,
     filled,
     offloaded_bytes,
@@ -396,10 +395,11 @@ def average(job: Job, model: ModelShape) -> Convention:
     """Return the job's bytes per parameter. If other parameters than matrices have more states, an
     average over all.
     """
-    found, rest = job.convention, PLANNED[job.optimizer].rest
-    if not rest:
+    found, row = job.convention, PLANNED[job.optimizer]
+    if not row.rest:
         return found
-    more = (MOMENTS_OF[rest] - MOMENTS_OF[job.optimizer]) * job.recipe(3).optimizer.dtype.itemsize
+    states = PLANNED[row.rest].elementwise_states - row.elementwise_states
+    more = states * job.recipe(3).optimizer.dtype.itemsize
     names = stepped_whole(model, job.optimizer)
     others = sum(
         p.numel for u in model.units for p in u.parameters if p.trainable and p.name not in names

@@ -128,7 +128,7 @@ class Job:
         accumulate_dtype: the dtype in which gradients are summed and kept.
         checkpointing: "none", "selective" (every second block) or "full"; "": the plan escalates as
             needed.
-        optimizer: one of `plan.states.MOMENTS_OF`.
+        optimizer: one of `recipe.optimizers.PLANNED`.
         lora_rank: adapters of this rank on every matrix of the blocks, the rest frozen; 0: all
             parameters are trained.
         offload: one of `OFFLOAD`; "": the plan escalates as needed ("none" if `options` already say
@@ -153,8 +153,6 @@ class Job:
     model_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        from onefold.plan.states import MOMENTS_OF
-
         for name, least in (("seq", 1), ("micro_batch", 0), ("global_batch", 0), ("lora_rank", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
@@ -167,7 +165,7 @@ class Job:
             ("accumulate_dtype", tuple(COMPUTE_DTYPES)),
             ("checkpointing", ("", *CHECKPOINTING)),
             ("offload", ("", *OFFLOAD)),
-            ("optimizer", tuple(MOMENTS_OF)),
+            ("optimizer", tuple(PLANNED)),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(
@@ -278,9 +276,7 @@ class Job:
     @property
     def moment_bytes(self) -> float:
         """Bytes of the optimizer's states of one trained element, on average."""
-        from onefold.plan.states import MOMENTS_OF
-
-        rows, count = self.recipe(3), MOMENTS_OF[self.optimizer]
+        rows, count = self.recipe(3), PLANNED[self.optimizer].elementwise_states
         if rows.moments is None:
             return count * rows.optimizer.dtype.itemsize
         return round(bytes_an_element(rows.moments, count), 3)

@@ -10,7 +10,6 @@ from onefold.plan.job import COMMUNICATION, Job, as_recipe
 from onefold.plan.owned import stepped_whole
 from onefold.plan.rank import exchanges, units_of
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import MOMENTS_OF
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.rows import FLAT
@@ -138,7 +137,7 @@ def _of_whole_matrices(job: Job, model: ModelShape) -> Iterator[str]:
         return
     yield (
         f"{job.optimizer} steps the {len(names):,} matrices of the body, {share:.0%} of the trained"
-        f" parameters; {rest} steps the others, with {MOMENTS_OF[rest]} states each. States, bytes"
+        f" parameters; {rest} steps the others, with {PLANNED[rest].elementwise_states} states each. States, bytes"
         " and seconds of owners are those of the rank that has most"
     )
     stacks = stepped_whole(model, job.optimizer, stacks=True) - names

@@ -31,7 +31,7 @@ from onefold.layout import Level, ShardSpec, Slot
 from onefold.layout.owners import Matrix, assign, balance, product_flops, rounds, traffic
 from onefold.plan.rank import Stage, UnitPlan
 from onefold.plan.shapes import ModelShape
-from onefold.recipe.optimizers import PLANNED, WHOLE
+from onefold.recipe.optimizers import PLANNED, WHOLE, KnownOptimizer
 
 #: The dtype in which Newton-Schulz iterations compute.
 _PRODUCTS = torch.bfloat16
@@ -190,7 +190,7 @@ def owned_matrices(
                 held = stop - start
                 out[place][states] += other.elementwise_states * held * item + other.number_bytes
                 out[place][numel] += held
-                out[place]["touched"] += 0 if host else _touched(other.elementwise_states) * held
+                out[place]["touched"] += 0 if host else touched_by(other) * held
     owners = assign(matrices, ranks)
     for matrix in matrices:
         flat, mine = of[matrix.key], out[owners[matrix.key]]
@@ -199,7 +199,7 @@ def owned_matrices(
         mine["host_states" if host else "states"] += kept + row.number_bytes
         mine["flops"] += product_flops(matrix.shape) if row.rest else 0
         mine["numel"] += matrix.numel
-        mine["touched"] += _touched(row.elementwise_states) * matrix.numel
+        mine["touched"] += touched_by(row) * matrix.numel
         if host:
             mine["carried"] += kept
             for place, start, stop in matrix.pieces:  # gradients and masters up, masters down
@@ -243,11 +243,11 @@ def pieces_of(flat: ShardSpec, slot: Slot) -> tuple[tuple[int, int, int], ...]:
     )
 
 
-def _touched(states: int) -> int:
+def touched_by(optimizer: KnownOptimizer) -> int:
     """Return the bytes that an update moves for one element: it reads gradient and parameter and
     writes the parameter; it reads and writes states.
     """
-    return 4 * (3 + 2 * states)
+    return 4 * (3 + 2 * optimizer.elementwise_states)
 
 
 def _buffers(

@@ -48,7 +48,7 @@ from onefold.comm import OWNERS
 from onefold.device import within
 from onefold.layout import Hop, Level, ShardSpec, Topology
 from onefold.memory import GATHERED, GRADIENTS, LEAVING, OWNED, REDUCTION, MemoryLedger, Pool
-from onefold.plan.owned import OwnedMatrices
+from onefold.plan.owned import OwnedMatrices, touched_by
 from onefold.plan.rank import UnitPlan, outer
 from onefold.plan.states import adds_on_device, resting, states_on_disk, sums_chunk
 from onefold.recipe import Recipe, Tier
@@ -762,7 +762,7 @@ class Program:
         else:
             numel = sum(f.local(s) for f in flats if f.tiers is None for s in f.layout.slots)
             if numel:
-                touched = touched_by(self.optimizer) * numel
+                touched = touched_by(PLANNED[self.optimizer]) * numel
                 self._op("update", COMPUTE, numel=numel, nbytes=touched)
         in_backward = self.recipe.step_in_backward and self.reductions == 1
         arrived = self.last.get("down" if self.window else COMPUTE, -1), self.last.get(DISK, -1)
@@ -793,7 +793,7 @@ class Program:
         # Without streams the copy to the device casts
         casts = flat.tiers.parameters is not Tier.DEVICE or self.window
         cast = master + compute if d.compute != d.master and casts else 0
-        touched = touched_by(self.optimizer) * numel + cast
+        touched = touched_by(PLANNED[self.optimizer]) * numel + cast
         stepped = self._op("update", HOST, numel=numel, nbytes=touched, after=after)
         if flat.tiers.optimizer.on_disk:
             states = master + states_on_disk(flat, own, self.optimizer)
@@ -822,12 +822,6 @@ class Program:
             each = {"numel": most.numel / rounds, "nbytes": most.touched / rounds}
             self._op("update", COMPUTE, **each, flops=most.flops / rounds, after=after)
         if most.host_numel:
-            touched = touched_by(PLANNED[self.optimizer].rest or self.optimizer) * most.host_numel
+            rest = PLANNED[PLANNED[self.optimizer].rest or self.optimizer]
+            touched = touched_by(rest) * most.host_numel
             self._op("update", HOST, numel=most.host_numel, nbytes=touched)
-
-
-def touched_by(optimizer: str) -> int:
-    """Return the bytes that an update moves for one element: it reads gradient and parameter and
-    writes the parameter; it reads and writes moments.
-    """
-    return 4 * (3 + 2 * PLANNED[optimizer].elementwise_states)

@@ -69,8 +69,6 @@ from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import GROUP, OFF_DEVICE
 
-#: Moments of the parameter's size that an optimizer keeps.
-MOMENTS_OF = {name: row.elementwise_states for name, row in PLANNED.items()}
 HOST, NVME = Tier.HOST.value, Tier.NVME.value
 _CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
 
@@ -93,7 +91,7 @@ def at_rest(
         held: its bytes of moments, if it steps matrices whole (`onefold.plan.owned`).
 
     Raises:
-        ValueError: the optimizer is not in `MOMENTS_OF`, or steps matrices whole and `held` is not
+        ValueError: the optimizer is not planned, or steps matrices whole and `held` is not
             given.
     """
     out = dict.fromkeys((PARAMETERS, MASTERS, MOMENTS), 0)
@@ -115,8 +113,8 @@ def moments(flat: ShardSpec, optimizer: str) -> int:
     optimizers also keep a number for each parameter of which the rank steps any element: Adam's
     count of steps has 4 bytes. Adagrad makes it for every parameter, when it is made.
     """
-    if optimizer not in MOMENTS_OF:
-        raise ValueError(f"optimizer {optimizer!r}: expected one of {', '.join(MOMENTS_OF)}.")
+    if optimizer not in PLANNED:
+        raise ValueError(f"optimizer {optimizer!r}: expected one of {', '.join(PLANNED)}.")
     kept = PLANNED[optimizer]
     if kept.update == WHOLE:
         raise ValueError(f"{optimizer}: states of whole matrices are their owners'.")
@@ -239,7 +237,7 @@ def _resting(flat: ShardSpec, optimizer: str | None) -> Iterable[tuple[str, str,
     if tier.on_disk:
         yield tier.value, MOMENTS, states_on_disk(flat, flat.own, optimizer)
         held = sum(
-            flat.moment_bytes(slot, MOMENTS_OF[optimizer])
+            flat.moment_bytes(slot, PLANNED[optimizer].elementwise_states)
             for slot in flat.layout.slots
             if not _stays(flat, slot)
         )
@@ -266,7 +264,7 @@ def states_on_disk(flat: ShardSpec, numel: int, optimizer: str) -> int:
     each = numel * flat.dtypes.master.itemsize
     if flat.moments is not None:
         each = FORMATS[flat.moments].nbytes(numel)
-    return MOMENTS_OF[optimizer] * each
+    return PLANNED[optimizer].elementwise_states * each
 
 
 # -- in a step -------------------------------------------------------------------------------------
