@@ -277,7 +277,7 @@ def _row(kind: str, name: str, values: Any, old: Any) -> Any:
 def _merge(base: Catalogue, values: Mapping[str, Any]) -> Catalogue:
     # A calibration is such a file, with a table more
     _checked(values, (*_KINDS, "measured"), "the file")
-    found = []
+    found: list[dict[str, Any]] = []
     for kind, before in zip(_KINDS, (base.gpus, base.links, base.hosts), strict=True):
         known, entries = dict(before), values.get(kind, {})
         for name, entry in _checked(entries, entries or (), kind).items():

@@ -638,7 +638,8 @@ class Program:
             # that is received into memory of its own, and becomes the sums
             landed = (flat.own if flat.broadcast_back else hop.own) * flat.landed.itemsize
             apart = room.apart * room.dtype.itemsize
-            total, taken = None, list[torch.Tensor]()
+            total: torch.Tensor | None = None
+            taken: list[torch.Tensor] = []
             if room.sent:
                 taken.append(self.pool.take(room.sent, room.dtype, REDUCTION))
             self.ledger.add(REDUCTION, apart)
