@@ -339,7 +339,7 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         balance=program.owned.balance if program.owned and program.owned.balance.matrices else None,
         stage=stage.index,
         bubble=bubble(degrees, accumulation),
-        holders={rule_of(p.name).kind: len(holding(degrees, divided_along(p, degrees))) for p in stage.parameters},
+        holders={rule_of(p.name).kind: degrees.holding(divided_along(p, degrees)) for p in stage.parameters},
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any, Literal, get_args
 
 from onefold.layout.holders import Holders, Mesh
@@ -123,6 +124,12 @@ class Degrees:
         them.
         """
         return _holders(tuple(self.sizes.values()), divided)
+
+    def holding(self, divided: tuple[str, ...]) -> int:
+        """Return how many ranks hold each part of such a parameter: `holders(divided).size`, without
+        the list of ranks. The search asks for many meshes.
+        """
+        return prod(ranks for name, ranks in self.sizes.items() if name not in divided)
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
         """Return the place of a rank of a stage along each of `AXES`."""

@@ -199,8 +199,8 @@ def _stages(model: ModelShape, pp: int, chunks: int) -> tuple[Stage, ...]:
         of_root = (p for u in (*lead, *tail) if u.name == "(root)" for p in u.parameters)
         root = UnitShape("(root)", (*of_root, *copies))
         units = root, *named(lead), *(b for part in own for b in part), *named(tail)
-        chunks = tuple(tuple(b.name for b in part) for part in own)
-        out.append(Stage(index, units, chunks, first, last, sum(p.numel for p in copies)))
+        of_chunks = tuple(tuple(b.name for b in part) for part in own)
+        out.append(Stage(index, units, of_chunks, first, last, sum(p.numel for p in copies)))
     return tuple(out)
 
 

@@ -52,7 +52,7 @@ from onefold.plan.job import (
     as_options,
     as_recipe,
 )
-from onefold.plan.rank import Stage, divided_along, holding, local_numel, stages_of
+from onefold.plan.rank import Stage, divided_along, local_numel, stages_of
 from onefold.plan.shapes import ModelShape, blocks_of
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.wording import readable
@@ -454,7 +454,7 @@ def least(question: Question, scheme: Scheme) -> tuple[float, float]:
         seconds = max(seconds, pass_seconds(question, activity))
         held: float = max(slot.peak for slot in activity.slots)
         for divided, numel in _held(stage, degrees).items():
-            ranks = len(holding(degrees, divided))
+            ranks = degrees.holding(divided)
             held += numel * kinds.parameters / (ranks if scheme.stage == 3 else 1)
             held += numel * kinds.optimizer / (ranks if scheme.stage else 1)
         nbytes = max(nbytes, held)

@@ -158,7 +158,7 @@ def between(traced: Callable[[int], Trace], samples: int) -> Trace:
     if [(s.unit, s.phase) for s in a.spans] != [(s.unit, s.phase) for s in b.spans]:
         return traced(samples)
 
-    def line(x: int, y: int) -> int:
+    def line(x: int, y: int) -> Any:
         return -(-((2 * low - samples) * x + (samples - low) * y) // low)
 
     numbers = [f.name for f in fields(Span) if f.name not in ("unit", "phase", "changes")]
