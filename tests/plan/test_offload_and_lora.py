@@ -40,7 +40,9 @@ def test_offload_moves_every_state_once_and_none_is_lost() -> None:
     assert optimizer.rest == {PARAMETERS: pytest.approx(2 * each, rel=0.01)}
     assert optimizer.host == pytest.approx(16 * each, rel=0.01)  # masters, two moments, gradients
     assert every.rest == {} and every.host == pytest.approx(18 * each, rel=0.01)
-    assert disk.by_tier[Tier.NVME] == pytest.approx(18 * each, rel=0.01) and disk.host < every.host / 3
+    assert (
+        disk.by_tier[Tier.NVME] == pytest.approx(18 * each, rel=0.01) and disk.host < every.host / 3
+    )
     assert (
         kept.host == 0
         and kept.offloaded == kept.moved == {}
