@@ -139,27 +139,13 @@ def test_an_optimizer_keeps_the_states_that_the_plan_counts(
     row = PLANNED[name]
     if row.rest and len(shape) != 2:
         return  # another row steps it
-    for package in (True, False):
-        param = nn.Parameter(torch.arange(24.0).view(shape))
-        optimizer = row.load(package)([param], lr=0.1, **row.arguments)
-        param.grad = torch.linspace(-1, 2, 24).view(shape)
-        optimizer.step()
-        kept = {k: v for k, v in optimizer.state[param].items() if isinstance(v, torch.Tensor)}
-        counted = {each.key: each.numel(shape) for each in row.states if each.numel(shape)}
-        assert counted == {key: value.numel() for key, value in kept.items() if key in counted}
-        assert counted.keys() == kept.keys()
-        nbytes = sum(value.nbytes for value in kept.values())
-        assert nbytes == row.tensor_bytes(shape, 4) + row.number_bytes
-
-
-@pytest.mark.parametrize("name", [name for name in INSTALLED if KNOWN[name].builtin])
-def test_a_built_in_class_steps_as_the_package_does(name: str) -> None:
-    same, found = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.0}, []
-    for package in (True, False):
-        param = nn.Parameter(torch.arange(12.0).view(3, 4))
-        optimizer = KNOWN[name].load(package)([param], **same)
-        for step in range(3):
-            param.grad = torch.linspace(-1, 2, 12).view(3, 4) * (1 - step)
-            optimizer.step()
-        found.append(param.detach())
-    assert torch.equal(*found)
+    param = nn.Parameter(torch.arange(24.0).view(shape))
+    optimizer = row.load()([param], lr=0.1, **row.arguments)
+    param.grad = torch.linspace(-1, 2, 24).view(shape)
+    optimizer.step()
+    kept = {k: v for k, v in optimizer.state[param].items() if isinstance(v, torch.Tensor)}
+    counted = {each.key: each.numel(shape) for each in row.states if each.numel(shape)}
+    assert counted == {key: value.numel() for key, value in kept.items() if key in counted}
+    assert counted.keys() == kept.keys()
+    nbytes = sum(value.nbytes for value in kept.values())
+    assert nbytes == row.tensor_bytes(shape, 4) + row.number_bytes
