@@ -58,8 +58,8 @@ NOTES: dict[str, str] = {
 }
 PROOF = 1000
 """The number of the first of the two steps that prove a load."""
-BUFFER = 16.0
-"""MiB that a load may take beside a rank's part of the checkpoint: `onefold.checkpoint.apply.BUFFER` elements of fp32."""
+BUFFER = 8.0
+"""MiB that a load may take beside a rank's part of the checkpoint: `onefold.checkpoint.parts.CHUNK` elements of at most 8 bytes."""
 
 
 @dataclass(frozen=True)

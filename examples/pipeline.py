@@ -99,10 +99,8 @@ def main() -> None:
             print(f"step {step + 1}: loss {loss / ranks:.6f}")
 
     path = given.folder / f"step-{given.steps:04d}"
-    onefold.save(path / f"stage-{here}", model=module, optimizer=optimizer, step=given.steps)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        onefold.checkpoint.join_stages(path, stages=STAGES)  # one checkpoint; no tensor is copied
+    # One checkpoint of all stages
+    onefold.save(path, model=[module], optimizer=optimizer, step=given.steps)
     dist.destroy_process_group()
 
 

@@ -297,8 +297,8 @@ FAULTS = [
         "checkpoints",
         "buffers are saved as the last rank has them",
         "checkpoint/parts.py",
-        "if group.rank == 0:\n                out.add_own(Item(",
-        "if group.rank == group.size - 1:\n                out.add_own(Item(",
+        "if group.rank == 0:\n            out.add_own(Item(",
+        "if group.rank == group.size - 1:\n            out.add_own(Item(",
         ["tests/checkpoints/test_buffers.py"],
     ),
     Fault(
@@ -320,9 +320,9 @@ FAULTS = [
     Fault(
         "checkpoints",
         "bytes that have changed on the disk load in silence",
-        "checkpoint/folder_source.py",
-        "return known.get(piece.stop, piece.crc) == piece.crc",
-        "return bool(known)",
+        "checkpoint/tensorfile.py",
+        "for begin in range(0, len(into), BLOCK) if self._checked else ():",
+        "for begin in range(0, 0):",
         ["tests/checkpoints/test_hostile_files.py"],
     ),
     Fault(

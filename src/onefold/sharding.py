@@ -43,7 +43,7 @@ from onefold.runtime.state.checks import (
     with_replicas,
 )
 from onefold.runtime.state.start import fetch, lay_out, materialize, modules_of, notes
-from onefold.runtime.stepper import Stepper, Steppers
+from onefold.runtime.stepper import Steppers
 from onefold.runtime.storage import DeviceStorage, Storage
 from onefold.runtime.units import find_units
 
@@ -350,17 +350,11 @@ class Capabilities:
 
     def steppers(self, engine: Engine) -> Steppers:
         """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py."""
+        from onefold.offload.stepper import ApartStepper
         from onefold.optim.whole import WholeStep
-        from onefold.quant.stepper import LowBitStepper
 
-        apart: list[Stepper] = [LowBitStepper(engine)]
-        if engine.offloaded_flats:
-            from onefold.offload.stepper import OffloadStepper
-
-            # First: before anything is stepped, the ranks agree that no disk has failed
-            apart.insert(0, OffloadStepper(engine))
-        # It takes no shards on disks, and those on the host before the stepper of all others there
-        return Steppers([WholeStep(engine), *apart])
+        # The first takes no shards on disks, and those on the host before the stepper of all others there
+        return Steppers([WholeStep(engine), ApartStepper(engine)])
 
     def activations(self, engine: Engine) -> Activations:
         if engine.recipe.offload_activations is None:

@@ -32,7 +32,8 @@ def change_manifest(folder: Path, change: Change) -> None:
 
 def write_state(folder: Path, text: str) -> None:
     (folder / STATE).write_text(text)
-    record = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    record = {"nbytes": len(text), "sha256": digest, "tensors": False}
     change_manifest(folder, lambda body: body["files"].update({STATE: record}))
 
 

@@ -154,7 +154,7 @@ def test_a_failure_is_raised_by_the_same_step_on_every_rank_and_once(folder: Pat
             heard(self, error)
 
         heard = Background._failed
-        tensorfile._write = full
+        tensorfile._put = full
         Background._failed = late  # type: ignore[method-assign]
     onefold.save_async(folder / "a", model=model, optimizer=optimizer, step=1)
     said, until = [], time.monotonic() + 60.0

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -188,3 +190,6 @@ def test_what_cannot_be_saved_or_loaded_so_says_so(folder: Path) -> None:
     for words, call in rows.items():
         with pytest.raises(CheckpointError, match=words):
             call()
+    writer = HuggingFaceStorageWriter(str(folder / "a"), save_distributed=True)
+    with pytest.raises(CheckpointException, match="of which torch keeps one piece"):
+        dcp.save(state, storage_writer=writer)

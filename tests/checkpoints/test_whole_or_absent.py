@@ -105,7 +105,7 @@ def killed_while_saving(root: str) -> None:
     model, optimizer = made()
     onefold.save(f"{root}/a", model=model, optimizer=optimizer, step=1)
     if dist.get_rank() == 1:
-        tensorfile._write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        tensorfile._put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     onefold.save(f"{root}/a", model=model, optimizer=optimizer, step=2, overwrite=True)
 
 

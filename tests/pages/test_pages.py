@@ -38,7 +38,6 @@ NOT_RUN = {
     'counted = (batch["labels"] != -100).sum()': "it needs ranks",
     "class OverContext(": "it needs ranks",
     "scaler = onefold.GradScaler([module])": "it needs ranks",
-    "onefold.checkpoint.join_stages(": "it needs ranks",
     "config = DistributedConfig(": "it needs ranks",
 }
 #: Packages of other trainers: blocks that import them are run where they are installed.

@@ -196,7 +196,7 @@ def test_an_export_that_cannot_be_is_told_on_every_rank_and_leaves_nothing(folde
             assert "No space left" in said("new", max_shard_bytes=4000)
     assert "is a file" in said("a file")
     assert "nothing can be exported" in said("a file/below")
-    assert "something else" in said("notes", overwrite=True)
+    assert "files that are no model" in said("notes", overwrite=True)
     assert "overwrite=True" in said("model")
     assert "floating-point" in said("new", dtype=torch.int8)
     dist.barrier()

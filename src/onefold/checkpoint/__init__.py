@@ -13,10 +13,9 @@ A checkpoint contains no pickle.
 | to read about             | modules, in the order of a call                                                          |
 |---------------------------|------------------------------------------------------------------------------------------|
 | a save                    | checkpointer, saving ► parts (what this rank writes), per_rank ► copying, background      |
-| a load                    | loading ► source (what can be loaded from), folder_source, views ► apply (into the model) |
+| a load                    | loading ► source (what can be loaded from), folder_source ► apply (into the model) |
 | messages between ranks    | together, progress (how long a rank waits)                                               |
 | the format                | folder (atomic rename), manifest, tensorfile, values                                     |
-| stages of a pipeline      | stages                                                                                   |
 | errors                    | errors                                                                                   |
 | torch's own checkpoints   | dcp, dcp_interval                                                                        |
 
@@ -33,14 +32,12 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import latest
 from onefold.checkpoint.loading import Loaded, load
 from onefold.checkpoint.saving import save, save_async
-from onefold.checkpoint.stages import join_stages
 
 __all__ = [
     "Background",
     "CheckpointError",
     "Checkpointer",
     "Loaded",
-    "join_stages",
     "latest",
     "load",
     "save",

@@ -1,7 +1,7 @@
 """Load a source into a sharded model and its optimizers. Each rank reads only the elements that it
 will own.
 
-    divided     (stages 1 to 3)   rank r reads its interval straight into its master
+    divided     (stages 1 to 3)   rank r reads its interval, a few MiB at a time
     replicated  (stage 0)         rank r reads interval r, then the ranks all-gather: one rank reads each byte
 
 A rank whose read fails still joins every later collective, so no other rank waits forever. All
@@ -10,8 +10,9 @@ ranks raise at the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,38 +20,26 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.parts import CHUNK, Held
 from onefold.checkpoint.progress import moved
 from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.tensorfile import numel_of
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.values import fits, is_number, short
-from onefold.checkpoint.views import Local, Recoded
 from onefold.comm import Group
 from onefold.optim.states import OptimizerParts, meet, placed, show_states
 from onefold.optim.verdict import fresh_state
 from onefold.optim.whole import StateElsewhere
 from onefold.quant.moments import moment_policy
-from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
+from onefold.recipe.moments import SIGNED
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import MasterParts
 from onefold.runtime.state.dicts import beside_parameters
-from onefold.runtime.storage import OnDisk
 
-#: Elements read at a time when the destination cannot be read into directly.
-BUFFER = 4 << 20
 #: Options of a parameter group that choose an implementation only. A load does not change them.
 LOCAL_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
-
-
-@dataclass
-class Wanted:
-    """A state in the source and its destination. `into`: this rank's elements of it, flattened."""
-
-    entry: Entry
-    item: Item
-    into: torch.Tensor | OnDisk
 
 
 @dataclass(frozen=True)
@@ -127,20 +116,6 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -
     return ModelFit(found, buffers, missing, unexpected)
 
 
-def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
-    """Load parameters and buffers. Collective. The first error is kept in `reading.error`."""
-    engine.about_to_write()
-    with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
-        for unit in engine.units:
-            for flat in unit.flats:
-                here = [e for e in flat.entries if e.names[0] in fit.found]
-                found = [(entry, fit.found[entry.names[0]]) for entry in here]
-                reading.masters(flat, found)
-        reading.buffers(fit.buffers)
-        engine.make_stale()
-        engine.uninitialized.given({*fit.found, *(item.name for item in fit.buffers)})
-
-
 def load_model(engine: Engine, module: nn.Module, source: Source) -> None:
     """Load everything in the source that fits the model. Collective.
     Raises: CheckpointError: on every rank: shapes differ, or a read failed (the model's contents
@@ -150,77 +125,39 @@ def load_model(engine: Engine, module: nn.Module, source: Source) -> None:
     with together.each_rank():
         fit = fit_model(engine, module, source, strict=False)
     assert fit is not None
-    reading = StateReader.of(engine, source)
-    fill_model(engine, fit, reading)
-    together.agree(reading.error)
+    filling = Filling(engine, source)
+    filling.model(fit)
+    together.agree(filling.error)
 
 
-class StateReader:
-    """Reads from a source for one engine. `error` is the first error, for the caller to raise.
-
-    Its `source` has the parts that this rank's holders hold, see `Local`.
+class Filling:
+    """Reads from a source into a model and its optimizers. `error` is the first error, for the caller to
+    raise: a rank whose read fails still takes part in all that is collective.
     """
 
-    def __init__(self, engine: Engine, source: Source, error: Exception | None = None) -> None:
-        self.engine, self.source, self.error = engine, source, error
+    def __init__(self, engine: Engine, source: Source) -> None:
+        self.engine, self.source = engine, source
+        self.error: Exception | None = None
+        self._buffer = torch.empty(CHUNK * 8, dtype=torch.uint8, device="cpu")  # in fp64 at most
 
-    @classmethod
-    def of(cls, engine: Engine, source: Source) -> StateReader:
-        """Return a reader of a source with whole parameters."""
-        return cls(engine, Local.of(engine, source))
+    def model(self, fit: ModelFit) -> None:
+        """Load parameters and buffers. Collective."""
+        engine, masters = self.engine, MasterParts()
+        engine.about_to_write()
+        with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
+            for unit in engine.units:
+                for flat in unit.flats:
+                    self._fill(flat, [
+                        (Held(e, "", flat.dtypes.master, masters, *e.owned()), fit.found[e.names[0]])
+                        for e in flat.entries
+                        if e.names[0] in fit.found
+                    ])  # fmt: skip
+            masters.finish()
+            self._buffers(fit.buffers)
+            engine.make_stale()
+            engine.uninitialized.given({*fit.found, *(item.name for item in fit.buffers)})
 
-    def masters(self, flat: Flat, found: list[tuple[Entry, Item]]) -> None:
-        """Read the master weights of a flat buffer. Parameters not in `found` stay as they are."""
-        if flat.shared:
-            values = flat.storage.landing(self.engine.device)
-            if values is not flat.master:
-                values.copy_(flat.storage.load())
-            self._own_interval(flat, found, values)
-            flat.storage.store(values)
-            return
-        parts = MasterParts()
-        for entry, item in found:
-            self._held(entry, item, parts.target(entry))
-        parts.finish()
-
-    def states(self, flat: Flat, key: str, dtype: torch.dtype, wanted: list[Wanted]) -> None:
-        """Read the states `key` of parameters of one flat buffer."""
-        on_disk, grain, first = isinstance(wanted[0].into, OnDisk), grain_of(key), flat.owned[0]
-        if not flat.shared or not (packed(key) is None or flat.layout.block or on_disk):
-            for w in wanted:
-                self._held(w.entry, w.item, w.into)
-            return
-        numel = (flat.owned[1] - first) // grain
-        buffer = torch.empty(numel, dtype=dtype, device=self.engine.device)
-        self._own_interval(flat, [(w.entry, w.item) for w in wanted], buffer, grain)
-        for w in wanted:
-            here = w.entry.here
-            w.into.copy_(buffer[slice(*items_of(here.start, here.stop, grain))])
-
-    def _held(self, entry: Entry, item: Item, into: torch.Tensor | OnDisk) -> None:
-        """Read all elements that this rank holds into `into`."""
-        self.read(item, *entry.outside(*entry.owned(), item.state)[1:], into)
-
-    def _own_interval(
-        self, flat: Flat, found: list[tuple[Entry, Item]], buffer: torch.Tensor, grain: int = 1
-    ) -> None:
-        """Read this rank's interval into `buffer`: [owned], or the items that encode those
-        elements. Where several ranks hold the same elements, each reads its own interval and the
-        ranks then all-gather.
-        """
-        first = flat.owned[0]
-        for entry, item in found:
-            a, b = entry.accounted()
-            _, start, stop = entry.outside(a, b, item.state)
-            at = entry.slot.start - first
-            self.read(item, start, stop, buffer[slice(*items_of(at + a, at + b, grain))])
-        if flat.shared:
-            # The backend may not support float8
-            wire = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer
-            context = self.engine.state_context(flat.unit_name)
-            flat.holders.all_gather(wire, context, flat.index, move="state").wait()
-
-    def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
+    def _buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
         """Read buffers on the first of the ranks that share them, and broadcast them."""
         by_group: dict[Group, dict[Item, torch.Tensor]] = {}
         places = self.engine.buffers.places(wanted)
@@ -229,78 +166,149 @@ class StateReader:
             by_group.setdefault(group, {})[item] = tensor
         for group, found in by_group.items():
             for item, tensor in found.items() if group.rank == 0 else ():
-                self.read(item, 0, tensor.numel(), tensor)
+                with self._keeping():
+                    tensor.copy_(self._whole(item))
             group.broadcast([*found.values()], self.engine.state_context("buffers"))
 
-    def read(self, item: Item, start: int, stop: int, out: torch.Tensor | OnDisk) -> None:
-        """Read elements [start, stop) into `out`, on any tier. Does nothing after a first error."""
-        if stop <= start or self.error is not None:
-            return
-        moved()
-        try:
-            if isinstance(out, OnDisk):
-                for at, part in self.source.blocks(item, start, stop, BUFFER, out.dtype):
-                    out.write(at - start, part)
-            elif out.device.type == "cpu" and out.is_contiguous():
-                self.source.read(item, start, stop, out.detach().view(-1))
+    def optimizers(self, optimizers: list[torch.optim.Optimizer], fit: ModelFit) -> None:
+        """Load optimizer states and parameter groups, after `fit_groups` has checked that they match.
+        Collective. The states that the optimizers held before for these parameters are discarded.
+        """
+        for optimizer in optimizers:
+            meet(optimizer)
+        _set_groups(optimizers, self.source.groups() or [])
+        states: dict[str, list[Item]] = {}
+        for item in self.source.items():
+            if item.kind == "state":
+                states.setdefault(item.name, []).append(item)
+        owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
+        parts = {optimizer: OptimizerParts(optimizer) for optimizer in optimizers}
+        with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
+            for unit in self.engine.units:
+                for flat in unit.flats:
+                    found: dict[tuple[str, str], list[tuple[Held, Item]]] = {}
+                    for entry in flat.entries:
+                        if id(entry.param) in owner:
+                            optimizer, group = owner[id(entry.param)]
+                            of = fit.found.get(entry.names[0], Item("parameter", entry.name)).name
+                            for held, item in self._create(
+                                parts[optimizer], group, entry, of, states
+                            ):
+                                kind = held.key, str(held.dtype)
+                                found.setdefault(kind, []).append((held, item))
+                    # In the same order on every rank, since some of these reads are collective
+                    for kind in sorted(found):
+                        self._fill(flat, found[kind])
+            for optimizer in optimizers:
+                show_states(optimizer)
+                if wrong := parts[optimizer].error:
+                    self.error = self.error or CheckpointError(wrong)
+
+    def _create(
+        self, parts: OptimizerParts, group: Mapping[str, Any], entry: Entry, name: str,
+        states: Mapping[str, list[Item]],
+    ) -> Iterator[tuple[Held, Item]]:  # fmt: skip
+        """Make the states that the source has of a parameter, which is `name` there. An owner of a
+        matrix reads its own here; the states that have an element for each of the parameter's are
+        yielded, to be read.
+        """
+        optimizer, whole, flat, known = (
+            parts.optimizer,
+            parts.owned(entry),
+            entry.flat,
+            self.source.items(),
+        )
+        stored_dtype = (
+            known[Item("parameter", name)].dtype if Item("parameter", name) in known else None
+        )
+        state: dict[str, Any] = {
+            key: placed(value, entry.param, group)
+            for key, value in self.source.scalars(name).items()
+        }
+        for item in states.get(name, ()):
+            stored, like = known[item], known[item].shape == entry.shape
+            adam = item.state in SIGNED and isinstance(
+                optimizer, (torch.optim.Adam, torch.optim.AdamW)
+            )
+            dtype = entry.param.dtype if adam or stored.dtype == stored_dtype else stored.dtype
+            if whole is not None and not whole.mine and (like or entry.region is None):
+                continue
+            if like:
+                made = parts.kinds(entry, item.state, dtype)
+                for key, kind in made.items():
+                    state[key] = parts.create_one(entry, key, kind)
+                values = made.get(item.state, torch.float32)
+                held = Held(entry, item.state, values, parts, *parts.held(entry))
+                if whole is None:
+                    yield held, item
+                else:
+                    self._own(held, item)
+            elif entry.region is None and (
+                whole is not None or not (flat.divided or flat.storage.on_disk)
+            ):
+                with self._keeping():
+                    state[item.state] = self._whole(item).to(entry.param.device, dtype)
             else:
-                whole = out
-                if not out.is_contiguous():
-                    whole = torch.empty_like(out, memory_format=torch.contiguous_format)
-                for at, part in self.source.blocks(item, start, stop, BUFFER, out.dtype):
-                    whole.view(-1)[at - start :][: part.numel()].copy_(part)
-                if whole is not out:
-                    out.copy_(whole)
+                self.error = self.error or CheckpointError(
+                    f"{self.source.describe}: {item} has a shape of its own, {stored.shape}, and cannot be"
+                    " divided; load it at stage 0, into a model that is not parallelized."
+                )
+        if whole is not None and not whole.mine and (state or states.get(name)):
+            optimizer.state[entry.param] = StateElsewhere(whole)
+        elif state:
+            optimizer.state[entry.param] = state
+        else:
+            optimizer.state.pop(entry.param, None)
+
+    def _fill(self, flat: Flat, wanted: Sequence[tuple[Held, Item]]) -> None:
+        """Read parts of one flat buffer. Where several ranks hold the same elements, each reads those
+        that it accounts for, and the ranks then all-gather.
+        """
+        if not flat.shared or not wanted:
+            for held, item in wanted:
+                self._own(held, item)
+            return
+        length = flat.owned[1] - flat.owned[0]
+        row = torch.zeros(length, dtype=wanted[0][0].dtype, device=self.engine.device)
+        with self._keeping():
+            for held, item in wanted:
+                x, y = held.entry.accounted()
+                for a, b in replace(held, x=x, y=y).chunks():
+                    row[held.entry.among_owned((a, b))] = self._read(held, item, a, b)
+        context = self.engine.state_context(flat.unit_name)
+        flat.holders.all_gather(row, context, flat.index, move="state").wait()
+        with self._keeping():
+            for held, _ in wanted:
+                held.write(held.x, held.y, row[held.entry.among_owned((held.x, held.y))])
+
+    def _own(self, held: Held, item: Item) -> None:
+        with self._keeping():
+            for a, b in held.chunks():
+                held.write(a, b, self._read(held, item, a, b))
+
+    def _read(self, held: Held, item: Item, a: int, b: int) -> torch.Tensor:
+        """Return elements [a, b), until the next call."""
+        self._go_on()
+        out = self._buffer[: (b - a) * held.dtype.itemsize].view(held.dtype)
+        self.source.read_box(item, held.inside(a, b), out)
+        return out
+
+    def _whole(self, item: Item) -> torch.Tensor:
+        self._go_on()
+        return self.source.whole(item)
+
+    def _go_on(self) -> None:
+        """Raise the first error: nothing is read after it."""
+        if self.error is not None:
+            raise self.error
+        moved()
+
+    @contextlib.contextmanager
+    def _keeping(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             self.error = error
-
-
-def fill_optimizers(
-    engine: Engine, optimizers: list[torch.optim.Optimizer], reading: StateReader
-) -> None:
-    """Load optimizer states and parameter groups, after `fit_groups` has checked that they match.
-    Collective. The first error is kept in `reading.error`.
-
-    The states that the optimizers held before for these parameters are discarded.
-    """
-    for optimizer in optimizers:
-        meet(optimizer)
-    _set_groups(optimizers, reading.source.groups() or [])
-    if isinstance(reading.source, Local) and (odd := reading.source.odd):
-        reading.error = reading.error or CheckpointError(
-            f"{reading.source.describe}: {odd[0]} has a shape of its own and cannot be divided along"
-            " another axis than data; load it into a model that is not parallelized."
-        )
-    owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
-    source = _recoded(engine, owner, reading.source)
-    states: dict[str, list[Item]] = {}
-    for item in source.items():
-        if item.kind == "state":
-            states.setdefault(item.name, []).append(item)
-    recoded = StateReader(engine, source, reading.error)
-    with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
-        for unit in engine.units:
-            for flat in unit.flats:
-                _load_flat_states(recoded, flat, owner, states)
-        for optimizer in optimizers:
-            show_states(optimizer)
-    reading.error = recoded.error
-
-
-def _recoded(
-    engine: Engine,
-    owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]],
-    source: Source,
-) -> Source:
-    """Return a view of `source` with moments in the format in which this run stores them."""
-    formats: dict[str, Format] = {}
-    plain = FORMATS["fp32"]
-    for entry in engine.entries:
-        if id(entry.param) in owner:
-            how = moment_policy(owner[id(entry.param)][0], engine.recipe, entry.flat)
-            if how is not None:
-                formats |= {source.stored_name(name): how.format for name in entry.names}
-    return Recoded(source, lambda name, numel: formats.get(name, plain).of(numel))
 
 
 def fit_groups(
@@ -332,8 +340,7 @@ def fit_groups(
     states: dict[str, set[str]] = {}
     for item in source.items():
         if item.kind == "state":
-            part = packed(item.state)
-            states.setdefault(item.name, set()).add(item.state if part is None else part.key)
+            states.setdefault(item.name, set()).add(item.state)
     for number, (optimizer, stored) in enumerate(zip(optimizers, groups, strict=True)):
         if len(stored) != len(optimizer.param_groups):
             raise CheckpointError(
@@ -446,63 +453,3 @@ def _set_groups(
                     group[key] = tuple(value)
                 else:
                     group[key] = value
-
-
-def _load_flat_states(
-    reading: StateReader, flat: Flat, owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]],
-    states: Mapping[str, list[Item]],
-) -> None:  # fmt: skip
-    """Load the optimizer states of the parameters of one flat buffer."""
-    known = reading.source.items()
-    parts = {optimizer: OptimizerParts(optimizer) for optimizer, _ in owner.values()}
-    found: dict[tuple[str, torch.dtype, bool], list[Wanted]] = {}
-    for entry in flat.entries:
-        if id(entry.param) not in owner:
-            continue
-        optimizer, group = owner[id(entry.param)]
-        how = moment_policy(optimizer, reading.engine.recipe, flat)
-        whole = parts[optimizer].owned(entry)
-        parameter = reading.source.parameter(entry.names)
-        name = parameter.name if parameter is not None else entry.name
-        state: dict[str, Any] = {
-            key: placed(value, entry.param, group)
-            for key, value in reading.source.scalars(name).items()
-        }
-        for item in states.get(name, ()):
-            stored = known[item]
-            dtype = stored.dtype
-            adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
-            if item.state in SIGNED and adam:
-                dtype = how.of(entry).dtype if how is not None else entry.param.dtype
-            elif parameter is not None and dtype == known[parameter].dtype:
-                dtype = entry.param.dtype
-            if whole is not None and (stored.shape == entry.slot.shape or entry.region is None):
-                if not whole.mine:
-                    continue
-                shape = whole.matrix.shape if stored.shape == entry.slot.shape else stored.shape
-                made = torch.empty(shape, dtype=dtype, device=entry.param.device)
-                reading.read(item, 0, made.numel(), made)
-                state[item.state] = made
-            elif packed(item.state) is not None or stored.shape == entry.slot.shape:
-                state[item.state] = parts[optimizer].create_one(entry, item.state, dtype)
-                into = parts[optimizer].place(entry, item.state, *entry.owned())
-                kind = (item.state, dtype, isinstance(into, OnDisk))
-                found.setdefault(kind, []).append(Wanted(entry, item, into))
-            elif not (flat.divided or flat.storage.on_disk):
-                made = torch.empty(stored.shape, dtype=dtype, device=entry.param.device)
-                reading.read(item, 0, made.numel(), made)
-                state[item.state] = made
-            else:
-                reading.error = reading.error or CheckpointError(
-                    f"{reading.source.describe}: {item} has a shape of its own, {stored.shape}, and"
-                    " cannot be divided; load it at stage 0."
-                )
-        if whole is not None and not whole.mine and (state or states.get(name)):
-            optimizer.state[entry.param] = StateElsewhere(whole)
-        elif state:
-            optimizer.state[entry.param] = state
-        else:
-            optimizer.state.pop(entry.param, None)
-    # In the same order on every rank, since some of these reads are collective
-    for key, dtype, on_disk in sorted(found, key=lambda kind: (kind[0], str(kind[1]), kind[2])):
-        reading.states(flat, key, dtype, found[key, dtype, on_disk])

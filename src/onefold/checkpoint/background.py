@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,24 +33,25 @@ class Background:
 
     def __init__(
         self,
-        engine: Engine,
+        engines: Sequence[Engine],
         path: Path,
         work: Callable[[], None],
         begun: float,
         copying: Copying | None = None,
     ) -> None:
-        self.path, self._begun, self._engine = path, begun, weakref.ref(engine)
+        self.path, self._begun, self._engines = path, begun, weakref.WeakSet(engines)
         self.seconds: float | None = None
         self._error: BaseException | None = None
         self._work: Callable[[], None] | None = work
         # Not a daemon: a program that ends during a save waits until the checkpoint is written.
         self._thread = threading.Thread(target=self._run, name=f"onefold {path.name}", daemon=False)
-        _running[engine] = weakref.ref(self)
-        # The engine joins the thread before it frees anything that the thread may read
-        engine.settle = partial(_join, self._thread)
         self._copying = copying
-        if copying is not None:
-            engine.copying = copying.wait
+        for engine in engines:
+            _running[engine] = weakref.ref(self)
+            # The engine joins the thread before it frees anything that the thread may read
+            engine.settle = partial(_join, self._thread)
+            if copying is not None:
+                engine.copying = copying.wait
         self._stall_s = time.perf_counter() - begun
         self._thread.start()
 
@@ -68,8 +69,7 @@ class Background:
 
     def _failed(self, error: BaseException) -> None:
         self._error = error
-        engine = self._engine()
-        if engine is not None:
+        for engine in self._engines:
             engine.failure = engine.last_failure = error
 
     @property
@@ -93,11 +93,11 @@ class Background:
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"{self.path} is still being worked on after {timeout:g} s.")
-        error, engine = self._error, self._engine()
-        if error is not None:
-            if engine is not None and engine.failure is error:
-                engine.failure = None
-            raise error
+        if self._error is not None:
+            for engine in self._engines:
+                if engine.failure is self._error:
+                    engine.failure = None
+            raise self._error
         return self.path
 
 

@@ -20,7 +20,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,42 +30,18 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.parts import PieceToWrite, RankState
 from onefold.device import current_stream, has_streams, new_stream, use_stream
 from onefold.layout import round_up
-from onefold.memory import empty, nbytes_of
+from onefold.memory import empty
 from onefold.runtime.engine import Engine
-from onefold.runtime.storage import OnDisk
-
-#: Kinds of items that do not change between two steps.
-_STILL = ("parameter", "state")
 
 
+@dataclass
 class _Kept:
-    """What the saves of one engine use again: a stream, and host buffers for the items that are
-    still between two steps (True) and for the others (False).
+    """What the saves of one engine use again: a stream (torch gives out only some 32 different ones), and
+    host buffers for the items that are still between two steps (True) and for the others (False).
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = None
-        self._buffers: dict[bool, torch.Tensor] = {}
-
-    @property
-    def stream(self) -> Any:
-        """The stream of the background copies; None on a device without streams. Torch gives out
-        only some 32 different streams, so one is kept.
-        """
-        if self._stream is None:
-            self._stream = new_stream(self._device)
-        return self._stream
-
-    def buffer(self, still: bool, nbytes: int) -> torch.Tensor:
-        """Return host memory of at least `nbytes`, pinned for a device with streams."""
-        buffer = self._buffers.get(still)
-        if buffer is None or buffer.numel() < nbytes:
-            self._buffers.pop(still, None)
-            pinned = self._device if has_streams(self._device) else None
-            host = torch.device("cpu")
-            buffer = self._buffers[still] = empty(nbytes, torch.uint8, host, pinned=pinned)
-        return buffer
+    stream: Any = None
+    buffers: dict[bool, torch.Tensor] = field(default_factory=dict)
 
 
 _kept: weakref.WeakKeyDictionary[Engine, _Kept] = weakref.WeakKeyDictionary()
@@ -78,17 +55,12 @@ class Copying:
     def __init__(self, engine: Engine, parts: RankState) -> None:
         self._parts, self.waited, self._done = parts, 0.0, threading.Event()
         self._device = engine.device
-        self._kept = _kept.setdefault(engine, _Kept(engine.device))
+        self._kept = _kept.setdefault(engine, _Kept())
         self._copies: dict[int, PieceToWrite] = {}
         self._event: Any = None
-        still = [
-            i
-            for i, part in enumerate(parts.tensors)
-            if part.item.kind in _STILL and not isinstance(part.tensor, OnDisk)
-        ]
-        self._versions = {i: _version(parts.tensors[i].tensor) for i in still}
+        self._versions = self._now()
         with torch.no_grad():
-            self._copy(sorted(set(range(len(parts.tensors))) - set(still)), still=False)
+            self._copy(sorted(set(range(len(parts.tensors))) - set(self._versions)), still=False)
         # The background copies wait for this event: for the copies above, and for writes to masters
         # and states that are still queued on the training's stream.
         computing = current_stream(self._device)
@@ -96,21 +68,26 @@ class Copying:
 
     def _copy(self, which: list[int], still: bool) -> None:
         """Start to copy the parts with these numbers."""
-        places, total = {}, 0
+        pieces = self._parts.tensors
+        total = sum(round_up(pieces[i].nbytes, 64) for i in which)
+        buffer, at = self._kept.buffers.pop(still, None), 0
+        if buffer is None or buffer.numel() < total:
+            pinned = self._device if has_streams(self._device) else None
+            buffer = None  # before a larger one is made
+            buffer = empty(total, torch.uint8, torch.device("cpu"), pinned=pinned)
+        self._kept.buffers[still] = buffer
         for i in which:
-            tensor = self._parts.tensors[i].tensor
-            # State on disk is there because memory is scarce: no copy. It is written to the
-            # checkpoint before the training goes on.
-            if isinstance(tensor, OnDisk):
-                self._copies[i] = self._parts.tensors[i]
-            else:
-                places[i] = (tensor, total)
-                total += round_up(nbytes_of(tensor), 64)
-        buffer = self._kept.buffer(still, total)
-        for i, (tensor, at) in places.items():
-            copy = buffer[at : at + nbytes_of(tensor)].view(tensor.dtype)
-            copy.copy_(tensor, non_blocking=True)
-            self._copies[i] = replace(self._parts.tensors[i], tensor=copy)
+            copy = buffer[at : at + pieces[i].nbytes].view(pieces[i].dtype)
+            filled, at = 0, at + round_up(pieces[i].nbytes, 64)
+            for part in pieces[i].values():
+                copy[filled : filled + part.numel()].copy_(part, non_blocking=True)
+                filled += part.numel()
+            self._copies[i] = replace(pieces[i], values=partial(list, [copy]), watched=None)
+
+    def _now(self) -> dict[int, int]:
+        """Return the versions of the parts that stay as they are between two steps."""
+        watched = ((i, part.watched) for i, part in enumerate(self._parts.tensors))
+        return {i: 0 if t.is_inference() else int(t._version) for i, t in watched if t is not None}
 
     def run(self) -> RankState:
         """Copy the rest, in any thread. Returns the copied parts.
@@ -119,14 +96,14 @@ class Copying:
         try:
             with torch.no_grad():
                 # Entering a stream also selects its device, for which the buffer is pinned
-                stream = self._kept.stream
+                stream = self._kept.stream = self._kept.stream or new_stream(self._device)
                 if stream is not None:
                     stream.wait_event(self._event)
                 with use_stream(stream):
                     self._copy(list(self._versions), still=True)
                 if stream is not None:
                     stream.synchronize()  # covers the first copies too, which the event waited for
-            now = {i: _version(self._parts.tensors[i].tensor) for i in self._versions}
+            now = self._now()
             torn = [i for i, version in self._versions.items() if now[i] != version]
         finally:
             self._done.set()
@@ -147,7 +124,3 @@ class Copying:
             begun = time.perf_counter()
             self._done.wait()
             self.waited += time.perf_counter() - begun
-
-
-def _version(tensor: Any) -> int:
-    return 0 if isinstance(tensor, OnDisk) or tensor.is_inference() else int(tensor._version)

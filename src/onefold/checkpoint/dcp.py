@@ -22,18 +22,17 @@ rank's optimizer never steps that parameter, so a `step` value held there would 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader
 from torch.optim import Optimizer
 
 from onefold.checkpoint.apply import LOCAL_OPTIONS
-from onefold.checkpoint.dcp_interval import DCPInterval
+from onefold.checkpoint.dcp_interval import DCPInterval, from_dcp
 from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.together import Together
 from onefold.optim.faced_states import stepped_elsewhere
 from onefold.optim.states import meet, show_states
 from onefold.optim.verdict import fresh_state
@@ -41,7 +40,6 @@ from onefold.optim.whole import Owned, owned
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.parts import tell_all
 from onefold.runtime.state.dicts import contents
 
 # Options of a parameter group that a load does not change.
@@ -104,17 +102,13 @@ class _State:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.engine = model, engine_of(model)
-        if self.engine.on_disk or any(e.flat.spec.stored for e in self.engine.entries):
+        encoded = any(e.flat.spec.stored for e in self.engine.entries)
+        if self.engine.on_disk or encoded or self.engine.recipe.moments not in (None, "fp32"):
             raise CheckpointError(
                 "torch.distributed.checkpoint reads and writes tensors in memory, and this model's"
-                " state is stored on NVMe, or encoded: use onefold.save, then load that checkpoint"
-                " without offload and frozen= and write it with dcp_state_dict."
-            )
-        if self.engine.recipe.moments not in (None, "fp32"):
-            raise CheckpointError(
-                f"moments in {self.engine.recipe.moments} mean nothing to other readers of"
-                " torch.distributed.checkpoint: use onefold.save; a recipe without moments= loads"
-                " that checkpoint, and dcp_state_dict writes it."
+                " state is on NVMe, encoded, or in fewer bits: use onefold.save, then load that"
+                " checkpoint with a recipe without offload, frozen= and moments=, and write it with"
+                " dcp_state_dict."
             )
 
     def _check(self) -> None:
@@ -209,15 +203,10 @@ class OptimizerState(_State):
         self._check()
         for optimizer in self.optimizers:
             meet(optimizer)
-        out, wrong = None, None
-        try:
+        out: dict[str, Any] = {}
+        # Only some ranks may have what cannot be saved, and the others would wait for them in DCP
+        with Together.of(self.engine).each_rank():
             out = self._state_dict()
-        except CheckpointError as error:
-            wrong = str(error)
-        # Only some ranks may have such a state, and the others would wait for them in DCP
-        told = tell_all(self.engine, "dcp_state_dict", wrong)
-        if (complaint := next(filter(None, told), None)) is not None or out is None:
-            raise CheckpointError(str(complaint))
         return out
 
     def _state_dict(self) -> dict[str, Any]:
@@ -270,23 +259,21 @@ class OptimizerState(_State):
         self._check()
         with disable_torch_function(), torch.no_grad():
             self._take_options(state["param_groups"])
-            for optimizer, _, name, entry in self._parameters():
-                loaded, whole = state["state"].get(name), owned(optimizer, entry.param)
-                if not loaded or not _holds_some(entry, whole):
-                    continue
-                mine = optimizer.state[entry.param]
-                for key, value in loaded.items():
-                    if isinstance(mine.get(key), torch.Tensor):
-                        _take(f"{name} ({key})", _part(entry, mine[key], key, whole), value)
-                    else:
-                        mine[key] = _local(entry, value, whole)
             elsewhere: dict[Optimizer, list[Any]] = {each: [] for each in self.optimizers}
             for optimizer, _, name, entry in self._parameters():
-                if owned(optimizer, entry.param) is not None:
-                    continue
-                known = entry.param.requires_grad or optimizer.state.get(entry.param)
-                if (known or name in self._frozen) and not _holds_some(entry, None):
-                    elsewhere[optimizer].append(entry.param)
+                whole, known = owned(optimizer, entry.param), optimizer.state.get(entry.param)
+                if not _holds_some(entry, whole):
+                    if whole is None and (
+                        entry.param.requires_grad or known or name in self._frozen
+                    ):
+                        elsewhere[optimizer].append(entry.param)
+                elif loaded := state["state"].get(name):
+                    mine = optimizer.state[entry.param]
+                    for key, value in loaded.items():
+                        if isinstance(mine.get(key), torch.Tensor):
+                            _take(f"{name} ({key})", _part(entry, mine[key], key, whole), value)
+                        else:
+                            mine[key] = _local(entry, value, whole)
             for optimizer, params in elsewhere.items():
                 show_states(optimizer)
                 stepped_elsewhere(optimizer, params, loaded=True)
@@ -297,21 +284,16 @@ class OptimizerState(_State):
 
         DCP refuses a state that the checkpoint lacks, and drops one that is not asked for. It calls
         `state_dict()` before it reads the checkpoint's metadata, so they are read here. It passes no
-        argument (`elem.state_dict()` in torch/distributed/checkpoint/state_dict_loader.py), so the
-        reader is taken from its frame.
+        argument, so the reader is taken from its frame.
         """
         frozen = any(
             not entry.param.requires_grad and not optimizer.state.get(entry.param)
             for optimizer, _, _, entry in self._parameters()
         )
-        frame = sys._getframe(1) if frozen else None
-        while frame is not None and frame.f_code.co_filename != state_dict_loader.__file__:
-            frame = frame.f_back
-        if frame is None or "storage_reader" not in frame.f_locals:
-            return set()
-        prefix = f"{frame.f_locals.get('key')}."
+        reader: Any = from_dcp("storage_reader") if frozen else None
+        prefix = f"{from_dcp('key')}."
         with contextlib.suppress(Exception):  # DCP reads them again, and raises
-            found = frame.f_locals["storage_reader"].read_metadata().state_dict_metadata
+            found = reader.read_metadata().state_dict_metadata
             return {name.removeprefix(prefix) for name in found if name.startswith(prefix)}
         return set()
 

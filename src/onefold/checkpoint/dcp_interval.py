@@ -11,10 +11,13 @@ a box of the tensor, as tensor parallelism leaves it to a rank, consists of boxe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -24,6 +27,23 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.layout.holders import BoxInterval, TensorBox, whole_region
+
+SAFETENSORS = SerializationFormat.SAFETENSORS
+
+
+def from_dcp(name: str) -> Any:
+    """Return a local variable of the save or load of torch.distributed.checkpoint that is under way in
+    this thread; None if there is none. It gives leaves and `Stateful` values neither writer nor reader.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename in _CALLS and name in frame.f_locals:
+            return frame.f_locals[name]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+_CALLS = (state_dict_loader.__file__, state_dict_saver.__file__)
 
 
 class _IntervalMemory:
@@ -88,6 +108,14 @@ class DCPInterval(torch.Tensor):
     # -- what DCP's planners call ------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        chunks = self.__create_chunk_list__()
+        writer = from_dcp("storage_writer")
+        if len(chunks) > 1 and getattr(writer, "serialization_format", None) is SAFETENSORS:
+            raise CheckpointError(
+                f"{type(writer).__name__} writes safetensors, of which torch keeps one piece of a tensor"
+                f" for each file and drops the others without an error; {fqn!r} has {len(chunks)} on this"
+                " rank. Use the default writer of torch.distributed.checkpoint, or onefold.export."
+            )
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
@@ -95,7 +123,7 @@ class DCPInterval(torch.Tensor):
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, properties, self.size()),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in chunks
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

@@ -96,16 +96,16 @@ class Lock:
 
 
 class Unfinished:
-    """A folder that is being written, on the rank that creates it. `what`: text for messages."""
+    """A folder that is being written, on the rank that creates it. `what`, `kind`: text for messages."""
 
-    what = "no checkpoint can be written at"
+    what, kind = "no checkpoint can be written at", "checkpoint of Onefold's"
 
     def __init__(self, target: Path, overwrite: bool) -> None:
         """Create the hidden folder beside `target`.
         Raises: CheckpointError: `target` cannot be written to or is taken.
         """
         self.target = target
-        self.check(target, overwrite)
+        self._check(overwrite)
         self.folder = target.parent / f".{target.name}.{secrets.token_hex(4)}.unfinished"
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -117,21 +117,31 @@ class Unfinished:
                 shutil.rmtree(self.folder)
             raise CheckpointError(f"{self.what} {target}: {in_words(error)}.") from None
 
-    @staticmethod
-    def check(target: Path, overwrite: bool) -> None:
-        """Check that a checkpoint may be written to `target`.
-        Raises: CheckpointError: something is there that a checkpoint must not replace.
+    def _check(self, overwrite: bool) -> None:
+        """Raise CheckpointError if no folder can have this name, or if something is there that must not
+        be replaced.
         """
-        check_place(target)
-        is_checkpoint = (target / MANIFEST).exists()
-        if target.exists() and any(target.iterdir()) and not (overwrite and is_checkpoint):
+        target, own, why = self.target, self.is_own(), ""
+        if not target.name:
             raise CheckpointError(
-                f"{target} is a checkpoint already; give overwrite=True to replace it, or name"
-                " another folder."
-                if is_checkpoint
-                else f"{target} holds files that are no checkpoint of Onefold's: name another"
-                " folder."
+                f"{str(target)!r} is no name for a folder; give one such as runs/a/step-100."
             )
+        if target.is_symlink():
+            why = "is a link; name the folder itself, or another one"
+        elif os.path.ismount(target):
+            why = "is where a disk is mounted, which cannot be replaced; name a folder in it"
+        elif target.exists() and not target.is_dir():
+            why = "is a file; name a folder that does not exist yet"
+        elif target.exists() and any(target.iterdir()) and not (own and overwrite):
+            why = f"holds files that are no {self.kind}: name another folder"
+            if own:
+                why = f"is a {self.kind} already; give overwrite=True to replace it, or name another folder"
+        if why:
+            raise CheckpointError(f"{target} {why}.")
+
+    def is_own(self) -> bool:
+        """Return whether what is at `target` may be replaced."""
+        return (self.target / MANIFEST).exists()
 
     def commit(self, overwrite: bool) -> None:
         """Flush the folder and rename it to `target`.
@@ -181,40 +191,10 @@ class Unfinished:
 class Export(Unfinished):
     """The folder of an export that is being written. It may replace an earlier export."""
 
-    what = "nothing can be exported to"
+    what, kind = "nothing can be exported to", "model"
 
-    @staticmethod
-    def check(target: Path, overwrite: bool) -> None:
-        """Check that an export may be written to `target`.
-        Raises: CheckpointError: something is there that an export must not replace.
-        """
-        check_place(target)
-        if target.is_dir() and any(target.iterdir()):
-            known = any(target.glob("*.safetensors")) and not (target / MANIFEST).exists()
-            if not (overwrite and known):
-                what = "a model" if known else "something else than a model"
-                hint = "give overwrite=True to replace it, or " if known else ""
-                raise CheckpointError(
-                    f"{target} is there already and holds {what}: {hint}name another folder."
-                )
-
-
-def check_place(target: Path) -> None:
-    """Check that `target` can name a new folder.
-    Raises: CheckpointError: no folder can have this name.
-    """
-    if not target.name:
-        raise CheckpointError(
-            f"{str(target)!r} is no name for a folder; give one such as runs/a/step-100."
-        )
-    if target.is_symlink():
-        raise CheckpointError(f"{target} is a link; name the folder itself, or another one.")
-    if os.path.ismount(target):
-        raise CheckpointError(
-            f"{target} is where a disk is mounted, which cannot be replaced; name a folder in it."
-        )
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{target} is a file; name a folder that does not exist yet.")
+    def is_own(self) -> bool:
+        return any(self.target.glob("*.safetensors")) and not super().is_own()
 
 
 def exchange(a: Path, b: Path) -> None:

@@ -1,11 +1,11 @@
-"""A checkpoint folder as a `Source`: reads pieces of its files and computes their checksums."""
+"""A checkpoint folder as a `Source`."""
 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,10 @@ from onefold.checkpoint.manifest import (
     read_manifest,
 )
 from onefold.checkpoint.source import Item, Source, Stored, read_common
-from onefold.checkpoint.tensorfile import DTYPES, TensorFile, combine
+from onefold.checkpoint.tensorfile import DTYPES, TensorFile
 from onefold.checkpoint.values import decode, short
-from onefold.layout.holders import BoxInterval, TensorBox, whole_region
-from onefold.quant import moment_packing
+from onefold.layout.holders import BoxInterval, whole_region
 from onefold.reading import parse_json, read_bytes
-from onefold.recipe.moments import BLOCK, SIGNED, grain_of, items_of, packed
-from onefold.wording import few
 
 #: The values of state.json that loads look into; each may be missing or null. A list stands for any
 #: number of such values, a key of `str` for any key.
@@ -38,37 +35,17 @@ _FORM: dict[str, Any] = {
     "extra_state": {str: object},
     "data": dict,
     "data_of": [int],
-    "wire": dict,
 }
 
 #: The most files that are open at a time.
 OPEN = 64
 
 
-@dataclass(frozen=True, order=True)
-class RangeRead:
-    """A record of a read: elements `[start, stop)` of an item, or of its box that begins at `box`,
-    and the CRC-32 of their bytes.
-    """
-
-    item: Item
-    box: tuple[int, ...]
-    start: int
-    stop: int
-    crc: int
-
-
 class FolderSource(Source):
     """An Onefold checkpoint folder to load from; see `Source`.
 
-    Moments that are packed in blocks of boxes are listed as what they stand for, in fp32, and
-    decoded when they are read; `packed_in` has the codes.
-
-    Attributes:
-        checks: reads whose checksums have not been compared yet.
-
     Raises:
-        CheckpointError: the folder is not a checkpoint, is damaged, or is of a later version.
+        CheckpointError: the folder is not a checkpoint, is damaged, or is of another version.
     """
 
     form = "Onefold"
@@ -81,16 +58,7 @@ class FolderSource(Source):
         self.saved_by = self.manifest.saved_by
         self.records: dict[Item, Record] = {r.item: r for r in self.manifest.records}
         self._items = {item: Stored(DTYPES[r.dtype], r.shape) for item, r in self.records.items()}
-        # {a moment that is packed in blocks of boxes: the records of its codes and its scales}
-        self._moments: dict[Item, list[Record]] = {}
-        for item, record in self.records.items():
-            if record.boxed and (part := packed(item.state)) is not None:
-                moment = Item(item.kind, item.name, part.key)
-                del self._items[item]
-                self._items[moment] = Stored(torch.float32, record.shape)
-                self._moments.setdefault(moment, []).append(record)
         self._aliases = {alias: r.item.name for r in self.manifest.records for alias in r.aliases}
-        self.checks: list[RangeRead] = []
         self._files: dict[str, TensorFile] = {}
         self._state: dict[str, Any] | None = None
 
@@ -107,11 +75,7 @@ class FolderSource(Source):
                 text = read_bytes(path)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-            record = self.manifest.files.get(STATE)
-            if record is None or hashlib.sha256(text).hexdigest() != record.sha256:
-                raise DamagedCheckpoint(
-                    f"{path} is damaged: its SHA-256 is not the one in the manifest."
-                )
+            self._compare(STATE, hashlib.sha256(text).hexdigest())
             self._state = state_of_text(text, path)
         return self._state
 
@@ -133,26 +97,23 @@ class FolderSource(Source):
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{self.folder / STATE}, {where}: {error}") from None
 
+    def _compare(self, name: str, digest: str) -> None:
+        record = self.manifest.files.get(name)
+        if record is None or digest != record.sha256:
+            raise DamagedCheckpoint(
+                f"{self.folder / name} is damaged: its SHA-256 is not the one in the manifest."
+            )
+
     def whole(self, item: Item) -> torch.Tensor:
-        """Return a whole tensor on the host, checksums verified."""
         self.stored(item)
-        for record in self.records_of(item):  # before memory of this size is asked for
-            for piece in record.pieces:
-                self._place_of(record, piece)
-        before, out = len(self.checks), super().whole(item)
-        self.compare_with(self.checks[before:])
-        return out
+        for piece in self.records[item].pieces:  # before memory of this size is asked for
+            self._place_of(self.records[item], piece)
+        return super().whole(item)
 
     def stored(self, item: Item) -> Stored:
         if item not in self._items:
             raise CheckpointError(f"{self.describe} holds no {item}.")
         return self._items[item]
-
-    def records_of(self, item: Item) -> list[Record]:
-        """Return the record of a tensor in `items`; of a moment that is packed in blocks of boxes,
-        those of its codes and scales.
-        """
-        return self._moments.get(item) or [self.records[item]]
 
     def items(self) -> Mapping[Item, Stored]:
         return self._items
@@ -161,86 +122,31 @@ class FolderSource(Source):
         return self._aliases
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
-        if item in self._moments or self.records[item].boxed:
-            self.read_box(item, whole_region(self.stored(item).shape), start, stop, out)
-            return
+        whole = whole_region(self.stored(item).shape)
+        self.read_box(item, BoxInterval(whole, start, stop), out)
+
+    def read_box(self, item: Item, wanted: BoxInterval, out: torch.Tensor) -> None:
         record = self.records[item]
-        first = max(0, bisect_right([p.start for p in record.pieces], start) - 1)
-        for piece in record.pieces[first:]:
-            a, b = max(start, piece.start), min(stop, piece.stop)
-            if a >= b:
-                if piece.start >= stop:
-                    break
-                continue
-            self._read(record, piece, a, b, out[a - start : b - start])
-
-    def read_box(
-        self, item: Item, region: TensorBox, start: int, stop: int, out: torch.Tensor
-    ) -> None:
-        wanted = BoxInterval(region, start, stop)
-        if item in self._moments:
-            for box in self._moments[item][0].boxes:
-                read_common(
-                    wanted, BoxInterval(box, 0, box.numel), out, torch.float32,
-                    lambda a, b, into, box=box: self._decode(item, box, a, b, into),  # type: ignore[misc]
-                )  # fmt: skip
-            return
-        record = self.records[item]
-        whole = whole_region(record.shape)
-        if region == whole and not record.boxed:
-            self.read(item, start, stop, out)
-            return
-        for piece in record.pieces:
-            if (box := piece.box or whole) == region:
-                a, b = max(start, piece.start), min(stop, piece.stop)
-                if a < b:
-                    self._read(record, piece, a, b, out[a - start : b - start])
-                continue
-            there = BoxInterval(box, piece.start, piece.stop)
-            read_common(
-                wanted, there, out, DTYPES[record.dtype],
-                lambda a, b, into, piece=piece: self._read(  # type: ignore[misc]
-                    record, piece, piece.start + a, piece.start + b, into
-                ),
-            )  # fmt: skip
-
-    def packed_in(self, name: str, region: TensorBox) -> Mapping[Item, Stored]:
-        found = [r for i, both in self._moments.items() if i.name == name for r in both]
-        return {
-            r.item: Stored(DTYPES[r.dtype], (-(-region.numel // grain_of(r.item.state)),))
-            for r in found
-            if region in r.boxes
-        }
-
-    def _decode(
-        self, moment: Item, box: TensorBox, start: int, stop: int, out: torch.Tensor
-    ) -> None:
-        """Read elements [start, stop) of a box of a packed moment into `out`, in fp32."""
-        a, b = start // BLOCK * BLOCK, min(box.numel, -(-stop // BLOCK) * BLOCK)
-        read: dict[bool, torch.Tensor] = {}  # the codes, and the scales
-        for record in self._moments[moment]:
-            part = packed(record.item.state)
-            assert part is not None, "by it the moment was found"
-            i, j = items_of(a, b, part.grain)
-            format = part.format
-            read[part.scale] = torch.empty(j - i, dtype=part.dtype, device="cpu")
-            self.read_box(record.item, box, i, j, read[part.scale])
-        values = moment_packing.decode(format, read[False], read[True], b - a, SIGNED[moment.state])
-        out.copy_(values[start - a : stop - a])
+        pieces: Sequence[StoredPiece] = record.pieces
+        if record.boxes == (wanted.region,):  # the pieces are in order
+            first = bisect_right(pieces, wanted.start, key=lambda p: p.where.stop)
+            last = bisect_left(pieces, wanted.stop, key=lambda p: p.where.start)
+            pieces = pieces[first:last]
+        for piece in pieces:
+            read = partial(self._read, record, piece)
+            read_common(wanted, piece.where, out, DTYPES[record.dtype], read)
 
     def _read(
         self, record: Record, piece: StoredPiece, start: int, stop: int, out: torch.Tensor
     ) -> None:
-        """Read elements [start, stop) of the flattened tensor or box, which are in `piece`."""
         file, key = self._place_of(record, piece)
-        crc = file.read(key, start - piece.start, stop - piece.start, out)
-        self.checks.append(RangeRead(record.item, _offset(piece), start, stop, crc))
+        file.read(key, start, stop, out)
 
     def _place_of(self, record: Record, piece: StoredPiece) -> tuple[TensorFile, str]:
         """Return the file that holds a piece, and the piece's name there."""
-        file, key = self._open(piece.file), key_of(record.item, piece.start, piece.box)
+        file, key = self._open(piece.file), key_of(record.item, piece.where)
         entry = file.header.get(key)
-        expected = DTYPES[record.dtype], (piece.stop - piece.start,)
+        expected = DTYPES[record.dtype], (piece.where.numel,)
         if entry is None or (entry.dtype, entry.shape) != expected:
             raise DamagedCheckpoint(
                 f"{file.path} does not hold {record.item} as the manifest says: it belongs to another"
@@ -252,15 +158,8 @@ class FolderSource(Source):
         if name not in self._files:
             while len(self._files) >= OPEN:
                 self._files.pop(next(iter(self._files))).close()
-            path = self._path(name)
-            file = TensorFile(path)
-            record = self.manifest.files.get(name)
-            if record is None or hashlib.sha256(file.head).hexdigest() != record.sha256:
-                file.close()
-                raise DamagedCheckpoint(
-                    f"{path} is damaged: its header is not the one in the manifest."
-                )
-            self._files[name] = file
+            self._files[name] = file = TensorFile(self._path(name), checked=True)
+            self._compare(name, file.digest)
         return self._files[name]
 
     def scalars(self, name: str) -> Mapping[str, Any]:
@@ -273,41 +172,6 @@ class FolderSource(Source):
             [self._decoded(group, "a group of its optimizer") for group in o["groups"]]
             for o in optimizers
         ] or None
-
-    def compare(self) -> None:
-        checks, self.checks = self.checks, []
-        self.compare_with(checks)
-
-    def compare_with(self, checks: list[RangeRead]) -> None:
-        """Compare the checksums of reads, of this and other ranks, with the manifest. The checksums
-        of several reads of one piece are combined. Reads that overlap must agree wherever two of
-        them, or two sequences of them, end at the same element.
-
-        Pieces of which only a part was read are skipped.
-
-        Raises:
-            CheckpointError: bytes have changed since they were written. The message names file and
-                tensor.
-        """
-        by_item: dict[Item, dict[tuple[int, ...], list[RangeRead]]] = {}
-        for check in sorted(set(checks)):
-            by_item.setdefault(check.item, {}).setdefault(check.box, []).append(check)
-        bad = []
-        for item, by_box in by_item.items():
-            size = DTYPES[self.records[item].dtype].itemsize
-            for piece in self.records[item].pieces:
-                parts = by_box.get(_offset(piece), ())
-                inside = [c for c in parts if piece.start <= c.start and c.stop <= piece.stop]
-                if not _sound(piece, inside, size):
-                    where = f"elements {piece.start} to {piece.stop}"
-                    if piece.box is not None:
-                        where += f" of the box at {piece.box.offset} of {piece.box.shape}"
-                    bad.append(f"{self.folder / piece.file}: {item}, {where}")
-        if bad:
-            raise DamagedCheckpoint(
-                f"bytes have changed since they were written: {few(bad, 3, '; ')}. Load an"
-                " earlier checkpoint; `onefold checkpoint verify` lists all that is damaged."
-            )
 
     def close(self) -> None:
         for file in self._files.values():
@@ -343,22 +207,3 @@ def _wrong_in(value: Any, form: Any, where: str) -> str:
     elif isinstance(form, dict):
         inside = [(value.get(key), f, f"{where}[{key!r}]") for key, f in form.items()]
     return next(filter(None, (_wrong_in(*each) for each in inside)), "")
-
-
-def _offset(piece: StoredPiece) -> tuple[int, ...]:
-    """Return where a piece's box begins; () for a whole tensor."""
-    return () if piece.box is None else piece.box.offset
-
-
-def _sound(piece: StoredPiece, inside: list[RangeRead], size: int) -> bool:
-    """Return whether reads inside a piece, in order, contradict neither its checksum nor each other.
-    `size`: bytes of an element.
-    """
-    # {element: the checksum of all bytes of the piece before it}
-    known = {piece.start: 0}
-    for c in inside:
-        if c.start in known:
-            crc = combine(known[c.start], c.crc, (c.stop - c.start) * size)
-            if known.setdefault(c.stop, crc) != crc:
-                return False
-    return known.get(piece.stop, piece.crc) == piece.crc

@@ -1,11 +1,11 @@
 """Load checkpoints at any stage, on any number of ranks. Each rank reads the bytes that it will
-own, and the checksums of all bytes read are compared with the manifest.
+own, and checks them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,8 @@ from torch import nn
 
 import onefold.checkpoint.per_rank as per_rank
 from onefold.checkpoint.apply import (
+    Filling,
     ModelFit,
-    StateReader,
-    fill_model,
-    fill_optimizers,
     fit_groups,
     fit_model,
 )
@@ -27,7 +25,7 @@ from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.saving import Optimizers, check_moment, kinds_of, optimizers_of
 from onefold.checkpoint.source import Source, closed_on_error, read_by_another
-from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
+from onefold.checkpoint.together import Together, meet, raise_different
 from onefold.checkpoint.values import refuse_another_state, short
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
@@ -168,24 +166,27 @@ def _apply(
             # A stage finds all that it has; what is stored besides belongs to other stages
             fit_groups(engine, optimizers, reader, strict or bool(fit.missing))
     assert fit is not None
-    reading = StateReader.of(engine, reader)
-    fill_model(engine, fit, reading)
+    filling = Filling(engine, reader)
+    filling.model(fit)
     if optimizers:
-        fill_optimizers(engine, optimizers, reading)
-    beside = _Beside(extra=source.extra)
-    if own is not None and reading.error is None:
-        try:  # each rank reads its own values; `_verify` raises one rank's error on all
-            beside = _Beside.of(own, together, rng)
-        except Exception as failure:
-            reading.error = failure
-    _verify(together, own, reading.error)
+        filling.optimizers(optimizers, fit)
+    extra, odd, data = source.extra, dict[str, Any](), None
+    restore: Callable[[], None] | None = None
+    with together.each_rank():
+        if filling.error is not None:
+            raise filling.error
+        if own is not None:
+            extra, odd = own.value("extra"), own.value("extra_state") or {}
+            data = _of_rank(own.value("data") or {"all": None}, together)
+            if rng:
+                restore = per_rank.restored(own, together.rank, together.data_of)
     # From here on everything has been read, and its checksums are right
     if reader.rules is not None:
         reader.rules.remember()  # an export applies the same rules in reverse
     with together.each_rank():
-        _set_extra_state(model, beside.extra_state)
-        if beside.random is not None:
-            per_rank.restore(beside.random, beside.number, beside.streams)
+        _set_extra_state(model, odd)
+        if restore is not None:
+            restore()
         for name, value in values.items():
             try:
                 things[name].load_state_dict(value)
@@ -197,40 +198,12 @@ def _apply(
     return Loaded(
         Path(source.folder or ""),
         source.step,
-        beside.extra,
+        extra,
         source.saved_by,
-        beside.data,
+        data,
         tuple(fit.missing),
         tuple(fit.unexpected),
     )
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """The values of a checkpoint for this rank, apart from weights and states.
-
-    Attributes:
-        random: the state of random generators. number, streams: see `per_rank.stream_of`.
-        data: see `Loaded`.
-    """
-
-    random: dict[str, Any] | None = None
-    number: int = 0
-    streams: int = 0
-    extra: Any = None
-    extra_state: dict[str, Any] = field(default_factory=dict)
-    data: Any = None
-
-    @classmethod
-    def of(cls, source: FolderSource, together: Together, rng: bool) -> _Beside:
-        saved = source.value("data_of") or list(range(sum(i.kind == "rng" for i in source.records)))
-        number, streams, random = 0, len(saved), None
-        if rng and streams:
-            whose, number, streams = per_rank.stream_of(together.rank, together.data_of, saved)
-            random = per_rank.random_of(source, whose)
-        extra, extra_state = source.value("extra"), source.value("extra_state") or {}
-        data = _of_rank(source.value("data") or {"all": None}, together)
-        return cls(random, number, streams, extra, extra_state, data)
 
 
 def _of_rank(data: dict[str, Any], together: Together) -> Any:
@@ -243,24 +216,6 @@ def _of_rank(data: dict[str, Any], together: Together) -> Any:
         return data["all"]
     same = len(data["ranks"]) == together.data_ranks
     return data["ranks"][together.data_of[together.rank]] if same else None
-
-
-def _verify(together: Together, own: FolderSource | None, error: Exception | None) -> None:
-    """Raise on all ranks if a rank failed to read, or if checksums differ from the manifest."""
-    checks = own.checks if own is not None else []
-    said = together.gather((None if error is None else worded(error), checks))
-    told: Said | None = None
-    if together.rank == 0:
-        try:
-            raise_first([e for e, _ in said])
-            if own is not None:
-                own.compare_with([check for _, some in said for check in some])
-        except CheckpointError as failure:
-            told = worded(failure)
-    checks.clear()
-    told = together.from_first(told)
-    if told is not None:
-        raise told.raised()
 
 
 def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[str, Any]:

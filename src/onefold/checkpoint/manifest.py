@@ -13,14 +13,8 @@ divides the elements anew. `Record.__post_init__` verifies that the pieces of a 
 manifest's own SHA-256 is stored in a second file, in the form that `sha256sum -c manifest.sha256`
 reads.
 
-| version | is written if                                | a tensor has                                     |
-|---------|----------------------------------------------|--------------------------------------------------|
-| 1       | every piece is an interval of a whole tensor | "pieces": [[file, start, stop, crc], ...]        |
-| 2       | some tensor has boxes                        | also "boxes": [[offset, shape], ...], the number |
-|         |                                              | of its box at the end of each of its pieces      |
-
-A packed moment of a parameter that is saved in boxes is packed in blocks of each box. Its record has
-the shape of the parameter, and its pieces count the codes (or scales) of a box.
+A tensor has "boxes": [[offset, shape], ...], one that is all of it or several that tile it, and "pieces":
+[[file, box, start, stop], ...] by the numbers of file and box. The format is version 3; files of others are refused.
 
 [Note: nothing outside the folder] A checkpoint may come from an untrusted source, and checksums
 prove only that its parts belong together. Every file name is therefore turned into a path by
@@ -33,40 +27,35 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.source import KINDS, Item
-from onefold.checkpoint.tensorfile import DTYPES, numel_of
-from onefold.layout.holders import TensorBox, tile, whole_region
+from onefold.checkpoint.tensorfile import DTYPES
+from onefold.layout.holders import BoxInterval, TensorBox, tile, whole_region
 from onefold.reading import LARGEST, parse_json, read_bytes
-from onefold.recipe.moments import grain_of
 from onefold.wording import readable
 
-#: The latest version of the format, see above.
-VERSION = 2
+#: The version of the format, see above.
+VERSION = 3
 MANIFEST, CHECKSUM, STATE = "manifest.json", "manifest.sha256", "state.json"
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Elements `[start, stop)` of a flattened tensor, or of a flattened `box` of it, stored in
-    `file`. `crc`: CRC-32 of their bytes.
-    """
+    """The elements `where` of a tensor, stored in `file`."""
 
     file: str
-    start: int
-    stop: int
-    crc: int
-    box: TensorBox | None = None
+    where: BoxInterval
 
 
-def key_of(item: Item, start: int, box: TensorBox | None = None) -> str:
+def key_of(item: Item, where: BoxInterval) -> str:
     """Return the name of a piece in its file."""
-    at = "" if box is None else ".".join(map(str, box.offset)) + "+"
-    return f"{item.kind}:{item.name}{':' + item.state if item.state else ''}@{at}{start}"
+    at = ".".join(map(str, where.region.offset))
+    return f"{item.kind}:{item.name}{':' + item.state if item.state else ''}@{at}+{where.start}"
 
 
 def rank_file(rank: int) -> str:
@@ -111,81 +100,53 @@ class Record:
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.boxed:
-            self._check(self.pieces, numel_of(self.shape), "")
-        else:
-            self._check_boxes()
+        if why := tile(self.shape, self.boxes):
+            raise DamagedCheckpoint(f"{self.item}: its pieces do not tile it: {why}.")
+        ends = dict.fromkeys(self.boxes, 0)
+        for where in (piece.where for piece in self.pieces):
+            if where.start != ends[where.region] or where.stop < where.start:
+                raise DamagedCheckpoint(
+                    f"{self.item}: a piece covers elements {where.start} to {where.stop} of the box at"
+                    f" {where.region.offset}, expected one that begins at {ends[where.region]}."
+                )
+            ends[where.region] = where.stop
+        if cut := next((box for box, end in ends.items() if end != box.numel), None):
+            raise DamagedCheckpoint(
+                f"{self.item}: its pieces cover {ends[cut]} of the {cut.numel} elements of the box at"
+                f" {cut.offset} of {cut.shape}."
+            )
         if self.dtype not in DTYPES:
             raise CheckpointError(
                 f"{self.item} has the dtype {self.dtype!r}, which this version of Onefold does not"
                 " know."
             )
 
-    def _check_boxes(self) -> None:
-        if why := tile(self.shape, self.boxes):
-            raise DamagedCheckpoint(f"{self.item}: its pieces do not tile it: {why}.")
-        in_box: dict[TensorBox | None, list[StoredPiece]] = {}
-        for piece in self.pieces:
-            in_box.setdefault(piece.box, []).append(piece)
-        for box in self.boxes:
-            where = f" of the box at {box.offset} of {box.shape}"
-            items = -(-box.numel // grain_of(self.item.state))
-            self._check(in_box.get(box, []), items, where)
-
-    def _check(self, pieces: Sequence[StoredPiece], numel: int, where: str) -> None:
-        """Check that `pieces` tile `numel` elements, in order. `where`: the end of messages."""
-        end = 0
-        for piece in pieces:
-            if piece.start != end or piece.stop < piece.start:
-                raise DamagedCheckpoint(
-                    f"{self.item}: a piece covers elements {piece.start} to {piece.stop}{where},"
-                    f" expected one that begins at {end}."
-                )
-            end = piece.stop
-        if end != numel:
-            raise DamagedCheckpoint(
-                f"{self.item}: its pieces cover {end} of its {numel} elements{where}."
-            )
-
-    @property
-    def boxed(self) -> bool:
-        """Whether pieces are intervals of boxes."""
-        return any(piece.box is not None for piece in self.pieces)
-
-    @property
+    @cached_property
     def boxes(self) -> tuple[TensorBox, ...]:
-        """The box of each piece, each once: the whole tensor, unless the record is `boxed`."""
-        whole = whole_region(self.shape)
-        return tuple(dict.fromkeys(p.box or whole for p in self.pieces))
+        """The box of each piece, each once: the whole tensor, unless a mesh has divided it."""
+        return tuple(dict.fromkeys(p.where.region for p in self.pieces)) or (
+            whole_region(self.shape),
+        )
 
     def to_json(self, number: Mapping[str, int]) -> dict[str, Any]:
         """Return the record as JSON values. `number`: the number of each file, by its name."""
-        boxes = {box: i for i, box in enumerate(self.boxes)} if self.boxed else {}
-        whole = whole_region(self.shape)
+        boxes = {box: i for i, box in enumerate(self.boxes)}
         return {
-            "kind": self.item.kind,
-            "name": self.item.name,
-            **({"state": self.item.state} if self.item.state else {}),
+            **asdict(self.item),
             "dtype": self.dtype,
-            "shape": list(self.shape),
-            **({"aliases": list(self.aliases)} if self.aliases else {}),
-            **({"boxes": [[list(b.offset), list(b.shape)] for b in boxes]} if boxes else {}),
+            "shape": self.shape,
+            "aliases": self.aliases,
+            "boxes": [[box.offset, box.shape] for box in boxes],
             "pieces": [
-                [
-                    number[p.file],
-                    p.start,
-                    p.stop,
-                    p.crc,
-                    *([boxes[p.box or whole]] if boxes else []),
-                ]
+                [number[p.file], boxes[p.where.region], p.where.start, p.where.stop]
                 for p in self.pieces
             ],
         }
 
     @classmethod
     def from_json(cls, t: Mapping[str, Any], names: Sequence[str]) -> Record:
-        boxes = [TensorBox(_sizes(offset), _sizes(shape)) for offset, shape in t.get("boxes", ())]
-        texts = [t["kind"], t["name"], t.get("state", ""), t["dtype"], *t.get("aliases", ())]
+        boxes = [TensorBox(_sizes(offset), _sizes(shape)) for offset, shape in t["boxes"]]
+        texts = [t["kind"], t["name"], t["state"], t["dtype"], *t["aliases"]]
         if {*map(type, texts)} != {str}:
             raise ValueError(f"{str(texts)[:60]} where texts are expected")
         # Of ranks, or of large values in state.json
@@ -198,8 +159,8 @@ class Record:
             t["dtype"],
             _sizes(t["shape"]),
             tuple(
-                StoredPiece(names[n], a, b, crc, *(boxes[i] for i in box))
-                for n, a, b, crc, *box in map(_sizes, t["pieces"])
+                StoredPiece(names[n], BoxInterval(boxes[box], a, b))
+                for n, box, a, b in map(_sizes, t["pieces"])
             ),
             tuple(texts[4:]),
         )
@@ -222,11 +183,13 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file: its size in bytes and a SHA-256, of the whole file or (`head_only`) of its header."""
+    """A file: its size in bytes and a SHA-256, of the whole file or (`tensors`) of its header and
+    checksums.
+    """
 
     nbytes: int
     sha256: str
-    head_only: bool = False
+    tensors: bool = False
 
 
 @dataclass(frozen=True)
@@ -237,7 +200,6 @@ class Manifest:
         step: the step given to `save`, if any. created: ISO date and time, UTC.
         saved_by: versions, world size, stage and recipe of the run that saved. For information
             only: no load needs it.
-        version: of the format; 0: the earliest that can hold the records.
     """
 
     records: tuple[Record, ...]
@@ -245,27 +207,17 @@ class Manifest:
     step: int | None = None
     created: str = ""
     saved_by: Mapping[str, Any] = field(default_factory=dict)
-    version: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.version:
-            boxed = any(record.boxed for record in self.records)
-            object.__setattr__(self, "version", 2 if boxed else 1)
 
     def to_text(self) -> str:
         names = sorted({p.file for r in self.records for p in r.pieces})
         number = {name: i for i, name in enumerate(names)}
-        files = {
-            name: {"bytes": f.nbytes, "sha256": f.sha256} | ({"of": "head"} if f.head_only else {})
-            for name, f in self.files.items()
-        }
         body = {
             "format": "onefold checkpoint",
-            "version": self.version,
+            "version": VERSION,
             "created": self.created,
             "step": self.step,
             "saved_by": dict(self.saved_by),
-            "files": files,
+            "files": {name: asdict(file) for name, file in self.files.items()},
             "tensor_files": names,
         }
         # One tensor per line: easy to read, and two manifests can be compared by `diff`
@@ -277,33 +229,33 @@ class Manifest:
     @classmethod
     def from_text(cls, text: str | bytes, where: Path) -> Manifest:
         """Parse a manifest.
-        Raises: CheckpointError: the text is no manifest, or one of a later version.
+        Raises: CheckpointError: the text is no manifest, or one of another version.
         """
         try:
             body = parse_json(text)
             if not isinstance(body, dict) or body.get("format") != "onefold checkpoint":
                 raise CheckpointError(f"{where} is no manifest of an Onefold checkpoint.")
-            if _expect(body["version"], int) > VERSION:
+            if _expect(body["version"], int) != VERSION:
                 raise CheckpointError(
                     f"{where} was written in version {body['version']} of the format, by Onefold"
-                    f" {_expect(body['saved_by'], dict).get('onefold', '?')}; this Onefold reads versions up to"
-                    f" {VERSION}. Install a later Onefold to read it."
+                    f" {_expect(body['saved_by'], dict).get('onefold', '?')}; this Onefold reads version"
+                    f" {VERSION}. Load it with that Onefold, or save it anew."
                 )
             names = body["tensor_files"]
             for name in (*names, *body["files"]):
                 _refuse_outside(name, where)
             files = {
-                n: FileRecord(
-                    _sizes([f["bytes"]])[0], _expect(f["sha256"], str), f.get("of") == "head"
+                name: FileRecord(
+                    _sizes([f["nbytes"]])[0], _expect(f["sha256"], str), f["tensors"] is True
                 )
-                for n, f in body["files"].items()
+                for name, f in body["files"].items()
             }
             records = tuple(Record.from_json(t, names) for t in body["tensors"])
             if len({record.item for record in records}) < len(records):
                 raise ValueError("a tensor is listed twice")
             step = None if body["step"] is None else _sizes([body["step"]])[0]
             created, saved_by = _expect(body["created"], str), _expect(body["saved_by"], dict)
-            return cls(records, files, step, created, saved_by, body["version"])
+            return cls(records, files, step, created, saved_by)
         except CheckpointError:
             raise
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -330,7 +282,7 @@ def checksum_line(text: bytes) -> str:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint and verify its checksum.
-    Raises: CheckpointError: there is none, it is damaged, or it is of a later version.
+    Raises: CheckpointError: there is none, it is damaged, or it is of another version.
     """
     path, check = path_in(folder, MANIFEST), path_in(folder, CHECKSUM)
     try:

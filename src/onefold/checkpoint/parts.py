@@ -1,12 +1,13 @@
 """Collect and write this rank's part of a checkpoint, and merge all ranks' reports on the first
 rank.
 
-    every rank   parts ─► planned tensors ─► its file ─► report: (item, dtype, shape, start, stop, crc) of each piece
+    every rank   parts ─► planned tensors ─► its file ─► report: (item, dtype, shape, elements) of each piece
     first rank   reports ─► records ─► manifest;  values ─► state.json
 
 Each rank writes the elements that it owns. State that every rank holds whole (stage 0) is divided
 by the same layout for writing. Exactly one rank therefore writes each element, and a checkpoint is
-the same for every stage.
+the same for every stage. Moments in fewer bits are written decoded, and come back to the same bits
+(quant/moment_packing.py).
 
 A parameter may be a box of a global tensor: then the ranks that hold the same box do this, and each
 piece is an interval of the flattened box.
@@ -20,10 +21,11 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -32,38 +34,81 @@ import onefold.checkpoint.per_rank as per_rank
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import FileRecord, Record, StoredPiece, key_of
 from onefold.checkpoint.source import Item
-from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, write_tensors
+from onefold.checkpoint.tensorfile import CODES, Planned, bytes_of, numel_of, write_tensors
 from onefold.checkpoint.values import encode
 from onefold.comm import Group
-from onefold.layout.holders import TensorBox, whole_region
+from onefold.layout.holders import BoxInterval, whole_region
 from onefold.optim.states import OptimizerParts, kinds_of, meet
-from onefold.recipe.moments import grain_of
+from onefold.recipe.moments import BLOCK, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.parts import HeldParts, MasterParts
+from onefold.runtime.parts import HeldParts, MasterParts, StateItem
 from onefold.runtime.state.dicts import beside_parameters
-from onefold.runtime.storage import OnDisk
+
+#: Elements read or written at a time: the CPU's cache holds them between checksum and copy. A multiple of
+#: BLOCK, so that blocks of packed moments stay whole.
+CHUNK = 1 << 20
+assert not CHUNK % BLOCK
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements [x, y) of a parameter or of a state of it, which this rank holds, on whatever tier and
+    in whatever format. `dtype`: of the values, decoded.
+    """
+
+    entry: Entry
+    key: str
+    dtype: torch.dtype
+    parts: HeldParts
+    x: int
+    y: int
+
+    @property
+    def where(self) -> BoxInterval:
+        """The elements as those of the whole tensor."""
+        return self.inside(self.x, self.y)
+
+    def inside(self, x: int, y: int) -> BoxInterval:
+        return BoxInterval(self.entry.region or whole_region(self.entry.shape), x, y)
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Yield the elements in parts of at most `CHUNK`."""
+        return ((a, min(a + CHUNK, self.y)) for a in range(self.x, self.y, CHUNK))
+
+    def values(self) -> Iterator[torch.Tensor]:
+        """Yield the elements in order, on any device."""
+        for a, b in self.chunks():
+            with disable_torch_function(), torch.no_grad():
+                part = self.parts.values(self.entry, self.key, a, b).to(self.dtype)
+            yield part
+
+    def write(self, x: int, y: int, values: torch.Tensor) -> None:
+        self.parts.write(StateItem(self.entry, self.key, self.dtype), x, y, values)
 
 
 @dataclass(frozen=True)
 class PieceToWrite:
-    """A piece that this rank writes: elements [start, stop) of a flattened tensor of `shape`, or of
-    a flattened `box` of it. `tensor`: [stop - start], in memory or on disk.
+    """The elements `where` of a tensor of `shape`, which this rank writes.
+
+    Attributes:
+        values: returns them in order, in parts on any device.
+        watched: a tensor whose version counter tells of writes to them, if they stay the same between
+            two steps.
     """
 
     item: Item
     shape: tuple[int, ...]
-    start: int
-    stop: int
-    tensor: torch.Tensor | OnDisk
+    dtype: torch.dtype
+    where: BoxInterval
+    values: Callable[[], Iterable[torch.Tensor]]
     aliases: tuple[str, ...] = ()
-    box: TensorBox | None = None
+    watched: torch.Tensor | None = None
 
     @property
-    def key(self) -> str:
-        """Its name in this rank's file."""
-        return key_of(self.item, self.start, self.box)
+    def nbytes(self) -> int:
+        return self.where.numel * self.dtype.itemsize
 
 
 @dataclass
@@ -82,12 +127,15 @@ class RankState:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.tensor.numel() * part.tensor.element_size() for part in self.tensors)
+        return sum(piece.nbytes for piece in self.tensors)
 
     def add_own(self, item: Item, value: torch.Tensor) -> None:
         """Add a tensor that this rank stores whole."""
+        where = BoxInterval(whole_region(value.shape), 0, value.numel())
         flat = value.detach().reshape(-1)
-        self.tensors.append(PieceToWrite(item, tuple(value.shape), 0, value.numel(), flat))
+        self.tensors.append(
+            PieceToWrite(item, tuple(value.shape), value.dtype, where, lambda: [flat])
+        )
 
     def keep(self, value: torch.Tensor) -> int:
         """Add a large tensor found among the values. Returns its number."""
@@ -97,89 +145,115 @@ class RankState:
 
 
 def collect(
-    engine: Engine,
-    module: nn.Module,
+    engines: Sequence[Engine],
+    models: Sequence[nn.Module],
     optimizers: list[torch.optim.Optimizer],
     things: Mapping[str, Any],
-    frozen: bool | Collection[str] = True,
-    own: Mapping[str, tuple[Group, str]] | None = None,
+    frozen: bool | Collection[str],
+    own: Sequence[Mapping[str, tuple[Group, str]]],
+    first: int,
 ) -> RankState:
     """Collect this rank's part of a checkpoint. Local; copies only tensors that are not contiguous.
 
     Args:
+        models: the model, or this rank's stages of a pipeline.
         things: scheduler, scaler, data and extra, each None if not given.
         frozen: include parameters that take no gradient; or the names of those to include.
-        own: the buffers of which ranks have values of their own, see `Buffers.own`.
+        own: for each model the buffers of which ranks have values of their own, see `Buffers.own`.
+        first: the first rank, which stores what is equal on all.
 
     Raises:
         CheckpointError: something cannot be stored.
     """
-    out, first = RankState(), engine.rank == 0
+    out, home = RankState(), engines[0]
+    known = {id(entry.param): entry for engine in engines for entry in engine.entries}
     with disable_torch_function(), torch.no_grad():
-        states = States(engine, optimizers)
-        chosen = _chosen(engine, frozen)
-        entries = [
-            e
-            for e in engine.entries
-            if frozen is True or e.param.requires_grad or not chosen.isdisjoint(e.names)
-        ]
-        masters = MasterParts()
-        for held, entry, key in [*((masters, entry, "") for entry in entries), *states.tensors]:
-            start, stop = held.accounted(entry)
-            if stop > start or first:  # the first rank also reports tensors without elements
-                names = entry.names
-                item = Item("state", names[0], key) if key else Item("parameter", names[0])
-                aliases = () if key else names[1:]
-                mine, box = held.place(entry, key, start, stop), entry.region
-                shape, a, b = entry.outside(start, stop, key)
-                shape = shape if box is None else entry.shape
-                out.tensors.append(PieceToWrite(item, shape, a, b, mine, aliases, box))
-        for entry, key, value in states.wholes:
-            if first or entry.flat.divided:
-                out.add_own(Item("state", entry.name, key), value)
-        buffers, odd = beside_parameters(engine, module)
-        for name, buffer in buffers.items():
-            group, place = (own or {}).get(name, (engine.group, ""))
-            if group.rank == 0:
-                out.add_own(Item("buffer", name, place), buffer)
-        if first:
-            _collect_first(out, odd, things)
-            out.values["optimizers"] = [
-                {"class": name, "groups": [encode(g, f"group {i} of {name}") for i, g in enumerate(groups)]}
-                for name, groups in zip((type(o).__name__ for o in optimizers), states.groups, strict=True)
-            ]  # fmt: skip
-        out.values["scalars"] = {
-            name: {key: encode(v, f"{key!r} of parameter {name!r}") for key, v in scalars.items()}
-            for name, scalars in brought(states.scalars).items()
-        }
-        if things["data"] is not None:
-            out.values["data"] = encode(state_of(things["data"], "data"), "data")
-        text = json.dumps(encode(per_rank.capture(), "the random state")).encode()
-        random = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        out.add_own(Item("rng", str(engine.rank)), random)
+        chosen = _chosen(known.values(), frozen)
+        for engine, model, buffers in zip(engines, models, own, strict=True):
+            _collect_model(out, engine, model, States(engine, optimizers, known), chosen, buffers)
+        # The first stage alone stores what belongs to no parameter
+        if first in home.group.ranks:
+            if home.rank == 0:
+                _collect_first(out, things)
+            data = things["data"]
+            out.values["data"] = None if data is None else encode(state_of(data, "data"), "data")
+            text = json.dumps(encode(per_rank.capture(), "the random state")).encode()
+            random = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            out.add_own(Item("rng", str(home.rank)), random)
+        elif odd := out.values.pop("extra_state", None):
+            raise CheckpointError(
+                f"stages after the first have extra states ({', '.join([*odd][:3])}), which have no place"
+                " in a checkpoint of the whole model."
+            )
     return out
 
 
-def _chosen(engine: Engine, frozen: bool | Collection[str]) -> frozenset[str]:
-    """Return the names in `frozen`. Raises: CheckpointError: the model has no such parameters."""
-    if isinstance(frozen, bool):
-        return frozenset()
-    known = {name for entry in engine.entries for name in entry.names}
-    if isinstance(frozen, str) or (unknown := sorted(set(frozen) - known)):
+def _collect_model(
+    out: RankState,
+    engine: Engine,
+    model: nn.Module,
+    states: States,
+    chosen: Collection[Entry],
+    own: Mapping[str, tuple[Group, str]],
+) -> None:
+    """Add one model and the states that optimizers have for it."""
+    first, masters = engine.rank == 0, MasterParts()
+    held = [
+        (Held(e, "", e.flat.dtypes.master, masters, *e.accounted()), e.param)
+        for e in engine.entries
+        if e in chosen
+    ]
+    for one, watched in [*held, *states.tensors]:
+        if one.y > one.x or first:  # the first rank also reports tensors without elements
+            kind, names = ("state" if one.key else "parameter"), one.entry.names
+            out.tensors.append(
+                PieceToWrite(
+                    Item(kind, names[0], one.key), one.entry.shape, one.dtype, one.where, one.values,
+                    () if one.key else names[1:], watched,
+                )
+            )  # fmt: skip
+    for entry, key, value in states.wholes:
+        if first or entry.flat.divided:
+            out.add_own(Item("state", entry.name, key), value)
+    buffers, odd = beside_parameters(engine, model)
+    for name, buffer in buffers.items():
+        group, place = own.get(name, (engine.group, ""))
+        if group.rank == 0:
+            out.add_own(Item("buffer", name, place), buffer)
+    if first:
+        if odd:
+            out.values.setdefault("extra_state", {}).update(
+                (name, encode(value, f"the extra state {name!r} of the model", out.keep))
+                for name, value in odd.items()
+            )
+        out.values.setdefault("optimizers", []).append(
+            [
+                {"class": name, "groups": [encode(g, f"group {i} of {name}") for i, g in enumerate(groups)]}
+                for name, groups in states.groups
+            ]
+        )  # fmt: skip
+    out.values.setdefault("scalars", {}).update(
+        (name, {key: encode(v, f"{key!r} of parameter {name!r}") for key, v in scalars.items()})
+        for name, scalars in brought(states.scalars).items()
+    )
+
+
+def _chosen(entries: Collection[Entry], frozen: bool | Collection[str]) -> set[Entry]:
+    """Return the entries to save. Raises: CheckpointError: the model has no such parameters."""
+    if frozen is True:
+        return set(entries)
+    names = frozenset[str]() if frozen is False else frozenset(frozen)
+    unknown = sorted(names.difference(*(entry.names for entry in entries)))
+    if isinstance(frozen, str) or unknown:
         what = repr(frozen) if isinstance(frozen, str) else ", ".join(unknown[:5])
         raise CheckpointError(
             f"frozen={what}: expected True, False, or a list with names of the model's parameters."
         )
-    return frozenset(frozen)
+    return {e for e in entries if e.param.requires_grad or not names.isdisjoint(e.names)}
 
 
-def _collect_first(out: RankState, odd: Mapping[str, Any], things: Mapping[str, Any]) -> None:
+def _collect_first(out: RankState, things: Mapping[str, Any]) -> None:
     """Add what only the first rank stores: values that are equal on all ranks."""
-    if odd:
-        out.values["extra_state"] = {
-            name: encode(value, f"the extra state {name!r} of the model", out.keep)
-            for name, value in odd.items()
-        }
     for name in ("scheduler", "scaler"):
         if things[name] is not None:
             out.values[name] = encode(state_of(things[name], name), name)
@@ -192,58 +266,66 @@ def brought(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any
     parameter on the device; the host waits for one copy, not for each of them.
     """
     out = {name: dict(state) for name, state in scalars.items()}
-    there: dict[tuple[torch.device, torch.dtype], list[tuple[str, str, torch.Tensor]]] = {}
-    for name, state in out.items():
-        for key, value in state.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.device.type not in ("cpu", "meta")
-                and value.numel() == 1
-                and value.layout is torch.strided
-            ):
-                kind = value.device, value.dtype
-                there.setdefault(kind, []).append((name, key, value))
-    for found in there.values():
-        numbers = torch.stack([value.detach().reshape(()) for *_, value in found]).cpu()
-        for (name, key, value), number in zip(found, numbers.unbind(), strict=True):
-            out[name][key] = number.clone().view(value.shape)
+    there = [
+        (state, key, v)
+        for state in out.values()
+        for key, v in state.items()
+        if isinstance(v, torch.Tensor) and v.device.type not in ("cpu", "meta") and v.numel() == 1
+    ]
+    for dtype in {v.dtype for *_, v in there}:
+        some = [each for each in there if each[2].dtype == dtype]
+        numbers = torch.stack([v.detach().reshape(()) for *_, v in some]).cpu()
+        for (state, key, v), number in zip(some, numbers, strict=True):
+            state[key] = number.clone().view(v.shape)
     return out
 
 
 class States:
     """The state that optimizers hold for the parameters of an engine.
 
+    Args:
+        known: the entries of this engine and of other stages of the pipeline, by id(parameter).
+
     Attributes:
-        tensors: (parts, entry, key) for element-wise state, and for packed codes and scales.
+        tensors: for each element-wise state what this rank accounts for, and the tensor that has it.
         wholes: (entry, key, tensor) for state whose shape differs from its parameter's.
         scalars: {parameter: {key: value}} for single numbers.
-        groups: for each optimizer its groups as plain values, with names as "params".
+        groups: for each optimizer its class and its groups as plain values, with names as "params".
     """
 
-    def __init__(self, engine: Engine, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.tensors: list[tuple[HeldParts, Entry, str]] = []
+    def __init__(
+        self,
+        engine: Engine,
+        optimizers: list[torch.optim.Optimizer],
+        known: Mapping[int, Entry],
+    ) -> None:
+        self.tensors: list[tuple[Held, torch.Tensor]] = []
         self.wholes: list[tuple[Entry, str, torch.Tensor]] = []
         self.scalars: dict[str, dict[str, Any]] = {}
-        self.groups: list[list[dict[str, Any]]] = []
-        known = {id(entry.param): entry for entry in engine.entries}
+        self.groups: list[tuple[str, list[dict[str, Any]]]] = []
+        here = {id(entry.param) for entry in engine.entries}
         for optimizer in optimizers:
             meet(optimizer)
-            self.groups.append([])
+            kind, groups = type(optimizer).__name__, []
+            params = [id(p) for group in optimizer.param_groups for p in group["params"]]
+            if len(here) < len(known) and here.isdisjoint(params):
+                continue  # of another stage
             for number, group in enumerate(optimizer.param_groups):
-                found = [known.get(id(p)) for p in group["params"]]
-                if None in found:
+                foreign = [i for i, p in enumerate(group["params"]) if id(p) not in known]
+                if foreign:
                     raise CheckpointError(
-                        f"parameter {found.index(None)} in group {number} of"
-                        f" {type(optimizer).__name__} belongs to another model than the one given:"
-                        " make the optimizer of model.parameters() after shard(), and give both to"
-                        " one save or load."
+                        f"parameter {foreign[0]} in group {number} of {kind} belongs to another model"
+                        " than the one given: make the optimizer of model.parameters() after shard(),"
+                        " and give both to one save or load."
                     )
-                names = [e.name for e in found if e is not None]
-                options = {k: v for k, v in group.items() if k != "params"}
-                self.groups[-1].append({**options, "params": names})
-            self._sort(optimizer, known)
+                names = [known[id(p)].name for p in group["params"] if id(p) in here]
+                groups.append({**group, "params": names})
+            self.groups.append((kind, groups))
+            self._sort(optimizer, known, here)
 
-    def _sort(self, optimizer: torch.optim.Optimizer, known: dict[int, Entry]) -> None:
+    def _sort(
+        self, optimizer: torch.optim.Optimizer, known: Mapping[int, Entry], here: Collection[int]
+    ) -> None:
         foreign = [key for key, state in optimizer.state.items() if id(key) not in known and state]
         if foreign:
             what = repr(foreign[0])
@@ -254,17 +336,24 @@ class States:
                 " model, and nothing could give it back. Keep it in a parameter group, or save it"
                 " with extra=."
             )
-        held = {p: state for p, state in optimizer.state.items() if id(p) in known}
+        held = {p: state for p, state in optimizer.state.items() if id(p) in here}
         parts = OptimizerParts(optimizer)
+        # A load may give the optimizer other states before a save in the background has copied these
+        parts.made = {known[id(p)]: dict(state) for p, state in held.items()}
         shapes = {p: parts.shape(known[id(p)]) for p in held}
         kinds = kinds_of([(shapes[p], state) for p, state in held.items()])
         for (p, state), kind_of in zip(held.items(), kinds, strict=True):
             entry = known[id(p)]
-            whole = parts.owned(entry)
+            whole, moments = parts.owned(entry), set[str]()
             for key, value in state.items():
-                kind = kind_of[key]
+                kind, part = kind_of[key], packed(key)
                 if kind in ("packed", "elements"):
-                    self.tensors.append((parts, entry, key))
+                    name = key if part is None else part.key
+                    if name not in moments:  # codes and scales are one moment
+                        dtype = value.dtype if part is None else torch.float32
+                        mine = Held(entry, name, dtype, parts, *parts.accounted(entry))
+                        self.tensors.append((mine, value))
+                    moments.add(name)
                 elif kind == "number":
                     # Every rank has the number. Ranks that answer for some of the parameter's
                     # elements report it (all ranks, if it has none); the first report counts.
@@ -295,89 +384,121 @@ def state_of(thing: Any, name: str) -> Any:
     return thing.state_dict()
 
 
-#: A tensor of which a rank has written a piece (item, dtype, shape, other names), and the piece.
-Report = tuple[Item, str, tuple[int, ...], tuple[str, ...], StoredPiece]
+#: A tensor of which a rank has written a piece, what all ranks say of it alike (dtype, shape, for a buffer
+#: a checksum), its other names, and the piece.
+Report = tuple[Item, tuple[str, tuple[int, ...], int], tuple[str, ...], StoredPiece]
 
 
 def write_parts(folder: Path, name: str, parts: RankState) -> tuple[FileRecord, list[Report]]:
     """Write this rank's file. Returns the reports for the first rank."""
-    planned = [
-        Planned(p.key, p.tensor.dtype, (p.stop - p.start,), _fetch(p.tensor))
+    # Two stages of a pipeline on this rank may have the same buffer
+    planned = {
+        key_of(p.item, p.where): Planned(
+            key_of(p.item, p.where), p.dtype, (p.where.numel,), p.values
+        )
         for p in parts.tensors
-        if p.stop > p.start
-    ]
-    written = write_tensors(folder / name, planned)
-    reports = []
+        if p.where.numel
+    }
+    nbytes, digest = write_tensors(folder / name, [*planned.values()])
+    file, reports = FileRecord(nbytes, digest, tensors=True), list[Report]()
     for p in parts.tensors:
-        piece = StoredPiece(name, p.start, p.stop, written.crcs.get(p.key, 0), p.box)
-        reports.append((p.item, CODES[p.tensor.dtype], p.shape, p.aliases, piece))
-    return FileRecord(written.nbytes, written.head, head_only=True), reports
-
-
-def _fetch(tensor: torch.Tensor | OnDisk) -> Callable[[], torch.Tensor | Iterable[torch.Tensor]]:
-    return tensor.pieces if isinstance(tensor, OnDisk) else lambda: tensor.contiguous().cpu()
+        crc = 0
+        for part in p.values() if p.item.kind == "buffer" else ():
+            crc = crc32(bytes_of(part.cpu().contiguous()), crc)
+        reports.append(
+            (p.item, (CODES[p.dtype], p.shape, crc), p.aliases, StoredPiece(name, p.where))
+        )
+    return file, reports
 
 
 def records(reports: Sequence[list[Report]]) -> tuple[Record, ...]:
     """Merge all ranks' reports into the tensors of a manifest.
     Raises: CheckpointError: the reports contradict each other.
     """
-    found: dict[Item, tuple[str, tuple[int, ...], tuple[str, ...], list[StoredPiece]]] = {}
-    for rank, said in enumerate(reports):
-        for item, dtype, shape, aliases, piece in said:
-            known = found.setdefault(item, (dtype, shape, aliases, []))
-            if known[:2] != (dtype, shape):
-                raise CheckpointError(
-                    f"{item} is {DTYPES[dtype]} {shape} on rank {rank} and {DTYPES[known[0]]}"
-                    f" {known[1]} on another."
-                )
-            if piece.stop > piece.start:
-                known[3].append(piece)
+    found: dict[Item, list[tuple[int, Report]]] = {}
+    for rank, each in enumerate(reports):
+        for report in each:
+            found.setdefault(report[0], []).append((rank, report))
     made = []
-    for item, (dtype, shape, aliases, pieces) in found.items():
-        whole = whole_region(shape)
-        grain = grain_of(item.state) if any(p.box is not None for p in pieces) else 1
-        numel = sum(-(-box.numel // grain) for box in {p.box or whole for p in pieces})
-        if item.kind == "state" and (
-            sum(p.stop - p.start for p in pieces) != numel
-            or sum(box.numel for box in {p.box or whole for p in pieces}) != whole.numel
-        ):
+    for item, all_said in found.items():
+        first, (_, like, aliases, _) = all_said[0]
+        if other := next(((rank, r[1]) for rank, r in all_said if r[1] != like), None):
+            raise CheckpointError(
+                f"{item} is {like} on rank {first} and {other[1]} on rank {other[0]}: dtype, shape"
+                " and values must be the same."
+            )
+        pieces = [piece for _, (*_, piece) in all_said if piece.where.numel]
+        if item.kind == "buffer":
+            pieces = pieces[:1]  # every stage of a pipeline has its own (a table of rotations)
+        covered = sum(p.where.numel for p in pieces)
+        if item.kind == "state" and covered < numel_of(like[1]):
             raise CheckpointError(
                 f"{item}: only some of the ranks have it. An optimizer must have stepped on all"
                 " ranks alike."
             )
-        in_order = tuple(sorted(pieces, key=lambda p: ((p.box or whole).offset, p.start)))
-        made.append(Record(item, dtype, shape, in_order, aliases))
+        if covered > numel_of(like[1]):
+            raise CheckpointError(
+                f"several stages hold the {item}. The module of a stage must have the names of the"
+                " whole model: keep blocks in a ModuleDict under their numbers there."
+            )
+        in_order = tuple(sorted(pieces, key=lambda p: (p.where.region.offset, p.where.start)))
+        made.append(Record(item, *like[:2], in_order, aliases))
     return tuple(made)
 
 
 def values_of(said: list[dict[str, Any]], data_of: Sequence[int]) -> dict[str, Any]:
-    """Merge all ranks' values into the contents of state.json. `data_of`: see `Together`.
-    Raises: CheckpointError: ranks that compute with the same data were elsewhere in it.
+    """Merge all ranks' values into the contents of state.json. `data_of`: see `Together`; of the
+    ranks of the first stage.
+    Raises: CheckpointError: ranks that compute with the same data were elsewhere in it, or stages
+    have other groups.
     """
-    out = {key: value for key, value in said[0].items() if key not in ("scalars", "data")}
-    scalars: dict[str, Any] = {}
-    for values in said:
-        for name, found in values.get("scalars", {}).items():
-            scalars.setdefault(name, found)
-    out["scalars"] = scalars
+    out = {k: v for k, v in said[0].items() if k != "data"}
+    out["scalars"] = {
+        name: found for values in reversed(said) for name, found in values["scalars"].items()
+    }
+    out["optimizers"] = _joined([each for v in said for each in v.get("optimizers", ())])
     # The position of the first rank of each data coordinate, in order
     data: dict[int, tuple[int, Any]] = {}
-    for rank, (values, at) in enumerate(zip(said, data_of, strict=True)):
-        if "data" not in values:
+    positions = [values["data"] for values in said if "data" in values]
+    for rank, (position, at) in enumerate(zip(positions, data_of, strict=True)):
+        if position is None:
             continue
-        first, position = data.setdefault(at, (rank, values["data"]))
-        if position != values["data"]:
+        first, known = data.setdefault(at, (rank, position))
+        if position != known:
             raise CheckpointError(
                 f"ranks {first} and {rank} compute with the same data, and were given different"
                 " positions in it (data=): give ranks that differ in no data axis the same."
             )
     if len(set(data_of)) < len(data_of):
         out["data_of"] = list(data_of)  # whose random generators belong together
-    if data:
-        found = [data[at][1] for at in sorted(data)]
+    found = [data[at][1] for at in sorted(data)]
+    if found:
         out["data"] = {"all": found[0]} if all(d == found[0] for d in found) else {"ranks": found}
     return out
+
+
+def _joined(stages: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the optimizers of a model, whose groups have the parameters of the same groups of all its
+    stages.
+    """
+    first, *others = stages
+    for other in others:
+        numbers = [[len(o["groups"]) for o in each] for each in (first, other)]
+        if numbers[0] != numbers[1]:
+            raise CheckpointError(
+                f"the stages have different numbers of groups of their optimizers: {numbers[0]},"
+                f" {numbers[1]}. Give each stage's optimizer the same groups, empty ones included."
+            )
+        for number, (one, two) in enumerate(zip(first, other, strict=True)):
+            for index, (ours, theirs) in enumerate(zip(one["groups"], two["groups"], strict=True)):
+                keys = (ours.keys() | theirs.keys()) - {"params"}
+                if unlike := sorted(k for k in keys if ours.get(k) != theirs.get(k)):
+                    raise CheckpointError(
+                        f"group {index} of optimizer {number} has other options in some stages"
+                        f" ({', '.join(unlike)}): give the optimizers of all stages the same."
+                    )
+                ours["params"] += theirs["params"]
+    return first
 
 
 def saved_by(engine: Engine) -> dict[str, Any]:

@@ -11,6 +11,8 @@ before: they must draw the same dropout.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,6 +69,15 @@ def random_of(source: FolderSource, rank: int) -> dict[str, Any]:
             f" ({type(error).__name__}: {error})."
         ) from None
     return state
+
+
+def restored(source: FolderSource, rank: int, data_of: list[int]) -> Callable[[], None] | None:
+    """Read what `rank` takes over, and return what sets its generators, if any were saved. See `stream_of`."""
+    saved = source.value("data_of") or list(range(sum(i.kind == "rng" for i in source.records)))
+    if not saved:
+        return None
+    whose, number, streams = stream_of(rank, data_of, saved)
+    return partial(restore, random_of(source, whose), number, streams)
 
 
 def restore(state: dict[str, Any], rank: int, saved_ranks: int) -> None:

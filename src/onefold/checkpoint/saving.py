@@ -15,9 +15,10 @@ import json
 import operator
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ from onefold.checkpoint.parts import (
     write_parts,
 )
 from onefold.checkpoint.tensorfile import TensorFile
-from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
+from onefold.checkpoint.together import Together, meet, raise_different, raise_first, worded
+from onefold.optim.clip import across_stages
 from onefold.reading import DEEPEST, LARGEST, too_deep
 from onefold.runtime.agree import difference
 from onefold.runtime.engine import Engine
@@ -54,13 +56,14 @@ from onefold.runtime.hooks import engine_of
 from onefold.runtime.state.dicts import beside_parameters
 from onefold.wording import readable
 
+Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 def save(
     path: str | Path,
     *,
-    model: nn.Module,
+    model: Models,
     optimizer: Optimizers = None,
     scheduler: Any = None,
     scaler: Any = None,
@@ -76,7 +79,9 @@ def save(
 
     Args:
         path: the folder to create, on a file system that all ranks share.
-        model: the return value of `onefold.shard`.
+        model: the return value of `onefold.shard`; or, of a pipeline, the list of this rank's stages.
+            The ranks of all stages then call it together, and the checkpoint is that of the whole
+            model. Scheduler, scaler, data and extra are those of the first stage.
         optimizer: one torch optimizer over its parameters, or several.
         scheduler: anything with state_dict(); the first rank's is stored.
         scaler: the same.
@@ -104,7 +109,7 @@ def save(
 def save_async(
     path: str | Path,
     *,
-    model: nn.Module,
+    model: Models,
     optimizer: Optimizers = None,
     scheduler: Any = None,
     scaler: Any = None,
@@ -133,63 +138,81 @@ def save_async(
     begun = time.perf_counter()
     things = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
     work = _begin("save_async", path, model, optimizer, things, step, tokenizer, overwrite, frozen)
-    engine = engine_of(model)
-    if engine.on_disk:
+    if work.copying is None:  # state on a disk is not copied
         work()
-        return Background(engine, Path(path), lambda: None, begun)
-    return Background(engine, Path(path), work, begun, work.copying)
+        return Background(work.engines, Path(path), lambda: None, begun)
+    return Background(work.engines, Path(path), work, begun, work.copying)
 
 
 def _begin(
-    call: str, path: str | Path, model: nn.Module, optimizer: Optimizers, things: Mapping[str, Any], step: int | None, tokenizer: Any,
+    call: str, path: str | Path, model: Models, optimizer: Optimizers, things: Mapping[str, Any], step: int | None, tokenizer: Any,
     overwrite: bool, frozen: bool | Collection[str] = True,
 ) -> _Writing:  # fmt: skip
     """Do the part of a save during which the training must wait. Errors that can be found before
     anything is written are raised here.
     """
-    engine = engine_of(model)
-    engine.refuse_changes("save")
-    meet(engine, call)
-    together, target = Together.of(engine), Path(path).absolute()
-    given = optimizers_of(optimizer)
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    engines = [engine_of(each) for each in models]
+    for engine in engines:
+        engine.refuse_changes("save")
+        meet(engine, call)
+    first, target, given = engines[0], Path(path).absolute(), optimizers_of(optimizer)
+    together = Together.of(first)
+    if not isinstance(model, nn.Module):
+        together = Together.across(first, across_stages(engines))
     parts, copying = RankState(), None
     place: Unfinished | None = None
-    engine.uninitialized.look()
-    buffers: dict[str, torch.Tensor] = {}
-    if engine.buffers.several:
-        with together.each_rank():
-            check_moment(engine, "save", optimizer)
-            buffers, _ = beside_parameters(engine, model)
-    own = engine.buffers.own(buffers)
+    own = [
+        _own_buffers(engine, each, optimizer) for engine, each in zip(engines, models, strict=True)
+    ]
     with contextlib.ExitStack() as on_error:
         # All ranks learn of errors and of the folder's name before anything is written
         with together.each_rank():
             step = step_of(step)
-            check_moment(engine, "save", optimizer)
-            engine.uninitialized.refuse("save() would write")
-            engine.transfers.check()
-            parts = collect(engine, model, given, things, frozen, own)
-            copying = Copying(engine, parts) if call == "save_async" else None
+            for engine in engines:
+                check_moment(engine, "save", optimizer)
+                engine.uninitialized.refuse("save() would write")
+                engine.transfers.check()
+            parts = collect(engines, models, given, things, frozen, own, together.ranks[0])
+            behind = call == "save_async" and not any(engine.on_disk for engine in engines)
+            copying = Copying(first, parts) if behind else None
             if together.rank == 0:
                 place = on_error.enter_context(Unfinished(target, overwrite))
-        mine = {"path": str(target), "step": step, "optimizer": kinds_of(given)}
-        kept = frozen if isinstance(frozen, bool) else ", ".join(sorted(frozen))
-        mine |= {"overwrite": overwrite, "frozen": kept}
-        updates = sorted(engine.group.updates)
-        said = together.all_gather((str(place.folder) if place is not None else "", mine, updates))
-        raise_different("save", [given for _, given, _ in said])
-        engine.group.updates.clear()
-        made = {rank: text for rank, (*_, text) in zip(together.ranks, said, strict=True)}
-        if how := difference(made):
-            raise CheckpointError(f"save() would write what is not one training: {how}")
+        mine = {"path": str(target), "step": step, "overwrite": overwrite}
+        if together is Together.of(first):
+            mine["optimizer"] = kinds_of(given)
+        mine["frozen"] = frozen if isinstance(frozen, bool) else ", ".join(sorted(frozen))
+        said = together.all_gather((str(place.folder) if place is not None else "", mine))
+        raise_different("save", [given for _, given in said])
+        for engine in engines:
+            ranks = Together.of(engine)
+            updates = ranks.all_gather(sorted(engine.group.updates))
+            engine.group.updates.clear()
+            if how := difference(dict(zip(ranks.ranks, updates, strict=True))):
+                raise CheckpointError(f"save() would write what is not one training: {how}")
         on_error.pop_all()
     texts: list[Any] = []  # objects whose save_pretrained() writes HF's files
     if together.rank == 0:
-        named = (getattr(model, name, None) for name in ("config", "generation_config"))
+        named = (getattr(models[0], name, None) for name in ("config", "generation_config"))
         savers = ((thing, getattr(thing, "save_pretrained", None)) for thing in (*named, tokenizer))
         texts = [thing for thing, writes in savers if callable(writes)]
-    folder, saver = Path(said[0][0]), saved_by(engine)
-    return _Writing(together, parts, copying, folder, place, overwrite, step, saver, texts)
+    saver = saved_by(first) | {"world_size": together.size}
+    data_of = Together.of(first).data_of  # of the first stage, if this is its first rank
+    folder = Path(said[0][0])
+    return _Writing(
+        engines, together, data_of, parts, copying, folder, place, overwrite, step, saver, texts
+    )
+
+
+def _own_buffers(engine: Engine, model: nn.Module, optimizer: Optimizers) -> Mapping[str, Any]:
+    """Return the buffers of which ranks have values of their own. Collective over the model's ranks."""
+    engine.uninitialized.look()
+    buffers: dict[str, torch.Tensor] = {}
+    if engine.buffers.several:
+        with Together.of(engine).each_rank():
+            check_moment(engine, "save", optimizer)
+            buffers, _ = beside_parameters(engine, model)
+    return engine.buffers.own(buffers)
 
 
 def step_of(step: Any) -> int | None:
@@ -249,7 +272,9 @@ class _Writing:
         texts: objects that write a transformers model's own files.
     """
 
+    engines: list[Engine]
     together: Together
+    data_of: list[int]
     parts: RankState
     copying: Copying | None
     folder: Path
@@ -261,7 +286,7 @@ class _Writing:
 
     def __call__(self) -> None:
         """Write and commit the checkpoint. Collective. Raises: CheckpointError: on every rank."""
-        error: Said | None = None
+        error: CheckpointError | None = None
         written: FileRecord | None = None
         pieces: list[Report] = []
         me = self.together.rank
@@ -269,43 +294,40 @@ class _Writing:
             try:
                 if self.copying is not None:
                     self.parts = self.copying.run()
-                written, pieces = write_parts(self.folder, rank_file(me), self.parts)
+                with self._in_words():
+                    written, pieces = write_parts(self.folder, rank_file(me), self.parts)
             except Exception as failure:
-                error = self._worded(failure)
-            said = (error, written, pieces, self.parts.values if me == 0 or written else {})
-            reports = self.together.gather(said)
-            error = self.together.from_first(self._finish(reports) if me == 0 else None)
-            if error is not None:
-                raise error.raised()
+                error = worded(failure)
+            reports = self.together.gather((error, written, pieces, self.parts.values))
+            self.together.said_by_first(partial(self._finish, reports))
 
-    def _finish(self, reports: list[Any]) -> Said | None:
-        """Complete and rename the folder, on the first rank. Returns the error, if any."""
+    def _finish(self, reports: list[Any]) -> None:
+        """Complete and rename the folder, on the first rank."""
         assert self.place is not None
-        try:
-            raise_first([error for error, *_ in reports])
-            files = {rank_file(rank): written for rank, (_, written, _, _) in enumerate(reports)}
-            found = records([pieces for _, _, pieces, _ in reports])
-            self._write(
-                found, files, values_of([values for *_, values in reports], self.together.data_of)
-            )
+        raise_first([error for error, *_ in reports])
+        files = {rank_file(rank): written for rank, (_, written, _, _) in enumerate(reports)}
+        found = records([pieces for _, _, pieces, _ in reports])
+        with self._in_words():
+            self._write(found, files, values_of([values for *_, values in reports], self.data_of))
             self._look(files)
             self.place.commit(self.overwrite)
-        except Exception as failure:
-            return self._worded(failure)
-        return None
 
-    def _worded(self, failure: Exception) -> Said:
-        if not isinstance(failure, OSError):
-            return worded(failure)
-        where, room = self.folder.parent, ""
-        if failure.errno in FULL:
-            with contextlib.suppress(OSError):
-                mine = self.folder / rank_file(self.together.rank)
-                free = shutil.disk_usage(where).free + (mine.stat().st_size if mine.exists() else 0)
-                room = (
-                    f" This rank writes {readable(self.parts.nbytes)}, {readable(free)} were free."
-                )
-        return Said(f"no checkpoint can be written in {where}: {in_words(failure)}.{room}")
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """Say where and how much was to be written if the system refuses it."""
+        try:
+            yield
+        except OSError as failure:
+            where, room = self.folder.parent, ""
+            if failure.errno in FULL:
+                with contextlib.suppress(OSError):
+                    mine = self.folder / rank_file(self.together.rank)
+                    free = shutil.disk_usage(where).free
+                    free += mine.stat().st_size if mine.exists() else 0
+                    room = f" This rank writes {readable(self.parts.nbytes)}, {readable(free)} were free."
+            raise CheckpointError(
+                f"no checkpoint can be written in {where}: {in_words(failure)}.{room}"
+            ) from None
 
     def _write(
         self, found: tuple[Record, ...], files: dict[str, FileRecord], state: dict[str, Any]
@@ -341,10 +363,10 @@ class _Writing:
                     f"{name} was written but is not seen by the first rank: {self.folder.parent}"
                     " must be on a file system that all ranks share."
                 )
-            if record.head_only:
-                with TensorFile(path) as file:
-                    read = hashlib.sha256(file.head).hexdigest()
-                if read != record.sha256:
+            if record.tensors:
+                with TensorFile(path, checked=True) as file:
+                    digest = file.digest
+                if digest != record.sha256:
                     raise CheckpointError(
                         f"{name} reads differently than it was written: another save writes there,"
                         " or the disk fails."

@@ -16,6 +16,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,8 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.tensorfile import numel_of
-from onefold.layout.holders import BoxInterval, TensorBox, common, whole_region
+from onefold.layout import overlap
+from onefold.layout.holders import BoxInterval, common, whole_region
 
 KINDS = ("parameter", "buffer", "state", "rng", "extra")
 
@@ -100,32 +102,16 @@ class Source:
         return self.items()[item]
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
-        """Read elements `[start, stop)` of the flattened tensor into `out` ([stop - start], on the
-        host), converted to out's dtype.
+        """Read elements `[start, stop)` of the flattened tensor into `out` ([stop - start],
+        contiguous, on the host), converted to out's dtype.
         """
         raise NotImplementedError
 
-    def read_box(
-        self, item: Item, region: TensorBox, start: int, stop: int, out: torch.Tensor
-    ) -> None:
-        """Read elements `[start, stop)` of a flattened box of the tensor into `out`, as `read` does.
-        Rows that the box has a part of are read whole, at most `BOX_BLOCK` bytes at a time.
-        """
+    def read_box(self, item: Item, wanted: BoxInterval, out: torch.Tensor) -> None:
+        """Read elements of a box of the tensor into `out`, as `read` does."""
         stored = self.stored(item)
-        if region.shape == stored.shape:
-            self.read(item, start, stop, out)
-            return
         there = BoxInterval(whole_region(stored.shape), 0, numel_of(stored.shape))
-        read_common(
-            BoxInterval(region, start, stop), there, out, stored.dtype,
-            lambda a, b, into: self.read(item, a, b, into),
-        )  # fmt: skip
-
-    def packed_in(self, name: str, region: TensorBox) -> Mapping[Item, Stored]:
-        """Return the parts of moments of parameter `name` that are stored packed in blocks of
-        exactly this box. `read_box` reads them; in `items` are the moments that they stand for.
-        """
-        return {}
+        read_common(wanted, there, out, stored.dtype, partial(self.read, item))
 
     def whole(self, item: Item) -> torch.Tensor:
         """Return a whole tensor, on the host."""
@@ -191,9 +177,6 @@ class Source:
         """Return the stored state of "scheduler" or "scaler"; None if there is none."""
         return getattr(self, name, None)
 
-    def compare(self) -> None:
-        """Compare the bytes read so far with the stored checksums, if there are any."""
-
     def close(self) -> None:
         """Close the files."""
 
@@ -205,16 +188,21 @@ def read_common(
     dtype: torch.dtype,
     read: Callable[[int, int, torch.Tensor], object],
 ) -> None:
-    """Read the elements that `wanted` and `stored` have in common into `out`, [wanted.numel].
-
-    Blocks of `stored` begin at multiples of `BOX_BLOCK` bytes, and those with a common element are
-    read whole. So all ranks read the same ranges, and their checksums can be put together.
+    """Read the elements that `wanted` and `stored` have in common into `out`, [wanted.numel]. Of
+    intervals of different boxes, rows of `stored` with a common element are read whole, `BOX_BLOCK`
+    bytes at a time.
 
     Args:
         out: contiguous, on the host.
         dtype: of `stored`.
         read: reads elements [a, b) of `stored`, counted from its first, into a tensor.
     """
+    if wanted.region == stored.region:
+        a, b = overlap((wanted.start, wanted.stop), (stored.start, stored.stop))
+        if a < b:
+            first = wanted.start
+            read(a - stored.start, b - stored.start, out[a - first : b - first])
+        return
     found = common(wanted, stored)
     if not found:
         return
@@ -240,39 +228,6 @@ def closed_on_error(source: SourceT) -> Iterator[SourceT]:
     except BaseException:
         source.close()
         raise
-
-
-class View(Source):
-    """A source that wraps another one and passes on whatever it does not override."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.folder, self.unexpected, self.rules = source.folder, source.unexpected, source.rules
-
-    @property
-    def describe(self) -> str:
-        return self.source.describe
-
-    def items(self) -> Mapping[Item, Stored]:
-        return self.source.items()
-
-    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
-        self.source.read(item, start, stop, out)
-
-    def packed_in(self, name: str, region: TensorBox) -> Mapping[Item, Stored]:
-        return self.source.packed_in(name, region)
-
-    def aliases(self) -> Mapping[str, str]:
-        return self.source.aliases()
-
-    def scalars(self, name: str) -> Mapping[str, Any]:
-        return self.source.scalars(name)
-
-    def groups(self) -> list[list[dict[str, Any]]] | None:
-        return self.source.groups()
-
-    def close(self) -> None:
-        self.source.close()
 
 
 def read_by_another(path: Path) -> Source | None:

@@ -9,7 +9,6 @@ import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -22,16 +21,13 @@ from onefold.checkpoint.progress import Signs
 from onefold.comm import CollectiveContext, Group, StallError
 from onefold.comm.pending import CHECKPOINT, stall_error
 from onefold.runtime.engine import Engine
+from onefold.runtime.parts import tell_all
 from onefold.runtime.uninitialized import UninitializedError
 
 _T = TypeVar("_T")
 
 _known: weakref.WeakKeyDictionary[Engine, Together] = weakref.WeakKeyDictionary()
 _across: weakref.WeakKeyDictionary[Group, Together] = weakref.WeakKeyDictionary()
-
-
-CALLS = ("save", "save_async", "load", "Checkpointer(...)", "Checkpointer.load",
-         "Checkpointer.latest", "export", "load_pretrained", "load_adapters", "shard(weights=...)")  # fmt: skip
 
 
 def meet(engine: Engine, call: str) -> None:
@@ -43,18 +39,12 @@ def meet(engine: Engine, call: str) -> None:
         StallError: another rank does not arrive.
         CheckpointError: another rank has made a different call.
     """
-    if engine.group.alone:
-        return settle(engine)
-    payload = torch.tensor([CALLS.index(call)], dtype=torch.uint8, device="cpu")
-    context = engine.context("control", f"({call})", "state")
-    said = [int(p.item()) for p in engine.group.exchange_control(payload, context)]
-    other = next((rank for rank, code in enumerate(said) if code != CALLS.index(call)), None)
-    if other is not None:
-        raise CheckpointError(
-            f"rank {engine.group.ranks[engine.group.rank]} called {call} while rank"
-            f" {engine.group.ranks[other]} called {CALLS[said[other]]}: every rank must call the"
-            " same, in the same order."
-        )
+    try:
+        tell_all(engine, call, None)
+    except StallError:
+        raise
+    except RuntimeError as error:
+        raise CheckpointError(str(error)) from None
     settle(engine)
 
 
@@ -128,7 +118,7 @@ class Together:
                 error = worded(raised)
         value, error = self.from_first((value, error))
         if error is not None:
-            raise error.raised()
+            raise error
         return cast("_T", value)
 
     def _exchange(self, value: Any, of: Iterable[int]) -> list[Any]:
@@ -222,17 +212,6 @@ class Together:
         raise stall_error(context, waited, cause, name, me, self.ranks, heard, places=self._places)
 
 
-@dataclass(frozen=True)
-class Said:
-    """An error in the form in which ranks send it to each other."""
-
-    text: str
-    damaged: bool = False
-
-    def raised(self) -> CheckpointError:
-        return DamagedCheckpoint(self.text) if self.damaged else CheckpointError(self.text)
-
-
 def raise_different(call: str, said: Sequence[Mapping[str, Any]]) -> None:
     """Raise CheckpointError if ranks were given different arguments."""
     for name, mine in said[0].items():
@@ -244,20 +223,23 @@ def raise_different(call: str, said: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def worded(error: Exception) -> Said:
+def worded(error: Exception) -> CheckpointError:
     """Return the error in the form in which every rank raises it."""
+    if isinstance(error, DamagedCheckpoint):
+        return DamagedCheckpoint(str(error))
     if isinstance(error, CheckpointError):
-        return Said(str(error), isinstance(error, DamagedCheckpoint))
-    return Said(
+        return CheckpointError(str(error))
+    text = (
         in_words(error) + "." if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
     )
+    return CheckpointError(text)
 
 
-def raise_first(errors: Sequence[Said | None]) -> None:
+def raise_first(errors: Sequence[CheckpointError | None]) -> None:
     """Raise the first of the ranks' errors, naming its rank and the number of further errors."""
     bad = [(rank, error) for rank, error in enumerate(errors) if error is not None]
     if bad:
-        rank, said = bad[0]
+        rank, error = bad[0]
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
         who = f" (rank {rank}{more})" if len(errors) > 1 else ""
-        raise Said(said.text + who, said.damaged).raised()
+        raise type(error)(f"{error}{who}")

@@ -32,20 +32,15 @@ from onefold.checkpoint.tensorfile import CODES, DTYPES, bytes_of, numel_of
 #: Tensors up to this size in bytes are stored in the JSON file itself.
 INLINE = 16 << 10
 
-_Convert = Callable[[Any], Any]
 #: Looked up here and not in torch, whose functions a name in a file could otherwise reach.
 _NAMED = {
     str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)
 }
-#: Types stored as one tagged JSON value: (types, tag, to JSON, from JSON).
-_SIMPLE: list[tuple[type | tuple[type, ...], str, _Convert, _Convert]] = [
-    ((bytes, bytearray), "$bytes", lambda v: base64.b64encode(bytes(v)).decode(), base64.b64decode),
-    (torch.dtype, "$dtype", lambda v: str(v).removeprefix("torch."), lambda v: _NAMED[v]),
-]
 #: For each tag, the function that makes the value from the decoded JSON.
-_READ: dict[str, Any] = {
+_READ: dict[str, Callable[[Any], Any]] = {
     "$float": float, "$tuple": tuple, "$dict": dict, "$counter": lambda v: Counter(dict(v)),
-} | {tag: read for _, tag, _, read in _SIMPLE}  # fmt: skip
+    "$bytes": base64.b64decode, "$dtype": _NAMED.__getitem__,
+}  # fmt: skip
 
 Keep = Callable[[torch.Tensor], int]
 Fetch = Callable[[int], torch.Tensor]
@@ -76,9 +71,10 @@ def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
         return [encode(v, f"{where}[{i}]", keep) for i, v in enumerate(value)]
     if isinstance(value, tuple):
         return {"$tuple": [encode(v, f"{where}[{i}]", keep) for i, v in enumerate(value)]}
-    for kind, name, write, _ in _SIMPLE:
-        if isinstance(value, kind):
-            return {name: write(value)}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
     raise CheckpointError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which only pickle could"
         " store, and a checkpoint holds no pickle. Give plain values instead (a dict, a list, text,"

@@ -32,7 +32,7 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
     "weights": ("parameter", "buffer"), "optimizer": ("state",), "rest": ("extra",), "random": (),
 }  # fmt: skip
 PARTS = tuple(KINDS_OF)
-REST = ("step", "scheduler", "scaler", "data", "extra", "extra_state", "wire")
+REST = ("step", "scheduler", "scaler", "data", "extra", "extra_state")
 
 Advance = Callable[[int], object]
 Row = dict[str, Any]
@@ -106,8 +106,6 @@ def differences(
                 row |= {"what": "values", **looked}
             elif one.dtype != other.dtype and atol == rtol == 0:
                 row["what"] = "dtype"
-            first.compare()
-            second.compare()
         if a and b:
             found.compared[kinds[item.kind]] += 1
         if row["what"]:

@@ -4,18 +4,18 @@ A load does not need this, because it can read pieces of any size. It is useful 
 (64 files into one), and for programs that read one file per process.
 
     tensor          0 ............................. 768
-    before  rank-00000 |        | rank-00001           |     each old piece is read once, in blocks; the checksums
-    after   rank-00000 | rank-00001 | rank-00002       |     of its parts are combined and compared
+    before  rank-00000 |        | rank-00001           |
+    after   rank-00000 | rank-00001 | rank-00002       |
 
-Parameters and optimizer states are divided evenly; everything else is in the first file. The new
-checkpoint is committed only if all checksums of the old one are right.
+Parameters and optimizer states are divided evenly; everything else is in the first file. What is read
+is checked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,14 +39,14 @@ from onefold.checkpoint.manifest import (
 )
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import DTYPES, Planned, numel_of, write_tensors
+from onefold.layout.holders import BoxInterval, whole_region
 from onefold.reading import read_bytes
-from onefold.recipe.moments import packed
 
-#: Bytes of a tensor in memory at a time. A rank's larger part of a tensor becomes several pieces.
+#: Bytes of a tensor in memory at a time.
 BLOCK = 64 << 20
 
 Advance = Callable[[int], object]
-Cut = tuple[Record, int, int]
+Cut = tuple[Record, BoxInterval]
 
 
 def reshard(
@@ -85,28 +85,19 @@ def reshard(
 def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> Manifest:
     """Write all files except the manifest, which is returned."""
     manifest = source.manifest
-    for record in manifest.records:
-        if record.boxed and packed(record.item.state) is not None:
-            raise CheckpointError(
-                f"{record.item} is packed in blocks of the boxes of a mesh, which cannot be put"
-                " together without encoding it anew: load the checkpoint on the ranks that should"
-                " write it, and save it there."
-            )
     files: dict[str, FileRecord] = {}
     pieces: dict[Item, list[StoredPiece]] = {record.item: [] for record in manifest.records}
     for rank, cuts in enumerate(_cuts(manifest, ranks)):
         name = rank_file(rank)
         planned = [
-            Planned(key_of(r.item, a), DTYPES[r.dtype], (b - a,), partial(_read, source, r, a, b, advance))
-            for r, a, b in cuts
+            Planned(key_of(r.item, where), DTYPES[r.dtype], (where.numel,), partial(_read, source, r, where, advance))
+            for r, where in cuts
         ]  # fmt: skip
-        written = write_tensors(folder / name, planned)
-        files[name] = FileRecord(written.nbytes, written.head, head_only=True)
-        for r, a, b in cuts:
-            pieces[r.item].append(StoredPiece(name, a, b, written.crcs[key_of(r.item, a)]))
-    source.compare()
+        files[name] = FileRecord(*write_tensors(folder / name, planned), tensors=True)
+        for r, where in cuts:
+            pieces[r.item].append(StoredPiece(name, where))
     for name, recorded in manifest.files.items():
-        if not recorded.head_only:
+        if not recorded.tensors:
             files[name] = _copy(source.folder, folder, name, recorded)
     records = tuple(replace(r, pieces=tuple(pieces[r.item])) for r in manifest.records)
     saved_by = {**manifest.saved_by, "resharded_for": ranks}
@@ -114,24 +105,24 @@ def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> 
 
 
 def _cuts(manifest: Manifest, ranks: int) -> list[list[Cut]]:
-    """Return the contents of each rank's file: (tensor, start, stop), at most `BLOCK` bytes each."""
+    """Return the contents of each rank's file: tensors, and which elements of them."""
     out: list[list[Cut]] = [[] for _ in range(ranks)]
     for record in manifest.records:
-        numel, step = numel_of(record.shape), BLOCK // DTYPES[record.dtype].itemsize
+        numel, whole = numel_of(record.shape), whole_region(record.shape)
         shares = ranks if record.item.kind in ("parameter", "state") else 1
         for rank in range(shares):
-            begin, end = numel * rank // shares, numel * (rank + 1) // shares
-            out[rank] += [(record, at, min(end, at + step)) for at in range(begin, end, step)]
+            where = BoxInterval(whole, numel * rank // shares, numel * (rank + 1) // shares)
+            out[rank] += [(record, where)] if where.numel else []
     return out
 
 
 def _read(
-    source: FolderSource, record: Record, start: int, stop: int, advance: Advance
-) -> torch.Tensor:
-    out = torch.empty(stop - start, dtype=DTYPES[record.dtype], device="cpu")
-    source.read(record.item, start, stop, out)
-    advance(out.numel() * out.element_size())
-    return out
+    source: FolderSource, record: Record, where: BoxInterval, advance: Advance
+) -> Iterator[torch.Tensor]:
+    step = BLOCK // DTYPES[record.dtype].itemsize
+    for _, part in source.blocks(record.item, where.start, where.stop, step):
+        yield part
+        advance(part.nbytes)
 
 
 def _copy(source: Path, folder: Path, name: str, recorded: FileRecord) -> FileRecord:

@@ -58,7 +58,7 @@ def summarize(source: Source, path: Path) -> dict[str, Any]:
 def _tensors(source: Source) -> Iterator[Row]:
     if isinstance(source, FolderSource):
         for r in source.manifest.records:
-            numel = sum(piece.stop - piece.start for piece in r.pieces)
+            numel = sum(piece.where.numel for piece in r.pieces)
             within = few(dict.fromkeys(piece.file for piece in r.pieces), 2)
             yield _tensor(r.item, Stored(DTYPES[r.dtype], r.shape), numel, r.aliases) | {
                 "in": within

@@ -1,8 +1,8 @@
 """Verify a checkpoint: read every byte as a load does and compare it with the manifest's checksums.
 Problems are reported by file and tensor.
 
-    manifest.sha256 ──► manifest.json ──► SHA-256 of each small file, and of each tensor file's header
-                                     └──► CRC-32 of each piece of each tensor (header and pieces make up a tensor file)
+    manifest.sha256 ──► manifest.json ──► SHA-256 of each small file, and of each tensor file's header and checksums
+                                          └──► CRC-32 of each block of each tensor
 
 No ranks and no model are needed. Several threads read pieces in parallel: computing a checksum
 releases the GIL. Each reads a few MiB at a time, so memory is bounded.
@@ -34,7 +34,7 @@ from onefold.checkpoint.manifest import (
     path_in,
     read_manifest,
 )
-from onefold.checkpoint.tensorfile import CHUNK, DTYPES, TensorFile, joined
+from onefold.checkpoint.tensorfile import CHUNK, DTYPES, TensorFile
 from onefold.checkpoint.values import decode
 from onefold.reading import open_regular
 from onefold.wording import few
@@ -72,7 +72,7 @@ def examine(folder: Path | str, advance: Advance | None = None) -> Examination:
         advance: called, from several threads, with the bytes of tensors read since its last call.
 
     Raises:
-        CheckpointError: it is not a checkpoint, or it is of a later version.
+        CheckpointError: it is not a checkpoint, or it is of another version.
     """
     out = Examination(Path(folder))
     if not is_like_a_checkpoint(out.folder):
@@ -127,17 +127,16 @@ def _check(
     path, recorded = path_in(folder, name), files.get(name)
     if recorded is None:
         yield "", f"{MANIFEST} names it and does not list it."
-    elif recorded.head_only:
-        with TensorFile(path) as file:
-            if hashlib.sha256(file.head).hexdigest() != recorded.sha256:
-                yield "", "its header (names and places of tensors) is damaged."
+    elif recorded.tensors:
+        with TensorFile(path, checked=True) as file:
+            if file.digest != recorded.sha256:
+                yield "", "its header (names and places of tensors) or its checksums are damaged."
                 return
-            for (record, piece), sound in zip(
-                inside, pool.map(partial(_is_sound, file, advance), inside), strict=True
+            for (record, _), what in zip(
+                inside, pool.map(partial(_wrong_in, file, advance), inside), strict=True
             ):
-                if not sound:
-                    where = f"elements {piece.start} to {piece.stop}"
-                    yield str(record.item), f"{where}: the bytes are not those that were saved."
+                if what:
+                    yield str(record.item), what
     else:
         with open(path, "rb", opener=open_regular) as whole:
             if hashlib.file_digest(whole, "sha256").hexdigest() != recorded.sha256:
@@ -147,18 +146,20 @@ def _check(
                 decode(state_of_text(whole.read(), path), lambda number: torch.empty(0))
 
 
-def _is_sound(file: TensorFile, advance: Advance | None, inside: Inside) -> bool:
-    """Whether the file holds a piece, with the saved checksum."""
+def _wrong_in(file: TensorFile, advance: Advance | None, inside: Inside) -> str:
+    """Return what is wrong with a piece; "" if nothing is."""
     record, piece = inside
-    key, dtype = key_of(record.item, piece.start, piece.box), DTYPES[record.dtype]
-    numel, step, parts = piece.stop - piece.start, CHUNK // dtype.itemsize, []
+    key, dtype, numel = key_of(record.item, piece.where), DTYPES[record.dtype], piece.where.numel
     span = file.header.get(key)
     if span is None or (span.dtype, span.shape) != (dtype, (numel,)):
-        return False
+        return "it is not there as the manifest says."
+    step = CHUNK // dtype.itemsize
     for start in range(0, numel, step):
-        stop = min(numel, start + step)
-        out = torch.empty(stop - start, dtype=dtype, device="cpu")
-        parts.append((file.read(key, start, stop, out), out.nbytes))
+        out = torch.empty(min(step, numel - start), dtype=dtype, device="cpu")
+        try:
+            file.read(key, start, start + out.numel(), out)
+        except DamagedCheckpoint:
+            return f"elements {start} to {start + out.numel()}: the bytes are not those that were saved."
         if advance is not None:
             advance(out.nbytes)
-    return joined(parts) == piece.crc
+    return ""

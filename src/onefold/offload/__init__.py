@@ -2,9 +2,8 @@
 
 | question                                   | files, in the order to read them                                   |
 |--------------------------------------------|--------------------------------------------------------------------|
-| Where are offloaded shards stored?         | `tiers`, `storage` (host), `nvme_storage` and `nvme` (files)       |
-| Who steps them, and when?                  | `stepper`, `step`, `in_backward`                                     |
-| How do activations go to the host?         | `engine_activations`, `activations`, `saved`                       |
-| Which host memory holds the copies?        | `arena`, `heap`                                                    |
+| Where are offloaded shards stored?         | `storage` (host)         , `nvme_storage` and `nvme` (files)       |
+| Who steps them, and when?                  | `stepper`, `step`                                                  |
+| How do activations go to the host?         | `activations`                       |
 | What is refused before the run?            | `nvme_storage`                                                     |
 """

@@ -29,17 +29,17 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 import onefold.quant.moments as moments
-from onefold.memory import GRADIENTS, TierError, storage_of
+from onefold.memory import GRADIENTS, TierError
 from onefold.offload.nvme import Transfer
 from onefold.offload.nvme_storage import NvmeStorage, inside
 from onefold.offload.storage import grain_of_kind, state_kind
-from onefold.recipe.moments import SIGNED, grain_of, packed
+from onefold.recipe.moments import grain_of
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.values import Elsewhere, count_writes, state_place
 from onefold.runtime.reduce import unique_bytes
-from onefold.runtime.stepper import Part, groups_of, only, raw_step, step_parts
+from onefold.runtime.stepper import groups_of, only, raw_step
 from onefold.runtime.storage import state_shape
 
 #: AHEAD: chunks being read beyond the chunk that is stepped. BEHIND: chunks that may still be
@@ -74,8 +74,9 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
                         # As in all later steps. The moments just created need the memory.
                         count_writes(engine, mine)
                         drop_stepped_gradients(engine, flat, mine)
-            disk = [flat for flat in engine.offloaded_flats if flat.storage.on_disk]
-            _Stepping(optimizer, engine, ready).run(disk)
+            if engine.on_disk:
+                disk = [flat for flat in engine.offloaded_flats if flat.storage.on_disk]
+                _Stepping(optimizer, engine, ready).run(disk)
     except (OSError, TierError) as failure:
         error = failure
     if engine.on_disk:
@@ -122,10 +123,10 @@ def step_flat(
         return
     ready = [entry for entry in entries if entry.param.grad is not None]
     if ready:
+        groups = groups if groups is not None else groups_of(optimizer)
         if (how := moments.moment_policy(optimizer, engine.recipe, flat)) is not None:
-            moments.step_in_memory(optimizer, how, ready)
+            moments.step_in_memory(optimizer, groups, how, ready)
         else:
-            groups = groups if groups is not None else groups_of(optimizer)
             with only(optimizer, groups, [entry.param for entry in ready], engine.device):
                 raw_step(optimizer)
         flat.storage.renew()
@@ -223,7 +224,7 @@ class _Stepping:
         """Move states that are in memory (after load_state_dict) to NVMe."""
         state, how = self.optimizer.state.get(entry.param, {}), self.hows[entry.flat.index]
         if how is not None:
-            there = [key for key in state if key in SIGNED or packed(key) is not None]
+            there = [key for key, v in state.items() if moments.is_stored(how, key, v, entry.param)]
             if there and all(state[key].is_meta for key in there):
                 return
             if there or how.small(entry):
@@ -236,11 +237,10 @@ class _Stepping:
                     del state[key]
                 state |= parts
         for key, value in state.items():
-            ours = packed(key) is not None or (how is not None and key in SIGNED)
-            if (ours or _elementwise(value, entry.param)) and not value.is_meta:
+            if moments.is_stored(how, key, value, entry.param) and not value.is_meta:
                 kind = state_kind(key, value.dtype)
                 storage.region(kind, value.dtype)
-                storage.write_part(kind, _owned(entry)[0] // grain_of(key), value.reshape(-1))
+                storage.write_part(kind, entry.here.start // grain_of(key), value.reshape(-1))
                 state[key] = state_place(state_shape(entry, key), value.dtype)
 
     # -- one chunk ---------------------------------------------------------------------------------
@@ -299,109 +299,53 @@ class _Stepping:
             chunk.buffers["gradient"].mul_(scale)
 
     def _step(self, chunk: _Chunk) -> None:
-        if (how := self.hows[chunk.flat.index]) is not None:
-            self._step_unpacked(chunk, how)
-            return
-        parts = [self._part(chunk, *piece) for piece in chunk.pieces]
-        step_parts(self.optimizer, self.groups, parts, self.engine.device)
-        for (entry, x, y), part in zip(chunk.pieces, parts, strict=True):
-            self._keep(chunk, entry, x, y, part)
-
-    def _step_unpacked(self, chunk: _Chunk, how: moments.MomentPolicy) -> None:
-        """Do what `_step` does, for moments that are stored in a format of their own."""
-        pieces: list[moments.Piece] = []
-        for entry, x, y in chunk.pieces:
-            state, begin = self.optimizer.state.get(entry.param, {}), _owned(entry)[0]
-            scalars = {
-                key: value
-                for key, value in state.items()
-                if key not in SIGNED and packed(key) is None
-            }
-            whole = self.small.get(entry.number)
-            parts = (
-                self._parts(chunk, how, entry, x, y)
-                if whole is None
-                else moments.cut(whole, x - begin, y - begin)
-            )
-            master, grad = (
-                chunk.buffers["master"][x - chunk.a : y - chunk.a],
-                self._gradient(chunk, entry, x, y),
-            )
-            pieces.append(
-                moments.Piece(
-                    entry, moments.place(entry) + x - begin, master, grad, parts, scalars, not state
-                )
-            )
-        moments.step_pieces(self.optimizer, self.groups, how, pieces)
+        how = self.hows[chunk.flat.index]
+        pieces = [self._piece(chunk, how, *piece) for piece in chunk.pieces]
+        device = self.engine.device if how is None else None
+        moments.step_pieces(self.optimizer, self.groups, how, pieces, device)
         for piece in pieces:
-            kept = self.small.get(piece.entry.number)
+            entry, kept = piece.entry, self.small.get(piece.entry.number)
             after: dict[str, torch.Tensor] = {
-                key: state_place(state_shape(piece.entry, key), part.dtype)
-                for key, part in piece.parts.items()
+                key: state_place(state_shape(entry, key), part.dtype)
+                for key, part in piece.stored.items()
             }
             if kept is not None:
-                after = {key: part.view(piece.entry.param.shape) for key, part in kept.items()}
-            self.scalars[piece.entry.number] = piece.entry, piece.scalars | after
+                after = {key: part.view(entry.param.shape) for key, part in kept.items()}
+            self.scalars[entry.number] = entry, piece.numbers | after
 
-    def _parts(
-        self, chunk: _Chunk, how: moments.MomentPolicy, entry: Entry, x: int, y: int
-    ) -> dict[str, torch.Tensor]:
-        """Return the moments of elements [x, y) as views of the chunk's buffers."""
-        out = {}
-        for key, dtype in how.parts(
-            entry, self.optimizer.param_groups[self.groups[id(entry.param)]]
-        ).items():
-            kind, grain = state_kind(key, dtype), grain_of(key)
-            if kind not in chunk.buffers:
-                self._make(chunk, kind, dtype)
-            out[key] = chunk.buffers[kind][(x - chunk.a) // grain : -(-(y - chunk.a) // grain)]
-            if key not in self.optimizer.state.get(entry.param, {}):
-                out[key].view(torch.uint8).zero_()
-        return out
-
-    @staticmethod
-    def _gradient(chunk: _Chunk, entry: Entry, x: int, y: int) -> torch.Tensor:
+    def _piece(
+        self, chunk: _Chunk, how: moments.MomentPolicy | None, entry: Entry, x: int, y: int
+    ) -> moments.Piece:
+        """Return elements [x, y) of the owned interval."""
+        param, begin = entry.param, entry.here.start
+        state, small = self.optimizer.state.get(param, {}), self.small.get(entry.number)
+        numbers = {k: v for k, v in state.items() if not moments.is_stored(how, k, v, param)}
+        if small is not None:
+            stored = moments.cut(small, x - begin, y - begin)
+        else:
+            kinds = {key: value.dtype for key, value in state.items() if key not in numbers}
+            if how is not None:
+                kinds = how.parts(entry, self.optimizer.param_groups[self.groups[id(param)]])
+            stored = {key: self._view(chunk, key, dtype, x, y) for key, dtype in kinds.items()}
+            for key in stored.keys() - state.keys():
+                stored[key].view(torch.uint8).zero_()
         if "gradient" in chunk.buffers:
-            return chunk.buffers["gradient"][x - chunk.a : y - chunk.a]
-        first = _owned(entry)[0]
-        assert entry.param.grad is not None
-        return entry.param.grad.reshape(-1)[x - first : y - first]
+            grad = chunk.buffers["gradient"][x - chunk.a : y - chunk.a]
+        else:
+            assert param.grad is not None
+            grad = param.grad.reshape(-1)[x - begin : y - begin]
+        master, first = chunk.buffers["master"][x - chunk.a : y - chunk.a], moments.place(entry)
+        return moments.Piece(
+            entry, first + x - begin, master, grad, stored, numbers, not state,
+            lambda key, dtype: self._view(chunk, key, dtype, x, y),
+        )  # fmt: skip
 
-    def _part(self, chunk: _Chunk, entry: Entry, x: int, y: int) -> Part:
-        """Return elements [x, y) of the owned interval in the parameter's place."""
-        here = slice(x - chunk.a, y - chunk.a)
-        # A 0-dim parameter keeps its shape. Its states are 0-dim too, and stay in memory like step
-        # counters.
-        shape = entry.param.shape if not entry.param.dim() else (y - x,)
-        state: dict[str, Any] = {}
-        for key, value in self.optimizer.state.get(entry.param, {}).items():
-            if _elementwise(value, entry.param):
-                state[key] = chunk.buffers[state_kind(key, value.dtype)][here]
-            else:
-                state[key] = value.clone() if isinstance(value, torch.Tensor) else value
-        return Part(
-            entry.param,
-            chunk.buffers["master"][here].view(shape),
-            self._gradient(chunk, entry, x, y).view(shape),
-            state or None,
-            None if y - x == entry.param.numel() else x == _owned(entry)[0],
-        )
-
-    def _keep(self, chunk: _Chunk, entry: Entry, x: int, y: int, part: Part) -> None:
-        """Copy a part's new state to the chunk's buffers; scalars go to `self.scalars`."""
-        after: dict[str, Any] = {}
-        for key, value in (part.state or {}).items():
-            if not _elementwise(value, part.data):
-                after[key] = value
-                continue
-            kind = state_kind(key, value.dtype)
-            if kind not in chunk.buffers:
-                self._make(chunk, kind, value.dtype)
-            into = chunk.buffers[kind][x - chunk.a : y - chunk.a]
-            if _place(into) != _place(value):
-                into.copy_(value)
-            after[key] = state_place(state_shape(entry, key), value.dtype)
-        self.scalars[entry.number] = entry, after
+    def _view(self, chunk: _Chunk, key: str, dtype: torch.dtype, x: int, y: int) -> torch.Tensor:
+        """Return elements [x, y) of a state in the chunk's buffers."""
+        kind, grain = state_kind(key, dtype), grain_of(key)
+        if kind not in chunk.buffers:
+            self._make(chunk, kind, dtype)
+        return chunk.buffers[kind][(x - chunk.a) // grain : -(-(y - chunk.a) // grain)]
 
     def _write(self, chunk: _Chunk) -> None:
         storage = chunk.storage
@@ -423,20 +367,3 @@ class _Stepping:
         chunk.buffers.clear()
         while chunk.whole:
             self.transfers.pool.give(chunk.whole.pop())
-
-
-def _owned(entry: Entry) -> tuple[int, int]:
-    """Return the elements of `entry` that this rank owns, counted from the first element of the
-    flat buffer that it owns.
-    """
-    return entry.here.start, entry.here.stop
-
-
-def _place(t: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor begins. Fake tensors have no address."""
-    return storage_of(t), int(t.storage_offset())
-
-
-def _elementwise(value: Any, param: torch.Tensor) -> bool:
-    """Return whether a state has an element for each element of the parameter."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape

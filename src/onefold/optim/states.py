@@ -143,7 +143,7 @@ class OptimizerParts(HeldParts):
 
     def read(self, item: StateItem, x: int, y: int) -> torch.Tensor:
         with self.keeping_errors():
-            return self._values(item.entry, item.key, x, y).to(item.dtype)
+            return self.values(item.entry, item.key, x, y).to(item.dtype)
         return torch.zeros(y - x, dtype=item.dtype, device="cpu")
 
     def write(self, item: StateItem, x: int, y: int, values: torch.Tensor) -> None:
@@ -189,7 +189,7 @@ class OptimizerParts(HeldParts):
     def _states(self, entry: Entry) -> Mapping[str, Any]:
         return self.made.get(entry) or self.optimizer.state.get(entry.param) or {}
 
-    def _values(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
+    def values(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
         """Return elements [x, y) of the state `key`, unpacked. Then x is at a block boundary."""
         there = self._states(entry)
         if key in there:

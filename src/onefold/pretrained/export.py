@@ -306,10 +306,9 @@ def _write_file(path: Path, group: Mapping[str, Whole], left: Iterator[Whole]) -
             " share."
         )
 
-    def following() -> torch.Tensor:
+    def following() -> list[torch.Tensor]:
         make: Any = next(left).make
-        made: torch.Tensor = make()
-        return made
+        return [make()]
 
     planned = [
         Planned(key, tensor.like.dtype, tuple(tensor.like.shape), following)
@@ -474,7 +473,6 @@ def export_folder(
             copy_files(near, (*CONFIGURATION, *TOKENIZER), made.folder)
             _say_dtype(made.folder / "config.json", dtype or first_dtype(outline))
         write_files(made.folder, files)
-        source.compare()
         finish(made, overwrite)
     return Path(folder)
 

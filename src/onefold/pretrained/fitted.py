@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.source import Item, Source, Stored, View
+from onefold.checkpoint.source import Item, Source, Stored
 from onefold.pretrained.hf_names import Runs, Shape, overlapping
 from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -118,7 +118,7 @@ def copies(module: nn.Module) -> dict[str, str]:
     }
 
 
-class Fitted(View):
+class Fitted(Source):
     """A source that shows another source's tensors under the names of a model.
 
     Args:
@@ -140,7 +140,7 @@ class Fitted(View):
         unexpected: Iterable[str] = (),
         rules: Any = None,
     ) -> None:
-        super().__init__(source)
+        self.source, self.folder = source, source.folder
         self.missing: list[str] = []
         self.unexpected, self.rules = sorted(unexpected), rules
         self._items: dict[Item, Stored] = {}
@@ -163,8 +163,15 @@ class Fitted(View):
             if again:
                 self._twice[item] = again
 
+    @property
+    def describe(self) -> str:
+        return self.source.describe
+
     def items(self) -> Mapping[Item, Stored]:
         return self._items
+
+    def close(self) -> None:
+        self.source.close()
 
     def aliases(self) -> Mapping[str, str]:
         return self._aliases

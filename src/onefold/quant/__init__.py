@@ -4,7 +4,7 @@
 |----------------------------------------|------------------------------------------------------|
 | floats as fewer bytes                  | `codecs`                                             |
 | encoded wires, encoded frozen weights  | `gather_paths`, `hops`, `encoded_storage`            |
-| moments of optimizers in fewer bits    | `moments`, `moment_packing`, `stepper`               |
+| moments of optimizers in fewer bits    | `moments`, `moment_packing`                          |
 | stochastic rounding to bf16            | `bf16_rounding`                                      |
 | what is compiled on CUDA               | `compiled`                                           |
 

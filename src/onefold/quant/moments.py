@@ -18,19 +18,20 @@ the number of ranks, the stage, the tier or the size of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 
+from onefold.memory import storage_of
 from onefold.quant.bf16_rounding import key_of, to_bf16
 from onefold.quant.moment_packing import decode, encode
 from onefold.recipe import Recipe
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.stepper import Part, groups_of, step_parts
+from onefold.runtime.stepper import Part, step_parts
 
 #: Elements stepped at a time. On a CPU the unpacked values stay in the cache. Other devices need more
 #: work per call: 2**24 elements take 256 MB of unpacked values and gradients.
@@ -118,48 +119,59 @@ class Piece:
     Attributes:
         first: the index of the first element in the whole parameter.
         master, grad: [n].
-        parts: the stored moments by key, as views. No item is shared with another piece.
-        scalars: the rest of the state.
-        fresh: the parameter was never stepped, and `parts` holds no values yet.
+        stored: the element-wise states by key as they are stored, views that are written to. No item is
+            shared with another piece.
+        numbers: the rest of the state.
+        fresh: the parameter was never stepped, and `stored` holds no values yet.
+        new: makes what a state of this key and dtype is stored in, if only the step tells which there
+            are.
     """
 
     entry: Entry
     first: int
     master: torch.Tensor
     grad: torch.Tensor
-    parts: dict[str, torch.Tensor]
-    scalars: dict[str, Any]
+    stored: dict[str, torch.Tensor]
+    numbers: dict[str, Any]
     fresh: bool
+    new: Callable[[str, torch.dtype], torch.Tensor] | None = None
 
 
 def step_pieces(
-    optimizer: Optimizer, groups: dict[int, int], how: MomentPolicy, pieces: Sequence[Piece]
+    optimizer: Optimizer,
+    groups: dict[int, int],
+    how: MomentPolicy | None,
+    pieces: Sequence[Piece],
+    device: torch.device | None = None,
 ) -> None:
-    """Step `pieces`, a batch of elements at a time. Updates masters and parts in place, and
-    replaces `scalars`.
+    """Step `pieces`. Updates masters and what is stored in place, and replaces `numbers`. What is
+    stored in another format is stepped a batch of elements at a time.
+
+    `device`: that of the model, see `step_parts`.
     """
     batch: list[tuple[Piece, Piece]] = []
     size = 0
     for piece in pieces:
-        for small in _cut(piece):
+        for small in _cut(piece) if how is not None else [piece]:
             batch.append((piece, small))
             size += small.master.numel()
-            if size >= _chunk(small.master.device):
-                _step_batch(optimizer, groups, how, batch)
+            if how is not None and size >= _chunk(small.master.device):
+                _step_batch(optimizer, groups, how, batch, device)
                 batch, size = [], 0
-    _step_batch(optimizer, groups, how, batch)
+    _step_batch(optimizer, groups, how, batch, device)
 
 
 def _step_batch(
     optimizer: Optimizer,
     groups: dict[int, int],
-    how: MomentPolicy,
+    how: MomentPolicy | None,
     batch: Sequence[tuple[Piece, Piece]],
+    device: torch.device | None,
 ) -> None:
     parts = [_part(how, small) for _, small in batch]
-    step_parts(optimizer, groups, parts)
+    step_parts(optimizer, groups, parts, device)
     for (piece, small), part in zip(batch, parts, strict=True):
-        piece.scalars = _put_back(how, small, part)
+        piece.numbers = _put_back(how, small, part)
 
 
 def _chunk(device: torch.device) -> int:
@@ -167,119 +179,125 @@ def _chunk(device: torch.device) -> int:
 
 
 def _cut(piece: Piece) -> Iterator[Piece]:
-    """Cut `piece` into smaller ones at block boundaries, in order. Each starts with the scalars of
+    """Cut `piece` into smaller ones at block boundaries, in order. Each starts with the numbers of
     the whole piece.
     """
-    n, step = piece.master.numel(), _chunk(piece.master.device)
-    scalars = piece.scalars
+    n, step, whole = piece.master.numel(), _chunk(piece.master.device), replace(piece)
     for a in range(0, n, step):
         b = min(n, a + step)
-        parts = cut(piece.parts, a, b)
-        yield Piece(
-            piece.entry,
-            piece.first + a,
-            piece.master[a:b],
-            piece.grad[a:b],
-            parts,
-            scalars,
-            piece.fresh,
-        )
+        master, grad, stored = piece.master[a:b], piece.grad[a:b], cut(piece.stored, a, b)
+        yield replace(whole, first=piece.first + a, master=master, grad=grad, stored=stored)
 
 
-def cut(parts: dict[str, torch.Tensor], a: int, b: int) -> dict[str, torch.Tensor]:
-    """Return the slices of `parts` for elements [a, b). Both ends are at a block boundary or at an
+def cut(stored: dict[str, torch.Tensor], a: int, b: int) -> dict[str, torch.Tensor]:
+    """Return the slices of `stored` for elements [a, b). Both ends are at a block boundary or at an
     end of the parameter.
     """
-    return {key: part[slice(*items_of(a, b, grain_of(key)))] for key, part in parts.items()}
+    return {key: part[slice(*items_of(a, b, grain_of(key)))] for key, part in stored.items()}
 
 
-def _part(how: MomentPolicy, piece: Piece) -> Part:
+def _part(how: MomentPolicy | None, piece: Piece) -> Part:
+    master, grad, n = piece.master, piece.grad, piece.master.numel()
     state: dict[str, Any] | None = None
     if not piece.fresh:
-        scalars = {
+        state = {
             key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in piece.scalars.items()
+            for key, value in piece.numbers.items()
         }
-        present = {part.key if (part := packed(key)) is not None else key for key in piece.parts}
-        state = scalars | {
-            key: unpacked(piece.parts, key, piece.master.numel())
-            for key in SIGNED
-            if key in present
-        }
-    alone = piece.master.numel() == piece.entry.param.numel()
-    first = None if alone else piece.first == place(piece.entry)
-    return Part(piece.entry.param, piece.master.float(), piece.grad.float(), state, first)
+        if how is None:
+            state |= piece.stored
+        else:
+            keys = {part.key if (part := packed(key)) is not None else key for key in piece.stored}
+            state |= {key: unpacked(piece.stored, key, n) for key in SIGNED if key in keys}
+    if how is not None:
+        master, grad = master.float(), grad.float()
+    # A 0-dim parameter keeps its shape. Its states are 0-dim too, and are numbers here
+    shape = (n,) if piece.entry.param.dim() else ()
+    first = None if n == piece.entry.param.numel() else piece.first == place(piece.entry)
+    return Part(piece.entry.param, master.view(shape), grad.view(shape), state, first)
 
 
-def unpacked(parts: dict[str, torch.Tensor], key: str, numel: int) -> torch.Tensor:
-    """Return the moment `key` of `parts` in fp32, [numel]; the part itself if that is fp32."""
+def unpacked(stored: dict[str, torch.Tensor], key: str, numel: int) -> torch.Tensor:
+    """Return the moment `key` in fp32, [numel]; what is stored itself if that is fp32."""
     for format in FORMATS.values():
-        found = [parts.get(name) for name in format.keys(key)]
+        found = [stored.get(name) for name in format.keys(key)]
         if format.packed and found[0] is not None and found[1] is not None:
             return decode(format, found[0], found[1], numel, SIGNED[key])
-    return parts[key].float()
+    return stored[key].float()
 
 
-def _put_back(how: MomentPolicy, piece: Piece, part: Part) -> dict[str, Any]:
-    """Store masters and moments of `part` in `piece`. Return the rest of its state."""
-    state = part.state or {}
-    step = state["step"]
-    if not isinstance(step, torch.Tensor):
-        step = torch.tensor(step, device="cpu")
-    for key in SIGNED:
-        if key in state:
-            pack(how, piece, key, state[key], step)
-    if piece.master.dtype != torch.float32:
-        _round(how, piece, "master", part.data, step, piece.master)
-    return {key: value for key, value in state.items() if key not in SIGNED}
+def elementwise(value: Any, param: torch.Tensor) -> bool:
+    """Return whether a state has an element for each element of the parameter."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
-def pack(
-    how: MomentPolicy,
-    piece: Piece,
-    key: str,
-    value: torch.Tensor,
-    step: torch.Tensor,
-) -> None:
-    """Store the fp32 moment `value`, [n], in the parts of `piece`."""
-    format = how.of(piece.entry)
-    if format.packed:
-        codes, scales = (piece.parts[name] for name in format.keys(key))
-        encode(format, value, SIGNED[key], codes, scales)
-    elif piece.parts[key].data_ptr() != value.data_ptr():
-        _round(how, piece, key, value, step, piece.parts[key])
+def is_stored(how: MomentPolicy | None, key: str, value: Any, param: torch.Tensor) -> bool:
+    """Return whether a state is stored element by element; else it is a number."""
+    if how is None:
+        return packed(key) is not None or elementwise(value, param)
+    return key in SIGNED or packed(key) is not None
+
+
+def _put_back(how: MomentPolicy | None, piece: Piece, part: Part) -> dict[str, Any]:
+    """Store masters and states of `part` in `piece`. Return the numbers among its state."""
+    state, numbers = part.state or {}, dict[str, Any]()
+    for key, value in state.items():
+        if not is_stored(how, key, value, part.data):
+            numbers[key] = value
+        elif how is not None and how.of(piece.entry).packed:
+            _pack(how.of(piece.entry), key, value, piece.stored)
+        else:
+            if key not in piece.stored:
+                assert piece.new is not None
+                piece.stored[key] = piece.new(key, value.dtype)
+            _round(how, piece, key, value, state, piece.stored[key])
+    _round(how, piece, "master", part.data, state, piece.master)
+    return numbers
+
+
+def _pack(format: Format, key: str, value: torch.Tensor, stored: dict[str, torch.Tensor]) -> None:
+    codes, scales = (stored[name] for name in format.keys(key))
+    encode(format, value, SIGNED[key], codes, scales)
 
 
 def _round(
-    how: MomentPolicy,
+    how: MomentPolicy | None,
     piece: Piece,
     what: str,
     value: torch.Tensor,
-    step: torch.Tensor,
+    state: dict[str, Any],
     into: torch.Tensor,
 ) -> None:
-    if how.seed is None or into.dtype != torch.bfloat16:
-        into.copy_(value)
-        return
-    key = key_of(how.seed, piece.entry.name, what)
-    to_bf16(value, key, step, piece.first, into)
+    """Store `value` in the dtype of `into`, where it may be already."""
+    if how is not None and how.seed is not None and into.dtype == torch.bfloat16:
+        step = state["step"]
+        step = step if isinstance(step, torch.Tensor) else torch.tensor(step, device="cpu")
+        to_bf16(value, key_of(how.seed, piece.entry.name, what), step, piece.first, into)
+    # Fake tensors have no address
+    elif (storage_of(into), into.storage_offset()) != (storage_of(value), value.storage_offset()):
+        into.copy_(value.view(into.shape))
 
 
 # -- shards in memory ------------------------------------------------------------------------------
 
 
-def step_in_memory(optimizer: Optimizer, how: MomentPolicy, entries: Iterable[Entry]) -> None:
-    """Step those of `entries` that have a gradient. All their data must be in memory, on the device
-    or the host.
+def step_in_memory(
+    optimizer: Optimizer, groups: dict[int, int], how: MomentPolicy, entries: Iterable[Entry]
+) -> None:
+    """Step `entries`, which have gradients. All their data must be in memory, on the device or the
+    host.
     """
     if skipped(optimizer):
         return
-    groups, pieces = groups_of(optimizer), []
+    pieces = []
     for entry in entries:
-        if entry.param.grad is not None and entry.param.numel():
-            pieces.append(
-                _whole(optimizer, how, entry, optimizer.param_groups[groups[id(entry.param)]])
-            )
+        param, state = entry.param, optimizer.state.get(entry.param, {})
+        assert param.grad is not None
+        if param.numel():
+            stored = adopted(optimizer, how, entry, optimizer.param_groups[groups[id(param)]])
+            numbers = {k: v for k, v in state.items() if not is_stored(how, k, v, param)}
+            master, grad = param.data.reshape(-1), param.grad.reshape(-1)
+            pieces.append(Piece(entry, place(entry), master, grad, stored, numbers, not state))
     step_pieces(optimizer, groups, how, pieces)
     for piece in pieces:
         param = piece.entry.param
@@ -289,32 +307,10 @@ def step_in_memory(optimizer: Optimizer, how: MomentPolicy, entries: Iterable[En
         # An element-wise moment has the parameter's shape; codes and scales are one-dimensional
         shown = {
             key: part if packed(key) is not None else part.view(param.shape)
-            for key, part in piece.parts.items()
+            for key, part in piece.stored.items()
         }
-        optimizer.state[param] = piece.scalars | shown
+        optimizer.state[param] = piece.numbers | shown
         torch.autograd.graph.increment_version(param)
-
-
-def _whole(optimizer: Optimizer, how: MomentPolicy, entry: Entry, group: dict[str, Any]) -> Piece:
-    """Return all of a parameter that this rank holds, as one piece."""
-    parts, state, grad = (
-        adopted(optimizer, how, entry, group),
-        optimizer.state.get(entry.param, {}),
-        entry.param.grad,
-    )
-    assert grad is not None
-    scalars = {
-        key: value for key, value in state.items() if key not in SIGNED and packed(key) is None
-    }
-    return Piece(
-        entry,
-        place(entry),
-        entry.param.data.reshape(-1),
-        grad.reshape(-1),
-        parts,
-        scalars,
-        not state,
-    )
 
 
 def skipped(optimizer: Any) -> bool:
@@ -337,51 +333,25 @@ def adopted(
 
     They are those in `optimizer.state`, converted from another format if necessary; zeros for
     moments that do not exist yet.
-
-    Raises:
-        ValueError: `load_state_dict` has rounded the scales.
     """
-    param, state, n, wanted = (
-        entry.param,
-        optimizer.state.get(entry.param, {}),
-        entry.param.numel(),
-        how.parts(entry, group),
-    )
+    param, wanted, format = entry.param, how.parts(entry, group), how.of(entry)
     there = {
-        k: _cast_back(k, v.to(param.device)).reshape(-1)
-        for k, v in state.items()
-        if k in SIGNED or packed(k) is not None
+        key: value.to(param.device).reshape(-1)
+        for key, value in optimizer.state.get(param, {}).items()
+        if is_stored(how, key, value, param)
     }
     if all(name in there and there[name].dtype == dtype for name, dtype in wanted.items()):
         return {name: there[name] for name in wanted}
-    parts = {
-        key: torch.zeros(-(-n // grain_of(key)), dtype=dtype, device=param.device)
+    n, device = param.numel(), param.device
+    stored = {
+        key: torch.zeros(-(-n // grain_of(key)), dtype=dtype, device=device)
         for key, dtype in wanted.items()
     }
-    piece = Piece(
-        entry, place(entry), parts[next(iter(parts))], parts[next(iter(parts))], parts, {}, False
-    )
-    for key in moments_of(group):
-        if any(name in there for format in FORMATS.values() for name in format.keys(key)):
-            value, step = unpacked(there, key, n), torch.zeros((), device="cpu")
-            pack(replace(how, seed=None), piece, key, value, step)
-    return parts
-
-
-def _cast_back(key: str, value: torch.Tensor) -> torch.Tensor:
-    """Cast a state back after torch's `load_state_dict`, which casts states to the parameter's
-    dtype. Codes survive that; scales only if the dtype is fp32.
-
-    Raises:
-        ValueError: scales in 16 bits.
-    """
-    part = packed(key)
-    if part is None or value.dtype == part.dtype:
-        return value
-    if part.scale:
-        raise ValueError(
-            f"the state {key!r} was loaded in {value.dtype} and is fp32: optimizer.load_state_dict"
-            " gives states the dtype of the master weights, which is too short for scales. Use"
-            " onefold.save and onefold.load."
-        )
-    return value.to(part.dtype)
+    known = {part.key if (part := packed(key)) is not None else key for key in there}
+    for key in (key for key in moments_of(group) if key in known):
+        value = unpacked(there, key, n)
+        if format.packed:
+            _pack(format, key, value, stored)
+        else:
+            stored[key].copy_(value)
+    return stored

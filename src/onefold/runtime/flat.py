@@ -19,7 +19,6 @@ from onefold.comm import Group, Pending
 from onefold.layout import LOW, Dtypes, ShardSpec, Slot, Tiers, overlap
 from onefold.layout.holders import Holders, TensorBox
 from onefold.memory import storage_of
-from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.parameters.interval import (
     IntervalSpec,
     dispatches,
@@ -171,14 +170,6 @@ class Entry:
     def elsewhere(self) -> bool:
         """Whether it has elements, and this rank owns none of them."""
         return self.here.start == self.here.stop and bool(self.slot.numel)
-
-    def outside(self, x: int, y: int, key: str = "") -> tuple[tuple[int, ...], int, int]:
-        """Return the shape of the parameter (or of its state `key`), and where elements [x, y) are
-        in it.
-        """
-        grain, slot = grain_of(key), self.slot
-        shape = slot.shape if packed(key) is None else (-(-slot.numel // grain),)
-        return shape, *items_of(x, y, grain)
 
 
 # -- a flat buffer ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ callers know no tiers or formats.
     rank 0's whole        ──── `from_first` ───────────────────────►   every rank's `write`
     masters of all ranks  ──── `whole_masters` ────────────────────►   a whole flat buffer on every rank
     a whole on each rank  ──── `from_own` (no traffic) ────────────►   this rank's `write`
-    this rank's `place`   ──── what it accounts for (no traffic) ──►   this rank's file
+    this rank's `values`  ──── (no traffic) ───────────────────────►   this rank's file
 
 | parts             | file                      | items                                                                |
 |-------------------|---------------------------|----------------------------------------------------------------------|
@@ -35,8 +35,8 @@ their first rank, and these exchange boxes with rank 0:
 | `optimizer.load_state_dict`                                  | `from_first`, or `from_own`    |
 | `full_params`, `parameter.onefold.gather()`, `unshard`, `stream_params` | `whole_masters`     |
 | leaving `full_params(write=True)`                            | `within_holders`               |
-| `save`                                                       | `place`, for what is accounted |
-| `load`                                                       | `place`, for what it reads     |
+| `save`                                                       | `values`                       |
+| `load`                                                       | `write`, of what it reads      |
 
 `to_first` and `from_first` move at most `CHUNK` elements at a time: a device never holds more of an
 item than that. A host other than rank 0's holds only the elements of its own rank. All moves between
@@ -139,9 +139,13 @@ class HeldParts(ABC):
         that stand for some elements each.
         """
 
+    def values(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
+        """Return the elements, [y - x], on any device."""
+        return in_memory(self.place(entry, key, x, y))
+
     def read(self, item: StateItem, x: int, y: int) -> torch.Tensor:
         """Return the elements, [y - x], in the item's dtype on any device."""
-        return in_memory(self.place(item.entry, item.key, x, y)).to(item.dtype)
+        return self.values(item.entry, item.key, x, y).to(item.dtype)
 
     @abstractmethod
     def write(self, item: StateItem, x: int, y: int, values: torch.Tensor) -> None:

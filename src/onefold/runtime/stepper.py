@@ -4,10 +4,10 @@
 |-----------------------------------------|----------------------------------------------|------------------------------|
 | on the device                           | the user's optimizer itself                  | at `optimizer.step()`        |
 | of whole matrices, also on the host     | the user's optimizer, by owners (optim/whole.py) | before the rest of that step |
-| with moments in 8 or 4 bits             | its rule, piece by piece (quant/stepper.py)  | before the rest of that step |
+| with moments in 8 or 4 bits             | its rule, piece by piece (offload/stepper.py) | before the rest of that step |
 | on the host                             | the user's optimizer, unit by unit (offload/stepper.py) | before the rest of that step |
 | on NVMe                                 | the user's optimizer, chunk by chunk (the same) | before the rest of that step |
-| on the host or NVMe, `step_in_backward` | as above, in a thread (offload/in_backward.py) | when its gradient has landed |
+| on the host or NVMe, `step_in_backward` | as above, in a thread (the same) | when its gradient has landed |
 
 The user's step leaves out what was stepped "before the rest": such parameters are in no group, and
 have no `.grad`, while it runs (optim/steps.py).

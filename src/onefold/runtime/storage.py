@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -284,10 +283,6 @@ def refuse_written(written: list[Entry]) -> None:
 # Elements that are stored in files: read and written in pieces, never whole in memory.
 
 
-#: Elements moved to or from the disk at a time.
-CHUNK = 4 << 20
-
-
 @dataclass(frozen=True)
 class OnDisk:
     """Stands for a one-dimensional tensor: elements [start, stop) of the region `kind` of
@@ -307,23 +302,10 @@ class OnDisk:
     def numel(self) -> int:
         return self.stop - self.start
 
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """Yield the elements in order, in host tensors."""
-        for a in range(self.start, self.stop, CHUNK):
-            yield self.storage.part(self.kind, a, min(self.stop, a + CHUNK))
-
-    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Read elements [start, stop), counted from the first of these, into new host memory."""
-        end = self.stop if stop is None else self.start + stop
-        return self.storage.part(self.kind, self.start + start, end)
+    def read(self) -> torch.Tensor:
+        """Read all elements into new host memory."""
+        return self.storage.part(self.kind, self.start, self.stop)
 
     def copy_(self, values: torch.Tensor) -> None:
         """Overwrite all elements."""
-        self.write(0, values)
-
-    def write(self, start: int, values: torch.Tensor) -> None:
-        """Overwrite the elements from `start` on, counted from the first of these."""
-        self.storage.write_part(self.kind, self.start + start, values.to("cpu", self.dtype))
+        self.storage.write_part(self.kind, self.start, values.to("cpu", self.dtype))
