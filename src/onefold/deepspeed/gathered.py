@@ -315,7 +315,7 @@ def mark(model: nn.Module) -> None:
     if alone():
         _count_passes(model, params)
     for module in model.modules():
-        module.__dict__["ds_external_parameters"] = _none
+        module.__dict__["ds_external_parameters"] = tuple  # a call returns none
         module.__dict__["_external_params"] = _NO_PARAMS
 
 
@@ -335,11 +335,6 @@ def _count_passes(model: nn.Module, params: list[nn.Parameter]) -> None:
     model.register_forward_hook(end, always_call=True)
     for param in params:
         param.__dict__[PASSES] = passes
-
-
-def _none() -> tuple[()]:
-    """Return no external parameters: modules do not have to register the ones they use."""
-    return ()
 
 
 class ParameterOffload:

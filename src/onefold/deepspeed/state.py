@@ -75,12 +75,10 @@ def show_scale(optimizer: Any, scaler: LossScaler | None) -> None:
 
     | attribute                          | what it is                                               |
     |------------------------------------|----------------------------------------------------------|
-    | `loss_scaler`, `loss_scale_config` | the engine's `LossScaler`; outside fp16 its scale is 1   |
+    | `loss_scaler`                      | the engine's `LossScaler`; outside fp16 its scale is 1   |
     | `cur_scale`, `loss_scale`          | its scale; changes of the scaler are followed            |
     | `dynamic_loss_scale`               | whether the scale changes by itself                      |
     | `overflow`                         | whether the last step was skipped                        |
-    | `custom_loss_scaler`               | false: the scale is the engine's own                     |
-    | `needs_scaler()`                   | whether a backward pass needs a scaled loss              |
     """
     shown = scaler or LossScaler(FP16(loss_scale=1))
     seen: weakref.ref[Any] = weakref.ref(optimizer)
@@ -91,10 +89,8 @@ def show_scale(optimizer: Any, scaler: LossScaler | None) -> None:
 
     shown.follower = follow
     follow(shown.scale)
-    optimizer.loss_scaler = optimizer.loss_scale_config = shown
+    optimizer.loss_scaler, optimizer.overflow = shown, False
     optimizer.dynamic_loss_scale = shown.dynamic
-    optimizer.overflow = optimizer.custom_loss_scaler = False
-    optimizer.needs_scaler = shown.is_needed
 
 
 def show_leaves(optimizer: Any, leaves: list[nn.Module]) -> None:

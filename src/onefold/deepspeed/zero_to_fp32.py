@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -57,7 +57,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         CheckpointError: there is no checkpoint that can be read, or it does not say which
             parameters were frozen.
     """
-    with _opened(checkpoint_dir, tag) as source:
+    with contextlib.closing(source_of(_folder(checkpoint_dir, tag))) as source:
         return _state(source, _tensors(source, exclude_frozen_parameters))
 
 
@@ -136,7 +136,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
     folder = target.parent if single else target
     unlimited = single or max_shard_size is None
-    with _opened(checkpoint_dir, tag) as source:
+    with contextlib.closing(source_of(_folder(checkpoint_dir, tag))) as source:
         tensors = _tensors(source, exclude_frozen_parameters)
         made = split_state_dict_into_shards_factory(
             {name: item for item, names in tensors.items() for name in names},
@@ -180,12 +180,6 @@ def _folder(folder: str | os.PathLike[str], tag: str | None) -> Path:
     if tag is None and (path / _LATEST).is_file():
         tag = named_in(path / _LATEST)
     return path if tag is None else path / tag
-
-
-@contextlib.contextmanager
-def _opened(folder: str | os.PathLike[str], tag: str | None) -> Iterator[Source]:
-    with contextlib.closing(source_of(_folder(folder, tag))) as source:
-        yield source
 
 
 def _tensors(source: Source, without_frozen: bool) -> dict[Item, list[str]]:
